@@ -49,7 +49,8 @@ _HEAD = """\
 command. "Nothing runs on" means that no process of the run was left.
 
 If the launcher of the ranks is killed, `simplan run` writes the measurement from the ranks' files. On several nodes it
-writes none then: the files of each node's ranks (`rank*.steps.jsonl`) stay in its output folder.
+writes none then, because it gets the files of other nodes from the launcher's store, which ends with the launcher. Each
+node keeps the files of its ranks (`rank*.steps.jsonl`) in its output folder.
 
 """
 
@@ -206,13 +207,13 @@ def _starve_rank(bench: Bench) -> Ended:
 
 
 def _slow_rank(bench: Bench) -> Ended:
-    """Stopped for four fifths of the time, a rank computes at a fifth of its speed; the other one has equal work."""
-    larger = _SCENARIO.replace("hidden_size: 64", "hidden_size: 128").replace("seq_len: 32", "seq_len: 128")
+    """One of two ranks with equal work stands still for nine tenths of the time, many times in a step."""
+    larger = _SCENARIO.replace("hidden_size: 64", "hidden_size: 256").replace("seq_len: 32", "seq_len: 256")
     run = bench.start("--steps", "30", "--warmup", "2", scenario=larger.replace(_PLAN, "plan: {dp_replicate: 2}"))
     try:
         pid = run.rank_pid(1)
         while run.process.poll() is None:
-            for number, pause_s in ((signal.SIGSTOP, 0.04), (signal.SIGCONT, 0.01)):
+            for number, pause_s in ((signal.SIGSTOP, 0.18), (signal.SIGCONT, 0.02)):
                 try:
                     os.kill(pid, number)
                 except ProcessLookupError:
@@ -376,7 +377,7 @@ _FAULTS: dict[str, Callable[[Bench], Ended | None]] = {
     "a rank is killed": _kill_rank,
     "a rank is stopped (`--timeout 15`)": _stop_rank,
     "a rank is out of memory": _starve_rank,
-    "a rank computes at a fifth of its speed": _slow_rank,
+    "a rank stands still for nine tenths of the time": _slow_rank,
     "the launcher is killed": _kill_launcher,
     "the command is killed": _kill_command,
     "the command is interrupted (Ctrl-C)": _interrupt_command,

@@ -24,6 +24,7 @@ _GENERATED = "*This page is written by the program when the site is built"
 _SECTIONS = {
     "model": "The model: a preset, a Hugging Face config, or its own sizes; further keys replace those of a preset.",
     "cluster": "Devices, nodes and the links that join them.",
+    "topology": "Keys of `cluster.topology`, which says how nodes are joined.",
     "training": "Batch, precision, optimizer and task.",
     "plan": "One parallel plan. A scenario has `plan:` or `search:`.",
     "search-space": "The keys of `search:`. A key that is left out has its default range.",
@@ -118,7 +119,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
 def _scenario() -> str:
     parts = [
         "# Scenario file",
-        f"{_GENERATED} by `simplan show model`, `show cluster`, `show training`, `show plan`, "
+        f"{_GENERATED} by `simplan show model`, `show cluster`, `show topology`, `show training`, `show plan`, "
         "`show search-space`, `show expect` and `show scenario`.*",
         "A scenario is a YAML file with these sections, a `name`, `software` (a name of [frameworks](frameworks.md) "
         "or a mapping of `preset` and options) and `expect` (a list of [expectations](../how-to/ci.md)). A key that is "
@@ -132,11 +133,11 @@ def _scenario() -> str:
 
 def _catalog() -> str:
     parts = [
-        "# Devices, links, clusters, models",
-        f"{_GENERATED} by `simplan show devices`, `links`, `clusters` and `models`.*",
+        "# Devices, links, clusters, topologies, models",
+        f"{_GENERATED} by `simplan show devices`, `links`, `clusters`, `topologies` and `models`.*",
     ]
     parts.append("`simplan show devices NAME`, for instance, prints one entry with the source of every value.")
-    for kind in ("devices", "links", "clusters", "models"):
+    for kind in ("devices", "links", "clusters", "topologies", "models"):
         parts += [f"## {kind.capitalize()}", _listed(kind)]
     return "\n\n".join(parts) + "\n"
 

@@ -101,6 +101,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             plan.offload_layers is not None,
             "the executor moves activations of all blocks; remove it",
         ),
+        "plan.collectives": (
+            plan.collectives is not None,
+            "the executor leaves algorithms to the library; remove it",
+        ),
         "plan.grad_dtype": (
             plan.grad_dtype not in (None, "fp32"),
             "the executor keeps gradients in the precision of the weights; leave it out",

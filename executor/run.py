@@ -16,6 +16,7 @@ from executor.launch.watchdog import Beats
 from executor.profiling.results import RunSegment, gather, written_here
 from simplan.errors import RunError, SimplanError
 from simplan.io import write_whole
+from simplan.plan.placement import Placement
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.elastic import Nodes
 from simplan.runs.lock import exclusive
@@ -168,6 +169,7 @@ class _Run:
             rendezvous,
             0 if job.checkpointing is None else job.checkpointing.max_restarts,
             self._layout,
+            self._rank_of,
             job.predicted_memory_bytes,
         )
         failure: str | None = "the run was interrupted"
@@ -197,6 +199,10 @@ class _Run:
     def _layout(self, num_ranks: int) -> tuple[Path, int]:
         job = self._job_on(num_ranks)
         return self._folder_of(job), job.plan.num_devices
+
+    def _rank_of(self, num_ranks: int, process: int) -> int:
+        placement = Placement.of(self._job_on(num_ranks).plan)
+        return process if placement is None else placement.rank_of(process)
 
     def _folder_of(self, job: RunSpec) -> Path:
         return folder_of(self.out_dir, self.job.plan.num_devices, job.plan.num_devices)

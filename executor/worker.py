@@ -35,6 +35,7 @@ from executor.profiling.recorder import Recorder, make_clock
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
 from simplan.io import write_whole
+from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping
 from simplan.runs.run_spec import RunSpec
 from simplan.units import format_bytes
@@ -64,7 +65,14 @@ def use_device(device: str, num_ranks: int) -> torch.device:
     return torch.device("cpu")
 
 
-def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = None, *, on_host: bool = False) -> Store:
+def start_rank(
+    device: torch.device,
+    timeout_s: float,
+    num_ranks: int | None = None,
+    *,
+    on_host: bool = False,
+    process: int | None = None,
+) -> Store:
     """Joins the default process group: NCCL on CUDA devices, gloo on the CPU, or either where tensors are on both.
 
     torch's timeout is longer than the launcher's, so that the launcher names the rank that hangs. NCCL creates
@@ -75,20 +83,22 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
         timeout_s: The launcher's timeout.
         num_ranks: Ranks of torchrun's that have work; None for all.
         on_host: Gradients are on the host, also those of CUDA devices.
+        process: torchrun's number of this process, which a placement tells apart from RANK; None for RANK.
 
     Returns:
-        The store of these ranks, which rank 0 or the agent has.
+        The store of these ranks, which the first process or the agent has.
     """
     rank, world_size = int(os.environ["RANK"]), num_ranks or int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=2 * timeout_s + 60)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     common: Store
-    if rank == 0 and not is_agents and PARENT_VARIABLE in os.environ:  # MASTER_ADDR is an address of this node
+    process = rank if process is None else process
+    if process == 0 and not is_agents and PARENT_VARIABLE in os.environ:  # MASTER_ADDR is an address of this node
         from executor.launch.nodes import listening_store
 
         common = listening_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
     else:
-        common, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        common, _, _ = next(rendezvous("env://", process, world_size, timeout=timeout))
     if is_agents:
         # torch 2.13 keeps the agents' store over restarts, with the addresses of ranks that are gone
         common = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", common)
@@ -99,9 +109,15 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
 
 
 def main(argv: list[str]) -> None:
-    """Runs the job of ``argv[0]`` with its files in ``argv[1]``."""
+    """Runs the job of ``argv[0]`` with its files in ``argv[1]``.
+
+    torchrun numbers processes by node, so its RANK is the device of the plan. From here on RANK is the rank there.
+    """
     spec = RunSpec.model_validate_json(Path(argv[0]).read_bytes())
     job = spec.on_ranks(int(os.environ["WORLD_SIZE"])) or spec
+    placement = Placement.of(job.plan)
+    if placement is not None:
+        os.environ["RANK"] = str(placement.rank_of(int(os.environ["RANK"])))
     folder = folder_of(Path(argv[1]), spec.plan.num_devices, job.plan.num_devices)
     folder.mkdir(parents=True, exist_ok=True)
     live_as_rank(folder, lambda heartbeat, stop, rank: _run(job, folder, Path(argv[1]), heartbeat, stop, rank))
@@ -116,7 +132,9 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
         return
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     allow_tf32(allowed=job.training.precision == "tf32")
-    store = start_rank(device, job.timeout_s, job.plan.num_devices, on_host=job.plan.offload_optimizer)
+    placement, num_ranks, on_host = Placement.of(job.plan), job.plan.num_devices, job.plan.offload_optimizer
+    process = rank if placement is None else placement.device_of(rank)
+    store = start_rank(device, job.timeout_s, num_ranks, on_host=on_host, process=process)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
     files = RankFiles(folder, rank)
     with out_of_memory_explained(device, predicted_bytes):
@@ -125,7 +143,7 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
     _barrier(device)
     if not is_watched:
         _gather(job, files, out_dir)
-    if rank == 0 and job.plan.num_devices < int(os.environ["WORLD_SIZE"]):
+    if process == 0 and job.plan.num_devices < int(os.environ["WORLD_SIZE"]):
         store.set(_DONE, "")
         time.sleep(_FAREWELL_S)  # this process has the store
     dist.destroy_process_group()

@@ -20,6 +20,8 @@ Rate = Annotated[float, Field(ge=1, le=1e21, allow_inf_nan=False)]
 """Bytes or FLOPs per second, from 1 to a thousand times what the fastest rack does."""
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 """Duration of one operation, up to an hour."""
+Gbit = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+"""Bandwidth in Gbit/s, from 1 Mbit/s."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

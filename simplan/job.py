@@ -10,6 +10,7 @@ from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
+from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
@@ -45,6 +46,22 @@ class Job:
     def padded_model(self) -> ModelSpec:
         """Model with the vocabulary padded as the software does."""
         return self.software.padded(self.model, self.plan)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Devices of the ranks; None if every rank is on the device of its own number."""
+        return Placement.of(self.plan)
+
+    @property
+    def placement_words(self) -> str:
+        """Nodes of the groups of the ranks; empty if every rank is on the device of its own number."""
+        placement = self.placement
+        return "" if placement is None else placement.words(self.cluster.devices_per_node)
+
+    def node_of(self, rank: int) -> int:
+        """Node of a rank."""
+        placement = self.placement
+        return self.cluster.node_of(rank if placement is None else placement.device_of(rank))
 
     def with_plan(self, plan: ParallelPlan) -> Job:
         """Copy of the job with another plan, such as a search candidate."""

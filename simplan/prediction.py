@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic_core import to_jsonable_python
 
 from simplan.job import Job
+from simplan.plan.placement import Placement
 from simplan.plan.plan import StageAssignment
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
 from simplan.training import TrainingBudget
 from simplan.units import GIB, format_bytes, format_percent, format_time
+
+if TYPE_CHECKING:
+    from simplan.network.load import Network
 
 PREDICTION_SCHEMA_VERSION = 2
 _OF_TRAINING_RUN = (
@@ -189,7 +193,8 @@ class Prediction:
         table: Action table, one row per pipeline rank.
         step_time_s: Seconds of one optimizer step (Level 2).
         step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
-        action_level_step_time_s: Step time at Level 1: actions as units, without overlap inside them.
+        action_level_step_time_s: Step time at Level 1: actions as units, without overlap inside them, and without
+            contention on links.
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
         capacity_bytes: Memory of one device; None if unknown.
@@ -205,6 +210,7 @@ class Prediction:
         assumptions: Assumptions, as sentences for the reader.
         reference_s: Seconds of the executor's reference matmul during calibration; None if not timed.
         training_run: The full training; None without a number of tokens.
+        network: Load of the links of the cluster's topology, and what contention costs; None without a topology.
     """
 
     name: str
@@ -228,6 +234,7 @@ class Prediction:
     assumptions: tuple[str, ...] = ()
     reference_s: float | None = None
     training_run: TrainingRun | None = None
+    network: Network | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -260,7 +267,7 @@ class Prediction:
         """Offloaded bytes in host memory, summed over the ranks of a node, on the node with the most."""
         totals = Counter[int]()
         for memory in self.memory:
-            totals[self.job.cluster.node_of(memory.rank)] += memory.host_bytes
+            totals[self.job.node_of(memory.rank)] += memory.host_bytes
         return max(totals.values())
 
     @property
@@ -296,7 +303,7 @@ class Prediction:
 
     def to_json(self, *, timeline: bool = True) -> dict[str, Any]:
         """JSON document of the prediction; without ``timeline``, it lacks the spans, which are most of it."""
-        worst, job = self.worst_memory, self.job
+        worst, job, placement = self.worst_memory, self.job, self.job.placement
         return {
             "schema_version": PREDICTION_SCHEMA_VERSION,
             "kind": "prediction",
@@ -307,6 +314,7 @@ class Prediction:
                 "software_settings": job.software.settings,
             },
             "links": job.cluster.links,
+            **({} if self.network is None else {"network": self.network.to_json()}),
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,
             "num_parameters": job.model.num_parameters,
@@ -340,6 +348,7 @@ class Prediction:
             "ranks": [
                 {
                     "rank": memory.rank,
+                    **({} if placement is None else _place_json(job, placement, memory.rank)),
                     "split": {name.removesuffix("_s"): seconds for name, seconds in asdict(split).items()},
                     "memory_gib": {str(key): value / GIB for key, value in memory.by_category.items()},
                     "peak_memory_gib": memory.peak_gib,
@@ -355,3 +364,9 @@ class Prediction:
             "timeline": to_jsonable_python([*self.timeline.spans]) if timeline else [],
             "assumptions": list(self.assumptions),
         }
+
+
+def _place_json(job: Job, placement: Placement, rank: int) -> dict[str, int]:
+    """Node of a rank, and its device in that node."""
+    node, device = divmod(placement.device_of(rank), job.cluster.devices_per_node)
+    return {"node": node, "device": device}

@@ -253,7 +253,7 @@ def _annotation_at(model: type[BaseModel], loc: Path) -> Any:
 
 def _step(annotation: Any, part: str | int) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        field = annotation.model_fields.get(str(part))
+        field = next((f for name, f in annotation.model_fields.items() if (f.alias or name) == part), None)
         return field.annotation if field is not None else None
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
@@ -277,7 +277,7 @@ def _bare(annotation: Any) -> Any:
 
 def _field_names(annotation: Any) -> list[str]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return list(annotation.model_fields)
+        return [field.alias or name for name, field in annotation.model_fields.items()]
     return []
 
 

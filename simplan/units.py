@@ -53,9 +53,11 @@ def format_time(seconds: float) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """Format a link or memory rate in decimal units, as vendors do.
 
-    >>> format_rate(3.35e12), format_rate(450e9), format_rate(2.5e6)
-    ('3.35 TB/s', '450 GB/s', '2.5 MB/s')
+    >>> format_rate(1.04e15), format_rate(3.35e12), format_rate(450e9), format_rate(2.5e6)
+    ('1.04 PB/s', '3.35 TB/s', '450 GB/s', '2.5 MB/s')
     """
+    if bytes_per_s >= 1e15:
+        return f"{bytes_per_s / 1e15:.3g} PB/s"
     if bytes_per_s >= 1e12:
         return f"{bytes_per_s / 1e12:.3g} TB/s"
     if bytes_per_s >= 1e9:

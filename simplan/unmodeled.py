@@ -30,9 +30,9 @@ _RECORDS = (
         "use synchronous data parallelism, e.g. plan.dp_replicate",
     ),
     Unmodeled(
-        "a parameter server is",
-        "parameter_server parameter_servers num_parameter_servers num_ps",
-        "use all-reduce between replicas, i.e. plan.dp_replicate",
+        "an asynchronous parameter server is",
+        "async_parameter_server asynchronous_parameter_server async_ps ssp",
+        "use a synchronous one, plan.collectives: {all_reduce: parameter_server, parameter_servers: 1}",
     ),
     Unmodeled(
         "gradient compression is",

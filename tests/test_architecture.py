@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("program",),
     ("runs",),
     ("cost",),
+    ("network",),
     ("sim",),
     ("prediction",),
     ("predict",),
@@ -198,8 +199,8 @@ def test_no_folder_has_too_many_modules() -> None:
 # Names of operators that general modules use for something else: a kind of layer, a field, a measured kernel, a role.
 OTHER_WORDS = frozenset({
     "add", "attention", "cat", "cross_entropy", "gelu", "head", "images", "input", "lm_head", "log-probabilities",
-    "logits", "norm", "qkv", "relu", "rotary", "scale", "shared_expert_gate", "silu_multiply", "split", "transform",
-    "v", "wte",
+    "logits", "norm", "qkv", "relu", "rotary", "routing", "scale", "shared_expert_gate", "silu_multiply", "split",
+    "transform", "v", "wte",
 })  # fmt: skip
 
 

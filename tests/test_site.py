@@ -43,9 +43,9 @@ def test_generated_pages_have_every_command_option_and_entry() -> None:
         for parameter in command.params:
             if parameter.param_type_name == "option":
                 assert parameter.opts[0] in section, (name, parameter.opts)
-    for kind in ("model", "cluster", "training", "plan", "search-space"):
+    for kind in ("model", "cluster", "topology", "training", "plan", "search-space"):
         assert all(f"| `{row['name']}` |" in written["reference/scenario.md"] for row in listing(kind)), kind
-    for kind in ("devices", "links", "clusters", "models"):
+    for kind in ("devices", "links", "clusters", "topologies", "models"):
         assert all(f"| `{row['name']}` |" in written["reference/catalog.md"] for row in listing(kind)), kind
     assert all(f"\n## {name}\n" in written["reference/frameworks.md"] for name in catalog.names("software"))
     assert all(f"| `{row['name']}` |" in written["reference/schedules.md"] for row in listing("schedules"))

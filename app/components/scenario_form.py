@@ -45,6 +45,7 @@ _MORE_DEGREES = (
     ("Expert parallel", "ep", "ranks with different experts"),
     ("Expert tensor parallel", "etp", "ranks that split every expert"),
 )
+_PLACEMENTS = ("tp, cp, dp, pp", "tp, cp, pp, dp", "cp, dp, tp, pp", "dp, pp, tp, cp", "pp, dp, tp, cp")
 _MAX_STAGES = 64
 _OWN = "own"
 _NOTES, _EDITING = "form notes", "form editing"
@@ -186,8 +187,18 @@ def _more_options(document: dict[str, Any]) -> None:
     about = "Unsharded gradients use memory until they are reduced"
     syncs = ("step", "microbatch")
     _valid_choice("Gradient reduction", "grad_sync", syncs, plan_value(document, "grad_sync"), about=about)
+    _placement()
     _valid_switch("Offload optimizer", "offload_optimizer")
     _valid_switch("Offload activations", "offload_activations")
+
+
+def _placement() -> None:
+    """Order of the axes from inside of nodes outwards; a list of devices is shown in the YAML only."""
+    if isinstance(get(("plan", "placement")), list):
+        st.text_input("Placement", "see YAML", disabled=True)
+        return
+    about = "placement: axes from inside of nodes outwards; the first ones have the fast links"
+    _valid_choice("Placement", "placement", _PLACEMENTS, _PLACEMENTS[0], about=about)
 
 
 def _degree(label: str, name: str, about: str) -> None:

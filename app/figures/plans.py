@@ -88,6 +88,8 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "offload_optimizer": "offload optimizer",
         "offload_activations": "offload activations",
         "offload_layers": "offloaded blocks",
+        "collectives": "collectives",
+        "placement": "placement",
         **{key: key for key in SOFTWARE_RANGES},
     }
 )

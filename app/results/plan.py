@@ -5,11 +5,10 @@ Functions that take the text of a scenario run in worker processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path, load
 from simplan.explain.term import exposed_s
@@ -213,7 +212,7 @@ def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tupl
     mapping = RankMapping.of(prediction.job.plan)
     computing = [(s.start_s, s.end_s) for s in spans if s.stream == Stream.COMPUTE and s.end_s > s.start_s]
     moving = [
-        (tier_of(s, mapping, prediction.job.cluster), (s.start_s, s.end_s))
+        (tier_of(s, mapping, prediction.job.node_of), (s.start_s, s.end_s))
         for s in spans
         if s.stream != Stream.COMPUTE and s.end_s > s.start_s
     ]
@@ -227,12 +226,12 @@ def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tupl
     return tuple(part for part in parts if part.seconds > 1e-9 * prediction.step_time_s)
 
 
-def tier_of(span: Span, mapping: RankMapping, cluster: ClusterSpec) -> str:
+def tier_of(span: Span, mapping: RankMapping, node_of: Callable[[int], int]) -> str:
     """Links of a communication span: host link, inside of nodes, or between nodes."""
     if span.stream in (Stream.TO_HOST, Stream.FROM_HOST):
         return HOST
     group = (span.rank, span.peer) if span.peer is not None else _group(span, mapping)
-    return WITHIN if len({cluster.node_of(rank) for rank in group}) == 1 else BETWEEN
+    return WITHIN if len({node_of(rank) for rank in group}) == 1 else BETWEEN
 
 
 def _group(span: Span, mapping: RankMapping) -> tuple[int, ...]:

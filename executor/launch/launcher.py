@@ -59,7 +59,7 @@ class Start(NamedTuple):
     """Start of ranks by the agent.
 
     Attributes:
-        ranks: Global ranks of this node.
+        ranks: Ranks of this node.
         num_ranks: Ranks of all nodes: WORLD_SIZE.
         restarts: Number of restarts after failures so far.
     """
@@ -86,6 +86,8 @@ class RankLaunch:
         max_restarts: Restarts of all ranks after failures or hangs.
         layout: Folder of the ranks' files and number of ranks that have work, by WORLD_SIZE; other ranks are idle.
             None for ``out_dir`` and all ranks.
+        rank_of: Rank by WORLD_SIZE and by torchrun's number of a process, which counts the processes of all nodes; None
+            for equal numbers.
         predicted_bytes: Predicted peak memory by rank, for messages about ranks that were killed; may be empty.
     """
 
@@ -97,6 +99,7 @@ class RankLaunch:
     rendezvous: Rendezvous | None = None
     max_restarts: int = 0
     layout: Callable[[int], tuple[Path, int]] | None = None
+    rank_of: Callable[[int, int], int] | None = None
     predicted_bytes: tuple[int, ...] = ()
 
 
@@ -188,7 +191,7 @@ def launch_ranks(
         agent.run(launch, Logs(launch.out_dir / "logs", watch.ranks_start))
     except ChildFailedError as failed:
         watch.poll()
-        raise watch.cause({rank: failure.exitcode for rank, failure in failed.failures.items()}) from None
+        raise watch.cause({process: failure.exitcode for process, failure in failed.failures.items()}) from None
     except SignalException as error:
         watch.end()
         if watch.raised is None and error.sigval == signal.SIGINT:
@@ -239,7 +242,8 @@ class _Watch:
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def ranks_start(self, start: Start, logs: LogsDest) -> None:
-        """Called by the agent when it starts ranks."""
+        """Called by the agent when it starts ranks, with torchrun's numbers of their processes."""
+        start = start._replace(ranks=tuple(self._rank_of(start.num_ranks, process) for process in start.ranks))
         failed = self._start is not None and start.restarts > self._start.restarts
         why = self.cause(None) if failed else None  # where nodes came or left, torchrun has removed the error files
         with self._lock:
@@ -256,9 +260,20 @@ class _Watch:
         if self._on_start is not None:
             self._on_start(start, why)
 
+    def _rank_of(self, num_ranks: int, process: int) -> int:
+        rank_of = self._launch.rank_of
+        return process if rank_of is None else rank_of(num_ranks, process)
+
     def cause(self, exits: dict[int, int] | None) -> RanksError:
-        """Reason for which the ranks have ended."""
+        """Reason for which the ranks have ended.
+
+        Args:
+            exits: Exit codes by torchrun's number of a process; None if unknown.
+        """
         with self._lock:
+            if exits is not None and self._start is not None:
+                num_ranks = self._start.num_ranks
+                exits = {self._rank_of(num_ranks, process): code for process, code in exits.items()}
             if self._stall is not None:
                 return RanksError(self._stall.sentence)
             return RankEnd(

@@ -128,6 +128,7 @@ def gather(
         ranks.append(
             RankMeasurement(
                 rank=rank,
+                node=nodes[rank],
                 peak_memory=memory,
                 actions=() if record is None else record.spans,
                 reruns=None if record is None or job.software.compiled else record.reruns,

@@ -21,6 +21,7 @@ MIN_SLOWDOWN = 1.3
 """Smallest reported ratio of a rank's compute time to that of its peers."""
 
 _MIN_TIME_S = 2.0  # of all steps together
+_MIN_CERTAINTY = 2.6  # standard deviations: a chance of 0.005
 _P2P = ("send", "recv")
 
 
@@ -39,12 +40,13 @@ def steady_from(times_s: Sequence[float]) -> int:
 
 
 def find_slow_ranks(job: RunSpec, steps: Sequence[Sequence[StepRecord]], *, cuda: bool) -> tuple[SlowRank, ...]:
-    """Finds ranks that are slow beyond doubt.
+    """Finds ranks that are slow throughout a run.
 
-    Peers are ranks of the same pipeline stage and the same part of a sequence. A slow rank meets two conditions. Its
-    median is at least ``MIN_SLOWDOWN`` times that of the fastest half of its peers. Its 10th percentile exceeds that
-    half's 90th percentile. So a loaded machine, where the times of all ranks scatter, has no slow rank. Nor has a short
-    run, in which another process may have slowed a rank.
+    Peers are ranks of the same pipeline stage and the same part of a sequence. In each step a rank is compared with the
+    median of the fastest half of its peers, so that a load on the whole machine concerns both. A slow rank takes at
+    least ``MIN_SLOWDOWN`` times as long in the median step of either half of the run, since another process may slow a
+    rank for a while. And equal ranks differ as much by chance in fewer than one of 200 runs, by Wilcoxon's signed-rank
+    test. So a loaded machine, where the times of all ranks scatter, has no slow rank, nor has a run of under 9 steps.
 
     Args:
         steps: Records of all ranks in every steady step.
@@ -83,24 +85,38 @@ def compute_s(record: StepRecord, *, buckets: bool, cuda: bool) -> float:
 
 def _slow_among(ranks: Sequence[int], times_s: Sequence[Sequence[float]]) -> Iterator[SlowRank]:
     """Slow ranks among peers; times by step and rank."""
-    of_rank = {rank: sorted(step[rank] for step in times_s) for rank in ranks}
-    by_speed = sorted(ranks, key=lambda rank: (statistics.median(of_rank[rank]), rank))
+    medians_s = {rank: statistics.median(step[rank] for step in times_s) for rank in ranks}
+    by_speed = sorted(ranks, key=lambda rank: (medians_s[rank], rank))
     fast = sorted(by_speed[: len(ranks) // 2])
-    fast_s = sorted(time_s for rank in fast for time_s in of_rank[rank])
-    for rank in ranks:
-        if rank in fast or not fast:
-            continue
-        median_s, others_s = statistics.median(of_rank[rank]), statistics.median(fast_s)
-        low_s = of_rank[rank][math.ceil(len(of_rank[rank]) / 10)]
-        high_s = fast_s[-1 - math.ceil(len(fast_s) / 10)]
-        if low_s > high_s and median_s >= MIN_SLOWDOWN * others_s > 0.0:
+    if not fast:
+        return
+    fast_s = [statistics.median(step[rank] for rank in fast) for step in times_s]
+    for rank in sorted(set(ranks).difference(fast)):
+        ratios = [step[rank] / others_s for step, others_s in zip(times_s, fast_s, strict=True) if others_s > 0.0]
+        if _is_slow(ratios):
             yield SlowRank(
                 rank=rank,
-                factor=median_s / others_s,
+                factor=statistics.median(ratios),
                 compared_with=tuple(fast),
-                compute_s=median_s,
-                others_compute_s=others_s,
+                compute_s=medians_s[rank],
+                others_compute_s=statistics.median(fast_s),
             )
+
+
+def _is_slow(ratios: Sequence[float]) -> bool:
+    """True if ratios of compute times, by step, are above 1 throughout the run, and by more than chance.
+
+    Source: Wilcoxon 1945, "Individual comparisons by ranking methods", with the normal approximation.
+    """
+    num, middle = len(ratios), len(ratios) // 2
+    if num < MIN_STEADY_STEPS or min(ratios) <= 0.0:
+        return False
+    logs = np.log(ratios)
+    places = np.abs(logs).argsort().argsort() + 1
+    deviation = math.sqrt(num * (num + 1) * (2 * num + 1) / 24)
+    certainty = (places[logs > 0.0].sum() - num * (num + 1) / 4) / deviation
+    halves = (logs[:middle], logs[middle:])
+    return bool(certainty >= _MIN_CERTAINTY) and all(np.median(half) >= math.log(MIN_SLOWDOWN) for half in halves)
 
 
 def _inside(span: MeasuredSpan, collectives: Sequence[MeasuredCollective]) -> list[MeasuredCollective]:

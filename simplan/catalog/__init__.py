@@ -1,4 +1,4 @@
-"""The catalog: devices, links, clusters, models and software profiles by name, every value with its source.
+"""The catalog: devices, links, clusters, topologies, models and software by name, every value with its source.
 
 The data files are in the folder of this module: one file per kind, and for software one per profile. A file is parsed
 once, when an entry of its kind is first requested. A name that is not in the catalog raises a ``SpecError`` that names
@@ -7,6 +7,7 @@ the nearest, or a ``NotModelledError`` if it is known but not modeled yet.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ import yaml
 
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
+from simplan.cluster.topology import TOPOLOGIES, AnyTopology
 from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
@@ -41,10 +43,13 @@ __all__ = [
     "node",
     "published_parameters",
     "software",
+    "topology",
+    "topology_fields",
+    "topology_source",
     "unmeasured_link",
 ]
 
-Kind = Literal["devices", "links", "clusters", "models", "software"]
+Kind = Literal["devices", "links", "clusters", "topologies", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
@@ -138,7 +143,8 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
 def link(name: str, *, textbook: bool = False) -> LinkSpec:
     """A link.
 
-    ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport.
+    ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport,
+    and ``sharp-<n>gbit`` one whose switches reduce.
     ``tcp-<n>gbit`` is one Ethernet card of a node; the link has the rate of a node with one device
     (``network_of_node``).
 
@@ -169,11 +175,11 @@ def network_link(gbit_per_device: float, kind: str = "network", *, textbook: boo
 
     Args:
         gbit_per_device: Bandwidth of one device's share in one direction, Gbit/s (1e9 bit/s).
-        kind: ``network`` for InfiniBand and RoCE, or ``efa``.
+        kind: ``network`` for InfiniBand and RoCE, ``sharp`` for InfiniBand whose switches reduce, or ``efa``.
     """
     entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_parsed("links")["networks"][kind]}
     entry.pop("per_node", None)
-    return _link(f"{kind}-{gbit_per_device:g}gbit", kind, entry, textbook=textbook)
+    return _link(f"{kind}-{gbit_per_device:g}gbit", entry.pop("fitted_as", kind), entry, textbook=textbook)
 
 
 def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> LinkSpec:
@@ -254,6 +260,23 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
         host_memory_bandwidth_bytes_per_s=entry.host_memory_bandwidth_bytes_per_s,
         source=entry.source,
     )
+
+
+@cache
+def topology(name: str) -> AnyTopology:
+    """A network topology."""
+    fields = topology_fields(name)
+    return TOPOLOGIES[fields["kind"]].model_validate_json(json.dumps(fields))
+
+
+def topology_fields(name: str) -> dict[str, Any]:
+    """Fields of a topology as a scenario would give them, to be overridden."""
+    return {key: value for key, value in _entry("topologies", name).items() if key != "source"}
+
+
+def topology_source(name: str) -> str:
+    """Source of a topology."""
+    return _sources("topologies", {"": _entry("topologies", name)["source"]})[""]
 
 
 @cache
@@ -359,13 +382,14 @@ _NAMES_OF_PROFILES = {
 _INSTEAD: dict[str, str] = {
     "devices": f"{documentation('how-to/devices')} says how to describe another",
     "clusters": "or give device and devices_per_node in place of a preset",
+    "topologies": "or give its kind and values (`simplan show topology`)",
 }
 """Advice for an entry that does not exist, by kind."""
 
 
 def _entry(kind: Kind, name: str) -> dict[str, Any]:
     data = _parsed(kind)
-    singular = kind.removesuffix("s")
+    singular = "topology" if kind == "topologies" else kind.removesuffix("s")
     own_name = canonical_name(kind, name)
     if own_name in data[kind]:
         entry: dict[str, Any] = data[kind][own_name]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.main
 
 import simplan
 from simplan.cli.terminal import completion
@@ -508,7 +509,7 @@ def trace(
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
-@_command(short_help="Draw the predicted step, one row per pipeline rank.")
+@_command(short_help="Draw the predicted step, one row per pipeline rank; or the network.")
 @takes_scenario()
 def draw(
     scenario: ScenarioRequest,
@@ -522,12 +523,25 @@ def draw(
             min=60, max=10_000, metavar="N", help="Columns of the drawing (default: the terminal's, else 100)."
         ),
     ] = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Links and switches of the cluster in place of the step.")
+    ] = False,
+    load: Annotated[
+        bool, typer.Option("--load", help="Load of the links of cluster.topology over the step, in place of actions.")
+    ] = False,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Draw the predicted step: actions and idle time of every pipeline rank."""
-    from simplan.cli.commands import draw_command
+    """Draw the predicted step: actions and idle time of every pipeline rank.
 
+    With --network, links and switches of the cluster. With --load, how busy links are over the step.
+    """
+    from simplan.cli.commands import draw_command, draw_load_command, draw_network_command
+
+    if network:
+        return draw_network_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
+    if load:
+        return draw_load_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 
@@ -593,8 +607,8 @@ def show(
         typer.Argument(
             metavar="KIND",
             autocompletion=completion.kinds,
-            help="Kind: devices, links, clusters, models, software, schedules, metrics, scenario; and the keys of a "
-            "scenario's model, cluster, training, plan, search-space or expect.",
+            help="Kind: devices, links, clusters, topologies, models, software, schedules, metrics, scenario; and the "
+            "keys of a scenario's model, cluster, topology, training, plan, search-space or expect.",
         ),
     ] = None,
     name: Annotated[
@@ -654,6 +668,12 @@ _BUG = 70
 _INTERRUPTED = 130
 
 
+@cache
+def _commands() -> Callable[..., Any]:
+    """The commands with their parsers: ``app(...)`` makes them at each call, which takes longer than most commands."""
+    return typer.main.get_command(app)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
@@ -664,7 +684,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        code = app(args=None if argv is None else list(argv), prog_name="simplan", standalone_mode=False)
+        code = _commands()(args=None if argv is None else list(argv), prog_name="simplan", standalone_mode=False)
     except SimplanError as error:
         complain(str(error))
         return error.exit_code

@@ -38,10 +38,13 @@ from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import as_argument, write_json, write_text
+from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
+from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
+from simplan.report.drawings.fabric_svg import fabric_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import certainty_of_order, prediction_text, predictions_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
@@ -71,7 +74,7 @@ def predict_command(
     given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
     scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
     calibration = _calibration_for(scenario, calibration_file)
-    prediction, simulated = scenario.predict_step(calibration)
+    prediction, simulated = _predict_step(scenario, calibration)
     found = _fixes(prediction, calibration)
     document = prediction.to_json()
     if found is not None:
@@ -87,6 +90,14 @@ def predict_command(
     certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
     print_result(text.replace(line, emphasize(line, certain), 1))
     return 0
+
+
+def _predict_step(scenario: Scenario, calibration: Calibration | None) -> tuple[Prediction, Simulated]:
+    """Prediction and simulated step; on a terminal, with the progress of the simulation of links."""
+    if scenario.job.cluster.topology is None:
+        return scenario.predict_step(calibration)
+    with ProgressLine("simulating links", elsewhere=False) as line:
+        return scenario.predict_step(calibration, line.update)
 
 
 def _predict_all(
@@ -155,7 +166,7 @@ def explain_command(
         calibration = _calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
-        prediction, simulated = scenario.predict_step(calibration)
+        prediction, simulated = _predict_step(scenario, calibration)
         name = _name_of(each, scenario, several=other is not None)
         explained.append(explain(replace(prediction, name=name), simulated))
     if other is None:
@@ -183,7 +194,7 @@ def trace_command(
         raise SpecError(Problem(field="--output", rule="is missing", fix="give -o FILE, or --json to print the trace"))
     scenario = request.scenario()
     calibration = _calibration_for(scenario, calibration_file)
-    document = predicted_trace(*scenario.predict_step(calibration))
+    document = predicted_trace(*_predict_step(scenario, calibration))
     if output is not None:
         write_json(output, document)
         say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
@@ -207,6 +218,55 @@ def draw_command(
         print_json(drawing.to_json())
     else:
         print_drawing(drawing, width)
+    return 0
+
+
+def draw_network_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw --network``."""
+    for option, value in (("--width", width), ("--calibration", calibration_file)):
+        if value is not None:
+            rule, fix = "has no meaning with --network", "remove one of the two"
+            raise SpecError(Problem(field=option, value=str(value), rule=rule, fix=fix))
+    if output is not None:
+        refuse_other_suffix(output)
+    drawing = draw_fabric(request.scenario().job.cluster)
+    if output is not None:
+        write_text(output, fabric_svg(drawing))
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(drawing.to_json())
+    else:
+        print_result(fabric_text(drawing))
+    return 0
+
+
+def draw_load_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw --load``."""
+    from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
+
+    if width is not None:
+        rule, fix = "has no meaning with --load", "remove one of the two"
+        raise SpecError(Problem(field="--width", value=str(width), rule=rule, fix=fix))
+    if output is not None:
+        refuse_other_suffix(output)
+    scenario = request.scenario()
+    if scenario.job.cluster.topology is None:
+        fix = "give cluster.topology, e.g. {kind: leaf_spine, nodes_per_leaf: 4}"
+        raise SpecError(Problem(field="--load", rule="needs links, and the cluster has no topology", fix=fix))
+    network = _predict_step(scenario, _calibration_for(scenario, calibration_file))[0].network
+    assert network is not None
+    drawing = draw_link_load(scenario.name, network)
+    if output is not None:
+        write_text(output, link_load_svg(drawing))
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(drawing.to_json())
+    else:
+        print_result(link_load_text(drawing))
     return 0
 
 

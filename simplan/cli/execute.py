@@ -30,6 +30,7 @@ from simplan.scenario.elastic import fewer_nodes, scenarios_on_fewer
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
 
+_MAX_CELLS = 1_000_000  # a table of these actions has a few hundred MiB
 _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
 
@@ -275,6 +276,12 @@ def run_spec_of_scenario(
         fix = "give every stage a layer"
         value = str(list(scenario.job.plan.stage_layers or ()))
         problems.append(Problem(field="plan.stage_layers", value=value, rule=rule, fix=fix))
+    cells = scenario.job.num_microbatches * scenario.job.plan.num_stages
+    if cells > _MAX_CELLS:
+        rule = f"makes {cells:,} forward passes of stages per step, of which the executor runs at most {_MAX_CELLS:,}"
+        fix = "use a smaller batch, or a larger plan.microbatch_size"
+        value = str(scenario.job.training.global_batch_size)
+        problems.append(Problem(field="training.global_batch_size", value=value, rule=rule, fix=fix))
     if problems:
         raise NotModelledError(problems, file=scenario.file)
     job = run_spec_of(

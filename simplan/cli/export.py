@@ -10,7 +10,7 @@ from simplan.cli.execute import RunOptions, exported_job, refuse_other_software
 from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
-from simplan.errors import Problem, SpecError, did_you_mean
+from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.formats import export_targets, formats
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_script
 from simplan.interop.writing import Exported
@@ -53,6 +53,9 @@ def export_command(
         checkpointing = checkpointing.model_copy(update={"resume": True})  # containers that failed begin again
     options = RunOptions(num_steps, checkpointing=checkpointing)
     job = exported_job(scenario, chosen(scenario, calibration_file), options, least)
+    if scenario.job.plan.collectives is not None:
+        rule, fix = "the executor leaves algorithms to the library", "remove it"
+        raise NotModelledError(Problem(field="plan.collectives", rule=rule, fix=fix))
     launch = Launch(job, cluster.num_nodes, cluster.ranks_per_node, gpus, cluster.cores_per_node, least)
     if target == "slurm":
         text = slurm_script(launch)

@@ -18,7 +18,13 @@ from simplan.cost.calibration.measured_links import catalog_cluster, measured_co
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
 from simplan.report.plan_fields import plan_fields
-from simplan.report.section_fields import cluster_fields, model_fields, search_space, training_fields
+from simplan.report.section_fields import (
+    cluster_fields,
+    model_fields,
+    search_space,
+    topology_fields,
+    training_fields,
+)
 from simplan.report.table import format_table_text
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_rate, format_time
 
@@ -125,7 +131,7 @@ def entry(kind: str, name: str) -> dict[str, Any]:
     _listing_of(kind)
     if kind in _ENTRIES:
         found: dict[str, Any] = _ENTRIES[kind](name).model_dump(mode="json")
-        return found
+        return found | ({"source": catalog.topology_source(name)} if kind == "topologies" else {})
     rows = {row["name"]: row for row in listing(kind)}
     if name not in rows:
         fix = _in_catalog(f"{kind}s", name) or did_you_mean(name, rows)
@@ -150,6 +156,7 @@ def entry_text(kind: str, name: str) -> str:
 
 def _in_catalog(kind: str, name: str) -> str:
     """Command that shows an entry of the catalog; empty if the catalog has no such kind or entry."""
+    kind = kind.replace("topologys", "topologies")
     found = kind in _ENTRIES and any(row["name"] == name for row in listing(kind))
     return f"run `simplan show {kind} {name}`" if found else ""
 
@@ -207,6 +214,13 @@ def _clusters() -> list[Row]:
     return [row(name) for name in catalog.names("clusters")]
 
 
+def _topologies() -> list[Row]:
+    return [
+        {"name": name, "kind": topology.kind, "description": topology.words()}
+        for name, topology in ((name, catalog.topology(name)) for name in catalog.names("topologies"))
+    ]
+
+
 def _models() -> list[Row]:
     return [
         {
@@ -251,6 +265,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "devices": _devices,
     "links": _links,
     "clusters": _clusters,
+    "topologies": _topologies,
     "models": _models,
     "software": _software,
     "schedules": _schedules,
@@ -258,6 +273,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "scenario": scenario_sections,
     "model": model_fields,
     "cluster": cluster_fields,
+    "topology": topology_fields,
     "training": training_fields,
     "plan": plan_fields,
     "search-space": search_space,
@@ -267,6 +283,7 @@ _ENTRIES: dict[str, Callable[[str], Any]] = {
     "devices": catalog.device,
     "links": catalog.link,
     "clusters": catalog.cluster,
+    "topologies": catalog.topology,
     "models": catalog.model,
     "software": catalog.software,
 }

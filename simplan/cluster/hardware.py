@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from simplan.base import Count, NonNegative, NumDevices, Rate, Seconds, Spec
+from simplan.cluster.topology import Topology, node_of_name
 from simplan.software.rates import KernelRates
 from simplan.units import MIB
 
@@ -113,6 +114,35 @@ class LinkSpec(Spec):
         return self.bytes_per_s * self.bandwidth_share * part
 
 
+def _node_name(name: str) -> str:
+    if node_of_name(name) is None:
+        raise ValueError("must be the name of a node, such as node0")
+    return name
+
+
+NodeName = Annotated[str, AfterValidator(_node_name)]
+"""Name of a node: ``node0`` and so on."""
+
+
+class BackgroundFlow(Spec):
+    """Constant traffic of other jobs from one node to another, over all of their network cards.
+
+    Attributes:
+        source: Node that sends; the key is ``from``.
+        destination: Node that receives; the key is ``to``.
+        gbit: Gbit/s that it takes where links have room for it; of a full link it has its fair part.
+    """
+
+    source: NodeName = Field(alias="from")
+    destination: NodeName = Field(alias="to")
+    gbit: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """Indices of both nodes."""
+        return int(self.source.removeprefix("node")), int(self.destination.removeprefix("node"))
+
+
 class ClusterSpec(Spec):
     """A number of equal nodes.
 
@@ -125,10 +155,12 @@ class ClusterSpec(Spec):
         inter_link: Link between nodes, with bandwidth per device; None for a single node.
         nics_per_node: Network cards of one node that ``inter_link`` stands for; None for unknown, or a single node.
         host_link: Link between each device and host memory; None for unknown, or a CPU.
+        background: Traffic of other jobs on the links of ``topology``.
         host_memory_bytes: Host memory of one node; None for unknown, or a CPU.
         host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of host memory, all sockets together; None for unknown.
         cores_per_node: CPU cores that the ranks of one node share; None for devices other than a CPU.
         source: Source of the composition.
+        topology: Links and switches between nodes; None for two tiers without contention between flows.
     """
 
     id: str
@@ -138,11 +170,13 @@ class ClusterSpec(Spec):
     intra_link: LinkSpec | None = None
     inter_link: LinkSpec | None = None
     host_link: LinkSpec | None = None
+    background: tuple[BackgroundFlow, ...] = ()
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     cores_per_node: Count | None = None
     nics_per_node: Count | None = None
     source: str = ""
+    topology: Topology | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -155,10 +189,16 @@ class ClusterSpec(Spec):
         return min(self.devices_per_node, self.num_devices)
 
     @property
+    def network_ports_per_node(self) -> int:
+        """Network cards of a node that are told apart in a topology: at most one per device, which may be several."""
+        return min(self.nics_per_node or self.devices_per_node, self.devices_per_node)
+
+    @property
     def links(self) -> dict[str, dict[str, Any] | None]:
         """Links of the job as JSON: name and datasheet bandwidth in one direction, bytes per second.
 
-        Keys: ``intra_node``, None without a second device in a node, and ``inter_node``, None for a single node.
+        Keys: ``intra_node``, None without a second device in a node, ``inter_node``, None for a single node, and
+        ``topology`` if the cluster has one: its kind and a description.
         """
         found: dict[str, dict[str, Any] | None] = {"intra_node": None, "inter_node": None}
         if (intra := self.intra_link) is not None and self.ranks_per_node > 1:
@@ -171,8 +211,10 @@ class ClusterSpec(Spec):
                 "bytes_per_s_per_node": inter.bytes_per_s * self.devices_per_node,
                 "nics_per_node": self.nics_per_node,
             }
+        if self.topology is not None:
+            found["topology"] = {"kind": self.topology.kind, "description": self.topology.words()}
         return found
 
-    def node_of(self, rank: int) -> int:
-        """Node of a rank; ranks fill nodes in order."""
-        return rank // self.devices_per_node
+    def node_of(self, device: int) -> int:
+        """Node of a device; devices fill nodes in order. ``Job.node_of`` has the node of a rank."""
+        return device // self.devices_per_node

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from typing import Self
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.communication.collectives import communication_cost, communication_s
@@ -12,6 +14,8 @@ from simplan.cost.communication.route import Route, route_of
 from simplan.cost.compute.kernels import KernelCost
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import CollectiveKind, ExpertDraw
+from simplan.plan.collectives import Collectives
+from simplan.plan.placement import Placement
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork
 from simplan.software.rates import FrameworkRates
 from simplan.units import format_time
@@ -26,15 +30,36 @@ class AnalyticCost:
     Args:
         cluster, kernels: Cluster with the links for communication, and kernel times of its device.
         stack: Slowdown of communication in training with a framework; None for no slowdown.
+        collectives: Algorithms that the plan prescribes; None for the library's choice.
+
+    Attributes:
+        placement: Devices of the ranks of communication; None if they are the devices of their own numbers.
     """
 
-    def __init__(self, cluster: ClusterSpec, kernels: KernelCost, stack: FrameworkRates | None = None) -> None:
+    placement: Placement | None = None
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        kernels: KernelCost,
+        stack: FrameworkRates | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
         self._cluster = cluster
         self._kernels = kernels
         self._stack = stack or FrameworkRates()
+        self._collectives = collectives
         self._route_of = lru_cache(maxsize=1024)(partial(route_of, cluster=cluster))
         self._compute = cache(kernels.cost_estimate)
         self._moved: dict[tuple[CollectiveKind, int, ExpertDraw | None, Route | None], CostEstimate] = {}
+
+    def placed(self, placement: Placement | None) -> Self:
+        """Returns this model for ranks on other devices; both share their cached estimates."""
+        if placement is self.placement:
+            return self
+        other = copy(self)
+        other.placement = placement
+        return other
 
     @property
     def overlap_slowdown(self) -> float:
@@ -57,7 +82,8 @@ class AnalyticCost:
         key = communication.kind, communication.num_bytes, communication.draw, route
         estimate = self._moved.get(key)
         if estimate is None:
-            estimate, slowdown = communication_cost(communication, self._cluster, route), self._slowdown(route)
+            estimate = communication_cost(communication, self._cluster, route, self._collectives)
+            slowdown = self._slowdown(route)
             if slowdown != 1.0:
                 formula = f"{slowdown:.2f} x ({estimate.formula})"
                 estimate = replace(estimate, seconds=slowdown * estimate.seconds, formula=formula)
@@ -67,7 +93,7 @@ class AnalyticCost:
     def communication_s(self, communication: Communication) -> float:
         """Returns the seconds of ``communication`` without a formula."""
         route = self._route(communication.ranks)
-        return self._slowdown(route) * communication_s(communication, self._cluster, route)
+        return self._slowdown(route) * communication_s(communication, self._cluster, route, self._collectives)
 
     def _slowdown(self, route: Route | None) -> float:
         """Fitted slowdown, but never so small that a transfer is faster than the datasheet bandwidth of its links."""
@@ -77,7 +103,9 @@ class AnalyticCost:
         return max(fitted, *(tier.link.bandwidth_share for tier in (route.inside, route.between) if tier is not None))
 
     def _route(self, ranks: tuple[int, ...]) -> Route | None:
-        return self._route_of(ranks) if len(ranks) > 1 else None
+        if len(ranks) == 1:
+            return None
+        return self._route_of(ranks if self.placement is None else self.placement.devices_of(ranks))
 
     def host_copy(self, copy: HostCopy) -> CostEstimate:
         """See ``CostModel``."""

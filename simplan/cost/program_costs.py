@@ -53,6 +53,7 @@ class ProgramCosts:
         by_work: Estimates by work, in order of first occurrence.
         overlap_slowdown: See ``CostModel``.
         beside: Time that the overlap slowdown adds, mean over ranks; None if durations do not include it.
+        uncontended_s: ``(num_ops,)`` Durations without contention on the links of a topology; None without a topology.
     """
 
     durations_s: NDArray[np.float64]
@@ -61,6 +62,7 @@ class ProgramCosts:
     by_work: Mapping[Work, CostTerm]
     overlap_slowdown: float
     beside: CostTerm | None = None
+    uncontended_s: NDArray[np.float64] | None = None
 
     @property
     def terms(self) -> tuple[CostTerm, ...]:

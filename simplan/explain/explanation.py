@@ -31,6 +31,8 @@ class Explanation:
         memory: Terms in bytes.
         figures: Derived figures with their formulas.
         links: ``ClusterSpec.links``.
+        contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
+        placement: ``Job.placement_words``.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Explanation:
     memory: tuple[ExplainedTerm, ...]
     figures: tuple[ExplainedTerm, ...]
     links: dict[str, dict[str, Any] | None]
+    contention: str | None = None
+    placement: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -74,6 +78,8 @@ def explain(
         memory=tuple(memory_parts(prediction, simulated.program)),
         figures=tuple(_figures(prediction)),
         links=prediction.job.cluster.links,
+        contention=None if prediction.network is None else f"contention {prediction.network.contention_words()}",
+        placement=prediction.job.placement_words,
     )
 
 

@@ -3,7 +3,8 @@
 Format: MLCommons Chakra 0.0.4, mlcommons/chakra at 21585d8, schema/protobuf/et_def.proto. A file is a
 ``GlobalMetadata`` and then ``Node`` messages, each after its length as a varint. Attributes:
 src/feeder/et_feeder_node.cpp there, and astra-sim/astra-sim at 518bd51, astra-sim/workload/Workload.cc. ``comm_size``
-is the buffer that a rank gives to a collective, and groups of ranks are numbered in a JSON file from 1 on.
+is the buffer that a rank gives to a collective, and groups of ranks are numbered in a JSON file from 1 on. ASTRA-sim
+knows devices only: with a placement, files and groups have the numbers of the ranks' devices.
 
 Layout of protobuf messages: https://protobuf.dev/programming-guides/encoding/. The few kinds of fields are written
 here, as protobuf would be a dependency for 40 lines.
@@ -48,14 +49,20 @@ _KINDS = ("ep", "tp", "cp", "shard", "replicate", "dp", "pp", "expert", "expert_
 
 @dataclass(slots=True)
 class _Groups:
-    """Numbers of groups of ranks, from 1 on, and the groups of ranks that are not simulated themselves."""
+    """Numbers of groups of ranks, from 1 on, and the groups of ranks that are not simulated themselves.
+
+    Attributes:
+        devices: Device of every rank.
+    """
 
     mapping: RankMapping
+    devices: Sequence[int]
     numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def number(self, ranks: tuple[int, ...]) -> int:
         """Number of a group; ASTRA-sim takes 0 for all ranks."""
-        return self.numbers.setdefault(tuple(sorted(ranks)), 1 + len(self.numbers))
+        devices = sorted(self.devices[rank] for rank in ranks)
+        return self.numbers.setdefault(tuple(devices), 1 + len(self.numbers))
 
     def of(self, rank: int, simulated: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks with which a rank communicates as its simulated rank does with others, in the same order."""
@@ -149,22 +156,25 @@ def export(job: Job, name: str) -> Exported:
     program = lower(job, assignment, table, Lowering(2, folding_of(job), True, host_waits=host_waits))
     if len(program) > _MAX_OPERATIONS:
         _refuse(job, len(program))
-    simulated = simulate_program(program, cost, job.cluster)
+    simulated = simulate_program(program, cost, job.cluster, job.plan)
     mapping = RankMapping.of(job.plan)
     width = int(job.software.state(job.training, job.plan).activation)
     parts = {rank: _parts_of_rank(simulated, rank, width) for rank in program.ranks}
     num_nodes = sum(len(parts[stands]) for stands in program.stands_for)
     whole = num_nodes <= MAX_NODES
     ranks = range(mapping.world_size) if whole else program.ranks
-    groups, prefix = _Groups(mapping), re.sub(r"[^\w.-]+", "-", name)
+    placement, stands_for = job.placement, program.stands_for
+    devices = range(mapping.world_size) if placement is None else placement.devices
+    groups, prefix = _Groups(mapping, devices), re.sub(r"[^\w.-]+", "-", name)
     metadata = _metadata(job, simulated)
     files: dict[str, str | bytes] = {
-        f"{prefix}.{rank}.et": _file(metadata, parts[program.stands_for[rank]], rank, program.stands_for[rank], groups)
+        f"{prefix}.{devices[rank]}.et": _file(metadata, parts[stands_for[rank]], rank, stands_for[rank], groups)
         for rank in ranks
     }
     numbered = {str(number): list(ranks) for ranks, number in groups.numbers.items()}
     files["comm_groups.json"] = json.dumps(numbered, indent=1) + "\n"
-    files["ranks.json"] = json.dumps({str(rank): of for rank, of in enumerate(program.stands_for)}, indent=1) + "\n"
+    simulated_on = {str(devices[rank]): devices[of] for rank, of in enumerate(stands_for)}
+    files["ranks.json"] = json.dumps(simulated_on, indent=1) + "\n"
     options = {
         "workload": prefix,
         "comm-group": "comm_groups.json",
@@ -176,7 +186,10 @@ def export(job: Job, name: str) -> Exported:
     return Exported(
         files,
         f"AstraSim_Analytical_Congestion_Aware {written}",
-        tuple(_notes(mapping.world_size, num_nodes, len(program.ranks), prefix, whole=whole)),
+        (
+            *_notes(mapping.world_size, num_nodes, len(program.ranks), prefix, whole=whole),
+            *(["all numbers are those of devices, on which the placement puts the ranks"] if placement else []),
+        ),
     )
 
 
@@ -334,7 +347,7 @@ def _file(metadata: bytes, parts: Iterable[_Part], rank: int, simulated: int, gr
             if part.type == _COLLECTIVE:
                 node += _attribute("pg_name", _STRING, str(groups.number(ranks)))
             else:
-                source, destination = _pair(part, rank, ranks)
+                source, destination = (groups.devices[end] for end in _pair(part, rank, ranks))
                 peers: Mapping[str, int] = {"comm_src": source, "comm_dst": destination, "comm_tag": part.tag}
                 node += b"".join(_attribute(name, _INT32, value) for name, value in peers.items())
         found += (_varint(len(node)), node)

@@ -17,6 +17,7 @@ from simplan.software.software import SoftwareSpec
 _SECTIONS = ("model", "training", "software", "plan")
 _DISPLAY = {"model.name", "model.sources", "model.packs", "software.sources"}
 """Fields that no framework needs."""
+_FIXES = {"plan.placement": "leave it out: its ranks fill nodes in the order tp, cp, dp, pp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,10 @@ class Writing:
     target: str
     options: list[Option] = field(default_factory=list)
     _taken: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.job.placement is None:  # an order of axes may be that of the mesh
+            self.taken("plan.placement")
 
     def value(self, path: str) -> Any:
         """Value of a dotted key (``plan.tp``), which counts as written from here on."""
@@ -106,7 +111,7 @@ class Writing:
             NotModelledError: A key of the job that is not the default was neither written nor implied; lists all.
         """
         problems = [
-            self._problem(f"{section}.{name}", "")
+            self._problem(f"{section}.{name}", _FIXES.get(f"{section}.{name}", ""))
             for section in _SECTIONS
             for name in _chosen(getattr(self.job, section))
             if f"{section}.{name}" not in self._taken | _DISPLAY

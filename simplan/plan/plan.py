@@ -11,9 +11,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from simplan.base import Count, Spec
+from simplan.plan.collectives import Collectives, none_if_empty
+from simplan.plan.placement import check_placement
 from simplan.plan.schedules import SCHEDULE_FACTS, check_schedule_name
 from simplan.plan.shard import Shard
 
@@ -47,9 +49,14 @@ class ParallelPlan(Spec):
     host memory, and the CPU updates them. ``offload_activations`` moves the tensors that blocks save for backward to
     host memory. ``offload_layers`` limits that to the first blocks of the model, ``None`` for all blocks.
 
+    ``collectives`` prescribes algorithms of collectives, ``None`` for those that the library chooses.
+
     Experts have a separate mesh over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel folding).
     ``etp`` ranks split every expert's matrices, ``ep`` groups of these ranks hold different experts, and the remaining
     ranks replicate them. So ``ep`` may span tensor- and context-parallel ranks.
+
+    ``placement`` orders the axes from the innermost to the outermost one, or lists the device of every rank
+    (``simplan.plan.placement``). ``None`` is ``[tp, cp, dp_shard, dp_replicate, pp]``. Ranks keep their numbers.
     """
 
     dp_replicate: Count = 1
@@ -76,6 +83,8 @@ class ParallelPlan(Spec):
     offload_optimizer: bool = False
     offload_activations: bool = False
     offload_layers: Count | None = None
+    collectives: Annotated[Collectives | None, AfterValidator(none_if_empty)] = None
+    placement: Annotated[tuple[str, ...] | tuple[int, ...] | None, BeforeValidator(check_placement)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -271,6 +280,8 @@ Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 @dataclass(frozen=True, slots=True)
 class RankMapping:
     """Mesh ``[pp, dp_replicate, dp_shard, cp, tp]`` of the ranks, pp outermost, as in torchtitan.
+
+    Which device a rank is on is up to the placement (``simplan.plan.placement``).
 
     Attributes:
         pp, dp_replicate, dp_shard, cp, tp: Ranks along each axis.

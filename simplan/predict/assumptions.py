@@ -126,7 +126,18 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
         slowdown = format_percent(program_costs.overlap_slowdown)
         yield f"compute that overlaps communication loses {slowdown} of its throughput"
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
-        yield "links are not shared with other jobs, and flows do not slow each other down"
+        yield _of_links(cluster)
+
+
+def _of_links(cluster: ClusterSpec) -> str:
+    """Sentence on contention."""
+    if cluster.topology is None:
+        return "links are not shared with other jobs, and flows do not slow each other down"
+    others = "with the background traffic" if cluster.background else "with no other job"
+    return (
+        f"communications share the links of the topology max-min fairly, {others}; latency does not grow with load, "
+        "and no packet is lost"
+    )
 
 
 def _of_offload(job: Job) -> Iterator[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.calibration.calibrated import CalibratedCost
@@ -18,6 +21,8 @@ from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
+from simplan.plan.collectives import Collectives
+from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.prediction import Prediction
@@ -95,6 +100,8 @@ def deals_unequal_shards(job: Job) -> bool:
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
+    Nor are the ranks of a topology without symmetry, where hashes, positions or other jobs decide about links.
+
     Args:
         job: The job.
         dealt_alike: True to fold ranks to which ZeRO-1 assigns unequal parameters. The first rank, which has the
@@ -108,12 +115,38 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
     uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
-    return _kept_folding(mapping, cluster.devices_per_node, deals or uneven)
+    contended = None if is_static(cluster) else cluster
+    if contended is not None and any(isinstance(each, int) for each in plan.placement or ()):
+        return unfolded(mapping)
+    return _kept_folding(mapping, job.placement, cluster.devices_per_node, deals or uneven, contended)
 
 
 @lru_cache(maxsize=128)
-def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: bool) -> Folding:
-    """Cached folding: plans of a search have few meshes."""
+def _kept_folding(
+    mapping: RankMapping,
+    placement: Placement | None,
+    devices_per_node: int,
+    unequal_shards: bool,
+    contended: ClusterSpec | None,
+) -> Folding:
+    """Cached folding: plans of a search have few meshes.
+
+    Args:
+        mapping: Mesh of the ranks.
+        placement: Devices of the ranks; None if they are the devices of their own numbers.
+        devices_per_node: Devices of a node.
+        unequal_shards: True if ranks of a shard group have different work.
+        contended: Cluster on whose links communications slow each other down; None for none.
+    """
+    devices = np.arange(mapping.world_size) if placement is None else np.array(placement.devices)
+    levels: list[NDArray[np.int32]] = []
+    if contended is not None:
+        from simplan.network.build import fabric_of
+
+        fabric = fabric_of(contended)
+        if not fabric.is_symmetric or contended.background:
+            return unfolded(mapping)
+        levels = [domains[devices] for name, domains in fabric.levels if name != "node"]
 
     def owns(rank: int) -> int:
         """Rank's index in its shard group if shards are unequal, else 0.
@@ -123,7 +156,12 @@ def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: b
         """
         return mapping.shard_group(rank).index(rank) if unequal_shards else 0
 
-    return fold(mapping, lambda rank: rank // devices_per_node, owns)
+    return fold(mapping, lambda rank: int(devices[rank]) // devices_per_node, owns, levels)
+
+
+def is_static(cluster: ClusterSpec) -> bool:
+    """True if communications take as long as alone, so that no link is simulated: the cluster has no topology."""
+    return cluster.topology is None
 
 
 def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
@@ -144,8 +182,11 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
             )
         )
     if calibration is None:
-        return _datasheet_cost(job)
+        return _datasheet_cost(job).placed(job.placement)
     refuse_other_device(calibration, cluster)
+    if plan.collectives is not None:
+        rule = f"{plan.collectives.words}: a calibration has the time of the algorithm that the library chose"
+        raise SpecError(Problem(field="plan.collectives", rule=rule, fix="remove it, or predict without a calibration"))
     return CalibratedCost(
         calibration,
         dtype=training.precision,
@@ -157,6 +198,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
         traffic=software.timed_traffic,
         update_fraction=software.state(training, plan).update_fraction,
+        placement=job.placement,
     )
 
 
@@ -167,7 +209,9 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
     # weight casts done once per step are spread over its microbatches
     num_microbatches = job.num_microbatches if state.linear is not None else 1
     precision, update = training.precision, training.update
-    return _kept_cost(job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches)
+    return _kept_cost(
+        job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches, plan.collectives
+    )
 
 
 @lru_cache(maxsize=16)
@@ -185,6 +229,7 @@ def _kept_cost(
     software: SoftwareSpec,
     shards_parameters: bool,
     num_microbatches: int,
+    collectives: Collectives | None,
 ) -> AnalyticCost:
     """Cached cost model with its estimates: plans of a search share most of them."""
     kernels = kernel_cost(
@@ -198,7 +243,7 @@ def _kept_cost(
         num_microbatches=num_microbatches,
         host_bytes_per_s=host_memory_rate(cluster),
     )
-    return AnalyticCost(cluster, kernels, software.rates)
+    return AnalyticCost(cluster, kernels, software.rates, collectives)
 
 
 def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreUse | None:
@@ -219,12 +264,16 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     threads = max(1, cores // ranks)
     communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
+    placement = cost.placement if isinstance(cost, CalibratedCost) else None
+    devices = range(cluster.num_devices) if placement is None else placement.devices
+    node_of = [cluster.node_of(device) for device in devices]
+
     def demand(op: Op) -> float:
-        if op.communication is not None and len({cluster.node_of(rank) for rank in op.communication.ranks}) > 1:
+        if op.communication is not None and len({node_of[rank] for rank in op.communication.ranks}) > 1:
             return 0.0
         return float(threads) if op.stream is Stream.COMPUTE else communication_cores
 
-    nodes = [cluster.node_of(op.rank) for op in program.ops]
+    nodes = [node_of[op.rank] for op in program.ops]
     return CoreUse(cores, nodes, [demand(op) for op in program.ops], [_connection(op) for op in program.ops])
 
 
@@ -311,8 +360,19 @@ def _kept_for_weight(stages: Stages, stage: int) -> float:
     return min(1.0, between / sum(split.activations + split.logits for split in splits))
 
 
+def expands_for_links(job: Job) -> bool:
+    """True if collectives inside layers leave a node of a topology: they load links when their layer runs."""
+    plan = job.plan
+    if is_static(job.cluster):
+        return False
+    groups = RankMapping.of(plan).layer_collective_groups(plan.num_devices - 1).values()
+    return any(len({*map(job.node_of, group)}) > 1 for group in groups)
+
+
 def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:
-    """True if the Level 2 Program is small enough to expand every layer."""
+    """True if the Level 2 Program is small enough to expand every layer, or must for the load of links."""
+    if expands_for_links(job):
+        return True
     model, plan = job.padded_model, job.plan
     columns = len(folding.ranks) // plan.pp
     pieces = max(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, pace_in_words
 from simplan.cost.model import CostModel
+from simplan.cost.program_costs import ProgramCosts
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.layer import Attention, Gemm, LayerSpec
@@ -22,7 +26,7 @@ from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import Prediction, Term
 from simplan.program.action import Table
 from simplan.program.no_gc import gc_paused
-from simplan.program.program import LayerWork, Phase
+from simplan.program.program import LayerWork, Phase, Program
 from simplan.program.tables.check import check_table
 from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.executable import check_executable
@@ -49,20 +53,31 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
 
 @gc_paused()
 def predict_step(
-    job: Job, *, name: str = "scenario", calibration: Calibration | None = None
+    job: Job,
+    *,
+    name: str = "scenario",
+    calibration: Calibration | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Prediction, Simulated]:
-    """Predict a step like ``predict``, and also return the simulated step; of a truncated step, the longer one."""
+    """Predict a step like ``predict``, and also return the simulated step; of a truncated step, the longer one.
+
+    Args:
+        job, name, calibration: See ``predict``.
+        progress: Called with the number of ended and of all communications while links are simulated.
+    """
     check_job(job)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding, extent = folding_of(job), predicted_extent(job)
-    step = TruncatedStep(job, extent, calibration, 2, folding, expands_all(job, folding, extent.simulated))
+    expand_all = expands_all(job, folding, extent.simulated)
+    step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, progress)
     with locating(plan.schedule):
         for table in step.tables:
             check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
         if is_custom_schedule(plan.schedule):
             check_executable(step.tables[0], plan, job.software)
     simulated, fine = step.simulated[0], step.programs[0]
-    step_time_s, *moved_s = step.seconds(moved_durations_s).tolist()
+    step_time_s, *moved_s = step.seconds(_vectors).tolist()
+    uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
     memory = step.memory()
     splits = step.splits(step_time_s)
     capacity = cluster.device.memory_bytes
@@ -104,8 +119,15 @@ def predict_step(
             *_packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
             *_simulation_assumptions(job, extent, calibration),
         ),
+        network=step.network(step_time_s, uncontended_s),
     )
     return prediction, simulated
+
+
+def _vectors(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:
+    """Durations with errors of each source, then those without contention if links are shared."""
+    vectors = moved_durations_s(program, program_costs)
+    return vectors if program_costs.uncontended_s is None else [*vectors, program_costs.uncontended_s]
 
 
 def _simulation_assumptions(job: Job, extent: Extent, calibration: Calibration | None) -> Iterator[str]:

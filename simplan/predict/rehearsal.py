@@ -71,6 +71,11 @@ def rehearsal_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehe
     alone, measured_share = _with_measured_times(prediction, simulated, rehearsal, kinds)
     program, engine = simulated.program, simulated.engine
     measured_costs = apply_overlap_slowdown(program, alone, engine.times)
+    if simulated.contention is not None:
+        from simplan.predict.contention import apply_contention
+
+        cluster, plan = prediction.job.cluster, prediction.job.plan
+        measured_costs, _ = apply_contention(program, measured_costs, cluster, plan, simulated.sharing)
     times = engine.times(measured_costs.durations_s)
     moved_s = engine.step_times_s(moved_durations_s(program, measured_costs))
     spans = timeline(program, times).by_rank()[program.stands_for[rehearsal.rank]]

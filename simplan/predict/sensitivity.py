@@ -9,7 +9,7 @@ from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.program_costs import estimate_program
 from simplan.predict.build import cost_model
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
-from simplan.predict.simulated import Simulated
+from simplan.predict.simulated import Simulated, simulate_program
 from simplan.prediction import Prediction
 from simplan.sim.compiled import compile_program
 
@@ -50,9 +50,14 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
     compiled = compile_program(program, simulated.sharing)
     durations_s = {}
     for resource in Resource:
-        if (cluster := improved(prediction.job.cluster, resource)) is not None:
-            alone = estimate_program(program, cost_model(replace(prediction.job, cluster=cluster), None))
-            durations_s[resource] = apply_overlap_slowdown(program, alone, compiled.times).durations_s
+        if (cluster := improved(prediction.job.cluster, resource)) is None:
+            continue
+        cost = cost_model(replace(prediction.job, cluster=cluster), None)
+        if simulated.contention is None:
+            costs = apply_overlap_slowdown(program, estimate_program(program, cost), compiled.times)
+        else:
+            costs = simulate_program(program, cost, cluster, prediction.job.plan).program_costs
+        durations_s[resource] = costs.durations_s
     values = [
         MarginalValue(resource, (step_time_s - before_s) / before_s)
         for resource, step_time_s in zip(durations_s, compiled.step_times_s([*durations_s.values()]), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,17 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.model import CostModel
 from simplan.cost.program_costs import ProgramCosts, estimate_program
-from simplan.predict.build import sharing_of
+from simplan.plan.plan import ParallelPlan
+from simplan.predict.build import is_static, sharing_of
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import CoreUse, Times
 from simplan.sim.engine_choice import Engine, engine_of
+
+if TYPE_CHECKING:
+    from simplan.predict.contention import Contention
+    from simplan.sim.links import Progress
 
 _OF_HOST = (HostWait, HostCalls, HostCopy)
 ErrorSource = Literal["compute", "host", "communication"]
@@ -31,9 +36,10 @@ class Simulated:
 
     Attributes:
         alone: Cost estimates without the overlap slowdown.
-        program_costs: Cost estimates with the overlap slowdown.
+        program_costs: Cost estimates with the overlap slowdown, and with contention on links.
         engine: Simulator, to run the Program again with other durations.
         sharing: Shared cores of operations; None if ranks do not share cores.
+        contention: Load of links; None for a cluster without a topology, and at Level 1.
     """
 
     program: Program
@@ -42,15 +48,37 @@ class Simulated:
     times: Times
     engine: Engine
     sharing: CoreUse | None
+    contention: Contention | None = None
 
 
-def simulate_program(program: Program, cost: CostModel, cluster: ClusterSpec) -> Simulated:
-    """Estimate costs of a Program, and simulate it."""
+def simulate_program(
+    program: Program,
+    cost: CostModel,
+    cluster: ClusterSpec,
+    plan: ParallelPlan | None = None,
+    progress: Progress | None = None,
+) -> Simulated:
+    """Estimate costs of a Program, and simulate it.
+
+    Args:
+        program: A checked Program.
+        cost: Cost model of the cluster.
+        cluster: Cluster of the Program's ranks.
+        plan: Plan of the Program; needed for a cluster with a topology.
+        progress: See ``simulate``.
+    """
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
     alone = estimate_program(program, cost)
     program_costs = apply_overlap_slowdown(program, alone, engine.times)
-    return Simulated(program, alone, program_costs, engine.times(program_costs.durations_s), engine, sharing)
+    contention = None
+    if program.level == 2 and not is_static(cluster):
+        from simplan.predict.contention import apply_contention
+
+        assert plan is not None, "the mesh says which groups communicate at the same time"
+        program_costs, contention = apply_contention(program, program_costs, cluster, plan, sharing, progress)
+    times = engine.times(program_costs.durations_s)
+    return Simulated(program, alone, program_costs, times, engine, sharing, contention)
 
 
 def moved_durations_s(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:

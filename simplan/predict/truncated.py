@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.plan.plan import StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.predict.build import assign_layers, cost_model, table_of
+from simplan.predict.build import assign_layers, cost_model, expands_for_links, table_of
 from simplan.predict.memory import RankPeaks, device_memory, rank_memory, rank_peaks
 from simplan.predict.simulated import Simulated, simulate_program
 from simplan.prediction import RankMemory
@@ -41,6 +41,10 @@ from simplan.program.program import Program, Stream
 from simplan.program.timeline import COMPUTING, Split, split_of_times
 from simplan.sim.compiled import CompiledProgram, compile_program
 from simplan.sim.engine import Times
+
+if TYPE_CHECKING:
+    from simplan.network.load import Network
+    from simplan.sim.links import Progress
 
 _Floats = NDArray[np.float64]
 _Growing = TypeVar("_Growing", int, float, _Floats)
@@ -93,7 +97,8 @@ def extent_of(job: Job) -> Extent:
 def predicted_extent(job: Job) -> Extent:
     """Extent of a step that ``predict`` simulates: the full step, or ``extent_of`` if that is too long."""
     plan, whole = job.plan, job.num_microbatches
-    passes = whole * (job.model.num_blocks + 2 if plan.is_layer_by_layer else plan.pp)
+    is_layer_by_layer = plan.is_layer_by_layer or expands_for_links(job)
+    passes = whole * (job.model.num_blocks + 2 if is_layer_by_layer else plan.pp)
     if job.cluster.cores_per_node is not None or passes <= _MAX_PASSES:
         return Extent(whole, 0, whole)
     return extent_of(job)
@@ -109,6 +114,7 @@ class TruncatedStep:
         level: Level of the Program: 1 for actions, 2 for kernels.
         folding: Folding of ranks; None for all ranks.
         expand_all: See ``Lowering``.
+        progress: Called with the number of ended and of all communications on shared links; None for no calls.
     """
 
     job: Job
@@ -117,6 +123,7 @@ class TruncatedStep:
     level: int = 2
     folding: Folding | None = None
     expand_all: bool = False
+    progress: Progress | None = None
 
     @cached_property
     def cost(self) -> CostModel:
@@ -146,14 +153,16 @@ class TruncatedStep:
     def programs(self) -> tuple[Program, ...]:
         """Programs of the action tables."""
         job = self.job
-        how = Lowering(self.level, self.folding, self.expand_all, host_waits=job.cluster.device.kind == "cpu")
+        expand_all = self.expand_all or expands_for_links(job)
+        how = Lowering(self.level, self.folding, expand_all, host_waits=job.cluster.device.kind == "cpu")
         lowerer = Lowerer(job, self.assignment, self.tables[0], how)
         return tuple(lowerer.program(table) for table in self.tables)
 
     @cached_property
     def simulated(self) -> tuple[Simulated, ...]:
         """Programs with cost estimates and simulated times."""
-        return tuple(simulate_program(program, self.cost, self.job.cluster) for program in self.programs)
+        cluster, plan = self.job.cluster, self.job.plan
+        return tuple(simulate_program(each, self.cost, cluster, plan, self.progress) for each in self.programs)
 
     def _extrapolated(self, longer: _Growing, shorter: _Growing) -> _Growing:
         """Value of the full step from values of both simulated steps; it grows by the same amount with every period."""
@@ -230,6 +239,23 @@ class TruncatedStep:
             }
             found[rank] = Split(**parts, wait_s=max(0.0, step_time_s - sum(parts.values())))
         return found
+
+    def network(self, step_time_s: float, uncontended_s: float) -> Network | None:
+        """Load of the links in the full step; None for a cluster without a topology.
+
+        Args:
+            step_time_s: Seconds of the full step.
+            uncontended_s: Seconds of the full step if communications took as long as alone.
+        """
+        steps = [(step.contention, step.times.step_time_s) for step in self.simulated if step.contention is not None]
+        if not steps:
+            return None
+        from simplan.predict.contention import network_of
+
+        def extrapolated(longer: _Floats, *shorter: _Floats) -> _Floats:
+            return self._extrapolated(longer, shorter[0]) if shorter else longer
+
+        return network_of(steps, extrapolated, step_time_s, uncontended_s)
 
     def idle_fraction(self) -> float:
         """Bubble fraction: idle fraction between the first and the last compute of any rank, mean over ranks.

@@ -1,8 +1,9 @@
 """Folding: ranks with identical work at identical times are simulated once.
 
 Ranks whose coordinates differ only on the pipeline axis form a column. Two columns fold if all of these agree for each
-of their ranks: the tiers that each group spans, the neighbors of its P2P sends, and its optimizer-state shards. The
-classes of the columns in each of its groups must agree as well (color refinement).
+of their ranks: the tiers that each group spans, the neighbors of its P2P sends, and its optimizer-state shards. With a
+topology, tiers are nodes, leaf switches, pods and so on. The classes of the columns in each of its groups must agree as
+well (color refinement).
 """
 
 from __future__ import annotations
@@ -39,10 +40,18 @@ def unfolded(mapping: RankMapping) -> Folding:
     return Folding(ranks, ranks)
 
 
-def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[int], Hashable]) -> Folding:
+def fold(
+    mapping: RankMapping,
+    node_of: Callable[[int], int],
+    owns: Callable[[int], Hashable],
+    levels: Sequence[NDArray[np.int32]] = (),
+) -> Folding:
     """Folds all equivalent columns.
 
     Args:
+        mapping: Mesh of the ranks.
+        node_of: Node of a rank.
+        levels: ``(world_size,)`` Domains of the ranks on further levels of the network, such as leaf switches.
         owns: Per rank, a key for the optimizer states that it updates; columns fold only if their keys are equal.
     """
     width = mapping.ranks_per_stage
@@ -63,11 +72,13 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
     ]
 
     nodes = np.array([node_of(rank) for rank in range(mapping.world_size)])
-    seen = [_spread(groups, nodes, width) for groups in kinds]
+    domains = [nodes, *levels]
+    seen = [_spread(groups, domain, width) for domain in domains for groups in kinds]
 
     def first_look(first: int) -> Hashable:
         column = mapping.pp_group(first)
-        neighbours = tuple(node_of(a) == node_of(b) for a, b in zip(column, (*column[1:], column[0]), strict=True))
+        pairs = [*zip(column, (*column[1:], column[0]), strict=True)]
+        neighbours = tuple(bool(domain[a] == domain[b]) for domain in domains for a, b in pairs)
         return neighbours, tuple(of[first] for of in seen), tuple(owns(rank) for rank in column)
 
     classes = _numbered([first_look(first) for first in firsts])
@@ -95,7 +106,7 @@ def _groups(ranks: range, group_of: Callable[[int], tuple[int, ...]]) -> list[tu
     return found
 
 
-def _spread(groups: list[tuple[int, ...]], nodes: NDArray[np.int64], width: int) -> dict[int, int]:
+def _spread(groups: list[tuple[int, ...]], nodes: NDArray[np.integer], width: int) -> dict[int, int]:
     """Returns a number per rank; equal numbers have equal counts of group members per node, on every pipeline stage."""
     members = np.array(groups) + np.arange(0, len(nodes), width)[:, None, None]  # (stages, groups, ranks)
     on = np.sort(nodes[members], axis=-1)

@@ -28,9 +28,20 @@ def explanation_text(explanation: Explanation) -> str:
             "\n".join(
                 ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {p.formula}" for p in explanation.figures)]
             ),
-            *([f"Links\n  {links}"] if (links := links_words(explanation.links)) else []),
+            *_links(explanation),
+            *([f"Placement\n  {explanation.placement}"] if explanation.placement else []),
         ]
     )
+
+
+def _links(explanation: Explanation) -> Iterator[str]:
+    """Paragraph on the links and what contention on them costs."""
+    links = links_words(explanation.links)
+    lines = [f"  {links}"] if links else []
+    if explanation.contention is not None:
+        lines += wrap(explanation.contention, _WRAP, initial_indent="  ", subsequent_indent="  ")
+    if lines:
+        yield "\n".join(["Links", *lines])
 
 
 def _parts(parts: Iterable[ExplainedTerm], whole: float) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from simplan.plan.placement import AXES
 from simplan.plan.plan import ParallelPlan
 
 _MEANINGS: dict[str, str] = {
@@ -33,6 +34,8 @@ _MEANINGS: dict[str, str] = {
     "offload_optimizer": "FSDP's CPUOffloadPolicy: parameter shards, gradients and optimizer states in host memory",
     "offload_activations": "activations of blocks that are saved for backward in host memory",
     "offload_layers": "number of first blocks with offloaded activations; default: all",
+    "collectives": "algorithm of each collective; default: the library's choice by size and group",
+    "placement": "axes from inside of nodes outwards; a CSV file with rank, node, device; or the device of every rank",
 }
 _DEFAULTS = {
     "zero_stage": "3 where dp_shard > 1, else 0",
@@ -40,8 +43,15 @@ _DEFAULTS = {
     "schedule": "1f1b where pp > 1, else none",
     "virtual_stages": "1, or the number of the schedule",
     "grad_sync": "microbatch for FSDP without a pipeline, else step",
+    "placement": "tp, cp, dp_shard, dp_replicate, pp",
 }
-"""Defaults that depend on other fields."""
+"""Defaults that depend on other fields, or are None."""
+_VALUES = {
+    "schedule": "`simplan show schedules`",
+    "placement": f"list of {', '.join(AXES)}",
+    "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers",
+}
+"""Values that types do not tell."""
 
 
 def plan_fields() -> list[dict[str, str]]:
@@ -51,7 +61,7 @@ def plan_fields() -> list[dict[str, str]]:
             "name": name,
             "default": _DEFAULTS.get(name, word_of(field.default)),
             "description": _MEANINGS[name],
-            "values": "`simplan show schedules`" if name == "schedule" else values_of(field.annotation, field.metadata),
+            "values": _VALUES.get(name) or values_of(field.annotation, field.metadata),
         }
         for name, field in ParallelPlan.model_fields.items()
     ]

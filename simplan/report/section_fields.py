@@ -1,4 +1,4 @@
-"""Fields of the scenario sections ``model:``, ``cluster:``, ``training:`` and ``search:``."""
+"""Fields of the scenario sections ``model:``, ``cluster:``, ``training:`` and ``search:``, and of topologies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from inspect import getdoc
 
 from pydantic import BaseModel
 
+from simplan.cluster.topology import TOPOLOGIES, GraphLink, LayeredTopology, Pcie
 from simplan.documentation import documentation
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
@@ -47,6 +48,11 @@ _CLUSTER = {
         "link of the network instead of a rate, e.g. efa-400gbit per device, tcp-10gbit for one card per node",
         "name, or mapping",
     ),
+    "topology": (
+        "how nodes are joined: a name of `simplan show topologies`, or kind and keys (`simplan show topology`)",
+        "name, or mapping",
+    ),
+    "background": ("other jobs on the topology: [{from: node0, to: node4, gbit: 100}], constant rates", "list"),
     "host_memory_bytes": ("host memory of a node, for offloading", "1 and more"),
     "host_memory_bandwidth_bytes_per_s": (
         "host memory bandwidth of all sockets, for updates on the CPU; default: 409.6e9",
@@ -57,6 +63,8 @@ _CLUSTER = {
         "more than 0, at most 1e6",
     ),
 }
+_MAPPINGS = {"inside": "name, or mapping", "links": "list of mappings", "between": "two names"}
+"""Values of keys of a topology that are no scalars."""
 _OF_NO_FILE = ("name", "family", "packs", "sources")
 _PROPER = ("Hugging Face",)
 _PROBE = {
@@ -92,6 +100,33 @@ def training_fields() -> list[dict[str, str]]:
 def cluster_fields() -> list[dict[str, str]]:
     """Every key of ``cluster:``."""
     return [{"name": name, "description": about, "values": values} for name, (about, values) in _CLUSTER.items()]
+
+
+def topology_fields() -> list[dict[str, str]]:
+    """Every key of ``cluster.topology``: for all kinds, then for each kind, then those of ``node`` and ``links``."""
+    preset = "in place of kind: a name of `simplan show topologies`; the other keys override its fields"
+    rows = [_topology_row("", "preset", preset, "", "name")]
+    rows.append(_topology_row("", "kind", "kind of the topology", "required", ", ".join(TOPOLOGIES)))
+    wiring = "wiring inside a node; default: a switch that joins all devices without contention"
+    rows.append(_topology_row("all except torus", "node", wiring, "", "mapping"))
+    routing = _attributes(LayeredTopology)["routing"]
+    rows.append(_topology_row("leaf_spine, rail, fat_tree", "routing", routing, "adaptive", "adaptive, ecmp"))
+    parts: dict[str, tuple[str, type[BaseModel]]] = {kind: ("", spec) for kind, spec in TOPOLOGIES.items()}
+    parts |= {"node": ("node.", Pcie), "graph links": ("links.", GraphLink)}
+    for kind, (prefix, spec) in parts.items():
+        about = _attributes(spec)
+        for name, field in spec.model_fields.items():
+            if name in ("node", "routing") or (name == "kind" and not prefix):
+                continue
+            default = "required" if field.is_required() else word_of(field.default)
+            values = _MAPPINGS.get(name) or values_of(field.annotation, field.metadata)
+            about_field = "pcie: devices below PCIe switches or the host" if name == "kind" else about[name]
+            rows.append(_topology_row(kind, f"{prefix}{name}", about_field, default, values))
+    return rows
+
+
+def _topology_row(kind: str, name: str, about: str, default: str, values: str) -> dict[str, str]:
+    return {"kind": kind, "name": name, "default": default, "description": about, "values": values}
 
 
 def model_fields() -> list[dict[str, str]]:
@@ -189,6 +224,10 @@ _DEFAULTS = {
     "grad_sync": (
         "microbatch, step at zero_stage 2 and 3, else step",
         "where pp = 1, a step has several microbatches and the software has both",
+    ),
+    "placement": (
+        "tp, cp, dp_shard, dp_replicate, pp",
+        "orders of axes to compare, each from inside of nodes outwards",
     ),
     "compiled": ("the scenario's software.compiled", "true, false to compare both, where the software has the option"),
     "objective": ("step_time", ", ".join(OBJECTIVES)),

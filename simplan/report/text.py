@@ -10,6 +10,7 @@ from typing import Any
 
 from simplan.job import Job
 from simplan.model.model import ModelSpec
+from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import MemoryVerdict, Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
@@ -202,6 +203,9 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
     if prediction.worst_host_bytes:
         yield f"  host memory  {_host_memory(prediction)}"
+    if prediction.network is not None:
+        yield f"  slowest link {prediction.network.slowest_words()}"
+        yield f"  contention   {prediction.network.contention_words()}"
 
 
 def _training_run(run: TrainingRun) -> Iterator[str]:
@@ -304,6 +308,8 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     )
     of_rank = microbatch_words(job.num_microbatches, plan.microbatch_size, model.sample)
     yield f"  plan         {plan_words(plan)}; {of_rank}"
+    if job.placement_words:
+        yield f"  placement    {job.placement_words}"
     if plan.pp > 1:
         blocks = prediction.assignment.stage_layers(model.num_last_layers)
         yield f"  stages       {_in_runs(blocks)} layers (plan.stage_layers), besides embedding and head"
@@ -324,6 +330,8 @@ def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
         gbit = f"{cards} x {per_node * 8e-9 / cards:g}" if cards else f"{per_node * 8e-9:g}"
         shared = counted(round(per_node / each), "device")
         words.append(f"inter-node {inter['name']}: {gbit} Gbit/s per node shared by {shared}, {format_rate(each)} each")
+    if (topology := links.get("topology")) is not None:
+        words.append(topology["description"])
     return "; ".join(words)
 
 
@@ -379,12 +387,21 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append("gradients reduced every microbatch")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recomputed}")
+    parts += _locations(plan)
+    if plan.collectives is not None:
+        parts.append(plan.collectives.words)
+    return ", ".join(parts) or "one device"
+
+
+def _locations(plan: ParallelPlan) -> Iterator[str]:
+    """Tensors on the host, and devices of the ranks."""
     if plan.offload_optimizer:
-        parts.append("parameters and optimizer on the host")
+        yield "parameters and optimizer on the host"
     if plan.offload_activations:
         of = "" if plan.offload_layers is None else f" of {plan.offload_layers} blocks"
-        parts.append(f"activations{of} on the host")
-    return ", ".join(parts) or "one device"
+        yield f"activations{of} on the host"
+    if (placement := Placement.of(plan)) is not None:
+        yield f"placement {placement.title}"
 
 
 def split_parts(split: Split) -> dict[str, float]:

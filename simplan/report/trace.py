@@ -1,8 +1,10 @@
 """A Timeline as a Chrome trace, which Perfetto and ``chrome://tracing`` open.
 
 Source: the Trace Event Format document of the Chromium project. pid is the rank, tid the stream; an action is one
-slice with its layers nested inside; arrows go from each send to its receive; memory is a counter track. Times are
-microseconds with three decimals (whole nanoseconds), so that neighbours meet exactly and nested slices never stick out.
+slice with its layers nested inside; arrows go from each send to its receive; memory is a counter track. With a
+topology, the links that delay communications most are one more process, with a counter track of each link's busy share.
+Times are microseconds with three decimals (whole nanoseconds), so that neighbours meet exactly and nested slices never
+stick out.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simplan.errors import ProgramError
 from simplan.io import write_json
@@ -25,6 +27,9 @@ from simplan.sim.memory import MemorySample, memory_trace
 from simplan.units import MIB
 from simplan.validate.measured import measured_timeline
 
+if TYPE_CHECKING:
+    from simplan.network.load import Network
+
 _COMPUTE = "compute"
 
 # Names from the reserved color list of chrome://tracing, which rejects others; Perfetto picks its own colors.
@@ -34,6 +39,7 @@ _ACTION_COLOURS = {
     ActionKind.BACKWARD_INPUT: "thread_state_running",
     ActionKind.BACKWARD_WEIGHT: "rail_load",
 }
+_MAX_LINKS = 16
 _KIND_COLOURS = {SpanKind.COMMUNICATION: "generic_work", SpanKind.OPTIMIZER: "olive"}
 
 Event = dict[str, Any]
@@ -52,6 +58,7 @@ def trace_document(
     name: str,
     memory: Mapping[int, Sequence[MemorySample]] | None = None,
     stands_for: Sequence[int] | None = None,
+    network: Network | None = None,
 ) -> dict[str, Any]:
     """The trace as a JSON object.
 
@@ -60,6 +67,7 @@ def trace_document(
         name: Scenario name.
         memory: Samples by rank, in time order, for the counter tracks.
         stands_for: Per rank of the job, the simulated rank with the same work; None when all ranks are simulated.
+        network: Load of links; None for none.
     """
     events: list[Event] = []
     places: dict[Span, tuple[int, int]] = {}
@@ -70,6 +78,8 @@ def trace_document(
     events += _flow_events(places)
     for rank, samples in (memory or {}).items():
         events += _memory_events(rank, samples)
+    if network is not None:
+        events += _link_events(1 + max((span.rank for span in timeline.spans), default=0), network)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -186,6 +196,19 @@ def _memory_events(rank: int, samples: Sequence[MemorySample]) -> Iterator[Event
         yield {"ph": "C", "name": "memory MiB", "pid": rank, "tid": 0, "ts": _us(_ns(last.time_s)), "args": args}
 
 
+def _link_events(pid: int, network: Network) -> Iterator[Event]:
+    """Busy share of the links that delay communications most, as counter tracks of a process of their own."""
+    links = [link for link in network.links if link.series][:_MAX_LINKS]
+    if links:
+        yield _metadata(pid, 0, "process_name", {"name": f"links: {len(links)} of {network.num_links:,}"})
+        yield _metadata(pid, 0, "process_sort_index", {"sort_index": pid})
+    for link in links:
+        for place, share in enumerate((*link.series, 0.0)):
+            time_us = _us(_ns(place * network.interval_s))
+            args = {"busy": round(100 * share, 2)}
+            yield {"ph": "C", "name": f"{link.name}, % busy", "pid": pid, "tid": 0, "ts": time_us, "args": args}
+
+
 def _metadata(pid: int, tid: int, name: str, args: Event) -> Event:
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
@@ -209,7 +232,7 @@ def predicted_trace(prediction: Prediction, simulated: Simulated) -> dict[str, A
     """Trace of the predicted step, with memory over time."""
     program, times = simulated.program, simulated.times
     memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
-    return trace_document(prediction.timeline, prediction.name, memory, program.stands_for)
+    return trace_document(prediction.timeline, prediction.name, memory, program.stands_for, prediction.network)
 
 
 def write_predicted_trace(file: Path, prediction: Prediction, simulated: Simulated) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
-from simplan.rules import cluster, experts, model, parallel, recompute, schedule, sharding, training
+from simplan.rules import cluster, collectives, experts, model, parallel, recompute, schedule, sharding, training
 from simplan.rules.rule import Rule
 
 _COULD_NOT_BE: tuple[Rule, ...] = (
@@ -20,8 +20,10 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.relative_buckets, model.resnet_needs_depths, model.patches_of_image, model.lora_targets_need_rank,
     model.lora_targets_exist, model.top_k_within_experts, model.dense_layers_within_layers,
     model.gate_needs_shared_expert, model.capacity_for_tokens, training.lora_needs_adapters,
-    training.adapters_need_lora, cluster.link_within_nodes, cluster.network_between_nodes, cluster.devices,
-    cluster.precision_of_cpus, training.recipe_of_fp8, training.pure_bf16_of_bf16, training.batch_divides,
+    training.adapters_need_lora, cluster.link_within_nodes, cluster.network_between_nodes, cluster.topology_of_cluster,
+    cluster.background_traffic, cluster.devices, cluster.precision_of_cpus, training.recipe_of_fp8,
+    training.pure_bf16_of_bf16, training.batch_divides,
+    cluster.placement_of_all_axes, cluster.placement_of_all_ranks, cluster.placement_of_experts,
     schedule.schedule_goes_with_pipeline, schedule.virtual_stages_of_schedule,
     schedule.split_backward_recompute, schedule.split_backward_reshard, schedule.split_backward_ddp,
     schedule.stages_within_layers, schedule.stage_layers_are_all, training.pipeline_cells,
@@ -37,6 +39,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     sharding.offload_of_sharded_parameters, sharding.offload_layers_of_activations, sharding.offload_needs_link,
     recompute.expert_overlap_recompute, recompute.recompute_layers_of_full,
     recompute.recompute_modules_of_selective, recompute.recompute_modules_apart, model.trainer_pipelines,
+    collectives.parameter_servers_of_replicas, collectives.collectives_of_groups,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (
@@ -66,7 +69,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precision_sizes)
 """Every rule of a job."""
 
-SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node,)
+SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node, cluster.placed_tp_in_node)
 """Rules that a search applies by default, and that other plans may violate."""
 
 BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RULES, *SEARCH_RULES)})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from simplan.cluster.topology import topology_problems
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.plan.placement import DEFAULT_ORDER, Placement, axes_of, placed_order
 from simplan.rules.rule import problem_of, rule, unmodelled
 from simplan.wording import either
 
@@ -29,6 +31,30 @@ def network_between_nodes(job: Job) -> Iterator[Problem]:
             rule=f"is missing: {job.cluster.num_nodes} nodes need a network",
             fix="give nics_per_node and nic_gbit (Gbit/s of one network card), or inter_link_gbit_per_device",
         )
+
+
+@rule("background traffic is between two nodes of a topology", reads_cluster=True)
+def background_traffic(job: Job) -> Iterator[Problem]:
+    cluster = job.cluster
+    if cluster.background and cluster.topology is None:
+        fix = "give cluster.topology, or remove it"
+        yield Problem(field="cluster.background", rule="needs links to share, and the cluster has no topology", fix=fix)
+        return
+    for index, flow in enumerate(cluster.background):
+        field = f"cluster.background.{index}"
+        for key, name, node in zip(("from", "to"), (flow.source, flow.destination), flow.nodes, strict=True):
+            if node >= cluster.num_nodes:
+                there = f"node0 to node{cluster.num_nodes - 1}" if cluster.num_nodes > 1 else "node0"
+                rule_words = f"is not in the cluster, whose nodes are {there}"
+                yield Problem(field=f"{field}.{key}", value=f'"{name}"', rule=rule_words, fix="name one of these")
+        if flow.source == flow.destination:
+            words = "sends from a node to itself"
+            yield Problem(field=field, value=f'"{flow.source}"', rule=words, fix="name two nodes")
+
+
+@rule("a topology must hold the devices of the job", reads_cluster=True)
+def topology_of_cluster(job: Job) -> Iterator[Problem]:
+    yield from topology_problems(job.cluster)
 
 
 @rule("dp_replicate x dp_shard x tp x cp x pp must be the number of devices", reads="dp tp cp pp", reads_cluster=True)
@@ -65,6 +91,63 @@ def tp_in_node(job: Job) -> Iterator[Problem]:
     if cluster.num_nodes > 1 and cluster.devices_per_node % tp:
         sentence = f"must divide the {cluster.devices_per_node} devices of a node, unless search.tp_across_nodes is set"
         yield problem_of(job, "plan.tp", sentence, "use a smaller tp, or search.tp_across_nodes")
+
+
+_MESH = "placement tp cp pp dp"
+
+
+@rule("tensor-parallel groups stay inside a node, also with a placement", reads=_MESH, reads_cluster=True)
+def placed_tp_in_node(job: Job) -> Iterator[Problem]:
+    """A rule of searches alone."""
+    placement, tp, per_node = job.placement, job.plan.tp, job.cluster.devices_per_node
+    if placement is None or job.cluster.num_nodes == 1:
+        return
+    nodes = [device // per_node for device in placement.devices]
+    if any(len(set(nodes[first : first + tp])) > 1 for first in range(0, len(nodes), tp)):
+        sentence = f"puts tensor-parallel groups of {tp} on several nodes"
+        yield problem_of(job, "plan.placement", sentence, "put tp first, or set search.tp_across_nodes")
+
+
+@rule("placement must name every axis of several ranks", reads=_MESH)
+def placement_of_all_axes(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.placement is None or isinstance(plan.placement[0], int):
+        return
+    named = axes_of(map(str, plan.placement))
+    missing = [axis for axis in DEFAULT_ORDER if axis not in named and getattr(plan, axis) > 1]
+    if missing:
+        sizes = " and ".join(f"{axis} = {getattr(plan, axis)}" for axis in missing)
+        sentence = f"must name every axis of several ranks, and {sizes}"
+        yield problem_of(job, "plan.placement", sentence, f"add {' and '.join(missing)} where it belongs")
+
+
+@rule("a list of devices must have one for every rank", reads=_MESH)
+def placement_of_all_ranks(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.placement is None or not isinstance(plan.placement[0], int):
+        return
+    if len(plan.placement) != plan.num_devices:
+        sentence = f"has {len(plan.placement)} devices and the plan has {plan.num_devices} ranks"
+        value = f"[{', '.join(map(str, plan.placement[:16]))}{', ...' if len(plan.placement) > 16 else ''}]"
+        yield problem_of(job, "plan.placement", sentence, "list the device of every rank", value=value)
+
+
+@rule("ep in a placement must be where the mesh has it: between cp and dp", reads=f"{_MESH} ep")
+def placement_of_experts(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    placement = plan.placement or ()
+    if plan.ep == 1 or "ep" not in placement:
+        return
+    inside = axes_of(map(str, placement[: placement.index("ep")]))
+    sizes = {axis: getattr(plan, axis) for axis in DEFAULT_ORDER}
+    order = placed_order(map(str, placement), sizes)
+    wanted = [axis for axis in order if axis in ("tp", "cp")]
+    if [axis for axis in order if axis in inside] != wanted or Placement.of(plan) is not None:
+        sentence = (
+            "has ep at another place than the mesh: expert-parallel groups are neighboring ranks inside dp x cp x tp, "
+            "and follow the placement of these axes"
+        )
+        yield problem_of(job, "plan.placement", sentence, "write [tp, cp, ep, dp, pp], or leave ep out")
 
 
 @rule("CPUs compute in fp32, bf16 or fp8", reads_cluster=True)

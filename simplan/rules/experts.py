@@ -113,7 +113,7 @@ def ep_within_replicas(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if not job.model.num_experts or not experts_apart(plan):
         return
-    shards = plan.dp_shard * plan.cp * plan.tp // plan.etp
+    shards = max(1, plan.dp_shard * plan.cp * plan.tp // plan.etp)  # 0 if etp is refused
     if plan.shards_parameters and plan.ep % shards and shards % plan.ep:
         what = f"experts over {plan.ep} ranks, some of them of other replicas than others,"
         fix = f"use {either(nearest_divisors(shards, plan.ep))}, or a multiple of {shards}"
@@ -128,7 +128,7 @@ def ep_covers_shards(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if not job.model.num_experts or not experts_apart(plan) or not plan.shards_optimizer_only:
         return
-    shards = plan.dp_shard * plan.cp * plan.tp // plan.etp
+    shards = max(1, plan.dp_shard * plan.cp * plan.tp // plan.etp)  # 0 if etp is refused
     if plan.ep % shards and job.software.optimizer_shards != "elements":
         others = " x cp" * (plan.cp > 1) + (" x tp" * (plan.tp > 1) if plan.etp == 1 else "")
         what = f"sharding one expert over several of the dp_shard{others} = {shards} ranks"

@@ -280,17 +280,17 @@ def batch_divides(job: Job) -> Iterator[Problem]:
 def pipeline_cells(job: Job) -> Iterator[Problem]:
     """More take minutes and gigabytes to simulate whole."""
     plan = job.plan
-    facts = SCHEDULE_FACTS.get(plan.schedule)
-    if plan.pp == 1 or (facts is not None and not facts.needs_times and not plan.offload_activations):
+    facts, shares_cores = SCHEDULE_FACTS.get(plan.schedule), job.cluster.cores_per_node is not None
+    periodic = plan.pp == 1 or (facts is not None and not facts.needs_times and not plan.offload_activations)
+    if periodic and not shares_cores:
         return
     cells = job.num_microbatches * plan.pp
     if cells > _MAX_PIPELINE_CELLS:
         most = _MAX_PIPELINE_CELLS // plan.pp * plan.dp * plan.microbatch_size
-        sentence = (
-            f"gives {cells:,} microbatches x pipeline ranks, more than {_MAX_PIPELINE_CELLS:,}, and schedule "
-            f"{plan.schedule} differs with every number of microbatches"
-        )
-        fix = f"use at most {most}, a larger microbatch_size, or 1f1b" if most else "use fewer pipeline ranks"
+        why = "ranks share cores" if periodic else f"schedule {plan.schedule} differs with every number of microbatches"
+        sentence = f"gives {cells:,} microbatches x pipeline ranks, more than {_MAX_PIPELINE_CELLS:,}, and {why}"
+        others = "or a larger microbatch_size" if shares_cores else "a larger microbatch_size, or 1f1b"
+        fix = f"use at most {most}, {others}" if most else "use fewer pipeline ranks"
         yield problem_of(job, "training.global_batch_size", sentence, fix)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from simplan.base import MAX_DEVICES, Count, Positive, Spec
 from simplan.errors import ProgramError
 from simplan.plan.plan import ParallelPlan
-from simplan.program.action import Action
+from simplan.program.action import Action, ActionKind
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.runs.checkpoint import CheckpointTiming
@@ -48,6 +48,7 @@ _Action = Annotated[str, AfterValidator(_action)]
 _Rank = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
 _Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 """A time on the common clock of the ranks; clocks that are aligned may put a start just before 0."""
+_TRANSFERS = (ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B)
 _MAX_NAMED = 4  # peers of a slow rank
 
 
@@ -100,6 +101,12 @@ class MeasuredCollective(Spec):
     start_s: _Seconds
     end_s: _Seconds | None = None
 
+    @model_validator(mode="after")
+    def _transfer_belongs_to_its_action(self) -> Self:
+        if self.kind in ("send", "recv") and Action.parse(self.action).kind not in _TRANSFERS:
+            raise ValueError(f"a {self.kind} belongs to an action SEND or RECV, and {self.action} is none")
+        return self
+
 
 class RankMeasurement(Spec):
     """Measurement of one rank.
@@ -111,6 +118,7 @@ class RankMeasurement(Spec):
         reruns: Recomputation inside the actions, one span per block or attention core. None if it was not timed: in
             compiled blocks it is a part of their backward.
         step_times_s: The rank's own time of each steady step, in seconds.
+        node: Host name and address of the rank's node; empty for a run on one node.
     """
 
     rank: _Rank
@@ -119,6 +127,7 @@ class RankMeasurement(Spec):
     collectives: tuple[MeasuredCollective, ...]
     reruns: tuple[MeasuredSpan, ...] | None = None
     step_times_s: tuple[Positive, ...] = ()
+    node: str = ""
 
 
 class SlowRank(Spec):

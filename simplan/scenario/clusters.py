@@ -15,7 +15,8 @@ It is a preset with overrides, or given inline::
 
 The network is that of a node (``inter_link_gbit_per_node``, or ``nics_per_node`` and ``nic_gbit``), or of one of its
 devices (``inter_link_gbit_per_device``): InfiniBand or RoCE. ``inter_link`` names another network, e.g. efa-400gbit, or
-tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet with TCP.
+tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet with TCP. ``topology`` says how
+nodes are joined (``simplan.scenario.topologies``).
 """
 
 from __future__ import annotations
@@ -25,17 +26,16 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from simplan import catalog
-from simplan.base import MAX_DEVICES, NumDevices, Rate, Spec
-from simplan.cluster.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
+from simplan.base import MAX_DEVICES, Gbit, NumDevices, Rate, Spec
+from simplan.cluster.hardware import BackgroundFlow, ClusterSpec, DeviceSpec, HostBytes, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
+from simplan.scenario.topologies import with_topology
 from simplan.training import Price
 from simplan.units import counted, format_flop_per_s
 
-Gbit = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
-"""Bandwidth in Gbit/s, from 1 Mbit/s."""
 _PATH: Path = ("cluster", "device")
 _ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
 _MIN_PLAUSIBLE: dict[str, tuple[float, str]] = {
@@ -114,7 +114,7 @@ def _refuse_faster_than_peak(sections: Sections, device: DeviceSpec) -> None:
 
 
 class ClusterSection(Spec):
-    """The section ``cluster`` as written; ``device`` and the links are a name or a mapping."""
+    """The section ``cluster`` as written; ``device``, ``topology`` and the links are a name or a mapping."""
 
     preset: Any = None
     device: Any = None
@@ -125,6 +125,8 @@ class ClusterSection(Spec):
     inter_link_gbit_per_node: Gbit | None = None
     nics_per_node: Annotated[int, Field(ge=1, le=10_000)] | None = None
     nic_gbit: Gbit | None = None
+    topology: Any = None
+    background: tuple[BackgroundFlow, ...] = ()
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     num_nodes: NumDevices | None = None
@@ -192,15 +194,22 @@ def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
         host_memory_bandwidth_bytes_per_s=section.host_memory_bandwidth_bytes_per_s
         or (entry.host_memory_bandwidth_bytes_per_s if entry else None),
     )
-    return catalog.make_cluster(node, _num_devices(sections, section, per_node))
+    cluster = catalog.make_cluster(node, _num_devices(sections, section, per_node))
+    return _with_network(sections, cluster, section)
+
+
+def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSection) -> ClusterSpec | None:
+    """The cluster with its topology and the traffic of other jobs."""
+    found = with_topology(sections, cluster, section.topology)
+    return found if found is None or not section.background else found.with_changes(background=section.background)
 
 
 def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
     of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
-    for key in of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS):
-        if getattr(section, key) is not None:
+    for key in of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology", "background"):
+        if getattr(section, key) not in (None, ()):
             rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")
             sections.refuse(("cluster", key), rule, fix="remove it")
             return None
@@ -237,7 +246,8 @@ def _machines_like_this(sections: Sections, section: ClusterSection, num_nodes: 
         return None
     inter_link, nics_per_node = _inter_link(sections, section, None, ranks // num_nodes, "tcp")
     cluster = this_machine(ranks, catalog.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
-    return cluster.model_copy(update={"nics_per_node": nics_per_node})
+    cluster = cluster.model_copy(update={"nics_per_node": nics_per_node})
+    return _with_network(sections, cluster, section)
 
 
 def _accelerators_here(sections: Sections, section: ClusterSection) -> ClusterSpec | None:

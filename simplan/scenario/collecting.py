@@ -160,6 +160,8 @@ _OTHER_WORDS = {
     "plan.cp": "cp_size context_parallel context_parallel_size context_parallel_degree",
     "plan.ep": "ep_size expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
     "plan.etp": "expert_tensor_parallel_size expert_tensor_parallel_degree",
+    "plan.collectives": "nccl_algo collective_algorithms all_reduce_algorithm",
+    "plan.collectives, with all_reduce: parameter_server": "parameter_server parameter_servers num_ps",
     "plan.virtual_stages": "virtual_pipeline_model_parallel_size num_virtual_stages vpp",
     "software.compiled": "compiled compile torch_compile use_torch_compile",
     "plan.recompute": "activation_checkpoint activation_checkpointing gradient_checkpointing recompute_granularity",
@@ -178,6 +180,7 @@ _OTHER_WORDS = {
     "cluster.device": "gpu gpu_type accelerator",
     "cluster.nics_per_node": "num_nics nics",
     "cluster.nic_gbit": "network_gbit nic_gbps",
+    "cluster.topology": "network network_topology fabric",
     "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""

@@ -13,6 +13,7 @@ from pydantic import Field, PlainValidator, model_validator
 from simplan.base import Line, NonNegative, Spec
 from simplan.errors import did_you_mean
 from simplan.program.program import MemoryCategory
+from simplan.units import GIB
 
 _EXACT = 1e-9
 """Relative tolerance of a value without one: equal up to rounding."""
@@ -61,6 +62,15 @@ def _packing_efficiency(prediction: Mapping[str, Any]) -> float | None:
 def _fits_safely(prediction: Mapping[str, Any]) -> bool | None:
     verdict = prediction["memory_verdict"]
     return None if verdict is None else verdict == "fits"
+
+
+def _contention_s(prediction: Mapping[str, Any]) -> float | None:
+    return prediction["network"]["contention_s"] if "network" in prediction else None
+
+
+def _slowest_link_gib(prediction: Mapping[str, Any]) -> float | None:
+    links = prediction["network"]["links"] if "network" in prediction else []
+    return links[0]["num_bytes"] / GIB if links else None
 
 
 _ALL = (
@@ -112,6 +122,13 @@ _ALL = (
     Metric("num_trained_parameters", "parameters that are not frozen", ""),
     Metric("worst_rank", "the rank that needs most device memory", ""),
     Metric("num_microbatches", "microbatches per step and data-parallel rank", ""),
+    Metric("contention_s", "what contention on the links of cluster.topology adds to the step", "s", _contention_s),
+    Metric(
+        "slowest_link_gib",
+        "traffic in a step of the link that delays communications most, else of the busiest",
+        "GiB",
+        _slowest_link_gib,
+    ),
     Metric("activations_in_flight", "largest number of microbatches with activations on one stage", "", _in_flight),
 )
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}

@@ -17,7 +17,7 @@ One error reports all problems of a file, with their lines.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +33,7 @@ from simplan.errors import Problem, SpecError
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.model.model import ModelSpec
+from simplan.plan.placement import is_rank_file, read_rank_file
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import is_table_file
 from simplan.predict import Simulated, predict_step
@@ -85,14 +86,20 @@ class Scenario:
         """
         return self.predict_step(calibration)[0]
 
-    def predict_step(self, calibration: Calibration | None = None) -> tuple[Prediction, Simulated]:
+    def predict_step(
+        self, calibration: Calibration | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> tuple[Prediction, Simulated]:
         """Prediction together with the simulated step, for drawings.
+
+        Args:
+            calibration: See ``predict``.
+            progress: Called with the number of ended and of all communications while links are simulated.
 
         Raises:
             SpecError: See ``predict``.
         """
         try:
-            prediction, simulated = predict_step(self.job, name=self.name, calibration=calibration)
+            prediction, simulated = predict_step(self.job, name=self.name, calibration=calibration, progress=progress)
         except SpecError as error:
             raise error if error.file or self.file is None else error.in_file(self.file) from None
         if self.assumptions:
@@ -155,7 +162,7 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
         SpecError: See ``load_scenario``.
     """
     sections, data = parts.sections, parts.data
-    plan = _read_plan(sections, data, folder)
+    plan = _read_plan(parts, folder)
     expect = read_expectations(sections, data.get("expect", ()))
     sections.raise_problems()
     assert plan is not None, "the missing section plan has raised an error"
@@ -215,21 +222,43 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
     return ScenarioParts(name, data, sections, model, cluster, training, software, budget)
 
 
-def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) -> ParallelPlan | None:
-    """Plan of the file; an action table is a file next to the scenario."""
+def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None:
+    """Plan of the file; action table and ranks are files next to the scenario."""
+    sections, data = parts.sections, parts.data
     if "search" in data:
         rule = "cannot go with plan" if "plan" in data else "asks for the best plan, and there is none to use yet"
         fix = "keep one of the two" if "plan" in data else "run `simplan search FILE --save-plan PLAN.yaml`"
         sections.refuse(("search",), rule, fix=fix)
     elif "plan" not in data:
         sections.refuse(("plan",), "is missing", fix="add plan: {dp_replicate: <number of devices>}")
-    plan = sections.read(ParallelPlan, data["plan"], ("plan",)) if "plan" in data else None
+    given = _with_devices(parts, folder)
+    plan = sections.read(ParallelPlan, given, ("plan",)) if "plan" in data and given is not None else None
     if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan
     return plan.model_copy(update={"schedule": os.path.normpath(folder / plan.schedule)})
 
 
-_NAMED_FILES = (("model", "hf_config"), ("model", "document_lengths", "file"), ("plan", "schedule"))
+def _with_devices(parts: ScenarioParts, folder: Path | None) -> Any:
+    """Section plan, with the devices of its rank file in place of the name; None after a problem of that file."""
+    given, cluster = parts.data.get("plan"), parts.cluster
+    if not isinstance(given, dict) or folder is None or cluster is None or not is_rank_file(given.get("placement")):
+        return given
+
+    def read(name: str) -> list[int]:
+        return list(read_rank_file(folder / name.strip(), cluster.devices_per_node))
+
+    devices = parts.sections.look_up(("plan", "placement"), read, given["placement"])
+    return None if devices is None else {**given, "placement": devices}
+
+
+_NAMED_FILES = (
+    ("model", "hf_config"),
+    ("model", "document_lengths", "file"),
+    ("plan", "schedule"),
+    ("plan", "placement"),
+)
+_IS_FILE = {"schedule": is_table_file, "placement": is_rank_file}
+"""Keys that may have a name of something else, and a check for files."""
 
 
 def named_files(data: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -238,7 +267,8 @@ def named_files(data: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
         value = data
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
-        if value is not None and (path[-1] != "schedule" or (isinstance(value, str) and is_table_file(value))):
+        is_file = _IS_FILE.get(path[-1])
+        if value is not None and (is_file is None or (isinstance(value, str) and is_file(value))):
             yield path, value
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from simplan.cluster.topology import topology_problems
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
@@ -315,11 +316,14 @@ def _order(value: Any) -> tuple[bool, Any]:
 
 
 def _default_sizes(space: SearchSpace, job: Job) -> list[int]:
-    """Device counts to search: the cluster's; with ``num_devices`` as objective, also repeated halves of it."""
+    """Device counts to search: the cluster's; with ``num_devices`` as objective, also repeated halves of it.
+
+    Halves that the cluster's topology cannot have, such as those of a torus with a shape, are left out.
+    """
     most = job.cluster.num_devices
     if "num_devices" not in space.goals:
         return [most]
     sizes = [most]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
-    return sizes
+    return [size for size in sizes if size == most or not topology_problems(job.with_num_devices(size).cluster)]

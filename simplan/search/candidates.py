@@ -19,17 +19,21 @@ Categories = Mapping[str, tuple[Any, ...]]
 FIELDS = (
     "dp_replicate", "dp_shard", "zero_stage", "reshard_after_forward", "tp", "sequence_parallel", "cp", "cp_comm",
     "ep", "pp", "virtual_stages", "schedule", "microbatch_size", "recompute", "recompute_modules", "grad_sync",
+    "placement",
 )  # fmt: skip
 """Plan fields that a search varies."""
 
 _FLAGS = ("reshard_after_forward", "sequence_parallel")
 
 
-def categories(recompute_modules: Sequence[tuple[str, ...]] = ()) -> Categories:
+def categories(
+    recompute_modules: Sequence[tuple[str, ...]] = (), placements: Sequence[tuple[str, ...]] = ()
+) -> Categories:
     """Values of the non-numeric plan fields.
 
     Args:
         recompute_modules: Module lists of a space. None (no modules named) is added in front.
+        placements: Orders of axes of a space. None (that of the mesh) is added in front.
     """
     return MappingProxyType(
         {
@@ -38,6 +42,7 @@ def categories(recompute_modules: Sequence[tuple[str, ...]] = ()) -> Categories:
             "recompute": get_args(Recompute),
             "recompute_modules": (None, *recompute_modules),
             "grad_sync": (None, "step", "microbatch"),
+            "placement": (None, *placements),
         }
     )
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.families import FAMILIES
+from simplan.plan.placement import DEFAULT_ORDER, axes_of
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES
@@ -39,7 +40,7 @@ T = TypeVar("T", bound=tuple[Any, ...])
 Value = TypeVar("Value")
 
 _STEPS = (
-    "tp cp pp dp_replicate dp_shard ep",
+    "tp cp pp dp_replicate dp_shard ep placement",
     "zero_stage reshard_after_forward",
     "schedule virtual_stages",
     "sequence_parallel cp_comm",
@@ -63,7 +64,7 @@ class _Steps(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """Parallel degrees of a plan."""
+    """Parallel degrees of a plan, and the placement of its ranks."""
 
     tp: int
     cp: int
@@ -71,6 +72,10 @@ class Mesh(NamedTuple):
     dp_replicate: int
     dp_shard: int
     ep: int
+    placement: tuple[str, ...] | None = None
+
+
+_MESH = len(Mesh._fields)
 
 
 class Enumeration:
@@ -78,7 +83,7 @@ class Enumeration:
 
     Values without effect are not candidates: a schedule without a pipeline, ZeRO with one shard, sequence parallelism
     with tp = 1, and gradient reductions per microbatch with one microbatch. ZeRO-3 without resharding is ZeRO-2, and
-    is listed as ZeRO-2.
+    is listed as ZeRO-2. Of placements that put all ranks on the same devices, one is a candidate.
 
     Args:
         job: The job. Its plan supplies the fields that a search does not vary.
@@ -86,8 +91,12 @@ class Enumeration:
 
     def __init__(self, space: SearchSpace, job: Job) -> None:
         self._space, self._job = space, job
-        self._values = categories(space.recompute_modules or ())
-        self.filter = PlanFilter(job, RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES))
+        self._values = categories(_unique(space.recompute_modules), _unique(space.placement))
+        rules = RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES)
+        if space.placement is None:  # rules about placements hold, and would be checked for every mesh
+            job = job.with_plan(job.plan.model_copy(update={"placement": None}))
+            rules = tuple(rule for rule in rules if "placement" not in rule.reads)
+        self.filter = PlanFilter(job, rules)
         self._why_not = _Steps(*self.filter.stages(*_STEPS))
         assert not self._why_not.batch.reads & {*_STEPS[4].split()}, "batches are checked for one recomputation"
         [self._why_not_sync] = PlanFilter(job, _OF_REDUCTION).stages(f"{_STEPS[0]} zero_stage grad_sync")
@@ -136,7 +145,7 @@ class Enumeration:
 
     def _inner(self, known: tuple[Any, ...]) -> int:
         """Number of candidates with one mesh, sharding and pipeline."""
-        mesh, zero_stage = Mesh(*known[:6]), known[6]
+        mesh, zero_stage = Mesh(*known[:_MESH]), known[_MESH]
         return (
             len(self._sequence_and_context_options(mesh))
             * len(self._microbatches(mesh, zero_stage))
@@ -145,7 +154,7 @@ class Enumeration:
 
     def _of_pipeline(self, known: tuple[Any, ...], rejected: Counter[str]) -> list[tuple[Any, ...]]:
         """Rows with one mesh, sharding and pipeline."""
-        mesh, zero_stage, why_not = Mesh(*known[:6]), known[6], self._why_not
+        mesh, zero_stage, why_not = Mesh(*known[:_MESH]), known[_MESH], self._why_not
         batches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes()
         options = [(*known, *option) for option in self._sequence_and_context_options(mesh)]
         rows_so_far = list(_allowed(options, why_not.sequence_and_context, len(batches) * len(recomputes), rejected))
@@ -181,7 +190,21 @@ class Enumeration:
                         continue
                     for ep in _unique(eps):
                         if space.ep is not None or dp * tp * cp % ep == 0:
-                            yield Mesh(tp, cp, pp, dp // dp_shard, dp_shard, ep)
+                            mesh = Mesh(tp, cp, pp, dp // dp_shard, dp_shard, ep)
+                            for placement in self._placements(mesh):
+                                yield mesh._replace(placement=placement)
+
+    def _placements(self, mesh: Mesh) -> tuple[tuple[str, ...] | None, ...]:
+        """Placements that differ on a mesh; None for its own order."""
+        if self._space.placement is None:
+            return (None,)
+        found: dict[tuple[str, ...], tuple[str, ...] | None] = {}
+        own = tuple(axis for axis in DEFAULT_ORDER if getattr(mesh, axis) > 1)
+        for placement in self._space.placement:
+            order = tuple(axis for axis in axes_of(placement) if getattr(mesh, axis) > 1)
+            says_ep = "ep" in placement and mesh.ep > 1  # a rule says where it may be
+            found.setdefault(order, None if order == own and not says_ep else placement)
+        return tuple(found.values())
 
     def _shardings(self, mesh: Mesh) -> list[tuple[int, bool]]:
         """Pairs of ZeRO stage and ``reshard_after_forward``."""

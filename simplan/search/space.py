@@ -6,11 +6,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from simplan.base import Count, Positive, Spec
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
+from simplan.plan.placement import PlacedAxis, check_order
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
 from simplan.problems import render_value
 from simplan.rules import RULES, check_job
@@ -25,6 +26,9 @@ _Schedule = Literal[
 ]
 _Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
 _Modules = Annotated[tuple[tuple[RecomputeModule, ...], ...], Field(min_length=1, max_length=100)]
+_Placements = Annotated[
+    tuple[Annotated[tuple[PlacedAxis, ...], BeforeValidator(check_order)], ...], Field(min_length=1, max_length=100)
+]
 
 
 class SearchSpace(Spec):
@@ -51,6 +55,7 @@ class SearchSpace(Spec):
             attention core.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
             sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
+        placement: Orders of axes to compare, each innermost first: a list, or lists. By default that of the mesh.
         compiled: Values of ``software.compiled`` to compare; by default the job's own.
     """
 
@@ -80,6 +85,7 @@ class SearchSpace(Spec):
     recompute: tuple[Recompute, ...] | None = None
     recompute_modules: _Modules | None = None
     grad_sync: tuple[Literal["step", "microbatch"], ...] | None = None
+    placement: _Placements | None = None
     compiled: Annotated[tuple[bool, ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="before")
@@ -97,9 +103,11 @@ class SearchSpace(Spec):
             ):
                 return value
             values = tuple(value) if isinstance(value, list | tuple) else (value,)
-            if key != "recompute_modules":
+            if key not in ("recompute_modules", "placement"):
                 return values
-            one = values and all(isinstance(module, str) for module in values)  # modules recomputed together
+            if key == "placement" and isinstance(value, str):
+                return (value,)  # with commas
+            one = values and all(isinstance(word, str) for word in values)  # one list without brackets around it
             return (values,) if one else tuple(tuple(each) if isinstance(each, list) else each for each in values)
 
         found = {key: listed(key, value) for key, value in data.items()}
@@ -128,7 +136,7 @@ class SearchSpace(Spec):
 RANGES = (
     "tp", "sequence_parallel", "cp", "cp_comm", "ep", "pp", "schedule", "virtual_stages", "dp_replicate", "dp_shard",
     "zero_stage", "reshard_after_forward", "microbatch_size", "recompute", "recompute_modules",
-    "grad_sync",
+    "grad_sync", "placement",
 )  # fmt: skip
 """Plan fields that a search varies."""
 

@@ -117,7 +117,7 @@ def compile_program(program: Program, sharing: CoreUse | None = None) -> Compile
         )
     from simplan.sim.longest_path import topological_order
 
-    operation, node = np.unique(_leaders(program), return_inverse=True)
+    operation, node = np.unique(leaders_of(program), return_inverse=True)
     source, target = (node[operations] for operations in _edges(program))
     num_nodes = len(operation)
     first, after = _adjacent(source, target, num_nodes)
@@ -129,8 +129,8 @@ def compile_program(program: Program, sharing: CoreUse | None = None) -> Compile
     return CompiledProgram(number[node], operation[order].astype(np.int32), first, before)
 
 
-def _leaders(program: Program) -> npt.NDArray[np.int64]:
-    """Returns, per operation, the first operation of its meeting, or itself without a meeting."""
+def leaders_of(program: Program) -> npt.NDArray[np.int64]:
+    """``(num_ops,)`` Returns the first operation of each operation's meeting, or itself without a meeting."""
     meeting = program.columns.meeting
     leaders = np.arange(len(program))
     meets = np.flatnonzero(meeting >= 0)

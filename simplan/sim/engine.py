@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ from simplan.model.layer import CollectiveKind
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program
 from simplan.program.timeline import LazySequence, Span, Timeline
+
+if TYPE_CHECKING:
+    from simplan.network.usage import LinkUse
+    from simplan.sim.links import Progress, Segments
 
 _Process = Generator[Event, object, None]
 
@@ -39,10 +44,15 @@ class CoreUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Times:
-    """Start and end of every operation of a Program, ``(num_ops,)`` seconds; indices are those of ``Program.ops``."""
+    """Start and end of every operation of a Program, ``(num_ops,)`` seconds; indices are those of ``Program.ops``.
+
+    Attributes:
+        segments: Rates of communications over time; None if links are not shared.
+    """
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
+    segments: Segments | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -52,7 +62,11 @@ class Times:
 
 @gc_paused()
 def simulate(
-    program: Program, durations_s: Sequence[float] | NDArray[np.float64], sharing: CoreUse | None = None
+    program: Program,
+    durations_s: Sequence[float] | NDArray[np.float64],
+    sharing: CoreUse | None = None,
+    links: LinkUse | None = None,
+    progress: Progress | None = None,
 ) -> Times:
     """Simulates one step.
 
@@ -63,16 +77,19 @@ def simulate(
         durations_s: Seconds of every operation alone, in the order of ``program.ops``; equal for the members of a
             meeting.
         sharing: Cores that operations share, which may lengthen durations; None for no sharing.
+        links: Links that communications share, which may lengthen durations; None for no sharing. A communication that
+            keeps cores busy shares these instead.
+        progress: Called with the number of ended and of all communications on shared links; None for no calls.
 
     Returns:
         Start and end of every operation.
     """
-    run = _Run(program, np.asarray(durations_s, np.float64).tolist(), sharing)
+    run = _Run(program, np.asarray(durations_s, np.float64).tolist(), sharing, links, progress)
     for indices in program.streams.values():
         run.env.process(run.stream(indices))
     run.env.run()
     assert not any(run.missing), "deadlock in a checked Program"
-    return Times(np.array(run.start_s), np.array(run.end_s))
+    return Times(np.array(run.start_s), np.array(run.end_s), None if run.links is None else run.links.segments)
 
 
 class _Completion(Event):
@@ -93,7 +110,14 @@ class _Run:
     position at the head of its stream, and each operation that a member waits for.
     """
 
-    def __init__(self, program: Program, durations_s: Sequence[float], sharing: CoreUse | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        durations_s: Sequence[float],
+        sharing: CoreUse | None,
+        links: LinkUse | None,
+        progress: Progress | None,
+    ) -> None:
         columns, num_ops = program.columns, len(program)
         assert len(durations_s) == num_ops
         self.env = Environment()
@@ -116,6 +140,12 @@ class _Run:
         self.demand = self._leader_demand() if cores else []
         self.nodes = {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
         self.turns = cores.turns if cores else ()
+        self.links = None
+        self.crosses: Sequence[bool] = ()  # by operation, True if it crosses links that others use
+        if links is not None:
+            from simplan.sim.links import SharedLinks  # imports numba
+
+            self.links, self.crosses = SharedLinks(self.env, links, progress), (links.usage >= 0).tolist()
         self.waiting: dict[Hashable, deque[int]] = {}  # by exclusive resource, the operations that wait for it
 
     def stream(self, indices: Sequence[int]) -> _Process:
@@ -170,10 +200,12 @@ class _Run:
         completion = self.completion[leader]
         assert completion is not None
         duration_s = self.durations_s[leader]
-        if self.cores is None or duration_s <= 0.0 or self.demand[leader] <= 0.0:
-            completion.after(duration_s)
-        else:
+        if self.cores is not None and duration_s > 0.0 and self.demand[leader] > 0.0:
             self.nodes[self.cores.node[leader]].run(completion, duration_s, self.demand[leader])
+        elif self.links is not None and duration_s > 0.0 and self.crosses[leader]:
+            self.links.run(completion, leader, duration_s)
+        else:
+            completion.after(duration_s)
 
     def _leader_demand(self) -> list[float]:
         """Returns the cores that each operation keeps busy; for a meeting, the sum over its members."""

@@ -11,6 +11,7 @@ from simplan.base import NonNegative, Positive
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_JSON_BYTES, parse_json, parse_model, read_text
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
+from simplan.program.program import Stream
 from simplan.program.timeline import SpanKind
 
 _Rank = Annotated[int, Field(ge=0, lt=10**6)]
@@ -37,7 +38,7 @@ class _TermPart(_Part):
 
 class _SpanPart(_Part):
     rank: _Rank
-    stream: str
+    stream: Stream
     name: str
     action: str
     kind: SpanKind

@@ -111,3 +111,31 @@ def test_a_terminal_without_more_than_ascii_gets_the_same_picture(scenario: Path
     assert not found[1].isascii()
     assert "?" not in found[0]
     assert [len(line) for line in found[0].splitlines()] == [len(line) for line in found[1].splitlines()]
+
+
+def test_network_is_drawn_in_place_of_the_step(simplan: Simplan, tmp_path: Path) -> None:
+    file = tmp_path / "network.svg"
+    job = ("gpt2-124m", "--gpus", "64", "--set", "cluster.topology=superpod-h100", "--network")
+    result = simplan("draw", *job, "-o", file)
+    assert result.returncode == 0, result.stderr
+    assert "rail-optimized, 32 nodes per group, 1:1" in result.stdout
+    assert "nic - rail         64   50 GB/s   3.2 TB/s" in result.stdout
+    ElementTree.parse(file)
+    assert json.loads(simplan("draw", *job, "--json").stdout)["kind"] == "network_drawing"
+    refused(
+        simplan("draw", *job, "--width", "90"), "--width = 90: has no meaning with --network; remove one of the two"
+    )
+
+
+def test_load_of_links_is_drawn_in_place_of_the_step(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    file = tmp_path / "load.svg"
+    sites = "cluster.topology={kind: sites, nodes_per_site: 4, gbit_per_site: 100}"
+    job = ("gpt2-124m", "--gpus", "64", "--set", sites, "--load")
+    result = simplan("draw", *job, "-o", file)
+    assert result.returncode == 0, result.stderr
+    assert "site0.switch -> wan" in result.stdout
+    assert "contention costs" in result.stdout
+    titles = [title.text or "" for title in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}title")]
+    assert any(title.startswith("site0.switch -> wan (12.5 GB/s)") for title in titles)
+    assert json.loads(simplan("draw", *job, "--json").stdout)["kind"] == "link_load"
+    refused(simplan("draw", scenario, "--load"), "--load: needs links, and the cluster has no topology")

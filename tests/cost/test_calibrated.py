@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample
 from simplan.cost.calibration.store import load, save
+from simplan.cost.communication.collectives import communication_cost
 from simplan.cost.model import Provenance
 from simplan.errors import SpecError
 from simplan.model.layer import (
@@ -23,6 +25,8 @@ from simplan.model.layer import (
     Pointwise,
 )
 from simplan.model.low_precision import Fp8Recipe
+from simplan.plan.placement import Placement
+from simplan.plan.plan import ParallelPlan
 from simplan.program.program import Communication, LayerWork, Phase
 from tests.jobs import tiny_model
 from tests.layers import layer_of_kernels
@@ -315,3 +319,29 @@ def test_what_was_scaled_already_stays() -> None:
     timing = CALIBRATION.layers[0].model_copy(update={"reference_s": 0.006})
     paced = CALIBRATION.model_copy(update={"layers": (timing,)}).at_pace(now_s, 2)
     assert paced.at_pace(now_s, 2).layers == paced.layers
+
+
+def test_placed_ranks_are_on_the_nodes_of_their_devices() -> None:
+    """Timings of one node are for groups in one node, whatever the numbers of their ranks."""
+    cluster = catalog.cluster("dgx-h100", 16)
+    placement = Placement.of(ParallelPlan(tp=2, dp_replicate=8, placement=("dp", "tp")))
+    cost = CalibratedCost(
+        CALIBRATION, dtype="fp32", optimizer="adamw", num_ranks=2, cluster=cluster, placement=placement
+    )
+    inside, across = (Communication(CollectiveKind.ALL_REDUCE, 3000, ranks) for ranks in ((0, 2), (0, 1)))
+    assert cost.communication(inside).seconds == pytest.approx(0.003)
+    assert cost.communication(across) == communication_cost(across._replace(ranks=(0, 8)), cluster)
+
+
+@pytest.mark.parametrize("seconds", [1.7e308, 3601.0, float("inf"), float("nan"), -1.0])
+def test_time_beyond_an_hour_is_refused(seconds: float) -> None:
+    """Sums of such times overflow."""
+    with pytest.raises(ValueError, match="mean_s"):
+        Sample(mean_s=seconds, low_s=0.0, high_s=0.0, round_std=0.0, num_repeats=1)
+
+
+@pytest.mark.parametrize("created", ["{}", "", "2026-01-01T00:00:00"])
+def test_calibration_without_a_date_is_refused(created: str) -> None:
+    """Its age decides whether the machine's speed is measured again."""
+    with pytest.raises(ValueError, match=r"must be an ISO date and time with its time zone"):
+        Calibration(created=created, device_kind="cpu", num_cores=1, memory_bytes=1)

@@ -1,6 +1,7 @@
 """Runs commands on damaged files, each within limits of time and memory, and tells those that end as none should.
 
-``python -m tests.fuzz.campaign NUMBER [SEED]``: prints each finding with the seed that makes it again.
+``python -m tests.fuzz.campaign NUMBER [--seed SEED] [--progress FILE]``: prints each finding with the seed that makes
+it again; what FILE tells as done is not done again.
 
 A command may succeed, or refuse its input: then its exit code is 2 (or 1, where expectations fail) and its first line
 on stderr begins with ``error:``. Anything else is a finding: another exit code, a traceback, a warning, a hang, more
@@ -9,6 +10,7 @@ than 4 GiB, a file that is not whole.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gzip
 import io
@@ -24,18 +26,22 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import simplan
 import simplan.cli
 from simplan.io import json_text, read_yaml
 from simplan.plan.plan import ParallelPlan
-from tests.fuzz.mutation import Mutator
+from simplan.scenario import parse_scenario
+from tests.fuzz.mutation import Mutator, Whole
 from tests.validate.measuring import measure, predicted
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60
+_WAITING = 20  # seconds on a busy machine, or of sleep, for one of CPU time
 LIMIT_BYTES = 4 * 2**30
-BATCH = 50
+BATCH = 100
 """Inputs for one process: what one leaves behind cannot help or hurt many others."""
 
 
@@ -118,7 +124,7 @@ def _compared(mutator: Mutator, folder: Path) -> Case:
 
 def _logged(mutator: Mutator, folder: Path) -> Case:
     prediction, log = folder / "prediction.json", folder / "log.yaml"
-    prediction.write_text(PREDICTION)
+    prediction.write_text(mutator.choice(LOGGED_PREDICTIONS))
     log.write_text(mutator.yaml(LOG), encoding="utf-8", errors="surrogatepass")
     return ["compare", str(prediction), str(log)], None
 
@@ -126,7 +132,7 @@ def _logged(mutator: Mutator, folder: Path) -> Case:
 def _framework_log(mutator: Mutator, folder: Path) -> Case:
     """Logs as bytes: of a framework, a trace, and a snapshot."""
     prediction, log = folder / "prediction.json", folder / "train.log"
-    prediction.write_text(PREDICTION)
+    prediction.write_text(mutator.choice(LOGGED_PREDICTIONS))
     content = mutator.damaged(mutator.choice(FRAMEWORK_LOGS)).encode("utf-8", errors="surrogatepass")
     if mutator.choice((True, False)):
         content = mutator.choice((pickle.dumps(SNAPSHOT), gzip.compress(content)))
@@ -164,10 +170,11 @@ SCENARIOS = tuple(
 )  # fmt: skip
 SEARCH = """\
 name: searched
-model: {preset: gpt2-124m}
-cluster: {preset: dgx-h100, num_devices: 4}
-training: {global_batch_size: 16}
-search: {tp: [1, 2], pp: [1, 2], microbatch_size: [1, 4], recompute: [none, full], top: 3, max_memory_fraction: 0.9}
+model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_len: 32}
+cluster: {preset: dgx-h100, num_devices: 2}
+training: {global_batch_size: 2}
+search: {tp: [1], pp: [1, 2], zero_stage: [1], microbatch_size: [1], recompute: [none], top: 3,
+  max_memory_fraction: 0.9}
 """
 SMALL = """\
 name: small
@@ -180,7 +187,7 @@ HERE = """\
 name: here
 model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 2, vocab_size: 512, seq_len: 32}
 cluster: {preset: this-machine, num_devices: 1}
-training: {global_batch_size: 4, precision: fp32}
+training: {global_batch_size: 1, precision: fp32}
 plan: {}
 """
 OF_CONFIG = """\
@@ -219,6 +226,10 @@ FILES = Path(__file__).parent / "files"
 CALIBRATION: str = (FILES / "calibration.json").read_text()
 _PREDICTED = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
 PREDICTION = json_text(_PREDICTED.to_json())
+_OF_ONE_DEVICE = simplan.predict(parse_scenario(HERE.replace("this-machine", "dgx-h100")).job)
+LOGGED_PREDICTIONS = (json_text(_OF_ONE_DEVICE.to_json()),) * 5 + (PREDICTION,)
+"""Predictions for logs: the causes of an error are sought with predictions of changed jobs, which take longer than all
+else of an input, and longest for a pipeline."""
 MEASUREMENT = measure(_PREDICTED).model_dump_json()
 _TORCHTITAN = read_yaml(ROOT / "scenarios" / "published" / "torchtitan.yaml").data
 PUBLISHED = json_text({**_TORCHTITAN, "runs": _TORCHTITAN["runs"][:2]})  # JSON is YAML
@@ -238,8 +249,18 @@ KINDS = (
 
 def run_campaign(kind: Kind, number: int, seed: int, limit_s: int = LIMIT_S) -> Iterator[Finding]:
     """Runs a number of damaged inputs of one kind, from a seed on."""
+    _import_modules(kind)
     for first in range(seed, seed + number, BATCH):
         yield from _in_a_process(kind, range(first, min(first + BATCH, seed + number)), limit_s)
+
+
+@cache
+def _import_modules(kind: Kind) -> None:
+    """Runs inputs without damage, so that forked processes need not import and compile what commands use."""
+    if kind.run is None:  # torch's threads do not survive a fork
+        with tempfile.TemporaryDirectory(prefix="simplan-fuzz-") as folder:
+            for seed in range(4):
+                run_one(kind, seed, Path(folder) / str(seed), mutator=Whole(seed))
 
 
 def _in_a_process(kind: Kind, seeds: range, limit_s: int) -> list[Finding]:
@@ -285,17 +306,20 @@ class _HangError(BaseException):
     """The limit of time has passed."""
 
 
-def run_one(kind: Kind, seed: int, folder: Path, limit_s: int = LIMIT_S) -> Finding | None:
+def run_one(
+    kind: Kind, seed: int, folder: Path, limit_s: int = LIMIT_S, mutator: Mutator | None = None
+) -> Finding | None:
     """Runs one input in this process; None if it ends as it should."""
     folder.mkdir()
-    args, written = kind.make(Mutator(seed), folder)
+    args, written = kind.make(mutator or Mutator(seed), folder)
     out, err = io.StringIO(), io.StringIO()
 
     def hang(number: int, frame: object) -> None:
         raise _HangError
 
-    previous = signal.signal(signal.SIGALRM, hang)
-    signal.alarm(limit_s)
+    previous = [(number, signal.signal(number, hang)) for number in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    signal.alarm(_WAITING * limit_s)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     os.environ["SIMPLAN_DEBUG"] = "1"
     what = None
@@ -305,13 +329,15 @@ def run_one(kind: Kind, seed: int, folder: Path, limit_s: int = LIMIT_S) -> Find
             code = (kind.run or simplan.cli.main)(args)
         what = _wrong(code, out.getvalue(), err.getvalue(), written)
     except _HangError:
-        what = f"not done after {limit_s} s"
+        what = f"not done after {limit_s} s of CPU time"
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {str(error)[:200]}"
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+        for number, handler in previous:
+            signal.signal(number, handler)
     if what is None:
         shutil.rmtree(folder)
         return None
@@ -336,16 +362,44 @@ def _wrong(code: int, out: str, err: str, written: Path | None) -> str | None:
     return None
 
 
-if __name__ == "__main__":
-    from tests.fuzz.executor_kinds import EXECUTOR_KINDS
+CHUNK = 500
+"""Inputs of a kind before the next kind has its turn."""
 
-    kinds = KINDS + EXECUTOR_KINDS
-    count, start = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    total = 0
-    for each in kinds:
-        for found in run_campaign(each, count // len(kinds), start):
-            total += 1
-            sys.stdout.write(f"{each.name} {found.seed}: {found.what}\n  simplan {' '.join(found.args)}\n")
-            sys.stdout.flush()
-    sys.stdout.write(f"{total} findings in {count} inputs\n")
-    sys.exit(bool(total))
+
+def main() -> int:
+    """Runs inputs of all kinds in turn; writes findings, and what is done, of which nothing is done again."""
+    from tests.fuzz.executor_kinds import EXECUTOR_KINDS
+    from tests.fuzz.framework_kinds import FRAMEWORK_KINDS
+
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.campaign", description=__doc__)
+    parser.add_argument("number", type=int, help="inputs over all kinds")
+    parser.add_argument("--seed", type=int, default=0, help="first seed of each kind")
+    parser.add_argument("--progress", type=Path, default=Path(os.devnull), help="JSON lines, one a chunk")
+    parser.add_argument("--kind", nargs="*", default=(), help="kinds (default: all)")
+    given = parser.parse_args()
+    kinds = [each for each in KINDS + FRAMEWORK_KINDS + EXECUTOR_KINDS if not given.kind or each.name in given.kind]
+    lines = given.progress.read_text().splitlines() if given.progress.is_file() else []
+    done = {(line["kind"], line["seed"]) for line in map(json.loads, lines)}
+    total, end = 0, given.seed + -(-given.number // len(kinds))
+    with given.progress.open("a") as progress:
+        for seed in range(given.seed, end, CHUNK):
+            for kind in kinds:
+                if (kind.name, seed) in done:
+                    continue
+                before, number = resource.getrusage(resource.RUSAGE_CHILDREN), min(CHUNK, end - seed)
+                findings = list(run_campaign(kind, number, seed))
+                after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                for found in findings:
+                    sys.stdout.write(f"{kind.name} {found.seed}: {found.what}\n  simplan {' '.join(found.args)}\n")
+                sys.stdout.flush()
+                line = {"kind": kind.name, "seed": seed, "number": number, "cpu_s": round(cpu_s, 2)}
+                progress.write(json.dumps(line | {"findings": len(findings)}) + "\n")
+                progress.flush()
+                total += len(findings)
+    sys.stdout.write(f"{total} findings\n")
+    return int(bool(total))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -46,8 +46,8 @@ from simplan.scenario import parse_scenario
 from tests.fuzz.campaign import CALIBRATION, HERE, SMALL, Case, Kind
 from tests.fuzz.mutation import Mutator
 
-_MAX_LAYERS = 8  # of a model that is rehearsed: valid ones with more only take longer
-_MAX_MICROBATCHES = 16
+_MAX_LAYERS = 2  # of a model that is rehearsed: valid ones with more only take longer
+_MAX_MICROBATCHES = 2
 _STEP = 2
 _PAYLOAD = "__0_0.distcp"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -17,6 +18,9 @@ VALUES: tuple[Any, ...] = (
     {"preset": "dgx-h100"},
 )  # fmt: skip
 """Wrong types, edges of ranges, and words that mean something elsewhere."""
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # without libyaml, reading takes longer than a command
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 _TEXTS = (
     "", "-", ":", "- ", "#", "'", '"', "{", "}", "[", "]", ",", "\t", "\n", "  ", "---\n", "...", "&a", "*a", "!!str ",
@@ -85,17 +89,34 @@ class Mutator:
         """A damaged YAML file, mostly still YAML."""
         if self._random.random() < 0.25:
             return self.damaged(text)
-        return yaml.safe_dump(self.changed(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+        return yaml_text(self.changed(_document(text)))
 
     def json(self, text: str) -> str:
         """A damaged JSON file, mostly still JSON."""
         if self._random.random() < 0.15:
             return self.damaged(text)
-        return json.dumps(self.changed(json.loads(text)))
+        return json.dumps(self.changed(_json_document(text)))
 
     def choice(self, of: tuple[Any, ...]) -> Any:
         """One of some values."""
         return self._random.choice(of)
+
+
+def yaml_text(document: Any) -> str:
+    """A document as YAML."""
+    text: str = yaml.dump(document, Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
+    return text
+
+
+@lru_cache(maxsize=256)
+def _document(text: str) -> Any:
+    """Content of a YAML file that is damaged many times."""
+    return yaml.load(text, Loader=_LOADER)
+
+
+@lru_cache(maxsize=64)
+def _json_document(text: str) -> Any:
+    return json.loads(text)
 
 
 def _places(document: Any) -> Any:
@@ -108,3 +129,19 @@ def _places(document: Any) -> Any:
         for index in sorted({*range(min(4, len(document))), *range(max(0, len(document) - 1), len(document))}):
             yield document, index
             yield from _places(document[index])
+
+
+class Whole(Mutator):
+    """Makes copies without damage."""
+
+    def changed(self, document: Any) -> Any:
+        """The document."""
+        return document
+
+    def damaged(self, text: str) -> str:
+        """The text."""
+        return text
+
+    def bytes(self, data: bytes) -> bytes:
+        """The data."""
+        return data

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+import simplan.cli
 from simplan.cli.execute import RunOptions, exported_job
 from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
 from simplan.runs.checkpoint import Checkpointing
@@ -204,3 +205,9 @@ def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path) -> None:
     assert [rank.rank for rank in measurement.ranks] == [0, 1]
     assert all(rank.peak_memory.allocated_bytes for rank in measurement.ranks)
     assert len(measurement.step_times_s) >= 2
+
+
+def test_step_of_a_million_microbatches_is_not_exported(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "export gpt2-124m --cluster dgx-h100 --num-devices 8 --global-batch-size 1000000000000 --to slurm"
+    assert simplan.cli.main(command.split()) == 2
+    assert "forward passes of stages per step, of which the executor runs at most 1,000,000" in capsys.readouterr().err

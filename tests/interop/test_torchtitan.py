@@ -52,7 +52,7 @@ def _arguments(settings: dict[str, Any]) -> str:
     return " \\\n  ".join(words)
 
 
-def _written(case: dict[str, Any], folder: Path) -> Path:
+def written(case: dict[str, Any], folder: Path) -> Path:
     """File of a case: TOML, or a script that names TOML or a configuration."""
     if "launch" not in case:
         path = folder / "job.toml"
@@ -78,7 +78,7 @@ def _chosen(job: Job, section: str, expected: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", _READ, ids=lambda case: case["name"])
 def test_public_configuration_read(case: dict[str, Any], tmp_path: Path) -> None:
-    source = read_source(_written(case, tmp_path), case["add"])
+    source = read_source(written(case, tmp_path), case["add"])
     job, expected = source.scenario().job, dict(case["expect"])
     read = source.configuration
     assert read is not None
@@ -91,13 +91,13 @@ def test_public_configuration_read(case: dict[str, Any], tmp_path: Path) -> None
 @pytest.mark.parametrize("case", _REFUSED, ids=lambda case: case["name"])
 def test_public_configuration_refused(case: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
-        read_source(_written(case, tmp_path), {"cluster.preset": "dgx-h100"})
+        read_source(written(case, tmp_path), {"cluster.preset": "dgx-h100"})
     assert case["refused"] in str(error.value)
 
 
 @pytest.mark.parametrize("case", _READ, ids=lambda case: case["name"])
 def test_public_configuration_survives_round_trip(case: dict[str, Any], tmp_path: Path) -> None:
-    job = read_source(_written(case, tmp_path), case["add"]).scenario().job
+    job = read_source(written(case, tmp_path), case["add"]).scenario().job
     assert predict(job).step_time_s > 0
     if job.model.name not in catalog.names("models") and job.training.precision == "fp8":
         return
@@ -385,6 +385,11 @@ _BAD = {
         "run.sh",
         "torchrun -m torchtitan.train --module mine --config x",
         "is neither a module of torchtitan 0.3",
+    ),
+    "a list where a name is": (
+        "run.sh",
+        "torchrun -m torchtitan.train --module llama3 --config one two",
+        "--config = ['one', 'two']: is no configuration of llama3",
     ),
     "nothing to start": (
         "run.sh",

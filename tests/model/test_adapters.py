@@ -8,6 +8,7 @@ import pytest
 
 from simplan import catalog
 from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from tests.jobs import problems
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_len": 32}
@@ -40,6 +41,17 @@ def test_backward_makes_what_it_has_to() -> None:
     assert second.backward_flops() - first.backward_flops() == 2 * n * 3 * h * h + 2 * n * r * h
     assert head.backward_flops() == head.flops() == 2 * n * h * 100
     assert GPT.layers[0].backward_flops() == 0
+
+
+def test_norm_of_heads_follows_the_adapter_of_its_projection() -> None:
+    """Qwen3's attention normalizes ``q_proj(x)``, of which the adapter's product is a part (PEFT wraps q_proj)."""
+    model = adapted("qwen3-4b", lora_rank=8, lora_targets=["all"], num_hidden_layers=2)
+    layer = catalog.software("accelerate").layers_of(model, ParallelPlan())[1]
+    made = [tensor.name for tensor in layer.inputs]
+    for operator in layer.operators:
+        assert {*operator.reads} <= {*made}, operator
+        made += [tensor.name for tensor in operator.makes]
+    assert made.index("q output") < made.index("q_norm output") < made.index("k output") < made.index("k_norm output")
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,12 @@ _SOFTWARE: list[dict[str, Any]] = [
     {"fp8_dot_product_attention": True},
     {"compiled": True},
 ]
+_COLLECTIVES = (
+    {"all_reduce": "parameter_server", "parameter_servers": 2},
+    {"all_reduce": "nvls", "all_gather": "ring"},
+    {"all_reduce": "halving_doubling"},
+    {"all_to_all": "pairwise"},
+)
 _CLUSTERS = ("dgx-h100", "dgx-h100", "dgx-h100", "dgx-b200", "this-machine")
 
 
@@ -133,11 +139,15 @@ def plans(draw: st.DrawFn, *, wild: bool = True) -> dict[str, Any]:
             "etp": rarely(1, 2, fields["tp"]),
             "recompute_layers": rarely(None, 2, 9),
             "stage_layers": rarely(None, (2, 2), (0, 2, 2), (1, 0, 3), (5, 1)),
+            "placement": rarely(
+                None, ("tp", "dp"), ("pp", "dp", "cp", "tp"), ("tp", "ep", "dp", "pp"), (1, 0), (2, 1, 0)
+            ),
             "grad_dtype": rarely(None, "fp32", "fp16"),
             "bucket_bytes": rarely(None, 2**20),
             "offload_optimizer": rarely(False, True, share=5),
             "offload_activations": rarely(False, True, share=5),
             "offload_layers": rarely(None, 2, share=9),
+            "collectives": rarely(None, *_COLLECTIVES),
         }
     return fields
 

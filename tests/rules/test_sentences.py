@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan import catalog
+from simplan.cluster.topology import Dragonfly
 from simplan.errors import NotModelledError, SpecError
 from simplan.model.model import ModelSpec
 from simplan.program.schedules import SCHEDULES
@@ -349,6 +350,26 @@ def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
     assert re.match(said, found)
 
 
+def test_step_of_many_microbatches_on_shared_cores_is_refused() -> None:
+    """Ranks that share cores are simulated whole: 10**12 microbatches took all memory."""
+    cluster = catalog.cluster("dgx-h100", num_devices=1).model_copy(update={"cores_per_node": 2})
+    assert problems(GPT2, {}, cluster=cluster, global_batch_size=30_000) == []
+    assert problems(GPT2, {}, cluster=cluster, global_batch_size=10**12) == [
+        "training.global_batch_size = 1000000000000: gives 1,000,000,000,000 microbatches x pipeline ranks, more than "
+        "30,000, and ranks share cores; use at most 30000, or a larger microbatch_size"
+    ]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_expert_parts_beyond_all_shards_are_refused(zero_stage: int) -> None:
+    """Other rules divide the shards by them."""
+    plan = {"ep": 2, "dp_shard": 2, "etp": 4, "zero_stage": zero_stage}
+    assert any(
+        found.startswith("plan.etp = 4: must divide plan.tp")
+        for found in problems(model_of(), plan, software="megatron-core")
+    )
+
+
 def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_stages() -> None:
     """What Megatron Core asserts of overlap_moe_expert_parallel_comm."""
     profile = catalog.software("megatron-core").model_copy(update={"expert_overlap": True})
@@ -363,3 +384,105 @@ def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_
     assert fields(ep=1, pp=2) == ["plan.ep"]
     several = {"ep": 2, "dp_replicate": 2, "pp": 2, "virtual_stages": 2}
     assert problems(model_of(), several, software=profile) == []
+
+
+DRAGONFLY = catalog.cluster("dgx-h100", 16).model_copy(
+    update={
+        "inter_link": catalog.link("sharp-400gbit"),
+        "topology": Dragonfly(kind="dragonfly", nodes_per_router=1, routers_per_group=2, global_gbit=400.0),
+    }
+)
+
+
+def collectives_of(plan: dict[str, Any], algorithms: dict[str, Any], **parts: Any) -> list[str]:
+    """Problems of a plan with prescribed algorithms."""
+    fields = {"model": GPT2, "cluster": "dgx-h100", "global_batch_size": 48, **parts}
+    return problems(plan={**plan, "collectives": algorithms}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "algorithms", "parts"),
+    [
+        ({"dp_replicate": 8}, {"all_reduce": "ring"}, {}),
+        ({"dp_replicate": 16}, {"all_reduce": "tree"}, {}),
+        ({"dp_replicate": 16}, {"all_reduce": "nvls"}, {}),
+        ({"dp_replicate": 16}, {"all_reduce": "halving_doubling"}, {}),
+        ({"dp_replicate": 16}, {"all_reduce": "hierarchical"}, {}),
+        ({"dp_replicate": 16}, {"all_reduce": "parameter_server", "parameter_servers": 16}, {}),
+        ({"dp_shard": 8}, {"all_gather": "nvls", "reduce_scatter": "halving_doubling"}, {}),
+        ({"dp_shard": 8, "ep": 8}, {"all_to_all": "pairwise"}, {"model": model_of(num_experts=8)}),
+        ({"dp_shard": 16, "ep": 16}, {"all_to_all": "hierarchical"}, {"model": model_of(num_experts=16)}),
+    ],
+)
+def test_collectives_that_links_and_groups_can_run_pass(
+    plan: dict[str, Any], algorithms: dict[str, Any], parts: dict[str, Any]
+) -> None:
+    assert collectives_of(plan, algorithms, **parts) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "algorithms", "parts", "sentence"),
+    [
+        ({"dp_replicate": 8}, {"all_reduce": "nvls"}, {"cluster": "dgx-a100-80gb"},
+         "plan.collectives.all_reduce = nvls: reduces in a switch inside the node, and nvlink3 has none that does"),
+        ({"dp_shard": 16}, {"all_gather": "nvls"}, {}, "stays inside a node, and the group spans 2 nodes"),
+        ({"dp_replicate": 2, "tp": 8}, {"all_reduce": "nvls"}, {"model": "llama3-8b"}, "a node has one rank of"),
+        ({"dp_replicate": 12}, {"all_reduce": "halving_doubling"}, {}, "12 ranks are no power of two"),
+        ({"dp_replicate": 12}, {"all_reduce": "hierarchical"}, {}, "needs several nodes with equally many ranks"),
+        ({"dp_replicate": 8}, {"all_reduce": "hierarchical"}, {}, "and 8 ranks are on 1 node"),
+        ({"dp_replicate": 16}, {"all_reduce": "sharp"}, {}, "and network-400gbit has none that do"),
+        ({"dp_replicate": 8}, {"all_reduce": "sharp"}, {}, "and the group is inside one node"),
+        ({"dp_replicate": 16}, {"all_reduce": "sharp"}, {"cluster": DRAGONFLY}, "and the topology is a dragonfly"),
+        ({"dp_replicate": 8}, {"all_to_all": "pairwise"}, {}, "plan.collectives.all_to_all = pairwise: the plan has no "
+         "all-to-all; remove all_to_all"),
+        ({"dp_replicate": 8}, {"all_gather": "ring"}, {}, "the plan has no all-gather"),
+        ({"dp_replicate": 8}, {"all_reduce": "parameter_server", "parameter_servers": 9}, {},
+         "plan.collectives.parameter_servers = 9: is more than the 8 ranks that could serve"),
+        ({"dp_replicate": 2, "tp": 2}, {"all_reduce": "parameter_server"}, {"model": model_of()},
+         "plan.tp = 2: does not go with a parameter server"),
+        ({"dp_shard": 8}, {"all_reduce": "parameter_server"}, {}, "plan.zero_stage = 3: shards states over ranks"),
+        ({"dp_shard": 8, "ep": 8}, {"all_to_all": "pairwise"}, {"model": model_of(num_experts=8),
+         "software": catalog.software("torch").model_copy(update={"expert_dispatch": "deepep"})},
+         "deepep has an all-to-all of its own"),
+    ],
+)  # fmt: skip
+def test_collectives_that_links_or_groups_cannot_run(
+    plan: dict[str, Any], algorithms: dict[str, Any], parts: dict[str, Any], sentence: str
+) -> None:
+    found = collectives_of(plan, algorithms, **parts)
+    assert found
+    assert sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (
+            {"tp": 2, "pp": 4, "placement": ("tp", "dp")},
+            "plan.placement = [tp, dp]: must name every axis of several ranks, and pp = 4; add pp where it belongs",
+        ),
+        (
+            {"tp": 2, "dp_replicate": 2, "placement": (0, 1, 2)},
+            "plan.placement = [0, 1, 2]: has 3 devices and the plan has 4 ranks; list the device of every rank",
+        ),
+    ],
+)
+def test_placements_that_leave_ranks_out(plan: dict[str, Any], said: str) -> None:
+    assert problems(LLAMA, plan) == [said]
+
+
+@pytest.mark.parametrize(
+    ("placement", "is_mesh"),
+    [
+        (("tp", "cp", "ep", "dp", "pp"), True),
+        (("tp", "ep", "dp_shard", "dp_replicate", "pp"), True),
+        (("tp", "dp", "ep", "pp"), False),
+        (("ep", "tp", "dp", "pp"), False),
+        (("tp", "ep", "pp", "dp"), False),
+        (("tp", "pp", "dp"), True),
+    ],
+)
+def test_ep_in_a_placement_is_where_the_mesh_has_it(placement: tuple[str, ...], is_mesh: bool) -> None:
+    plan = {"ep": 2, "tp": 2, "etp": 1, "dp_replicate": 2, "pp": 2, "placement": placement}
+    found = problems(model_of(), plan, software=catalog.software("megatron-core"))
+    assert [said.split("; ")[-1] for said in found] == ["write [tp, cp, ep, dp, pp], or leave ep out"] * (not is_mesh)

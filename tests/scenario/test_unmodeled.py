@@ -30,7 +30,8 @@ def refusal(section: str, line: str) -> SpecError:
     [
         ("plan", "async: true", "plan.async: asynchronous SGD is not modeled yet; use synchronous data parallelism"),
         ("plan", "async_sgd: true", "plan.async_sgd: asynchronous SGD is not modeled yet; "),
-        ("plan", "parameter_server: 2", "plan.parameter_server: a parameter server is not modeled yet; use all-reduce"),
+        ("plan", "async_parameter_server: 2", "plan.async_parameter_server: an asynchronous parameter server is not "
+         "modeled yet; use a synchronous one, plan.collectives: {all_reduce: parameter_server, "),
         ("plan", "gradient_compression: x", "plan.gradient_compression: gradient compression is not modeled yet; use "
          "plan.grad_dtype: bf16"),
         ("plan", "local_sgd: 8", "plan.local_sgd: local SGD is not modeled yet; use plan.grad_sync: step"),
@@ -60,6 +61,12 @@ def test_search_with_a_technique_that_is_not_modeled_names_it() -> None:
 def test_optimizer_that_is_not_modeled_is_named(name: str) -> None:
     [problem] = refusal("training", f"optimizer: {name}").problems
     assert problem.rule.startswith("is an optimizer that is not modeled yet")
+
+
+@pytest.mark.parametrize("word", ["parameter_server", "parameter_servers", "num_ps"])
+def test_parameter_server_is_an_algorithm_of_the_all_reduce(word: str) -> None:
+    [problem] = refusal("plan", f"{word}: 2").problems
+    assert problem.fix == "write plan.collectives, with all_reduce: parameter_server"
 
 
 def test_network_cards_of_a_node_are_no_devices() -> None:

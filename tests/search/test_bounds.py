@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +56,9 @@ def jobs(draw: st.DrawFn) -> Job:
 
 def table_of(plan: ParallelPlan) -> Candidates:
     """A table of one row."""
-    return Candidates.of_rows(plan, categories(), FIELDS, [tuple(getattr(plan, name) for name in FIELDS)])
+    placements = [] if plan.placement is None else [tuple(map(str, plan.placement))]
+    row = tuple(getattr(plan, name) for name in FIELDS)
+    return Candidates.of_rows(plan, categories(placements=placements), FIELDS, [row])
 
 
 @given(jobs())
@@ -66,3 +70,43 @@ def test_no_prediction_is_below_its_bounds(job: Job) -> None:
     [num_bytes], [seconds] = Bounds(job).of(table)
     assert 0 < num_bytes <= max(rank.wanted_bytes for rank in one.memory)
     assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
+
+
+@st.composite
+def placed_jobs(draw: st.DrawFn) -> Job:
+    """A job on small nodes, in which stages and groups may end, placed or not; the network may be slow."""
+    software = draw(st.sampled_from(["torch", "torchtitan", "megatron-core"]))
+    job = small_job(
+        draw(st.sampled_from(["llama", "moe"])), 16, batch=48, software=software, num_hidden_layers=6, **LARGE
+    )
+    devices, per_node = draw(st.sampled_from([(8, 2), (8, 3), (8, 4), (12, 4), (12, 5), (16, 4)]))
+    assert job.cluster.inter_link is not None
+    slow = job.cluster.inter_link.model_copy(update={"bytes_per_s": draw(st.sampled_from([1e8, 50e9]))})
+    job = job.with_changes({"cluster.devices_per_node": per_node, "cluster.inter_link": slow})
+    job = job.with_num_devices(devices)
+    orders = [None, *itertools.permutations(("tp", "cp", "dp", "pp"))]
+    space = SearchSpace(tp=(1, 2), cp=(1, 2), cp_comm=("all_gather",), schedule=("1f1b",), tp_across_nodes=True)
+    plan = draw(st.sampled_from(plans_of(job, that_it_has(job.software, space))))
+    return job.with_plan(plan.model_copy(update={"placement": draw(st.sampled_from(orders))}))
+
+
+@given(placed_jobs())
+@settings(max_examples=40, deadline=None)
+def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
+    one = predict(job)
+    [num_bytes], [seconds] = Bounds(job).of(table_of(job.plan))
+    assert 0 < num_bytes <= max(rank.wanted_bytes for rank in one.memory)
+    assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("tp", "dp", "pp"))])
+@pytest.mark.parametrize("degrees", [{"dp_shard": 4, "tp": 2}, {"dp_replicate": 4, "tp": 2}, {"dp_shard": 4, "pp": 2}])
+def test_bounds_follow_the_placement(degrees: dict[str, int], order: tuple[str, ...]) -> None:
+    """Of steps that a slow network between nodes makes up: some are three times as long as others."""
+    job = small_job("llama", 16, batch=48, num_hidden_layers=6, **LARGE)
+    assert job.cluster.inter_link is not None
+    slow = job.cluster.inter_link.model_copy(update={"bytes_per_s": 1e8})
+    job = job.with_changes({"cluster.devices_per_node": 4, "cluster.inter_link": slow}).with_num_devices(8)
+    job = job.with_plan(ParallelPlan.model_validate({**degrees, "placement": order}))
+    [seconds] = Bounds(job).of(table_of(job.plan)).step_time_s
+    assert 0.4 < seconds / predict(job).step_time_s <= 1 + 1e-9

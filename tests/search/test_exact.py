@@ -107,6 +107,25 @@ def test_so_they_are_with_the_optimizer_on_the_host() -> None:
     assert result.space.bounded > 0
 
 
+@pytest.mark.parametrize("software", ["torch", "megatron-core"])
+def test_so_they_are_over_placements(software: str) -> None:
+    """On nodes of two, where the best placement is another one than that of the mesh for some plans."""
+    job = small_job(num_devices=16, memory_bytes=1150 * MIB, software=software, **SIZES)
+    job = job.with_changes({"cluster.devices_per_node": 2}).with_num_devices(8)
+    given = {"schedule": "1f1b", "microbatch_size": 1, "recompute": "none", "max_memory_fraction": 1.0, "top": 12}
+    orders = [["tp", "cp", "dp", "pp"], ["tp", "pp", "dp"], ["dp", "tp", "pp"], ["pp", "dp", "tp"]]
+    space = SearchSpace.model_validate({**given, "tp": [1, 2], "tp_across_nodes": True, "placement": orders})
+    inside = fitting(job, space)
+    result = search(job, space, explain=False)
+    wanted = shown(sorted(inside, key=lambda row: row[2]))[:12]
+    assert [plan.step_time_s for plan in result.ranked] == [seconds for _, _, seconds, _ in wanted]
+    assert {plan.plan.placement for plan in result.ranked} > {None}
+    assert counts_add_up(result)
+    assert result.space.bounded > 0
+    mesh_only = search(job, space.model_copy(update={"placement": None}), explain=False)
+    assert mesh_only.space.total < result.space.total
+
+
 def test_so_they_are_on_nodes_that_are_not_full() -> None:
     job = small_job(num_devices=12, batch=12, memory_bytes=1150 * MIB, num_attention_heads=12, hidden_size=768,
                     num_key_value_heads=12, intermediate_size=768, vocab_size=3072, seq_len=192)  # fmt: skip

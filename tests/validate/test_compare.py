@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import simplan.cli
 from simplan.errors import SpecError
+from simplan.io import write_json
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.prediction import Prediction
 from simplan.program.program import Stream
@@ -162,3 +165,20 @@ def test_gathers_are_of_the_axis_of_their_ranks(
         {"kind": kind, "action": "0F0", "ranks": ranks, "num_bytes": 8, "start_s": 0.0, "end_s": 1.0}
     )
     assert stream_of(communication, 0, RankMapping.of(plan)) is stream
+
+
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_transfer_of_another_action_is_refused(kind: Any) -> None:
+    """It has no stream: the comparison ended with an error of the program."""
+    with pytest.raises(ValueError, match=f"a {kind} belongs to an action SEND or RECV, and 0OPTIM is none"):
+        MeasuredCollective(kind=kind, action="0OPTIM", ranks=(0, 1), num_bytes=8, start_s=0.0)
+
+
+def test_prediction_with_an_unknown_stream_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
+    document = found.to_json()
+    document["timeline"][0]["stream"] = "bf16"
+    write_json(tmp_path / "prediction.json", document)
+    (tmp_path / "measurement.json").write_text(measure(found).model_dump_json())
+    assert simplan.cli.main(["compare", str(tmp_path / "prediction.json"), str(tmp_path / "measurement.json")]) == 2
+    assert 'timeline.0.stream = "bf16"' in capsys.readouterr().err

@@ -15,7 +15,7 @@ plan: {dp_shard: 8, recompute: full}"""
 _SECTIONS = {
     "name": ("the file's name", "title of reports", ""),
     "model": ("required", "preset, config.json of Hugging Face, or sizes", "simplan show model, models"),
-    "cluster": ("required", "devices, nodes and links", "simplan show cluster, clusters, devices, links"),
+    "cluster": ("required", "devices, nodes and links", "simplan show cluster, clusters, devices, links, topologies"),
     "training": ("required", "batch, precision, optimizer and task", "simplan show training"),
     "software": ("torch", "framework profile: a name, or a mapping of preset and options", "simplan show software"),
     "plan": ("required without search", "one parallel plan", "simplan show plan"),

@@ -99,6 +99,12 @@ OVERRIDES = (
     Override(("--virtual-stages",), "plan.virtual_stages", int, "Stages per pipeline rank."),
     Override(("--microbatch-size",), "plan.microbatch_size", int, "Sequences per microbatch."),
     Override(
+        ("--placement",),
+        "plan.placement",
+        str,
+        "Axes from innermost to outermost, e.g. tp,pp,dp; or a CSV file with rank, node and device.",
+    ),
+    Override(
         ("--num-microbatches",),
         _NUM_MICROBATCHES,
         int,

@@ -36,6 +36,7 @@ from simplan.model.layer import (
     has_backward,
 )
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
+from simplan.plan.placement import Placement
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Phase
 from simplan.training import UpdateName
@@ -71,6 +72,8 @@ class CalibratedCost:
             none.
         traffic: See ``GridCost``.
         update_fraction: See ``StateBytes``. Updates were timed in FP32.
+        placement: Devices of the ranks of communication; None if they are the devices of their own numbers. The ranks
+            of ``otherwise`` are devices.
     """
 
     def __init__(
@@ -86,7 +89,9 @@ class CalibratedCost:
         otherwise: CostModel | None = None,
         traffic: float = 1.0,
         update_fraction: float = 1.0,
+        placement: Placement | None = None,
     ) -> None:
+        self.placement = placement
         self._calibration = calibration
         self._dtype = dtype
         self._num_ranks = num_ranks
@@ -238,7 +243,9 @@ class CalibratedCost:
         kind, n = communication.kind, len(communication.ranks)
         if n == 1:
             return CostEstimate(0.0, Provenance.CALIBRATED, 0.0, "a group of one")
-        num_nodes = 1 if self._cluster is None else len({self._cluster.node_of(rank) for rank in communication.ranks})
+        if self.placement is not None:
+            communication = communication._replace(ranks=self.placement.devices_of(communication.ranks))
+        num_nodes = 1 if self._cluster is None else len({*map(self._cluster.node_of, communication.ranks)})
         timings = [t for t in self._calibration.communication if t.kind == kind and t.num_nodes == num_nodes]
         if self._otherwise is not None and not any(t.num_ranks == n for t in timings):
             return self._corrected(self._otherwise.communication(communication), communication, num_nodes)

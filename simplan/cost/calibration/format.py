@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from datetime import datetime
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from simplan.base import Count, NonNegative, Positive, Spec
+from simplan.base import Count, NonNegative, Positive, Seconds, Spec
 from simplan.model.implementations.layer_implementation import LayerImplementation, ModelCode, implemented_layers
 from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
@@ -49,7 +50,7 @@ KernelName = Literal[
 ]
 """Kernels of the grid, as the executor's layers run them. ``launch`` is the minimum time of any kernel, ``copy`` the
 memory bandwidth."""
-Slowdown = Annotated[float, Field(ge=1.0)]
+Slowdown = Annotated[float, Field(ge=1.0, le=1e6, allow_inf_nan=False)]
 
 _Timing = TypeVar("_Timing", bound=Spec)
 _Paced = TypeVar("_Paced", "LayerTiming", "KernelTiming")
@@ -62,6 +63,8 @@ def way_of_mixing(dtype: str, *, sharded: bool) -> Mixed:
     return "cast" if sharded and dtype in ("bf16", "fp16", "fp8") else "autocast"
 
 
+_ReferenceTime = Annotated[float, Field(ge=1e-9, le=3600, allow_inf_nan=False)]
+_Pace = Annotated[float, Field(ge=1e-13, le=1e13, allow_inf_nan=False)]  # a ratio of two of these
 _SAME_PACE = 0.05
 _PACE_STD = 0.25  # of the change, as a logarithm: kernels not bound by the cores' clock change by less
 
@@ -82,9 +85,9 @@ class Sample(Spec):
         num_repeats: Number of timings.
     """
 
-    mean_s: NonNegative
-    low_s: NonNegative
-    high_s: NonNegative
+    mean_s: Seconds
+    low_s: Seconds
+    high_s: Seconds
     round_std: NonNegative
     num_repeats: Count
 
@@ -136,7 +139,7 @@ class LayerTiming(Spec):
     scale_s: Sample
     gather_copy_s: Sample
     reduce_copy_s: Sample
-    reference_s: Positive | None = None
+    reference_s: _ReferenceTime | None = None
 
 
 class KernelTiming(Spec):
@@ -157,7 +160,7 @@ class KernelTiming(Spec):
     num_ranks: Count
     seconds: Sample
     backward_s: Sample | None = None
-    reference_s: Positive | None = None
+    reference_s: _ReferenceTime | None = None
 
 
 class CommunicationTiming(Spec):
@@ -270,6 +273,21 @@ class CalibrationRequest(Spec):
     pending: tuple[str, ...] = ()
 
 
+def _time_with_zone(text: str) -> str:
+    """Checks a date and time.
+
+    Raises:
+        ValueError: It is none, or has no time zone.
+    """
+    try:
+        zone = datetime.fromisoformat(text).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        raise ValueError("must be an ISO date and time with its time zone, such as 2026-01-31T12:00:00+00:00")
+    return text
+
+
 class Calibration(Spec):
     """Measurements of one machine.
 
@@ -287,7 +305,7 @@ class Calibration(Spec):
     """
 
     schema_version: Literal[1] = 1
-    created: str
+    created: Annotated[str, AfterValidator(_time_with_zone)]
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
     device_kind: Literal["cpu", "gpu"]
     num_cores: Count | None = None
@@ -299,8 +317,8 @@ class Calibration(Spec):
     host_copies: tuple[HostCopyTiming, ...] = ()
     overlaps: tuple[OverlapTiming, ...] = ()
     pending: tuple[str, ...] = ()
-    reference_s: Positive | None = None
-    pace: Positive | None = None
+    reference_s: _ReferenceTime | None = None
+    pace: _Pace | None = None
 
     def at_pace(self, reference_s: float, num_ranks: int) -> Calibration:
         """Returns the calibration rescaled to the current time of the reference matmul.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
 from simplan.units import format_bytes, format_rate, format_time
@@ -23,6 +24,28 @@ class TransferTerm(NamedTuple):
     size: float = 0
 
 
+class Pattern(StrEnum):
+    """Patterns of communication between ranks, which decide the flows of an algorithm (``simplan.network.flows``)."""
+
+    RING = "ring"
+    TREE = "tree"
+    NVLS = "nvls"
+    PAIRWISE = "pairwise"
+    ONCE_PER_NODE = "once_per_node"
+    """All-to-all that sends a token to a node once and forwards it inside the node."""
+    HOP = "hop"
+    """P2P send, or a step of ring attention, whose hops are P2P sends."""
+    TORUS = "torus"
+    GLOO_RING = "gloo_ring"
+    """Ring in the order of ranks, which leaves a node over one connection."""
+    BINOMIAL_TREE = "binomial_tree"
+    HALVING_DOUBLING = "halving_doubling"
+    HIERARCHICAL = "hierarchical"
+    HIERARCHICAL_ALL_TO_ALL = "hierarchical_all_to_all"
+    SHARP = "sharp"
+    PARAMETER_SERVER = "parameter_server"
+
+
 class CommAlgorithm(NamedTuple):
     """One communication algorithm (and protocol) for one collective or P2P transfer.
 
@@ -31,12 +54,25 @@ class CommAlgorithm(NamedTuple):
         start_s: Seconds until the first byte is transferred.
         steps: ``(number, seconds of each)``, executed sequentially.
         moves: Transfers, executed sequentially.
+        pattern: Ranks that send to each other.
+        inside: Fraction of the datasheet bandwidth of links inside nodes that the algorithm achieves. The bytes that
+            cross the busiest link, divided by this bandwidth, take the time of the transfers.
+        between: As ``inside``, for links between nodes.
+        num_servers: Parameter servers; 0 for other algorithms.
     """
 
     name: str
     start_s: float
     steps: tuple[tuple[int, float], ...]
     moves: tuple[TransferTerm, ...]
+    pattern: Pattern
+    inside: float = 1.0
+    between: float = 1.0
+    num_servers: int = 0
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Returns the seconds of the transfers of ``num_bytes`` bytes, without start and steps."""
+        return sum(move.factor * num_bytes / move.bytes_per_s for move in self.moves)
 
     def seconds(self, num_bytes: float) -> float:
         """Returns the seconds for ``num_bytes`` bytes."""

@@ -1,7 +1,8 @@
 """Time of collectives and P2P transfers: latency and bandwidth by size, algorithm and location, in closed form.
 
 Every communication algorithm has a time in seconds: start + steps x latency + bytes / bandwidth. The fastest algorithm
-is used. The library of the link inside a node defines the available algorithms:
+is used, unless the plan prescribes one (``simplan.cost.communication.prescribed``). The library of the link inside a
+node defines the available algorithms:
 
 - ``nccl``: rings, double binary trees, reduction in the switch, each with its protocols
   (``simplan.cost.communication.nccl``);
@@ -18,13 +19,15 @@ Sources: Patarasuk and Yuan 2009 (rings), Thakur et al. 2005 (pairwise exchange)
 from __future__ import annotations
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.communication.algorithm import CommAlgorithm
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.cost.communication.gloo import gloo_way
 from simplan.cost.communication.nccl import nccl_ways
+from simplan.cost.communication.prescribed import prescribed_ways
 from simplan.cost.communication.route import Route, route_of
 from simplan.cost.communication.torus import torus_way
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import CollectiveKind
+from simplan.plan.collectives import Collectives
 from simplan.program.program import Communication
 
 
@@ -40,12 +43,18 @@ def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
             return 1.0
 
 
-def communication_cost(communication: Communication, cluster: ClusterSpec, route: Route | None = None) -> CostEstimate:
+def communication_cost(
+    communication: Communication,
+    cluster: ClusterSpec,
+    route: Route | None = None,
+    collectives: Collectives | None = None,
+) -> CostEstimate:
     """Estimates the time on a cluster with two tiers. A group of one rank costs nothing.
 
     Args:
         communication, cluster: Communication, whose ranks are devices of the cluster.
         route: Route of the ranks; None to compute it.
+        collectives: Algorithms that the plan prescribes; None for the library's choice.
 
     Raises:
         SpecError: The cluster names no link for a tier that the communication crosses.
@@ -54,11 +63,14 @@ def communication_cost(communication: Communication, cluster: ClusterSpec, route
         return CostEstimate(0.0, Provenance.DATASHEET, 0.0, "a group of one")
     route = route or route_of(communication.ranks, cluster)
     link, num_bytes = route.slowest.link, communication.num_bytes
-    way = min(_ways(communication, route, cluster), key=lambda way: way.seconds(num_bytes))
+    way = algorithm_of(communication, cluster, route, collectives)
+    relative_std, is_fitted = _relative_std(route, num_bytes, cluster), link.fitted_on is not None
+    if way.pattern in _UNFITTED:
+        relative_std, is_fitted = max(relative_std, _UNFITTED_STD), False
     return CostEstimate(
         way.seconds(num_bytes),
-        Provenance.DATASHEET if link.fitted_on is None else Provenance.PUBLISHED,
-        _relative_std(route, num_bytes, cluster),
+        Provenance.PUBLISHED if is_fitted else Provenance.DATASHEET,
+        relative_std,
         way.formula(num_bytes, route.where),
         way.transfer_s(num_bytes) * route.least_share,
     )
@@ -72,16 +84,74 @@ def _relative_std(route: Route, num_bytes: float, cluster: ClusterSpec) -> float
     return in_training
 
 
-def communication_s(communication: Communication, cluster: ClusterSpec, route: Route | None = None) -> float:
+def communication_s(
+    communication: Communication,
+    cluster: ClusterSpec,
+    route: Route | None = None,
+    collectives: Collectives | None = None,
+) -> float:
     """Returns the seconds of ``communication_cost`` without a formula; the arguments and errors are equal."""
     if len(communication.ranks) == 1:
         return 0.0
     route = route or route_of(communication.ranks, cluster)
-    return min(way.seconds(communication.num_bytes) for way in _ways(communication, route, cluster))
+    num_bytes = communication.num_bytes
+    return min([way.seconds(num_bytes) for way in _allowed(communication, cluster, route, collectives)])
 
 
-def _ways(communication: Communication, route: Route, cluster: ClusterSpec) -> list[CommAlgorithm]:
-    """Returns the available algorithms; a cluster has one library, that of its link inside nodes."""
+def algorithm_of(
+    communication: Communication,
+    cluster: ClusterSpec,
+    route: Route | None = None,
+    collectives: Collectives | None = None,
+) -> CommAlgorithm:
+    """Returns the algorithm of two or more ranks; arguments and errors as ``communication_cost``.
+
+    It is the fastest that the library has, or of those that the plan prescribes.
+    """
+    allowed = _allowed(communication, cluster, route or route_of(communication.ranks, cluster), collectives)
+    return min(allowed, key=lambda way: way.seconds(communication.num_bytes))
+
+
+def _allowed(
+    communication: Communication, cluster: ClusterSpec, route: Route, collectives: Collectives | None
+) -> list[CommAlgorithm]:
+    name = None if collectives is None else collectives.of(communication.kind)
+    if collectives is None or name is None:
+        return algorithms_of(communication, cluster, route)
+    if name in _OF_LIBRARIES:
+        known = algorithms_of(communication, cluster, route)
+        allowed = [way for way in known if way.pattern in _OF_LIBRARIES[name]]
+    else:
+        allowed = prescribed_ways(name, collectives, communication, route)
+    assert allowed, f"simplan.rules.collectives refuses {name} here"
+    return allowed
+
+
+_OF_LIBRARIES = {
+    "ring": (Pattern.RING, Pattern.GLOO_RING),
+    "tree": (Pattern.TREE,),
+    "nvls": (Pattern.NVLS,),
+    "pairwise": (Pattern.PAIRWISE,),
+}
+"""Algorithms that libraries choose from, by their name in a plan."""
+
+_UNFITTED_STD = 0.25
+"""Least relative standard deviation of algorithms that no published measurement was fitted on: that of a link without
+measurements (``LinkSpec.relative_std``)."""
+_UNFITTED = (
+    Pattern.HALVING_DOUBLING,
+    Pattern.HIERARCHICAL,
+    Pattern.HIERARCHICAL_ALL_TO_ALL,
+    Pattern.SHARP,
+    Pattern.PARAMETER_SERVER,
+)
+
+
+def algorithms_of(
+    communication: Communication, cluster: ClusterSpec, route: Route | None = None
+) -> list[CommAlgorithm]:
+    """Returns the algorithms of the library that the cluster's link inside nodes has, for two or more ranks."""
+    route = route or route_of(communication.ranks, cluster)
     link = cluster.intra_link or route.slowest.link
     match link.library:
         case "nccl":

@@ -25,7 +25,7 @@ transport/tcp/pair.cc; torch 2.13, ProcessGroupGloo. Counted on links of 100, 40
 
 from __future__ import annotations
 
-from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, TransferTerm
 from simplan.cost.communication.route import Route
 from simplan.model.layer import CollectiveKind
 
@@ -38,21 +38,32 @@ def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
     n, tier = route.num_ranks, route.slowest
     pair_bytes_per_s = tier.pair_bytes_per_s
     ring_bytes_per_s = tier.group_bytes_per_s if route.between is not None else pair_bytes_per_s
+    pattern, duplex = Pattern.GLOO_RING, 1.0
     match kind:
         case CollectiveKind.ALL_REDUCE | CollectiveKind.REDUCE_SCATTER:
             steps, move = 2 * (n - 1), TransferTerm(2 * (n - 1) / n, ring_bytes_per_s, f"{2 * (n - 1)}/{{n}} x ", n)
         case CollectiveKind.ALL_GATHER:
             turns, text = (3 / 2, "3/2 x ") if n == 2 else (1.0, "")
             steps, move = n - 1, TransferTerm(turns * (n - 1) / n, ring_bytes_per_s, f"{text}{n - 1}/{{n}} x ", n)
+            duplex = turns
         case CollectiveKind.ALL_TO_ALL:
             peers = n - route.local if route.between is not None else n - 1
             steps, move = 1, TransferTerm(2 * peers / n, pair_bytes_per_s, f"2 x {peers}/{{n}} x ", n)
+            pattern, duplex = Pattern.PAIRWISE, 2.0
         case CollectiveKind.BROADCAST:
             depth = (n - 1).bit_length()
             times = depth * (depth + 1) // 2
             steps, move = depth, TransferTerm(times, pair_bytes_per_s, f"{times} x " if times > 1 else "")
+            pattern = Pattern.BINOMIAL_TREE
         case CollectiveKind.RING if n == 2:
             steps, move = 1, TransferTerm(2.0, pair_bytes_per_s, "2 x ")
+            pattern, duplex = Pattern.HOP, 2.0
         case CollectiveKind.RING | CollectiveKind.SEND:
             steps, move = 1, TransferTerm(1.0, pair_bytes_per_s)
-    return CommAlgorithm("gloo", 0.0, ((steps, tier.latency_s),), (move,))
+            pattern = Pattern.HOP
+    inside = 1.0
+    if route.inside is not None:  # transfers inside nodes end with those between nodes
+        least = 0.0 if route.between is None else move.bytes_per_s / route.inside.link.bytes_per_s
+        inside = max(route.inside.pair_efficiency, least) / duplex
+    between = 1.0 if route.between is None else route.between.pair_efficiency / duplex
+    return CommAlgorithm("gloo", 0.0, ((steps, tier.latency_s),), (move,), pattern, inside, between)

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, TransferTerm
 from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
@@ -46,7 +46,7 @@ LAPS = {
 }
 
 
-class _Terms(NamedTuple):
+class Terms(NamedTuple):
     """A protocol on one tier: steps relative to a ring step with Simple, and its fraction of the bandwidth."""
 
     ring_step: float
@@ -54,27 +54,30 @@ class _Terms(NamedTuple):
     share: float
 
 
-class _Protocol(NamedTuple):
+class Protocol(NamedTuple):
     """An NCCL protocol. Every 8 bytes of LL contain 4 bytes of flags, every 128 of LL128 contain 8; Simple has none."""
 
     name: str
     start_s: float
-    inside: _Terms
-    between: _Terms
+    inside: Terms
+    between: Terms
     post_s: float
 
 
 # hwLatencies NVLINK: ring 0.6, 1.9, 3.4 us, tree 0.6, 1.25, 4.0; NET: ring 2.7, 4, 14, tree 5, 8.5, 14.
 # LL: llMaxBws over the bus bandwidth, 0.36 to 0.42 inside a node and 0.11 between. LL128: 0.92, in its text.
 # post_s: getNetOverhead, 1 us to 2 us per call, three times for Simple.
-_LL = _Protocol("LL", 6.6e-6, _Terms(0.18, 0.18, 0.39), _Terms(0.19, 0.36, 0.11), 1e-6)
-_LL128 = _Protocol("LL128", 14.0e-6, _Terms(0.56, 0.37, 0.92), _Terms(0.29, 0.61, 0.92), 1e-6)
-_SIMPLE = _Protocol("Simple", 8.4e-6, _Terms(1.0, 1.18, 1.0), _Terms(1.0, 1.0, 1.0), 3e-6)
-_PROTOCOLS = (_LL, _LL128, _SIMPLE)
+_LL = Protocol("LL", 6.6e-6, Terms(0.18, 0.18, 0.39), Terms(0.19, 0.36, 0.11), 1e-6)
+_LL128 = Protocol("LL128", 14.0e-6, Terms(0.56, 0.37, 0.92), Terms(0.29, 0.61, 0.92), 1e-6)
+_SIMPLE = Protocol("Simple", 8.4e-6, Terms(1.0, 1.18, 1.0), Terms(1.0, 1.0, 1.0), 3e-6)
+PROTOCOLS = (_LL, _LL128, _SIMPLE)
 _OF_PAIRS = (_LL, _SIMPLE)
+_ALL = Terms(1.0, 1.0, 1.0)
+NO_PROTOCOL = Protocol("", 0.0, _ALL, _ALL, 0.0)
+"""Algorithms of other libraries, without a protocol of their own."""
 
 _TREE_SHARE = 0.92  # ncclTopoTuneModel: busBw * .92
-_NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
+NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
 
 
 def nccl_ways(communication: Communication, route: Route) -> list[CommAlgorithm]:
@@ -84,9 +87,9 @@ def nccl_ways(communication: Communication, route: Route) -> list[CommAlgorithm]
             return [_hop(protocol, route) for protocol in _OF_PAIRS]
         case CollectiveKind.ALL_TO_ALL:
             return [_pairwise(protocol, communication, route) for protocol in _OF_PAIRS]
-    ways = [_ring(protocol, communication.kind, route) for protocol in _PROTOCOLS]
+    ways = [_ring(protocol, communication.kind, route) for protocol in PROTOCOLS]
     if communication.kind is CollectiveKind.ALL_REDUCE:
-        ways += [_tree(protocol, route) for protocol in _PROTOCOLS]
+        ways += [_tree(protocol, route) for protocol in PROTOCOLS]
     if (
         route.inside is not None
         and route.inside.link.switch_share is not None
@@ -96,15 +99,23 @@ def nccl_ways(communication: Communication, route: Route) -> list[CommAlgorithm]
     return ways
 
 
-def _hop(protocol: _Protocol, route: Route) -> CommAlgorithm:
+def _hop(protocol: Protocol, route: Route) -> CommAlgorithm:
     """Returns the algorithm of a transfer between neighbors; of a ring's hops the slowest counts."""
     tier, terms = route.slowest, protocol.inside if route.between is None else protocol.between
     start_s = tier.link.launch_s + protocol.start_s
     move = TransferTerm(1.0, terms.share * tier.pair_bytes_per_s)
-    return CommAlgorithm(protocol.name, start_s, ((1, terms.ring_step * tier.latency_s),), (move,))
+    inside = between = 1.0
+    if route.between is not None:
+        between = protocol.between.share * route.between.pair_efficiency
+    if route.inside is not None:
+        inside = protocol.inside.share * route.inside.pair_efficiency
+        if route.between is not None:
+            inside = max(inside, move.bytes_per_s / route.inside.link.bytes_per_s)  # hops inside end with those between
+    steps = ((1, terms.ring_step * tier.latency_s),)
+    return CommAlgorithm(protocol.name, start_s, steps, (move,), Pattern.HOP, inside, between)
 
 
-def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> CommAlgorithm:
+def _ring(protocol: Protocol, kind: CollectiveKind, route: Route) -> CommAlgorithm:
     laps, n, hops_between = LAPS[kind], route.num_ranks, route.num_nodes - 1
     inside, between = route.inside, route.between
     steps: tuple[tuple[int, float], ...] = ()
@@ -124,10 +135,12 @@ def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> CommAlgori
         move = TransferTerm(1.0, rate)
     else:
         move = TransferTerm(laps * (n - 1) / n, rate, "2 ({n}-1)/{n} x " if laps == 2 else "({n}-1)/{n} x ", n)
-    return CommAlgorithm(f"ring {protocol.name}", route.slowest.link.launch_s + protocol.start_s, steps, (move,))
+    start_s = route.slowest.link.launch_s + protocol.start_s
+    efficiencies = _efficiencies(protocol, route)
+    return CommAlgorithm(f"ring {protocol.name}", start_s, steps, (move,), Pattern.RING, *efficiencies)
 
 
-def _tree(protocol: _Protocol, route: Route) -> CommAlgorithm:
+def _tree(protocol: Protocol, route: Route) -> CommAlgorithm:
     steps: tuple[tuple[int, float], ...] = ()
     moves = []
     if route.inside is not None:
@@ -139,7 +152,19 @@ def _tree(protocol: _Protocol, route: Route) -> CommAlgorithm:
         steps = (_tree_steps(route, route.between, protocol.between.tree_step), *steps)
         moves.append(_tree_move(route, route.between, protocol.between.share * _TREE_SHARE))
     start_s = route.slowest.link.launch_s + protocol.start_s
-    return CommAlgorithm(f"tree {protocol.name}", start_s, steps, (max(moves, key=_per_byte),))
+    efficiencies = _efficiencies(protocol, route, _TREE_SHARE)
+    return CommAlgorithm(
+        f"tree {protocol.name}", start_s, steps, (max(moves, key=_per_byte),), Pattern.TREE, *efficiencies
+    )
+
+
+def _efficiencies(protocol: Protocol, route: Route, share: float = 1.0) -> tuple[float, float]:
+    """Returns the fractions of the datasheet bandwidth inside and between nodes while all ranks send; 1 for no link."""
+    _, _, _, _, inside, between = route
+    return (
+        1.0 if inside is None else share * protocol.inside.share * inside.device_efficiency,
+        1.0 if between is None else share * protocol.between.share * between.device_efficiency,
+    )
 
 
 def _switch_can(kind: CollectiveKind, route: Route) -> bool:
@@ -149,14 +174,16 @@ def _switch_can(kind: CollectiveKind, route: Route) -> bool:
 
 def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float) -> CommAlgorithm:
     k, rate = route.local, inside.link.bytes_per_s * switch_share
-    steps: tuple[tuple[int, float], ...] = ((1, _NVLS_STEP_INSIDE * inside.latency_s),)
+    steps: tuple[tuple[int, float], ...] = ((1, NVLS_STEP_INSIDE * inside.latency_s),)
     is_reduced = kind is CollectiveKind.ALL_REDUCE
     moves = [TransferTerm(1 + 1 / k, rate, "(1 + 1/{n}) x ", k) if is_reduced else TransferTerm(1.0, rate)]
     if route.between is not None:
         steps = (_tree_steps(route, route.between, _NVLS_STEP_BETWEEN), *steps)
         moves.append(_tree_move(route, route.between, 1.0))
     name = "NVLS" if route.between is None else "NVLS tree"
-    return CommAlgorithm(name, route.slowest.link.launch_s, steps, (max(moves, key=_per_byte),))
+    move, start_s = max(moves, key=_per_byte), route.slowest.link.launch_s
+    between = 1.0 if route.between is None else route.between.device_efficiency
+    return CommAlgorithm(name, start_s, steps, (move,), Pattern.NVLS, switch_share, between)
 
 
 def _tree_steps(route: Route, between: Tier, relative: float) -> tuple[int, float]:
@@ -170,18 +197,18 @@ def _tree_move(route: Route, between: Tier, share: float) -> TransferTerm:
     return TransferTerm(1.0, rate) if route.num_nodes == 2 else TransferTerm(2.0, rate, "2 x ")
 
 
-def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -> CommAlgorithm:
+def _pairwise(protocol: Protocol, communication: Communication, route: Route) -> CommAlgorithm:
     """Returns the all-to-all in which every rank sends one n-th to every other; of both tiers the slower one counts.
 
     Expert dispatch may send each token to a node once, and inside the node to all ranks with its experts.
     """
     n, k, nodes = route.num_ranks, route.local, route.num_nodes
     once = communication.draw if route.between is not None and route.inside is not None else None
-    tiers: list[tuple[int, Tier, _Terms, TransferTerm]] = []
+    tiers: dict[str, tuple[int, Tier, Terms, TransferTerm]] = {}
     if route.inside is not None:
         rate = protocol.inside.share * route.inside.group_bytes_per_s
         move = TransferTerm((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
-        tiers.append((k - 1, route.inside, protocol.inside, move))
+        tiers["inside"] = k - 1, route.inside, protocol.inside, move
     if route.between is not None:
         rate = protocol.between.share * route.between.pair_bytes_per_s
         if once is None:
@@ -189,17 +216,28 @@ def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -
         else:
             part = once.places(nodes) / once.places(n) * (nodes - 1) / nodes
             peers, move = nodes - 1, TransferTerm(part, rate, "{n} x ", part)
-        tiers.append((peers, route.between, protocol.between, move))
+        tiers["between"] = peers, route.between, protocol.between, move
     ways = [
         CommAlgorithm(
             f"pairwise {protocol.name}" if once is None else f"once a node, {protocol.name}",
             tier.link.launch_s + protocol.start_s,
             ((1, terms.ring_step * tier.latency_s), (peers - 1, protocol.post_s)),
             (move,),
+            Pattern.PAIRWISE if once is None else Pattern.ONCE_PER_NODE,
         )
-        for peers, tier, terms, move in tiers
+        for peers, tier, terms, move in tiers.values()
     ]
-    return max(ways, key=lambda way: way.seconds(communication.num_bytes))
+    slower = max(ways, key=lambda way: way.seconds(communication.num_bytes))
+    limit = _per_byte(slower.moves[0])
+
+    def efficiency(name: str) -> float:
+        """Transfers of the other tier end within the steps of the slower one."""
+        if name not in tiers:
+            return 1.0
+        _, tier, _, move = tiers[name]
+        return move.bytes_per_s / tier.link.bytes_per_s * max(1.0, _per_byte(move) / limit)
+
+    return slower._replace(inside=efficiency("inside"), between=efficiency("between"))
 
 
 def _per_byte(move: TransferTerm) -> float:

@@ -17,12 +17,16 @@ class Tier(NamedTuple):
         pair_bytes_per_s: Bytes per second from one rank to one other.
         group_bytes_per_s: Bytes per second. Inside a node, per rank while all ranks of the node send. Between nodes,
             for all ranks of one node together, since every device has a separate share of the node's network.
+        pair_efficiency, device_efficiency: Fractions of the link's datasheet bandwidth that one pair of ranks achieves,
+            and a rank while all ranks of its node send.
     """
 
     link: LinkSpec
     latency_s: float
     pair_bytes_per_s: float
     group_bytes_per_s: float
+    pair_efficiency: float
+    device_efficiency: float
 
 
 class Route(NamedTuple):
@@ -63,24 +67,25 @@ class Route(NamedTuple):
         return link if self.between is None else f"{self.num_nodes} nodes x {self.local}, {link}"
 
 
-def route_of(ranks: Sequence[int], cluster: ClusterSpec) -> Route:
-    """Returns the route of two or more ranks; ranks fill the nodes of the cluster in order.
+def route_of(devices: Sequence[int], cluster: ClusterSpec) -> Route:
+    """Returns the route of ranks on two or more devices; devices fill the nodes of the cluster in order.
 
     Raises:
         SpecError: The cluster names no link for a tier that the group crosses.
     """
     per_node = cluster.devices_per_node
-    nodes = Counter(rank // per_node for rank in ranks)
+    nodes = Counter(device // per_node for device in devices)
     local = min(nodes.values())
     inside = between = None
     if local > 1:
         link = _named(cluster.intra_link, cluster, "cluster.intra_link", "devices")
-        inside = Tier(link, link.latency_s, link.rate_of_group(2, per_node), link.rate_of_group(local, per_node))
+        pair, each = link.rate_of_group(2, per_node), link.rate_of_group(local, per_node)
+        inside = Tier(link, link.latency_s, pair, each, pair / link.bytes_per_s, each / link.bytes_per_s)
     if len(nodes) > 1:
         link = _named(cluster.inter_link, cluster, "cluster.inter_link_gbit_per_device", "nodes")
         rate = link.rate_of_group(1, 1)
-        between = Tier(link, link.latency_s, rate, local * rate)
-    return Route(len(ranks), len(nodes), local, min(per_node, cluster.num_devices), inside, between)
+        between = Tier(link, link.latency_s, rate, local * rate, rate / link.bytes_per_s, rate / link.bytes_per_s)
+    return Route(len(devices), len(nodes), local, min(per_node, cluster.num_devices), inside, between)
 
 
 def _named(link: LinkSpec | None, cluster: ClusterSpec, field: str, what: str) -> LinkSpec:

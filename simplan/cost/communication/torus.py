@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 
 from simplan.cluster.hardware import LinkSpec
-from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, TransferTerm
 from simplan.cost.communication.nccl import LAPS
 from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
@@ -31,16 +31,23 @@ from simplan.program.program import Communication
 def torus_way(communication: Communication, route: Route) -> CommAlgorithm:
     """Returns the algorithm over a torus, for communication among two or more ranks."""
     kind = communication.kind
+    inside, between = 1.0, 1.0 if route.between is None else route.between.pair_efficiency
+    if route.inside is not None:
+        inside = route.inside.link.bandwidth_share
     if kind in (CollectiveKind.SEND, CollectiveKind.RING):
         tier = route.slowest
-        return CommAlgorithm("hop", 0.0, ((1, tier.latency_s),), (TransferTerm(1.0, tier.pair_bytes_per_s),))
+        move = TransferTerm(1.0, tier.pair_bytes_per_s)
+        if route.inside is not None and route.between is not None:
+            inside = max(inside, move.bytes_per_s / route.inside.link.bytes_per_s)  # as hops of NCCL
+        return CommAlgorithm("hop", 0.0, ((1, tier.latency_s),), (move,), Pattern.HOP, inside, between)
     tiers = []
     if route.inside is not None:
         tiers.append(_inside(kind, route, route.inside.link))
     if route.between is not None:
         tiers.append(_between(kind, route, route.between))
     name = "ring" if route.inside is None else "torus"
-    return CommAlgorithm(name, 0.0, tuple(step for step, _ in tiers), tuple(move for _, move in tiers))
+    steps, moves = tuple(step for step, _ in tiers), tuple(move for _, move in tiers)
+    return CommAlgorithm(name, 0.0, steps, moves, Pattern.TORUS, inside, between)
 
 
 def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[int, float], TransferTerm]:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from simplan.document import Document
 from simplan.interop.configuration import Match, Reading, Setting
+from simplan.interop.writing import Writing
+from simplan.plan.placement import Placement
 
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 _MAX_INTERPOLATIONS = 20
@@ -35,6 +37,8 @@ LORA_TARGETS = {
     "qkv": ("linear_qkv",),
 }
 """``model.lora_targets`` -> modules with adapters, larger groups first."""
+TP_PP_DP = ["tp", "cp", "pp", "dp"]
+"""Placement by ``use_tp_pp_dp_mapping`` (megatron/training/initialize.py); the only one besides the default."""
 OPTIMIZERS = {"adam": "adam", "sgd": "sgd_momentum"}
 """``OptimizerConfig.optimizer`` -> ``training.optimizer``; its SGD has a momentum of 0.9."""
 
@@ -226,6 +230,29 @@ def read_parallel(reading: Reading, words: Words, *, experts: bool, is_whole: bo
         else:
             reading.no_effect(p + name)
     return degrees
+
+
+def read_placement(reading: Reading, key: str) -> None:
+    """Put the placement with pipelines inside of data-parallel groups, if a file asks for it."""
+    if truth(reading, key):
+        reading.put("plan.placement", TP_PP_DP, key)
+
+
+def write_placement(writing: Writing, key: str) -> None:
+    """Write a placement as ``use_tp_pp_dp_mapping``; refuse any other.
+
+    Raises:
+        NotModelledError: Megatron has no such placement, or refuses it (megatron/core/parallel_state.py).
+    """
+    plan, placement = writing.job.plan, writing.job.placement
+    if placement is None:
+        return
+    other = Placement.of(plan.model_copy(update={"placement": tuple(TP_PP_DP)}))
+    if other is None or placement.devices != other.devices:
+        writing.refuse("plan.placement", "use [tp, cp, pp, dp], or leave it out")
+    if plan.ep > 1 and plan.ep * plan.etp != plan.tp * plan.cp:
+        writing.refuse("plan.placement", f"with it, ep x etp must be tp x cp = {plan.tp * plan.cp}; or leave it out")
+    writing.set(key, writing.value("plan.placement") is not None, "plan.placement")
 
 
 def read_cp_comm(reading: Reading, key: str) -> None:

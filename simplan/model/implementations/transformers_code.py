@@ -230,12 +230,13 @@ def _norms_of_heads_first(operators: Sequence[Operator]) -> Iterator[Operator]:
         name: [o for o in operators if any(t.name.startswith(f"{name}_norm ") for t in o.makes)] for name in "qk"
     }
     moved = {id(o) for found in of_norm.values() for o in found}
+    by_source = {found[0].reads[0]: found for found in of_norm.values() if found}
     for operator in operators:
         if id(operator) in moved:
             continue
         yield operator
-        if isinstance(operator.kernel, Gemm) and operator.kernel.name in of_norm:
-            yield from of_norm[operator.kernel.name]
+        for tensor in operator.makes:  # with an adapter, the sum of its product and that of the matrix
+            yield from by_source.get(tensor.name, ())
 
 
 def _cast_apart(operators: Iterable[Operator]) -> Iterator[Operator]:

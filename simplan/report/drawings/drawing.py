@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -93,12 +93,14 @@ class PipelineDrawing:
         step_time_s: Length of the step.
         ranks_per_row: Ranks per pipeline coordinate, of which the first is drawn.
         rows: By pipeline rank.
+        placement: ``Job.placement_words``.
     """
 
     name: str
     step_time_s: float
     ranks_per_row: int
     rows: tuple[DrawnRank, ...]
+    placement: str = ""
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -135,6 +137,7 @@ class PipelineDrawing:
             "step_time_s": self.step_time_s,
             "num_microbatches": self.num_microbatches,
             "ranks_per_row": self.ranks_per_row,
+            **({"placement": self.placement} if self.placement else {}),
             "rows": [
                 {
                     "pipeline_rank": pipeline_rank,
@@ -163,13 +166,14 @@ class PipelineDrawing:
 def draw_pipeline(prediction: Prediction) -> PipelineDrawing:
     """The picture of a predicted step."""
     mapping = RankMapping.of(prediction.job.plan)
-    return draw_timeline(
+    drawing = draw_timeline(
         prediction.name,
         prediction.timeline,
         range(0, mapping.world_size, mapping.ranks_per_stage),
         ranks_per_row=mapping.ranks_per_stage,
         activations_in_flight={memory.rank: memory.activations_in_flight for memory in prediction.memory},
     )
+    return replace(drawing, placement=prediction.job.placement_words)
 
 
 def draw_timeline(
@@ -262,6 +266,8 @@ def notes(drawing: PipelineDrawing) -> list[str]:
     if any(row.activations_in_flight for row in drawing.rows):
         where = "each stage of a rank" if drawing.several_stages else "a rank"
         found.append(f"in flight: maximum number of microbatches with saved activations on {where}")
+    if drawing.placement:
+        found.append(f"placement: {drawing.placement}")
     return found
 
 

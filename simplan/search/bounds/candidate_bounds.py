@@ -76,6 +76,8 @@ class Bounds:
     def _pipeline(self, rows: Candidates) -> tuple[Pipeline, Column]:
         """The pipeline that all rows share, and by row the index of its layer configuration."""
         columns = [rows[name] for name in _WAY] + [rows.shards_parameters]
+        if (placed := rows["placement"]).any():  # it decides with the data-parallel degrees which groups cross nodes
+            columns += [placed, np.where(placed, rows["dp_replicate"], 0), np.where(placed, rows["dp_shard"], 0)]
         if self._sums.in_low_precision:
             columns.append(self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"]))
         _, first, ways = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from simplan.cost.model import CostModel
 from simplan.cost.program_costs import pass_time_s
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.predict.build import cost_model
 from simplan.program.action import Action, ActionKind
@@ -23,6 +23,7 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.memory.footprint import layers_effects
 from simplan.program.program import Communication, LayerWork, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
+from simplan.search.bounds.device_groups import LAYER_AXES, Groups, groups_of, spreads_alike
 from simplan.training import LAYERWISE
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
@@ -139,9 +140,12 @@ class LayerSumsCache:
         """Sums for the layer configuration of a plan."""
         facts = SCHEDULE_FACTS.get(plan.schedule)
         splits = facts is not None and facts.splits_backward
-        key = self._split_of(plan), plan.recompute, plan.recompute_modules, splits
+        per_node = self._job.cluster.devices_per_node
+        groups = {axis: groups_of(plan, per_node, axis) for axis in LAYER_AXES}
+        placed = () if spreads_alike(plan, per_node) else tuple(groups.values())
+        key = self._split_of(plan), plan.recompute, plan.recompute_modules, splits, placed
         if (layer_sums := self._sums.get(key)) is None:
-            layer_sums = self._sums[key] = self._made(plan, splits=splits)
+            layer_sums = self._sums[key] = self._made(plan, groups, splits=splits)
         return layer_sums
 
     def boundaries(self, plan: ParallelPlan) -> NDArray[np.int64]:
@@ -159,8 +163,8 @@ class LayerSumsCache:
         return found
 
     def cost_cache(self, plan: ParallelPlan) -> CostCache:
-        """Cost estimates for a plan."""
-        job = self._job.with_plan(plan)
+        """Cost estimates for a plan; ranks of communication are devices."""
+        job = self._job.with_plan(plan if plan.placement is None else plan.model_copy(update={"placement": None}))
         return CostCache(cost_model(job, self._calibration), sends=job.cluster.cores_per_node is None)
 
     def _split_of(self, plan: ParallelPlan) -> Hashable:
@@ -171,13 +175,13 @@ class LayerSumsCache:
         many = self._job.with_plan(plan).num_microbatches if self.in_low_precision else 0
         return plan.shard, plan.microbatch_size, plan.shards_parameters, many
 
-    def _made(self, plan: ParallelPlan, *, splits: bool) -> LayerSums:
+    def _made(self, plan: ParallelPlan, groups: Mapping[str, Groups], *, splits: bool) -> LayerSums:
         job = self._job
-        alone = {"pp": 1, "virtual_stages": 1, "schedule": "none", "stage_layers": None}
+        alone = {"pp": 1, "virtual_stages": 1, "schedule": "none", "stage_layers": None, "placement": None}
         plan = plan.model_copy(update=alone)
         cost_cache = self.cost_cache(plan)
         stages = Stages(job.with_plan(plan), StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL)
-        passes = _PassTimes(job, plan, stages, cost_cache)
+        passes = _PassTimes(job, plan, stages, groups, cost_cache)
         known: dict[Hashable, tuple[float, ...]] = {}
         rows = []
         for position, layer in enumerate(stages.layers[0]):
@@ -223,10 +227,14 @@ class _PassTimes:
     Args:
         plan: Plan without a pipeline.
         stages: All layers as one stage.
+        groups: By axis, devices of its groups.
     """
 
-    def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, cost_cache: CostCache) -> None:
-        self._groups = RankMapping.of(plan).layer_collective_groups(0)
+    def __init__(
+        self, job: Job, plan: ParallelPlan, stages: Stages, groups: Mapping[str, Groups], cost_cache: CostCache
+    ) -> None:
+        self._groups = {axis: of_axis[0] for axis, of_axis in groups.items()}
+        self._others = {of_axis[0]: of_axis for of_axis in groups.values() if len(of_axis) > 1}
         self._hidden = {"cp"} if plan.cp > 1 and plan.cp_comm == "ring" else set()
         if job.software.expert_overlap:
             self._hidden |= {"ep", "etp"}
@@ -248,9 +256,11 @@ class _PassTimes:
 
     def _seconds(self, position: int, phase: Phase) -> float:
         segments = self._scripts.computed(0, position, phase)
-        return pass_time_s(
-            segments, self._groups, self._cost_cache.work_s, self._cost_cache.communication_s, self._hidden
-        )
+        return pass_time_s(segments, self._groups, self._cost_cache.work_s, self._communication_s, self._hidden)
+
+    def _communication_s(self, communication: Communication) -> float:
+        groups = self._others.get(communication.ranks, (communication.ranks,))
+        return min(self._cost_cache.communication_s(communication._replace(ranks=group)) for group in groups)
 
 
 class CostCache:
@@ -268,9 +278,11 @@ class CostCache:
         """Compute seconds of one phase of one layer."""
         return self._cost.compute_s(work) if isinstance(self._cost, AnalyticCost) else self._cost.compute(work).seconds
 
-    def collective_s(self, kind: CollectiveKind, num_bytes: float, group: tuple[int, ...]) -> float:
-        """Seconds of a collective or P2P send of whole bytes; 0 for none."""
-        return self.communication_s(Communication(kind, int(num_bytes), group)) if num_bytes > 0 else 0.0
+    def collective_s(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
+        """Seconds of a collective or P2P send of whole bytes in the fastest of some groups; 0 for none."""
+        if num_bytes <= 0:
+            return 0.0
+        return min(self.communication_s(Communication(kind, int(num_bytes), group)) for group in groups)
 
     def communication_s(self, communication: Communication) -> float:
         """Seconds of a collective or P2P send."""

@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.plan.plan import ParallelPlan
 from simplan.program.lowering.units import Unit, fsdp_units
+from simplan.search.bounds.device_groups import groups_of
 from simplan.search.bounds.layer_sums import CostCache, Floats
 from simplan.search.candidates import Candidates
+
+_SHARDED = ("dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep", "placement")
 
 
 class _PassCommunications(NamedTuple):
@@ -66,16 +69,14 @@ class ShardingTimes:
 
     def alone(self, rows: Candidates, row: int) -> _PassCommunications:
         """Collective times of a plan without a pipeline."""
-        names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep", "zero_stage", "reshard_after_forward"
-        key = tuple(int(rows[name][row]) for name in names)
+        key = tuple(int(rows[name][row]) for name in (*_SHARDED, "zero_stage", "reshard_after_forward"))
         if (pass_communications := self._alone.get(key)) is None:
             pass_communications = self._alone[key] = self._of_pass(rows.plan(row))
         return pass_communications
 
     def stages(self, rows: Candidates, row: int, boundaries: NDArray[np.int64]) -> Floats:
         """``(2, stages)`` Seconds of all all-gathers and of all reduce-scatters, of a plan with a pipeline."""
-        names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep"
-        key = tuple(int(rows[name][row]) for name in names)
+        key = tuple(int(rows[name][row]) for name in _SHARDED)
         if (found := self._by_layer.get(key)) is None:
             found = self._by_layer[key] = self._of_layers(rows.plan(row))
         return np.diff(found[:, boundaries])
@@ -126,19 +127,19 @@ class ShardingTimes:
         self, plan: ParallelPlan, units: tuple[Unit, ...]
     ) -> tuple[list[float], list[float], list[float]]:
         """By unit, seconds of its all-gather, its reduce-scatter, and its all-reduce among replicas."""
-        mapping, state = RankMapping.of(plan), self._job.software.state(self._job.training, plan)
-        replicas, collective_s = mapping.replicate_group(0), self._cost_cache.collective_s
+        state, per_node = self._job.software.state(self._job.training, plan), self._job.cluster.devices_per_node
+        replicas, collective_s = groups_of(plan, per_node, "replicate"), self._cost_cache.collective_s
         known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
         found = []
         for unit in units:
             key = unit.padded, unit.trained_padded, unit.experts
             if key not in known:
-                group = mapping.expert_shard_group(0) if unit.experts else mapping.shard_group(0)
+                groups = groups_of(plan, per_node, "expert_shard" if unit.experts else "shard")
                 num_bytes = unit.trained_padded * state.reduced
                 known[key] = (
-                    collective_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, group),
-                    collective_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group),
-                    collective_s(CollectiveKind.ALL_REDUCE, num_bytes // len(group), replicas),
+                    collective_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, groups),
+                    collective_s(CollectiveKind.REDUCE_SCATTER, num_bytes, groups),
+                    collective_s(CollectiveKind.ALL_REDUCE, num_bytes // len(groups[0]), replicas),
                 )
             found.append(known[key])
         gathers_s, scatters_s, all_reduces_s = (list(each) for each in zip(*found, strict=True))

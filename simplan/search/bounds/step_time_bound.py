@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.plan.placement import Placement
+from simplan.plan.plan import ParallelPlan
+from simplan.search.bounds.device_groups import Groups, groups_of
 from simplan.search.bounds.layer_sums import CostCache, Floats, Pipeline
 from simplan.search.bounds.sharding_times import ShardingTimes
 from simplan.search.candidates import Candidates, Column
@@ -104,15 +106,27 @@ class StepTimeBound:
         splits = self._job.software.scatter_gather_p2p
         parts = np.ones(len(sizes))
         parts[ways] = np.where(rows["sequence_parallel"] == 1, 1, rows["tp"]) if splits else 1
-        width, node_of = int(rows.num_devices[0]) // num_ranks, self._job.cluster.node_of
         sent = -(-sizes[:, :num_ranks] // parts[:, None])
-        ends = [(rank * width, (rank + 1) % num_ranks * width) for rank in range(num_ranks)]
-        by_kind: dict[bool, tuple[int, int]] = {}  # sends inside nodes all cost the same, and so do sends between nodes
-        for rank, (source, target) in enumerate(ends):
-            pair = by_kind.setdefault(node_of(source) == node_of(target), (source, target))
-            values, place = np.unique(sent[:, rank], return_inverse=True)
-            seconds = [self._cost_cache.collective_s(CollectiveKind.SEND, size, pair) for size in values]
-            found[:, rank] = np.array(seconds)[place]
+        sources = self._first_pipeline(rows, ways, found.shape)
+        targets = np.roll(sources, -1, axis=1)
+        per_node = self._job.cluster.devices_per_node
+        inside = sources // per_node == targets // per_node
+        for here in (inside, ~inside):  # sends inside nodes all cost the same, and so do sends between nodes
+            if here.any():
+                pair = int(sources[here][0]), int(targets[here][0])
+                values, place = np.unique(sent[here], return_inverse=True)
+                seconds = [self._cost_cache.collective_s(CollectiveKind.SEND, size, (pair,)) for size in values]
+                found[here] = np.array(seconds)[place.reshape(-1)]
+        return found
+
+    def _first_pipeline(self, rows: Candidates, ways: Column, shape: tuple[int, int]) -> NDArray[np.int64]:
+        """``(ways, ranks)`` Devices of the pipeline of rank 0."""
+        ranks = np.arange(shape[1]) * (int(rows.num_devices[0]) // shape[1])
+        found = np.tile(ranks, (shape[0], 1))
+        for row in np.flatnonzero(rows["placement"]).tolist():
+            placement = Placement.of(rows.plan(row))
+            if placement is not None:
+                found[ways[row]] = placement.devices_of(ranks)
         return found
 
     def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
@@ -144,33 +158,38 @@ class StepTimeBound:
         of_first, of_first_experts = (of[:, first][ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
         beside_s = self._backward_but_last_layer_s(pipeline)[ways]
         for here, plan in self._meshes(rows):
-            mapping, shares = RankMapping.of(plan), plan.shards_optimizer_only
+            shares = plan.shards_optimizer_only
             evenly = shares and self._shares_evenly
             if shares and not (evenly and software.overlap_param_gather):
                 kind = CollectiveKind.ALL_GATHER if evenly else CollectiveKind.BROADCAST
-                update_s[here] += self._communications_s(kind, trained[here] * state.parameter, mapping.shard_group(0))
+                update_s[here] += self._communications_s(
+                    kind, trained[here] * state.parameter, self._groups(plan, "shard")
+                )
             if of_first_experts.any():
                 kind = CollectiveKind.REDUCE_SCATTER if evenly else CollectiveKind.ALL_REDUCE
                 num_bytes = of_first_experts[here] * state.reduced
-                first_reduce_s[here] += self._communications_s(kind, num_bytes, mapping.expert_group(0))
-            own_s = self._reduced_s(of_first[here] * state.reduced, mapping, evenly=evenly)
+                first_reduce_s[here] += self._communications_s(kind, num_bytes, self._groups(plan, "expert"))
+            own_s = self._reduced_s(of_first[here] * state.reduced, plan, evenly=evenly)
             if not software.grad_overlap and software.waits_for_gradients == "step":
                 first_reduce_s[here] += own_s
-                all_s = self._reduced_s(trained[here] * state.reduced, mapping, evenly=evenly)
+                all_s = self._reduced_s(trained[here] * state.reduced, plan, evenly=evenly)
                 reduce_s[here] += np.maximum(0, all_s - own_s)
             elif not pipeline.splits:  # on a separate stream, starting with the first gradients
                 first_reduce_s[here] += np.maximum(0, own_s - beside_s[here])
         return _Tail(reduce_s, first_reduce_s, update_s)
 
-    def _reduced_s(self, num_bytes: Floats, mapping: RankMapping, *, evenly: bool) -> Floats:
+    def _reduced_s(self, num_bytes: Floats, plan: ParallelPlan, *, evenly: bool) -> Floats:
         """Seconds to reduce gradients in one collective, a lower bound for several buckets."""
         if not evenly:
-            return self._communications_s(CollectiveKind.ALL_REDUCE, num_bytes, mapping.dp_group(0))
-        group = mapping.shard_group(0)
-        scattered_s = self._communications_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group)
+            return self._communications_s(CollectiveKind.ALL_REDUCE, num_bytes, self._groups(plan, "dp"))
+        groups = self._groups(plan, "shard")
+        scattered_s = self._communications_s(CollectiveKind.REDUCE_SCATTER, num_bytes, groups)
         return scattered_s + self._communications_s(
-            CollectiveKind.ALL_REDUCE, num_bytes / len(group), mapping.replicate_group(0)
+            CollectiveKind.ALL_REDUCE, num_bytes / len(groups[0]), self._groups(plan, "replicate")
         )
+
+    def _groups(self, plan: ParallelPlan, kind: str) -> Groups:
+        return groups_of(plan, self._job.cluster.devices_per_node, kind)
 
     def _backward_but_last_layer_s(self, pipeline: Pipeline) -> Floats:
         """``(ways, ranks)`` Backward seconds of a rank's first stage without its last layer."""
@@ -206,16 +225,16 @@ class StepTimeBound:
 
     def _meshes(self, rows: Candidates) -> list[tuple[NDArray[np.int64], ParallelPlan]]:
         """Groups of rows with equal parallel degrees and ZeRO stage, each with one of its plans."""
-        names = "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero_stage"
+        names = "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero_stage", "placement"
         table = np.stack([rows[name] for name in names])
         _, first, place = np.unique(table, axis=1, return_index=True, return_inverse=True)
         place = place.reshape(-1)
         return [(np.flatnonzero(place == number), rows.plan(row)) for number, row in enumerate(first.tolist())]
 
-    def _communications_s(self, kind: CollectiveKind, num_bytes: Floats, group: tuple[int, ...]) -> Floats:
-        """Seconds of one collective in one group, for many sizes."""
-        if len(group) == 1:
+    def _communications_s(self, kind: CollectiveKind, num_bytes: Floats, groups: Groups) -> Floats:
+        """Seconds of one collective in the fastest of some groups, for many sizes."""
+        if len(groups[0]) == 1:
             return np.zeros_like(num_bytes)
         sizes, place = np.unique(num_bytes.astype(np.int64), return_inverse=True)
-        found = np.array([self._cost_cache.collective_s(kind, size, group) for size in sizes.tolist()])
+        found = np.array([self._cost_cache.collective_s(kind, size, groups) for size in sizes.tolist()])
         return np.asarray(found[place].reshape(num_bytes.shape))

@@ -135,6 +135,7 @@ def _write_experts(writing: Writing) -> None:
 def _write_plan(writing: Writing) -> None:
     plan, software = writing.job.plan, writing.job.software
     writing.match(core.parallel_matches(WORDS))
+    core.write_placement(writing, "dist.use_tp_pp_dp_mapping")
     if plan.tp > 1:
         writing.set("model.sequence_parallel", writing.value("plan.sequence_parallel"), "plan.sequence_parallel")
         overlapped = software.tp_overlap == "all" and plan.sequence_parallel

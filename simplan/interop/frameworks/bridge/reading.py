@@ -135,6 +135,7 @@ def _put_plan(reading: Reading, *, experts: bool, whole: bool) -> dict[str, int]
             if key not in reading:
                 reading.ask(path, what=f"leaves {key} to its recipe", fix=f"add {option}, or what the recipe has")
     degrees = core.read_parallel(reading, WORDS, experts=experts, is_whole=whole)
+    core.read_placement(reading, "dist.use_tp_pp_dp_mapping")
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
     core.read_recompute(reading, WORDS.recompute, names=names)
     stages = degrees["pp"] * core.whole(reading, "model.virtual_pipeline_model_parallel_size")

@@ -119,7 +119,6 @@ COMPARED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "ddp.keep_fp8_transpose_cache": ((False, None), "no second copies of weights in FP8 are kept"),
     "ddp.outer_dp_sharding_strategy": (("no_shard", None), "replicas do not share optimizer states"),
     "dist.use_sharp": ((False, None), "switches reduce nothing"),
-    "dist.use_tp_pp_dp_mapping": ((False, None), "pipeline stages are the outermost axis of the ranks"),
 }
 """Key -> values with which the prediction is about the same thing, and what is left out with others."""
 

@@ -76,6 +76,7 @@ FLAGS = frozenset({
     "--reset-attention-mask", "--reset-position-ids", "--sequence-parallel", "--sft", "--swiglu", "--tp-comm-overlap",
     "--untie-embeddings-and-output-weights", "--use-distributed-optimizer", "--use-flash-attn", "--use-mcore-models",
     "--use-precision-aware-optimizer", "--use-rotary-position-embeddings", "--use-torch-fsdp2",
+    "--use-tp-pp-dp-mapping",
 })  # fmt: skip
 """Arguments without a value, after which an unknown word is no value."""
 
@@ -181,7 +182,6 @@ NOT_MODELED = {
     "--use-precision-aware-optimizer": "Adam's states are in FP32",
     "--use-ring-exchange-p2p": "P2P sends are NCCL's",
     "--use-sharp": "collectives are NCCL's, without SHARP",
-    "--use-tp-pp-dp-mapping": "pipeline ranks are farther apart than data-parallel ranks, the default",
     "--use-transformer-engine-op-fuser": "kernels are Transformer Engine's without its fuser",
 }  # fmt: skip
 """Argument -> what is predicted instead, and its effect."""

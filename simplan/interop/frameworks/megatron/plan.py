@@ -12,6 +12,7 @@ from simplan.interop.frameworks.megatron.options import (
     DEFAULT,
     PLAN,
 )
+from simplan.interop.frameworks.megatron_core import read_placement
 
 if TYPE_CHECKING:  # the reader calls these functions
     from simplan.interop.frameworks.megatron.reading import MegatronReader
@@ -46,6 +47,7 @@ def read_parallelism(reader: MegatronReader) -> None:
     if is_above(reader.value("--context-parallel-size"), 1):
         reading.match([CONTEXT_PARALLEL])
     reading.no_effect("--cp-comm-type")
+    read_placement(reading, "--use-tp-pp-dp-mapping")
     own = "--expert-tensor-parallel-size"
     if is_above(reader.value("--num-experts"), 1) and tp != 1:
         if own in reading:

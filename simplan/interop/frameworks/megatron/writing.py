@@ -18,6 +18,7 @@ from simplan.interop.frameworks.megatron.options import (
     T5,
     TRAINING,
 )
+from simplan.interop.frameworks.megatron_core import write_placement
 from simplan.interop.writing import Exported, Option, Writing
 from simplan.job import Job
 from simplan.predict.build import assign_layers, cost_model
@@ -301,6 +302,8 @@ class _Writer:
             writing.match([CONTEXT_PARALLEL])
         if writing.value("plan.sequence_parallel"):
             writing.set("--sequence-parallel", True, "plan.sequence_parallel")
+        if self.is_core:
+            write_placement(writing, "--use-tp-pp-dp-mapping")
 
     def stages(self) -> None:
         """Schedule, and blocks per stage."""

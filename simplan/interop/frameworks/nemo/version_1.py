@@ -69,7 +69,7 @@ _NO_EFFECT = (
     "model.apply_query_key_layer_scaling", "model.openai_gelu", "model.ffn_dropout", "model.use_te_rng_tracker",
     "model.seq_len_interpolation_factor", "model.deteministic_mode", "model.validation_param_sync_overlap",
     "model.fsdp_", "model.batch_p2p_comm", "model.precision", "model.nccl_communicator_config_path",
-    "model.use_tp_pp_dp_mapping", "model.tp_comm_overlap_", "model.transformer_block_type",
+    "model.tp_comm_overlap_", "model.transformer_block_type",
     "model.ub_tp_comm_overlap_cfg", "model.wgrad_deferral_limit", "model.moe_grouped_gemm",
     "model.cpu_offloading_", "model.activations_checkpoint_", "model.target", "model.nemo_version",
     "model.apply_rope_fusion", "model.optim.name", "model.mcore_", "model.transformer_engine",
@@ -128,6 +128,7 @@ def read_version_1(reading: Reading) -> Configuration:
     _put_software(reading)
     experts = reading.value("model.num_moe_experts") is not None
     degrees = core.read_parallel(reading, words, experts=experts)
+    core.read_placement(reading, "model.use_tp_pp_dp_mapping")
     names = ("activations_checkpoint_granularity", "activations_checkpoint_method", "activations_checkpoint_num_layers")
     core.read_recompute(reading, "model.", names=(*names, "activations_checkpoint_modules"))
     _put_optimizer(reading, degrees)

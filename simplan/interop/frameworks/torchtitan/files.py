@@ -261,12 +261,13 @@ def _named(file: ConfigFile, by_key: dict[str, Setting], unknown: Mapping[str, s
     known = facts().configurations.get("llama3" if name == "torchft.llama3" else name)
     if known is None:
         return _own(file, by_key, name)
-    if config.value in facts().other_configurations:
-        raise _problem(file, config, f"has {facts().other_configurations[config.value]}, which is not modeled yet", "")
-    if config.value not in known:
+    named = str(config.value)  # the shell may give a list of words
+    if named in facts().other_configurations:
+        raise _problem(file, config, f"has {facts().other_configurations[named]}, which is not modeled yet", "")
+    if named not in known:
         rule = f"is no configuration of {name} in torchtitan 0.3"
-        raise _problem(file, config, rule, did_you_mean(str(config.value), known))
-    return str(config.value), known[config.value]
+        raise _problem(file, config, rule, did_you_mean(named, known))
+    return named, known[named]
 
 
 def _own(file: ConfigFile, by_key: dict[str, Setting], name: str) -> tuple[str, Mapping[str, Any]]:

@@ -1,0 +1,264 @@
+"""Use of links by communications: busy seconds of every link, and the arrays that the simulator shares links with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
+from simplan.network.fabric import Fabric
+from simplan.network.flows import flows_of
+from simplan.program.program import Communication
+
+_Floats = NDArray[np.float64]
+_Ints = NDArray[np.int32]
+_FULL = 1 + 1e-9
+"""Busy share of a link above which the communications that use it slow each other down."""
+
+
+class LinkUsage(NamedTuple):
+    """Links that one communication keeps busy.
+
+    Attributes:
+        links: ``(num_links,)`` Indices into ``Fabric.links``, each once.
+        seconds: ``(num_links,)`` Busy seconds: bytes over the bandwidth that the algorithm achieves on the link.
+        connections: ``(num_links,)`` Flows of the communication that cross the link.
+        fixed_s: Seconds of start and latency, which are not shared.
+        transfer_s: Seconds of the transfer alone, by the closed form of the algorithm.
+        num_bytes: ``(num_links,)`` Bytes that cross each link.
+        distance_s: Seconds of latency on long-distance links (``FabricLink.latency_s``), in addition to ``fixed_s``.
+    """
+
+    links: _Ints
+    seconds: _Floats
+    connections: _Floats
+    fixed_s: float
+    transfer_s: float
+    num_bytes: _Floats
+    distance_s: float = 0.0
+
+    @classmethod
+    def none(cls) -> LinkUsage:
+        """Usage of no link."""
+        return cls(np.zeros(0, np.int32), np.zeros(0), np.zeros(0), 0.0, 0.0, np.zeros(0))
+
+    def times(self, factor: float) -> LinkUsage:
+        """A part of the communication: as fast alone, with a fraction of its flows."""
+        return self._replace(
+            seconds=self.seconds * factor, connections=self.connections * factor, num_bytes=self.num_bytes * factor
+        )
+
+    def repeated(self, times: int, slowdown: float) -> LinkUsage:
+        """The communication several times in sequence, with a slower transfer."""
+        return self._replace(
+            seconds=self.seconds * (times * slowdown),
+            transfer_s=self.transfer_s * times * slowdown,
+            fixed_s=self.fixed_s * times * slowdown,
+            num_bytes=self.num_bytes * times,
+            distance_s=self.distance_s * times,
+        )
+
+
+def together(usages: Sequence[LinkUsage]) -> LinkUsage:
+    """Usage of equal communications of different groups that run at the same time, as one."""
+    links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
+    seconds, connections, num_bytes = (
+        _sums(where, np.concatenate(parts), len(links))
+        for parts in zip(*((usage.seconds, usage.connections, usage.num_bytes) for usage in usages), strict=True)
+    )
+    first, distance_s = usages[0], max(usage.distance_s for usage in usages)
+    return LinkUsage(
+        links.astype(np.int32), seconds, connections, first.fixed_s, first.transfer_s, num_bytes, distance_s
+    )
+
+
+def in_sequence(usages: Sequence[LinkUsage]) -> LinkUsage:
+    """Usage of communications that one operation runs sequentially, as one with their mean load."""
+    links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
+    seconds, num_bytes = (
+        _sums(where, np.concatenate(parts), len(links))
+        for parts in zip(*((usage.seconds, usage.num_bytes) for usage in usages), strict=True)
+    )
+    connections = np.zeros(len(links))
+    np.maximum.at(connections, where, np.concatenate([usage.connections for usage in usages]))
+    fixed_s, transfer_s, distance_s = (
+        float(sum(parts)) for parts in zip(*((u.fixed_s, u.transfer_s, u.distance_s) for u in usages), strict=True)
+    )
+    return LinkUsage(links.astype(np.int32), seconds, connections, fixed_s, transfer_s, num_bytes, distance_s)
+
+
+def _sums(where: NDArray[np.integer], values: _Floats, size: int) -> _Floats:
+    """``(size,)`` Sums of values by index."""
+    return np.bincount(where, values, size).astype(np.float64)
+
+
+_RINGS = (Pattern.RING, Pattern.GLOO_RING)
+_ONE_STEP = (Pattern.HOP, Pattern.PAIRWISE, Pattern.ONCE_PER_NODE)
+
+
+class _PerByte(NamedTuple):
+    """Usage of an algorithm's flows per byte of the communication, and the latency of its paths."""
+
+    links: _Ints
+    seconds: _Floats
+    connections: _Floats
+    shares: _Floats
+    distance_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Usages:
+    """Usages of communications on a fabric; flows of equal groups and algorithms are routed once.
+
+    Attributes:
+        cluster, fabric: The cluster, and its links.
+    """
+
+    cluster: ClusterSpec
+    fabric: Fabric
+    _routed: dict[tuple[object, ...], _PerByte] = field(default_factory=dict)
+
+    def of(self, communication: Communication, way: CommAlgorithm) -> LinkUsage:
+        """Usage of one communication that runs alone.
+
+        Args:
+            communication: Communication of two or more ranks, which are devices of the cluster.
+            way: Its algorithm.
+        """
+        key = (communication.kind, communication.ranks, communication.draw, way.pattern, way.inside, way.between)
+        if key not in self._routed:
+            self._routed[key] = self._route(communication, way)
+        routed, num_bytes = self._routed[key], communication.num_bytes
+        transfer_s = way.transfer_s(num_bytes)
+        steps = 1 if way.pattern in (*_RINGS, *_ONE_STEP) else sum(number for number, _ in way.steps)
+        return LinkUsage(
+            routed.links,
+            routed.seconds * num_bytes,
+            routed.connections,
+            way.seconds(num_bytes) - transfer_s,
+            transfer_s,
+            routed.shares * num_bytes,
+            steps * routed.distance_s,
+        )
+
+    def _route(self, communication: Communication, way: CommAlgorithm) -> _PerByte:
+        """Routes the flows; rings cross a distant link once a lap, other algorithms up to once in every step."""
+        fabric = self.fabric
+        flows = flows_of(way, communication, communication.ranks, self.cluster, fabric)
+        paths = [fabric.path(flow.source, flow.destination) for flow in flows.each()]
+        crossed = np.array([link for path in paths for link in path], np.int32)
+        share = np.repeat(flows.shares, [len(path) for path in paths])
+        links, where = np.unique(crossed, return_inverse=True)
+        shares = _sums(where, share, len(links))
+        rates = [
+            fabric.links[link].bytes_per_s * (way.inside if fabric.links[link].is_inside_node else way.between)
+            for link in links.tolist()
+        ]
+        latencies_s = np.array([sum(fabric.links[link].latency_s for link in path) for path in paths])
+        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
+        connections = np.bincount(where, minlength=len(links)).astype(np.float64)
+        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, distance_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkUse:
+    """Links that the operations of a Program share.
+
+    Attributes:
+        num_links: Links of the fabric.
+        usage: ``(num_ops,)`` Usage of each operation, or of the meeting that it leads; -1 for no link.
+        fixed_share: ``(num_usages,)`` Share of a usage's time alone that transfers nothing.
+        transfer_s: ``(num_usages,)`` Seconds of the transfer alone.
+        first: ``(num_usages + 1,)`` Offsets of each usage into the arrays below.
+        link: Links of each usage, each once.
+        seconds: Busy seconds of these links.
+        connections: Connections on these links.
+        num_usages_of_ops: Usages of operations; those of constant flows follow.
+        always: Usages of constant flows, such as those of other jobs, that cross a link which can be full.
+    """
+
+    num_links: int
+    usage: _Ints
+    fixed_share: _Floats
+    transfer_s: _Floats
+    first: _Ints
+    link: _Ints
+    seconds: _Floats
+    connections: _Floats
+    num_usages_of_ops: int
+    always: tuple[int, ...] = ()
+
+
+def link_use(
+    usages: Sequence[LinkUsage],
+    usage_of: NDArray[np.integer],
+    place: NDArray[np.integer],
+    num_links: int,
+    always: Sequence[LinkUsage] = (),
+) -> LinkUse:
+    """Returns the links that can be full, with the usages that cross them; other links slow no communication down.
+
+    Args:
+        usages: Different usages.
+        usage_of: ``(num_ops,)`` Index into ``usages`` of each operation; -1 for an operation that transfers nothing, or
+            that follows the leader of its meeting.
+        place: ``(num_ops,)`` Number of each operation's stream and rank: operations of one place never run together.
+        num_links: Links of the fabric.
+        always: Usages of constant flows, which transfer for the whole step.
+    """
+    every = [*usages, *always]
+    sizes = [len(usage.links) for usage in every]
+    owner = np.repeat(np.arange(len(every)), sizes)
+    link, seconds, connections = (
+        np.concatenate([np.zeros(0), *(usage[field] for usage in every)]) for field in (0, 1, 2)
+    )
+    link = link.astype(np.int32)
+    transfer_s, fixed_s = (np.array([usage[field] for usage in every], np.float64) for field in (4, 3))
+    share = np.divide(seconds, transfer_s[owner], out=np.zeros_like(seconds), where=transfer_s[owner] > 0)
+    crowded = _busiest(usage_of, place, owner, link, share, len(usages), num_links) > _FULL
+    kept = crowded[link] & (seconds > 0)
+    counts = np.bincount(owner[kept], minlength=len(every))
+    usage = np.where((usage_of >= 0) & (counts[usage_of] > 0), usage_of, -1).astype(np.int32)
+    alone_s = fixed_s + transfer_s
+    return LinkUse(
+        num_links,
+        usage,
+        np.divide(fixed_s, alone_s, out=np.zeros_like(fixed_s), where=alone_s > 0),
+        transfer_s,
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        link[kept],
+        seconds[kept],
+        connections[kept],
+        len(usages),
+        tuple(index for index in range(len(usages), len(every)) if counts[index]),
+    )
+
+
+def _busiest(
+    usage_of: NDArray[np.integer],
+    place: NDArray[np.integer],
+    owner: NDArray[np.integer],
+    link: _Ints,
+    share: _Floats,
+    num_usages: int,
+    num_links: int,
+) -> _Floats:
+    """``(num_links,)`` Busy share of every link if all places that use it ran their largest communication together."""
+    uses = usage_of >= 0
+    pairs = np.unique(np.stack([place[uses].astype(np.int64), usage_of[uses].astype(np.int64)]), axis=1)
+    first = np.searchsorted(owner, np.arange(num_usages + 1))
+    counts = np.diff(first)[pairs[1]]
+    entries = np.repeat(first[pairs[1]] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(
+        counts.sum()
+    )
+    key = np.repeat(pairs[0], counts) * num_links + link[entries]
+    keys, where = np.unique(key, return_inverse=True)
+    largest = np.zeros(len(keys))
+    np.maximum.at(largest, where, share[entries])
+    constant = owner >= num_usages
+    return _sums(keys % num_links, largest, num_links) + _sums(link[constant], share[constant], num_links)

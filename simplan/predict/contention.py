@@ -1,0 +1,413 @@
+"""Contention: communications of a step, and of other jobs, slow each other down on the links that they share.
+
+The step is simulated with its links. The durations that come out are then fixed, so that the Program is static again:
+intervals, time splits and extrapolation go on as without contention.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.communication.algorithm import CommAlgorithm
+from simplan.cost.communication.collectives import algorithm_of
+from simplan.cost.communication.route import route_of
+from simplan.cost.program_costs import ProgramCosts
+from simplan.model.layer import CollectiveKind
+from simplan.network.build import fabric_of
+from simplan.network.fabric import Fabric
+from simplan.network.load import LinkLoad, LinkShare, Network
+from simplan.network.usage import LinkUsage, LinkUse, Usages, in_sequence, link_use, together
+from simplan.plan.placement import Placement
+from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.program.program import STREAMS, Communication, Program, Stream, Work
+from simplan.sim.compiled import compile_program, leaders_of
+from simplan.sim.engine import CoreUse, simulate
+from simplan.sim.links import Progress, Segments
+
+_Floats = NDArray[np.float64]
+_Ints = NDArray[np.int32]
+_Group = tuple[int, ...]
+NUM_INTERVALS = 200
+"""Intervals of a step in which the load of links is drawn."""
+_MAX_DRAWN = 48
+
+
+@dataclass(frozen=True, eq=False)
+class Contention:
+    """Links of one simulated step, and the communications that crossed them.
+
+    Attributes:
+        fabric: Links of the cluster.
+        usages: Different usages of links; those of other jobs last.
+        names: Name of each usage.
+        usage: ``(num_ops + num_flows,)`` Usage of each operation, then of each flow of other jobs; -1 for operations
+            that cross no link, or follow the first of their meeting.
+        groups: ``(num_ops + num_flows,)`` Groups of ranks that the operation stands for.
+        use: Links that can be full.
+        start_s, end_s: ``(num_ops + num_flows,)`` Start and end of each operation, in seconds.
+        segments: Rates of the communications that cross links which can be full, over time.
+    """
+
+    fabric: Fabric
+    usages: Sequence[LinkUsage]
+    names: Sequence[str]
+    usage: NDArray[np.int64]
+    groups: _Floats
+    use: LinkUse
+    start_s: _Floats
+    end_s: _Floats
+    segments: Segments
+
+    def totals(self, names: Sequence[str], step_time_s: float) -> tuple[_Floats, _Floats, _Floats]:
+        """Busy and lost seconds of each link by name of the communication, ``(num_links, num_names)``, and its bytes.
+
+        Args:
+            names: Names of communications.
+            step_time_s: Seconds of the step.
+        """
+        num_links, numbers = len(self.fabric.links), {name: number for number, name in enumerate(names)}
+        number = np.array([numbers[name] for name in self.names], np.int64)
+        first, link, seconds, num_bytes = self._entries
+        owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
+        counts = np.bincount(self.usage[self.usage >= 0], minlength=len(self.usages)).astype(np.float64)
+        constant = len(self.usage) - self.num_ops
+        counts[len(counts) - constant :] = step_time_s  # usages of other jobs are those of one second
+        key, size = link * len(names) + number[owner], num_links * len(names)
+        busy_s = np.bincount(key, seconds * counts[owner], size).astype(np.float64).reshape(num_links, len(names))
+        moved = np.asarray(np.bincount(link, num_bytes * counts[owner], num_links), np.float64)
+        lost_s = np.zeros((num_links, len(names)))
+        for one, late_s, full in self._delays():
+            lost_s[full, number[one]] += late_s / len(full)
+        return busy_s, lost_s, moved
+
+    def _delays(self) -> Iterator[tuple[int, float, _Ints]]:
+        """Yield usages, the seconds by which full links delay them, and these links.
+
+        Sharing names one link of those that are full. On a symmetric fabric, all links that a communication loads
+        equally are full together, such as one per leaf switch.
+        """
+        is_symmetric = self.fabric.is_symmetric and not self.use.always
+        use = self.use
+        op, start_s, end_s, rate, bottleneck = self.segments
+        kept = (bottleneck >= 0) & (op < self.num_ops)
+        op, bottleneck = op[kept], bottleneck[kept]
+        usage = self.usage[op]
+        late_s = (end_s - start_s)[kept] * (1 - rate[kept] * use.transfer_s[usage]) * self.groups[op]
+        keys, which = np.unique(usage * len(self.fabric.links) + bottleneck, return_inverse=True)
+        sums_s = np.bincount(which, np.maximum(late_s, 0.0), len(keys))
+        for key, sum_s in zip(keys.tolist(), sums_s.tolist(), strict=True):
+            one, limit = divmod(key, len(self.fabric.links))
+            if not is_symmetric:
+                yield one, sum_s, np.array([limit], np.int32)
+                continue
+            part = slice(use.first[one], use.first[one + 1])
+            links, seconds, connections = use.link[part], use.seconds[part], use.connections[part]
+            at = int(np.flatnonzero(links == limit)[0])
+            alike = np.isclose(seconds, seconds[at], rtol=1e-9, atol=0) & (connections == connections[at])
+            yield one, sum_s, links[alike]
+
+    def busy_shares(self, links: NDArray[np.int64], step_time_s: float) -> _Floats:
+        """``(num_chosen, NUM_INTERVALS)`` Busy share of chosen links in equal intervals of the simulated step."""
+        edges_s = np.linspace(0.0, step_time_s, NUM_INTERVALS + 1)
+        first, link, seconds, _ = self._entries
+        op, start_s, end_s, rate, _ = self.segments
+        # a communication that cannot be delayed transfers at a constant rate after its latency
+        flows = self.usage[self.num_ops :]
+        is_simulated = np.concatenate([self.use.usage >= 0, np.isin(flows, self.use.always)])
+        ops = np.flatnonzero((self.usage >= 0) & ~is_simulated)
+        fixed_s = np.array([usage.fixed_s for usage in self.usages])[self.usage[ops]]
+        stop_s = self.end_s[ops]
+        begin_s = np.minimum(self.start_s[ops] + fixed_s, stop_s)
+        length_s = np.where(ops < self.num_ops, stop_s - begin_s, 1.0)  # usages of other jobs are those of one second
+        op = np.concatenate([op, ops])
+        start_s, end_s = np.concatenate([start_s, begin_s]), np.concatenate([end_s, stop_s])
+        steady = np.divide(1.0, length_s, out=np.zeros_like(length_s), where=length_s > 0)
+        rate, usage = np.concatenate([rate, steady]), self.usage[op]
+        owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
+        shares = []
+        for one in links.tolist():
+            load = np.zeros(len(self.usages))
+            mine = link == one
+            load[owner[mine]] = seconds[mine]
+            uses = load[usage] > 0
+            height = load[usage[uses]] * rate[uses]
+            busy_s = _integral(edges_s, start_s[uses], height) - _integral(edges_s, end_s[uses], height)
+            shares.append(np.diff(busy_s) / np.diff(edges_s))
+        return np.array(shares).reshape(len(links), NUM_INTERVALS)
+
+    @property
+    def num_ops(self) -> int:
+        """Operations of the Program."""
+        return len(self.use.usage)
+
+    @cached_property
+    def _entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64], _Floats, _Floats]:
+        """Offsets of the usages, and for each of their links its index, busy seconds and bytes."""
+        first = np.cumsum([0, *(len(usage.links) for usage in self.usages)])
+        link, seconds, num_bytes = (
+            np.concatenate([np.zeros(0), *(usage[column] for usage in self.usages)]) for column in (0, 1, 5)
+        )
+        return first, link.astype(np.int64), seconds, num_bytes
+
+
+def _integral(at_s: _Floats, since_s: _Floats, height: _Floats) -> _Floats:
+    """Integral, up to each of some times, of heights that each begin at a time and never end."""
+    order = np.argsort(since_s, kind="stable")
+    begun = np.searchsorted(since_s[order], at_s, side="right")
+    heights, areas = (
+        np.concatenate([[0.0], np.cumsum(values)]) for values in (height[order], (height * since_s)[order])
+    )
+    return np.asarray(at_s * heights[begun] - areas[begun])
+
+
+def apply_contention(
+    program: Program,
+    program_costs: ProgramCosts,
+    cluster: ClusterSpec,
+    plan: ParallelPlan,
+    sharing: CoreUse | None,
+    progress: Progress | None = None,
+) -> tuple[ProgramCosts, Contention]:
+    """Lengthen the communications of a Program that share links with others, or cross long distances.
+
+    Args:
+        program, program_costs: Program, and its durations without contention.
+        cluster: Cluster with a topology.
+        plan: Plan of the Program.
+        sharing, progress: See ``simulate``.
+
+    Returns:
+        Costs with longer durations and deviations, and the load of the links.
+    """
+    fabric, columns, leaders = fabric_of(cluster), program.columns, leaders_of(program)
+    found = _ProgramUsages(program, program_costs, Usages(cluster, fabric), plan)
+    usages, names, usage, groups = found.of_ops()
+    distances_s = np.array([*(each.distance_s for each in usages), 0.0])  # the last for no usage
+    alone_s = program_costs.durations_s + distances_s[usage][leaders]
+    constant = [*_flows_of_other_jobs(cluster, fabric)]
+    place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
+    use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant])
+    if sharing is None and not (use.usage >= 0).any():
+        times = compile_program(program).times(alone_s)
+    else:
+        times = simulate(program, alone_s, sharing, use, progress)
+    segments = times.segments or Segments.none()
+    taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
+    realized_s = np.where(use.usage[leaders] >= 0, taken_s, alone_s)
+    given_s = program_costs.durations_s
+    longer = np.divide(realized_s, given_s, out=np.ones_like(given_s), where=given_s > 0)
+    costs = replace(
+        program_costs,
+        durations_s=realized_s,
+        deviations_s=program_costs.deviations_s * longer,
+        uncontended_s=alone_s,
+    )
+    step_time_s, num_flows = times.step_time_s, len(constant)
+    return costs, Contention(
+        fabric=fabric,
+        usages=[*usages, *(flow for _, flow in constant)],
+        names=[*names, *(name for name, _ in constant)],
+        usage=np.concatenate([usage, len(usages) + np.arange(num_flows)]),
+        groups=np.concatenate([groups, np.ones(num_flows)]),
+        use=use,
+        start_s=np.concatenate([times.start_s, np.zeros(num_flows)]),
+        end_s=np.concatenate([times.end_s, np.full(num_flows, step_time_s)]),
+        segments=segments._replace(end_s=np.minimum(segments.end_s, step_time_s)),
+    )
+
+
+def _flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[str, LinkUsage]]:
+    """Yield name and usage per second of every constant flow; all network cards of both nodes carry equal parts."""
+    for flow in cluster.background:
+        sources, destinations = (np.flatnonzero(fabric.node_of_device == node).tolist() for node in flow.nodes)
+        pairs = [*zip(sources, destinations, strict=False)]
+        bytes_per_s = flow.gbit * 1e9 / 8 / len(pairs)
+        parts = []
+        for source, destination in pairs:
+            links = [link for link in fabric.path(source, destination) if not fabric.links[link].is_inside_node]
+            busy_s = bytes_per_s / np.array([fabric.links[link].bytes_per_s for link in links])
+            ones = np.ones(len(links))
+            parts.append(LinkUsage(np.array(links, np.int32), busy_s, ones, 0.0, 1.0, bytes_per_s * ones))
+        yield f"other jobs, {flow.source} to {flow.destination}", together(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _ProgramUsages:
+    """Usages of the communications of a Program.
+
+    A simulated group stands for all groups whose members its ranks stand for; they run at the same time.
+    """
+
+    program: Program
+    program_costs: ProgramCosts
+    usages: Usages
+    plan: ParallelPlan
+    _ways: dict[tuple[object, ...], CommAlgorithm] = field(default_factory=dict)
+
+    def of_ops(self) -> tuple[list[LinkUsage], list[str], NDArray[np.int64], _Floats]:
+        """Different usages and their names, and by operation its usage and the groups of ranks that it stands for."""
+        program = self.program
+        columns = program.columns
+        moves = np.array([any(isinstance(part, Communication) for part in work) for work in program.works], np.bool_)
+        leads = leaders_of(program) == np.arange(len(program))
+        usage_of, groups = np.full(len(program), -1), np.zeros(len(program))
+        indices = np.flatnonzero(moves[columns.work] & leads & (self.program_costs.durations_s > 0))
+        keys = columns.work[indices].astype(np.int64) * len(program.stands_for) + columns.rank[indices]
+        _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+        found: list[LinkUsage] = []
+        names: list[str] = []
+        numbers, counts = np.full(len(first), -1), np.zeros(len(first))
+        for key, index in enumerate(indices[first].tolist()):
+            work = program.works[columns.work[index]]
+            usage, counts[key] = self._of_op(
+                work,
+                int(columns.rank[index]),
+                meets=bool(columns.meeting[index] >= 0),
+                seconds=float(self.program_costs.durations_s[index]),
+            )
+            if len(usage.links):
+                numbers[key] = len(found)
+                found.append(usage)
+                names.append(self._name(work, STREAMS[columns.stream[index]]))
+        usage_of[indices], groups[indices] = numbers[which], counts[which]
+        return found, names, usage_of, groups
+
+    def _name(self, work: tuple[Work, ...], stream: Stream) -> str:
+        """Name of the first communication, and its stream."""
+        part = next(part for part in work if isinstance(part, Communication))
+        name = self.program_costs.by_work[part].name
+        return name if part.kind is CollectiveKind.SEND else f"{name} ({stream})"
+
+    def _of_op(self, work: tuple[Work, ...], rank: int, *, meets: bool, seconds: float) -> tuple[LinkUsage, float]:
+        """Usage of an operation, and the number of groups that it stands for."""
+        moved = Counter(part for part in work if isinstance(part, Communication) and len(part.ranks) > 1)
+        usages, num_groups, first = [], 1.0, next(iter(moved), None)
+        for part, times in moved.items():
+            assert first is not None
+            groups = [*self._groups(part.ranks, rank)]
+            # ranks whose operations do not meet each carry their part of the group's communication
+            apart = 1 if meets and part.ranks == first.ranks else len(self._members(part.ranks))
+            num_groups = len(groups) / apart
+            way = self._way(part)
+            each = [self.usages.of(part._replace(ranks=self._devices(group)), way) for group in groups]
+            usage = (together(each) if len(each) > 1 else each[0]).times(1 / apart)
+            alone_s = usage.fixed_s + usage.transfer_s
+            slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
+            usages.append(usage.repeated(times, slowdown))
+        if not usages:
+            return LinkUsage.none(), 0.0
+        usage = in_sequence(usages) if len(usages) > 1 else usages[0]
+        return usage._replace(fixed_s=max(0.0, seconds + usage.distance_s - usage.transfer_s)), num_groups
+
+    def _way(self, part: Communication) -> CommAlgorithm:
+        """Algorithm of a communication; of equal ones of other ranks it is the same."""
+        cluster = self.usages.cluster
+        route = route_of(self._devices(part.ranks), cluster)
+        key = (part.kind, part.num_bytes, part.draw, route)
+        if key not in self._ways:
+            self._ways[key] = algorithm_of(part, cluster, route, self.plan.collectives)
+        return self._ways[key]
+
+    @cached_property
+    def mapping(self) -> RankMapping:
+        """Mesh of the ranks."""
+        return RankMapping.of(self.plan)
+
+    @cached_property
+    def placement(self) -> Placement | None:
+        """Devices of the ranks; None if they are the devices of their own numbers."""
+        return Placement.of(self.plan)
+
+    @cached_property
+    def _stands_for(self) -> NDArray[np.int64]:
+        return np.array(self.program.stands_for)
+
+    def _devices(self, group: _Group) -> _Group:
+        """Devices of the ranks of a group."""
+        return group if self.placement is None else self.placement.devices_of(group)
+
+    def _members(self, group: _Group) -> set[int]:
+        """Simulated ranks of a group."""
+        return set(self._stands_for[list(group)].tolist())
+
+    def _groups(self, ranks: _Group, rank: int) -> Iterator[_Group]:
+        """All groups of the same axes with a rank that ``rank`` stands for."""
+        alike = np.flatnonzero(self._stands_for == rank).tolist()
+        if len(alike) == 1:
+            yield ranks
+            return
+        width = self.mapping.ranks_per_stage
+        if len({member % width for member in ranks}) == 1:  # along the pipeline, as sends
+            yield from (tuple(member - rank + other for member in ranks) for other in alike)
+            return
+        axes = self._axes(ranks, rank)
+        order = [axes(rank).index(member) for member in ranks]  # a broadcast lists its root first
+        for group in dict.fromkeys(map(axes, alike)):
+            yield tuple(group[place] for place in order)
+
+    def _axes(self, ranks: _Group, rank: int) -> Callable[[int], _Group]:
+        """Function from a rank to its group along the axes of a given group."""
+        m = self.mapping
+        kinds = (m.tp_group, m.shard_group, m.replicate_group, m.cp_group, m.dp_group, m.ep_group, m.etp_group)
+        for group_of in (*kinds, m.expert_group, m.expert_shard_group):
+            if set(group_of(rank)) == set(ranks):
+                return group_of
+        raise AssertionError(f"a group along no axes: {ranks}")
+
+
+def network_of(
+    steps: Sequence[tuple[Contention, float]],
+    extrapolated: Callable[..., _Floats],
+    step_time_s: float,
+    uncontended_s: float,
+) -> Network:
+    """Load of all links in a step.
+
+    Args:
+        steps: Contention of each simulated step, the longest first, with its step time in seconds.
+        extrapolated: From sums over each simulated step to those of the whole step.
+        step_time_s: Seconds of the whole step.
+        uncontended_s: Seconds of the whole step if communications took as long as alone.
+    """
+    names = tuple(dict.fromkeys(name for contention, _ in steps for name in contention.names))
+    busy_s, lost_s, num_bytes = (
+        extrapolated(*sums) for sums in zip(*(each.totals(names, time_s) for each, time_s in steps), strict=True)
+    )
+    link_busy_s, link_lost_s = busy_s.sum(axis=1), lost_s.sum(axis=1)
+    loaded = np.flatnonzero(num_bytes > 0)
+    order = loaded[np.lexsort((loaded, -link_busy_s[loaded].round(12), -link_lost_s[loaded].round(12)))]
+    contention, simulated_s = steps[0]
+    drawn = order[:_MAX_DRAWN]
+    series = dict(zip(drawn.tolist(), contention.busy_shares(drawn, simulated_s), strict=True))
+    links = contention.fabric.links
+
+    def load(link: int) -> LinkLoad:
+        parts = [
+            LinkShare(name, float(busy_s[link, k]), float(lost_s[link, k]))
+            for k, name in enumerate(names)
+            if busy_s[link, k] > 0 or lost_s[link, k] > 0
+        ]
+        return LinkLoad(
+            name=links[link].name,
+            bytes_per_s=links[link].bytes_per_s,
+            num_bytes=float(num_bytes[link]),
+            busy_share=float(link_busy_s[link]) / step_time_s,
+            lost_s=float(link_lost_s[link]),
+            communications=tuple(sorted(parts, key=lambda part: (-part.lost_s, -part.busy_s))),
+            series=tuple(series[link].tolist()) if link in series else (),
+        )
+
+    return Network(
+        step_time_s=step_time_s,
+        contention_s=max(0.0, step_time_s - uncontended_s),
+        links=tuple(load(link) for link in order.tolist()),
+        num_links=len(links),
+        interval_s=simulated_s / NUM_INTERVALS,
+    )

@@ -1,0 +1,96 @@
+"""Max-min fair rates: Bertsekas and Gallager's example, exact water-filling, and the bottleneck law."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan.network.max_min import connected, fair_rates, weights_of
+
+Usage = dict[int, tuple[float, float]]  # link -> busy seconds, connections
+
+
+def rates_of(usages: list[Usage], limits: list[float]) -> tuple[list[float], list[int]]:
+    first = np.cumsum([0, *map(len, usages)]).astype(np.int32)
+    link = np.array([each for usage in usages for each in usage], np.int32)
+    pairs = [pair for usage in usages for pair in usage.values()]
+    seconds, connections = (np.array([pair[k] for pair in pairs], np.float64) for k in range(2))
+    weights = weights_of(first, seconds, connections)
+    running = np.arange(len(usages), dtype=np.int32)
+    scratch = np.zeros((4, 1 + max(link, default=0)))
+    rates, bottleneck = fair_rates(first, link, seconds, weights, np.array(limits), running, scratch)
+    return rates.tolist(), bottleneck.tolist()
+
+
+def exact_rates(usages: list[Usage], limits: list[float]) -> list[Fraction]:
+    """Water-filling with fractions: one level for all, one event at a time."""
+    weights = [min(Fraction(n) / Fraction(s) for s, n in usage.values()) for usage in usages]
+    links = {link for usage in usages for link in usage}
+    rates: dict[int, Fraction] = {}
+    while len(rates) < len(usages):
+        rising = [c for c in range(len(usages)) if c not in rates]
+        levels: dict[object, Fraction] = {c: Fraction(limits[c]) / weights[c] for c in rising}
+        for link in links:
+            used = sum(rates[c] * Fraction(usages[c][link][0]) for c in rates if link in usages[c])
+            slope = sum(weights[c] * Fraction(usages[c][link][0]) for c in rising if link in usages[c])
+            if slope:
+                levels["link", link] = (1 - used) / slope
+        level = min(levels.values())
+        for c in rising:
+            if levels[c] == level or any(levels.get(("link", link)) == level for link in usages[c]):
+                rates[c] = weights[c] * level
+    return [rates[c] for c in range(len(usages))]
+
+
+def test_fair_rates_of_bertsekas_and_gallager() -> None:
+    # Data Networks, 2nd edition, section 6.5.2: four links of capacity 1. Sessions 2, 3 and 5 fill the first shared
+    # link with 1/3 each; session 1 meets session 5 on the next and gets 2/3; session 4 has its link to itself
+    ac, bc, ce, de = range(4)
+    paths = [(ac, ce), (bc,), (bc,), (de,), (bc, ce)]
+    rates, bottleneck = rates_of([dict.fromkeys(path, (1.0, 1.0)) for path in paths], [np.inf] * 5)
+    assert rates == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1.0, 1 / 3], rel=1e-12)
+    assert bottleneck == [ce, bc, bc, de, bc]
+
+
+_ENTRY = st.tuples(st.integers(1, 40).map(float), st.integers(1, 4).map(float))
+_USAGES = st.lists(st.dictionaries(st.integers(0, 7), _ENTRY, min_size=1, max_size=4), min_size=1, max_size=9)
+
+
+@given(_USAGES, st.data())
+def test_fair_rates_equal_exact_water_filling(usages: list[Usage], data: st.DataObject) -> None:
+    limits = [1.0 / data.draw(st.integers(1, 40)) for _ in usages]
+    rates, _ = rates_of(usages, limits)
+    assert rates == pytest.approx([float(rate) for rate in exact_rates(usages, limits)], rel=1e-9)
+
+
+@given(_USAGES, st.data())
+def test_fair_rates_obey_the_bottleneck_law(usages: list[Usage], data: st.DataObject) -> None:
+    limits = [1.0 / data.draw(st.floats(1, 40)) for _ in usages]
+    rates, bottleneck = rates_of(usages, limits)
+    weights = [min(n / s for s, n in usage.values()) for usage in usages]
+    busy = {link: 0.0 for usage in usages for link in usage}
+    for usage, rate in zip(usages, rates, strict=True):
+        for link, (seconds, _) in usage.items():
+            busy[link] += rate * seconds
+    assert max(busy.values()) <= 1 + 1e-9
+    for usage, rate, limit, link, weight in zip(usages, rates, limits, bottleneck, weights, strict=True):
+        if link < 0:
+            assert rate == limit
+            continue
+        assert rate < limit
+        assert link in usage
+        assert busy[link] == pytest.approx(1.0, rel=1e-9)
+        sharing = [r / w for u, r, w in zip(usages, rates, weights, strict=True) if link in u]
+        assert rate / weight == pytest.approx(max(sharing), rel=1e-9)
+
+
+def test_changes_reach_only_communications_joined_by_links() -> None:
+    first, link = np.array([0, 2, 3, 5, 6], np.int32), np.array([0, 1, 1, 2, 3, 4], np.int32)
+    is_changed = np.zeros(5, np.bool_)
+    is_changed[0] = True
+    assert connected(first, link, np.arange(4, dtype=np.int32), is_changed).tolist() == [0, 1]
+    assert is_changed.tolist() == [True, True, False, False, False]

@@ -1,0 +1,84 @@
+"""Usage of links: without oversubscription the busiest link needs the transfer time of the closed form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from simplan import catalog
+from simplan.cluster.topology import LeafSpine, Rail, Sites, Switch, Topology
+from simplan.cost.communication.collectives import algorithm_of, algorithms_of
+from simplan.model.layer import CollectiveKind
+from simplan.network.build import fabric_of
+from simplan.network.usage import Usages, in_sequence, together
+from simplan.program.program import Communication
+
+NON_BLOCKING = (
+    Switch(kind="switch"),
+    LeafSpine(kind="leaf_spine", nodes_per_leaf=2),
+    Rail(kind="rail", nodes_per_group=2),
+)
+GROUPS = {
+    "one node": range(8),
+    "four nodes": range(32),
+    "one rank per node": range(3, 32, 8),
+    "two ranks per node": (0, 1, 8, 9, 16, 17, 24, 25),
+}
+
+
+def usages_on(topology: Topology, preset: str = "dgx-h100") -> Usages:
+    cluster = catalog.cluster(preset, 32).model_copy(update={"topology": topology})
+    return Usages(cluster, fabric_of(cluster))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("kind", CollectiveKind)
+@pytest.mark.parametrize("topology", NON_BLOCKING, ids=lambda topology: topology.kind)
+def test_busiest_link_takes_the_closed_form(topology: Topology, kind: CollectiveKind, group: str) -> None:
+    ranks = tuple(GROUPS[group])
+    usages = usages_on(topology)
+    for num_bytes in (2**12, 2**20, 2**30):
+        communication = Communication(kind, num_bytes, ranks[:1] + ranks[-1:] if kind is CollectiveKind.SEND else ranks)
+        for way in algorithms_of(communication, usages.cluster):
+            usage = usages.of(communication, way)
+            assert usage.seconds.max() == pytest.approx(usage.transfer_s, rel=1e-9), way.name
+            assert usage.fixed_s + usage.transfer_s == pytest.approx(way.seconds(num_bytes), rel=1e-12)
+
+
+def test_oversubscribed_uplink_takes_its_share_of_bytes() -> None:
+    # a ring over 4 nodes of 2 leaves: each leaf's uplink carries (n-1)/n of the buffer, at 1/16 of the node's network
+    usages = usages_on(LeafSpine(kind="leaf_spine", nodes_per_leaf=2, oversubscription=32))
+    communication = Communication(CollectiveKind.ALL_GATHER, 2**30, tuple(range(32)))
+    way = algorithm_of(communication, usages.cluster)
+    usage = usages.of(communication, way)
+    cluster = usages.cluster
+    assert cluster.inter_link is not None
+    uplink_bytes_per_s = cluster.inter_link.bytes_per_s * 16 / 32 * way.between
+    assert usage.seconds.max() == pytest.approx(31 / 32 * 2**30 / uplink_bytes_per_s, rel=1e-12)
+
+
+def test_rings_cross_a_distance_once_a_lap() -> None:
+    usages = usages_on(Sites(kind="sites", nodes_per_site=2, gbit_per_site=400, latency_s=0.01))
+    distances_s = {}
+    for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE, CollectiveKind.SEND):
+        ranks = (0, 31) if kind is CollectiveKind.SEND else tuple(range(32))
+        communication = Communication(kind, 2**30, ranks)
+        way = next(way for way in algorithms_of(communication, usages.cluster) if way.pattern in ("ring", "hop"))
+        distances_s[kind] = usages.of(communication, way).distance_s
+    # there and back in every lap of 31 of 32 hops
+    assert distances_s[CollectiveKind.ALL_GATHER] == pytest.approx(0.02 * 31 / 32)
+    assert distances_s[CollectiveKind.ALL_REDUCE] == pytest.approx(0.04 * 31 / 32)
+    assert distances_s[CollectiveKind.SEND] == pytest.approx(0.01)
+
+
+def test_usages_add_up_side_by_side_and_in_sequence() -> None:
+    usages = usages_on(NON_BLOCKING[0])
+    one, other = (
+        usages.of(c, algorithm_of(c, usages.cluster))
+        for c in (Communication(CollectiveKind.ALL_REDUCE, 2**28, group) for group in (tuple(range(8)), (0, 8, 16, 24)))
+    )
+    for both in (together([one, other]), in_sequence([one, other])):
+        total = np.bincount(np.concatenate([one.links, other.links]), np.concatenate([one.seconds, other.seconds]))
+        assert both.seconds == pytest.approx(total[both.links])
+    assert in_sequence([one, other]).transfer_s == one.transfer_s + other.transfer_s
+    assert together([one, one]).transfer_s == one.transfer_s
