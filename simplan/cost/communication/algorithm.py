@@ -81,13 +81,6 @@ class CommAlgorithm(NamedTuple):
             total_s += number * step_s
         return total_s + self.transfer_s(num_bytes)
 
-    def transfer_s(self, num_bytes: float) -> float:
-        """Returns the seconds of the transfers alone, without latencies."""
-        total_s = 0.0
-        for move in self.moves:
-            total_s += move.factor * num_bytes / move.bytes_per_s
-        return total_s
-
     def formula(self, num_bytes: float, where: str) -> str:
         """Returns the formula for ``num_bytes`` bytes with numbers filled in."""
         terms = [format_time(self.start_s)] if self.start_s else []
