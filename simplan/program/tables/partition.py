@@ -52,7 +52,7 @@ def balanced_assignment(
     if stage_ranks is None or len(set(stage_ranks)) == num_stages:
         inner = _balanced_stages(intervals, num_stages)
     else:
-        inner = _balanced_ranks(intervals, np.array(stage_ranks))
+        inner = _balanced_ranks(intervals, np.array(stage_ranks)).tolist()
     return StageAssignment((0, *(block + 1 for block in inner), len(layer_times_s)))
 
 
@@ -129,7 +129,7 @@ def _most_even(squares: _Floats, num_stages: int) -> list[int]:
     return inner[::-1]
 
 
-def _balanced_ranks(intervals: _Intervals, stage_ranks: _Indices) -> list[int]:
+def _balanced_ranks(intervals: _Intervals, stage_ranks: _Indices) -> _Indices:
     """Returns the inner boundaries, in blocks, of the best split with several stages per rank."""
     before_s, num_stages = intervals.before_s, len(stage_ranks)
     num_blocks = len(before_s) - 1
@@ -139,16 +139,16 @@ def _balanced_ranks(intervals: _Intervals, stage_ranks: _Indices) -> list[int]:
         return equal
     if math.comb(num_blocks - 1, num_stages - 1) <= _FEW_SPLITS:
         every = np.array(list(combinations(range(1, num_blocks), num_stages - 1)))
-        return _best_split(every, before_s, stage_ranks).tolist()
+        return _best_split(every, before_s, stage_ranks)
     best = _best_split(np.array([_balanced_stages(intervals, num_stages), equal]), before_s, stage_ranks)
     while True:
         shifted = _best_split(_with_shifts(best, num_blocks), before_s, stage_ranks)
         if (shifted == best).all():
-            return best.tolist()
+            return best
         best = shifted
 
 
-def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> list[int]:
+def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> _Indices:
     """Returns the inner boundaries of the best split if all blocks but the first and the last take equal time.
 
     Their order does not matter then, so stages are only numbers of blocks. Each stage begins with one block. A limit on
@@ -162,22 +162,22 @@ def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> list[int]:
     num_added = len(block_s) - len(stage_ranks)
     counts = np.ones(len(stage_ranks), np.int64)
     if num_added == 0:
-        return counts.cumsum()[:-1].tolist()
+        return counts.cumsum()[:-1]
     added_s = float(block_s[1:-1].mean())
     stage_s = np.array([block_s[0], *(added_s,) * (len(stage_ranks) - 2), block_s[-1]])
-    rank_s = np.bincount(stage_ranks, stage_s)
+    rank_s: _Floats = np.bincount(stage_ranks, stage_s).astype(np.float64)
 
-    def most_added(rank_limit_s: float, stage_limit_s: float) -> float:
+    def most_added(rank_limit_s: float, stage_limit_s: float) -> int:
         """Number of blocks that fit; -1 if the first ones do not fit."""
         to_ranks, to_stages = (
             np.floor((limit_s * _ROUNDING - used_s) / added_s)
             for limit_s, used_s in ((rank_limit_s, rank_s), (stage_limit_s, stage_s))
         )
         fits = to_ranks.min() >= 0 and to_stages.min() >= 0
-        return float(np.minimum(to_ranks, np.bincount(stage_ranks, to_stages)).sum()) if fits else -1.0
+        return int(np.minimum(to_ranks, np.bincount(stage_ranks, to_stages)).sum()) if fits else -1
 
     def limits_s(used_s: _Floats) -> list[float]:
-        return np.unique(used_s[:, None] + added_s * np.arange(num_added + 1)).tolist()
+        return [float(limit_s) for limit_s in np.unique(used_s[:, None] + added_s * np.arange(num_added + 1))]
 
     limits = limits_s(rank_s)
     rank_limit_s = limits[bisect_left(limits, num_added, key=lambda limit_s: most_added(limit_s, math.inf))]
@@ -192,7 +192,7 @@ def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> list[int]:
         stage_s[stage] += added_s
         rank_s[stage_ranks[stage]] += added_s
         counts[stage] += 1
-    return counts.cumsum()[:-1].tolist()
+    return counts.cumsum()[:-1]
 
 
 def _best_split(splits: _Indices, before_s: _Floats, stage_ranks: _Indices) -> _Indices:
