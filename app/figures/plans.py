@@ -142,7 +142,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
         "limit": why.limit.replace("_", " ") if why else None,
         "limit_share": why.shares[why.limit] if why else None,
         "help": RESOURCES[why.help] if why and why.help else None,
-        "help_share": why.saved[why.help] if why and why.help else None,
+        "help_share": why.saved[why.help] if why and why.saved and why.help else None,
         "num_devices": plan.num_devices,
         "cost_dollars": plan.cost_dollars,
         "on_front": on_front,

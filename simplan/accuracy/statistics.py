@@ -15,6 +15,7 @@ from simplan.model.layer import Attention, Gemm, LayerKind
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, StageAssignment
+from simplan.plan.schedules import stage_ranks
 from simplan.prediction import MemoryKind
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 
@@ -184,7 +185,8 @@ def _assignment(model: ModelSpec, plan: ParallelPlan) -> StageAssignment:
         return StageAssignment((0, len(model.layers)))
     if plan.stage_layers is not None:
         return assign_stage_layers(plan.stage_layers, model.num_last_layers)
-    return balanced_assignment([layer.flops() for layer in model.layers], plan.num_stages, model.num_last_layers)
+    ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages)
+    return balanced_assignment([layer.flops() for layer in model.layers], plan.num_stages, model.num_last_layers, ranks)
 
 
 def constant_mfu(outcomes: Iterable[RunOutcome]) -> ErrorFigures:

@@ -96,8 +96,11 @@ class AnalyticCost:
         return self._slowdown(route) * communication_s(communication, self._cluster, route, self._collectives)
 
     def _slowdown(self, route: Route | None) -> float:
-        inside = route is None or route.between is None
-        return self._stack.intra_slowdown if inside else self._stack.inter_slowdown
+        """Fitted slowdown, but never so small that a transfer is faster than the datasheet bandwidth of its links."""
+        if route is None:
+            return self._stack.intra_slowdown
+        fitted = self._stack.intra_slowdown if route.between is None else self._stack.inter_slowdown
+        return max(fitted, *(tier.link.bandwidth_share for tier in (route.inside, route.between) if tier is not None))
 
     def _route(self, ranks: tuple[int, ...]) -> Route | None:
         if len(ranks) == 1:

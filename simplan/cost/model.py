@@ -25,12 +25,14 @@ class CostEstimate:
     Attributes:
         relative_std: Relative standard deviation of the estimate.
         formula: The formula with numbers filled in.
+        least_s: Seconds that the bytes of a transfer need at datasheet bandwidth; 0 for other work, or unknown.
     """
 
     seconds: float
     provenance: Provenance
     relative_std: float
     formula: str
+    least_s: float = 0.0
 
 
 class CostModel(Protocol):

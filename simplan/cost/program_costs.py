@@ -49,6 +49,7 @@ class ProgramCosts:
     Attributes:
         durations_s: ``(num_ops,)`` Seconds per operation.
         deviations_s: ``(num_ops,)`` Standard deviation of each duration, in seconds.
+        least_s: ``(num_ops,)`` Seconds that the bytes of a transfer need at datasheet bandwidth; 0 for compute.
         by_work: Estimates by work, in order of first occurrence.
         overlap_slowdown: See ``CostModel``.
         beside: Time that the overlap slowdown adds, mean over ranks; None if durations do not include it.
@@ -57,6 +58,7 @@ class ProgramCosts:
 
     durations_s: NDArray[np.float64]
     deviations_s: NDArray[np.float64]
+    least_s: NDArray[np.float64]
     by_work: Mapping[Work, CostTerm]
     overlap_slowdown: float
     beside: CostTerm | None = None
@@ -76,7 +78,7 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
     """
     columns = program.columns
     used, first, counts = np.unique(columns.work, return_index=True, return_counts=True)
-    duration_s, deviation_s = np.zeros(len(program.works)), np.zeros(len(program.works))
+    duration_s, deviation_s, least_s = np.zeros((3, len(program.works)))
     terms: dict[Work, CostTerm] = {}
     for place in np.argsort(first).tolist():
         entry, kind = int(used[place]), SPAN_KINDS[columns.kind[first[place]]]
@@ -86,8 +88,10 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
                 term = terms[part] = _term(part, kind, cost)
             duration_s[entry] += term.cost_estimate.seconds
             deviation_s[entry] += term.cost_estimate.seconds * term.cost_estimate.relative_std
+            least_s[entry] += term.cost_estimate.least_s
             term.count += int(counts[place])
-    return ProgramCosts(duration_s[columns.work], deviation_s[columns.work], terms, cost.overlap_slowdown)
+    by_op = (duration_s[columns.work], deviation_s[columns.work], least_s[columns.work])
+    return ProgramCosts(*by_op, terms, cost.overlap_slowdown)
 
 
 def _term(part: Work, kind: SpanKind, cost: CostModel) -> CostTerm:

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -241,6 +242,17 @@ class StageAssignment:
     def layer_range(self, stage: int) -> range:
         """Indices of the stage's layers."""
         return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def stage_layers(self, num_last: int = 1) -> tuple[int, ...]:
+        """Blocks of every stage, as in ``plan.stage_layers``; without the embedding and the last ``num_last`` layers.
+
+        >>> StageAssignment((0, 3, 5, 8)).stage_layers()
+        (2, 2, 2)
+        """
+        counts = [end - start for start, end in pairwise(self.boundaries)]
+        counts[0] -= 1
+        counts[-1] -= num_last
+        return tuple(counts)
 
     def place(self, layer: int) -> int:
         """Index of a layer among the blocks of its stage, from 0; the embedding, layer 0, does not count.

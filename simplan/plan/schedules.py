@@ -78,6 +78,18 @@ def check_schedule_name(name: str) -> str:
     raise ValueError(f"is not a known schedule; {nearest}{' ' if nearest.endswith('?') else '; '}{custom}")
 
 
+def stage_ranks(name: str, num_ranks: int, num_stages: int) -> tuple[int, ...] | None:
+    """``(num_stages,)`` Pipeline rank of every stage; None for a custom schedule, whose table assigns them.
+
+    >>> stage_ranks("interleaved_1f1b", 2, 4), stage_ranks("zb-v", 2, 4)
+    ((0, 1, 0, 1), (0, 1, 1, 0))
+    """
+    if is_custom_schedule(name):
+        return None
+    in_v = name in SCHEDULE_FACTS and SCHEDULE_FACTS[name].placement == "v"
+    return tuple(min(stage, num_stages - 1 - stage) if in_v else stage % num_ranks for stage in range(num_stages))
+
+
 def is_custom_schedule(name: str) -> bool:
     """True for a custom schedule: an action table in a file, or a schedule from an installed package."""
     return name != "none" and name not in SCHEDULE_FACTS

@@ -24,7 +24,7 @@ from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.plan.collectives import Collectives
 from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
-from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.prediction import Prediction
 from simplan.program.action import Table, format_table
 from simplan.program.folding import Folding, fold, unfolded
@@ -300,7 +300,8 @@ def assign_layers(job: Job, cost: CostModel) -> StageAssignment:
                 cost.compute(LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters)).seconds
                 for phase in (Phase.FORWARD, Phase.BACKWARD)
             )
-    return balanced_assignment([seconds[layer.key] for layer in layers], plan.num_stages, model.num_last_layers)
+    times_s, ranks = [seconds[layer.key] for layer in layers], stage_ranks(plan.schedule, plan.pp, plan.num_stages)
+    return balanced_assignment(times_s, plan.num_stages, model.num_last_layers, ranks)
 
 
 def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microbatches: int) -> Table:

@@ -89,11 +89,14 @@ def moved_durations_s(program: Program, program_costs: ProgramCosts) -> list[NDA
 
     Returns:
         One vector per source with longer durations, then one per source with shorter ones. Both shifts use the same
-        factor, so durations stay positive.
+        factor, so durations stay positive. A transfer gets shorter only so far that the 90% interval, with a power of
+        the factor, ends at the datasheet bandwidth.
     """
     durations_s, deviations_s = program_costs.durations_s, program_costs.deviations_s
     longer_s = durations_s + deviations_s
     shorter_s = np.divide(durations_s**2, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
+    least_s = np.minimum(program_costs.least_s, durations_s)
+    shorter_s = np.maximum(shorter_s, durations_s ** (1 - 1 / NINE_IN_TEN) * least_s ** (1 / NINE_IN_TEN))
     sources = [own for own in sources_of_error(program).values() if own.any()]
     return [np.where(own, moved_s, durations_s) for moved_s in (longer_s, shorter_s) for own in sources]
 

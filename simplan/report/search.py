@@ -216,7 +216,9 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
     for other in why.other_software:
         yield f"  instead      {other_software_words(best, other)}"
     if not why.saved:
-        yield "  sensitivity  unknown: costs come from this machine's calibration"
+        no_rate = "10 % more of any resource makes a step less than 0.01 % shorter"
+        shared = "unknown: ranks share cores, whose rates are not modeled"
+        yield f"  sensitivity  {shared if why.saved is None else no_rate}"
         return
     (name, most), *rest = largest_first(why.saved, RESOURCES)
     yield f"  sensitivity  10 % more {name} makes a step {format_percent(most, 2)} shorter"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -316,10 +316,8 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     if job.placement_words:
         yield f"  placement    {job.placement_words}"
     if plan.pp > 1:
-        bounds = prediction.assignment.boundaries
-        counts = _in_runs([high - low for low, high in pairwise(bounds)])
-        ends = "embedding, head and those for later tokens" if model.mtp_num_layers else "embedding and head"
-        yield f"  stages       {counts} layers ({ends} count as one each)"
+        blocks = prediction.assignment.stage_layers(model.num_last_layers)
+        yield f"  stages       {_in_runs(blocks)} layers (plan.stage_layers), besides embedding and head"
 
 
 def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:

@@ -264,7 +264,8 @@ class _Search:
             why = explain_plan(exploration.job.with_plan(timed.plan), self._calibration, others, capacity)
             if rank == 0 and len(evaluators) == len(self._explorations) and capacity is not None:
                 share = more_memory(evaluators, timed.step_time_s, self._statistics.nearly, capacity)
-                why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})
+                if share > 0:
+                    why = replace(why, saved={**(why.saved or {}), "memory": share})
             self._explained[timed.key] = why
 
     def _plan(self, timed: Timed) -> RankedPlan:

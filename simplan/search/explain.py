@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from simplan.cluster.hardware import LinkSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.predict import predict
+from simplan.predict.sensitivity import Resource, improved
 from simplan.predict.step_summary import evaluate_step
+from simplan.prediction import Prediction
 from simplan.rules import violations
 from simplan.search.evaluate import Evaluator
 from simplan.search.result import OtherSoftware, SearchExplanation
 from simplan.search.space import SoftwareOptions, with_options
 from simplan.search.statistics import MORE, Waiting
 
+_RESOURCES = {
+    "flop_per_s": Resource.COMPUTE,
+    "memory_bandwidth": Resource.MEMORY_BANDWIDTH,
+    "intra_link": Resource.INTRA_LINK,
+    "inter_link": Resource.INTER_LINK,
+}
 _SHARES = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")
 _MAX_TRIED = 32  # plans
 _NOTICED = 1e-4  # smallest reported fraction of the step time
@@ -45,7 +52,7 @@ def explain_plan(
         worst_rank=worst.rank,
         busiest_rank=prediction.memory[busiest].rank,
         shares={name: getattr(split, f"{name}_s") / prediction.step_time_s for name in _SHARES},
-        saved=_saved(job, calibration, prediction.step_time_s),
+        saved=_saved(job, calibration, prediction),
         other_software=tuple(_with_others(job, calibration, others, capacity)),
     )
 
@@ -84,41 +91,22 @@ def more_memory(
     return 1 - least_s / step_time_s
 
 
-def _saved(job: Job, calibration: Calibration | None, step_time_s: float) -> dict[str, float]:
-    """By resource, the fraction of the step time that 10% more of it saves; empty if ranks share cores."""
+def _saved(job: Job, calibration: Calibration | None, prediction: Prediction) -> dict[str, float] | None:
+    """By resource, the fraction of the step time that 10% more of it saves; None if ranks share cores.
+
+    Stages stay fixed: a split that fits the faster hardware better would count as a part of the saving.
+    """
     if job.cluster.cores_per_node is not None:
-        return {}
+        return None
+    if job.plan.pp > 1:
+        stage_layers = prediction.assignment.stage_layers(job.model.num_last_layers)
+        job = job.with_plan(job.plan.model_copy(update={"stage_layers": stage_layers}))
     saved = {}
-    for resource, richer in _richer(job):
-        _, less_s = evaluate_step(richer, calibration)
-        assert less_s is not None
-        share = 1 - less_s / step_time_s
-        if share > _NOTICED:
-            saved[resource] = share
+    for name, resource in _RESOURCES.items():
+        if (cluster := improved(job.cluster, resource, MORE)) is not None:
+            _, less_s = evaluate_step(replace(job, cluster=cluster), calibration)
+            assert less_s is not None
+            share = 1 - less_s / prediction.step_time_s
+            if share > _NOTICED:
+                saved[name] = share
     return saved
-
-
-def _richer(job: Job) -> Iterator[tuple[str, Job]]:
-    """Yield the name of each resource, and the job with 10% more of it."""
-    cluster = job.cluster
-    device = cluster.device
-
-    def on(**update: object) -> Job:
-        return replace(job, cluster=cluster.model_copy(update=update))
-
-    rates = {
-        "peak_flop_per_s": {dtype: MORE * rate for dtype, rate in device.peak_flop_per_s.items()},
-        "matmul_flop_per_s": {dtype: MORE * rate for dtype, rate in device.matmul_flop_per_s.items()},
-    }
-    yield "flop_per_s", on(device=device.model_copy(update=rates))
-    if device.memory_bandwidth_bytes_per_s is not None:
-        faster = {"memory_bandwidth_bytes_per_s": MORE * device.memory_bandwidth_bytes_per_s}
-        yield "memory_bandwidth", on(device=device.model_copy(update=faster))
-    if cluster.intra_link is not None:
-        yield "intra_link", on(intra_link=_faster(cluster.intra_link))
-    if cluster.inter_link is not None:
-        yield "inter_link", on(inter_link=_faster(cluster.inter_link))
-
-
-def _faster(link: LinkSpec) -> LinkSpec:
-    return link.model_copy(update={"bytes_per_s": MORE * link.bytes_per_s})

@@ -154,6 +154,4 @@ def _fewest_blocks(
 def _most_blocks(job: Job) -> int:
     """Number of blocks in the largest stage."""
     assignment = assign_layers(job, cost_model(job, None))
-    last = job.model.num_blocks
-    stages = map(assignment.layer_range, range(assignment.num_stages))
-    return max(min(of.stop - 1, last) - max(of.start, 1) + 1 for of in stages)
+    return max(assignment.stage_layers(job.model.num_last_layers))

@@ -61,7 +61,7 @@ class SearchExplanation:
         shares: Fractions of the busiest rank's step, which sum to 1: compute, recompute, exposed_communication, wait,
             host, optimizer.
         saved: By resource, the fraction of the step time that 10% more of it saves; resources without effect are
-            missing.
+            missing. None if ranks share cores, whose rates are not modeled.
         other_software: The plan with each other combination of the searched options of the software that has it.
     """
 
@@ -74,7 +74,7 @@ class SearchExplanation:
     worst_rank: int
     busiest_rank: int
     shares: Mapping[str, float]
-    saved: Mapping[str, float]
+    saved: Mapping[str, float] | None
     other_software: tuple[OtherSoftware, ...] = ()
 
     @property
@@ -85,7 +85,7 @@ class SearchExplanation:
     @property
     def help(self) -> str | None:
         """Resource of which 10% more saves the most time; None if none saves any."""
-        return max(self.saved, key=lambda name: self.saved[name], default=None)
+        return max(self.saved or {}, key=(self.saved or {}).__getitem__, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class RankedPlan:
                 "busiest_rank": why.busiest_rank,
                 "shares": dict(why.shares),
                 "limit": why.limit,
-                "saved_by_10_percent_more": dict(why.saved),
+                "saved_by_10_percent_more": dict(why.saved or {}),
                 "help": why.help,
                 "other_software": [other.to_json() for other in why.other_software],
             }

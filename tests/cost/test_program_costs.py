@@ -169,3 +169,24 @@ def test_a_device_of_an_unknown_architecture_is_unsure_enough_to_be_a_known_one(
     low_s, high_s = wide.step_time_interval_s
     assert known.device.id == name
     assert low_s < sure.step_time_s < high_s
+
+
+@pytest.mark.parametrize("software", catalog.names("software"))
+def test_transfers_never_beat_the_datasheet_bandwidth(software: str) -> None:
+    """A P2P send inside a node and between nodes, and an all-gather over one rank per node, by hand."""
+    cluster, num_bytes = catalog.cluster("dgx-h100", num_devices=64), 10**9
+    assert cluster.intra_link is not None
+    assert cluster.inter_link is not None
+    rates = catalog.software(software).rates
+    cost = AnalyticCost(cluster, cost_of("h100-sxm-80gb"), rates)
+    for kind, ranks, factor, link in (
+        (CollectiveKind.SEND, (0, 1), 1.0, cluster.intra_link),
+        (CollectiveKind.SEND, (0, 8), 1.0, cluster.inter_link),
+        (CollectiveKind.ALL_GATHER, tuple(range(0, 64, 8)), 7 / 8, cluster.inter_link),
+    ):
+        estimate = cost.communication(Communication(kind, num_bytes, ranks))
+        wire_s = factor * num_bytes / link.bytes_per_s
+        assert estimate.seconds >= wire_s * (1 - 1e-9)
+        inside = link is cluster.intra_link  # the switch might reduce, at a lower rate
+        assert 0.7 * wire_s <= estimate.least_s <= wire_s * (1 + 1e-9)
+        assert inside or estimate.least_s == pytest.approx(wire_s)

@@ -162,6 +162,17 @@ def test_interval_of_a_single_device_by_hand() -> None:
     assert math.log(prediction.step_time_s / low_s) == pytest.approx(1.645 * math.log(longer))
 
 
+def test_interval_ends_where_the_network_does() -> None:
+    """FSDP over slow Ethernet: weights are gathered twice in BF16, and gradients reduced in FP32, over every node."""
+    cluster = catalog.cluster("dgx-h100", num_devices=16)
+    slow = cluster.model_copy(update={"inter_link": catalog.network_link(3.125)})
+    prediction = predict(job_of("llama3-8b", {"dp_shard": 16}, cluster=slow, global_batch_size=16))
+    node_bytes_per_s = 8 * 3.125e9 / 8
+    wire_s = (2 + 2 + 4) * prediction.job.model.num_parameters * 15 / 16 / node_bytes_per_s
+    low_s, _ = prediction.step_time_interval_s
+    assert 0.9 * wire_s <= low_s <= prediction.step_time_s
+
+
 def test_what_the_host_does_errs_apart_from_what_the_device_computes() -> None:
     """As of one device, whose step is a sum, but of software that waits for the batch before every forward."""
     prediction = predict(job_of(GPT2, cluster="dgx-a100-80gb", software="megatron-lm-2023", global_batch_size=32))

@@ -29,9 +29,8 @@ def pinned(found: Prediction) -> ParallelPlan:
     """The plan with its stages as they are: other rates can balance layers otherwise."""
     if found.job.plan.num_stages == 1:
         return found.job.plan
-    ranges = [found.assignment.layer_range(stage) for stage in range(found.job.plan.num_stages)]
-    blocks = [len(layers) - (stage == 0) - (stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
-    return found.job.plan.model_copy(update={"stage_layers": tuple(blocks)})
+    blocks = found.assignment.stage_layers(found.job.model.num_last_layers)
+    return found.job.plan.model_copy(update={"stage_layers": blocks})
 
 
 @pytest.mark.parametrize(
@@ -55,6 +54,15 @@ def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str
             assert again.assignment == prediction.assignment
             assert again.step_time_s / prediction.step_time_s - 1 == pytest.approx(values[resource], abs=1e-12)
     assert list(values.values()) == sorted(values.values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_faster_compute_never_lengthens_an_interleaved_step(recompute: str) -> None:
+    plan = {"pp": 8, "virtual_stages": 2, "recompute": recompute}
+    job = job_of("llama2-13b", plan, num_microbatches=16)
+    clusters = [improved(job.cluster, Resource.COMPUTE, factor) for factor in (1.0, 1.05, 1.1, 1.3, 2.0)]
+    steps_s = [predict(replace(job, cluster=cluster)).step_time_s for cluster in clusters if cluster is not None]
+    assert steps_s == sorted(steps_s, reverse=True)
 
 
 def test_all_rates_together_scale_the_step() -> None:

@@ -169,6 +169,7 @@ def test_predict_confirms_the_best_plan(family: str) -> None:
     assert why.step_time_interval_s == one.step_time_interval_s
     assert why.device_interval_bytes == one.worst_memory.device_interval_bytes
     assert why.memory_verdict == one.memory_verdict
+    assert why.saved is not None
     assert all(0 < share < 1 / 11 + 1e-9 for name, share in why.saved.items() if name != "memory"), (
         "10 % more of one thing saves at most an eleventh"
     )

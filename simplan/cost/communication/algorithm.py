@@ -79,9 +79,7 @@ class CommAlgorithm(NamedTuple):
         total_s = self.start_s
         for number, step_s in self.steps:
             total_s += number * step_s
-        for move in self.moves:
-            total_s += move.factor * num_bytes / move.bytes_per_s
-        return total_s
+        return total_s + self.transfer_s(num_bytes)
 
     def formula(self, num_bytes: float, where: str) -> str:
         """Returns the formula for ``num_bytes`` bytes with numbers filled in."""

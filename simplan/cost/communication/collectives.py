@@ -72,6 +72,7 @@ def communication_cost(
         Provenance.PUBLISHED if is_fitted else Provenance.DATASHEET,
         relative_std,
         way.formula(num_bytes, route.where),
+        way.transfer_s(num_bytes) * route.least_share,
     )
 
 

@@ -55,6 +55,12 @@ class Route(NamedTuple):
         return tier
 
     @property
+    def least_share(self) -> float:
+        """Smallest fraction of the datasheet bandwidth that any algorithm achieves on the slowest tier."""
+        link = self.slowest.link
+        return link.bandwidth_share if self.between else min(link.bandwidth_share, link.switch_share or 1.0)
+
+    @property
     def where(self) -> str:
         """Description of the location for formulas."""
         link = self.slowest.link.id

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,33 +16,43 @@ from simplan.plan.plan import StageAssignment
 
 _ROUNDING = 1 + 1e-9  # sums of equal layers at different positions differ by rounding, which must not choose the split
 
+_FEW_SPLITS = 2000  # so many are all compared
+_MAX_ELEMENTS = 1_000_000  # of an array of splits
+
 _Floats = NDArray[np.float64]
+_Indices = NDArray[np.int64]
 
 
-def balanced_assignment(layer_times_s: Sequence[float], num_stages: int, num_last: int = 1) -> StageAssignment:
-    """Returns the contiguous split whose slowest stage is fastest; among those, the one with the least sum of squares.
+def balanced_assignment(
+    layer_times_s: Sequence[float], num_stages: int, num_last: int = 1, stage_ranks: Sequence[int] | None = None
+) -> StageAssignment:
+    """Returns the contiguous split whose slowest rank is fastest; among those, the one whose slowest stage is fastest.
 
-    The result is exact and takes two steps, because the second aim depends on the slowest stage of the whole split:
-    first the smallest possible slowest stage, then the most even split in which no stage is slower.
+    In steady state a pipeline is as fast as the rank with most work per microbatch, the sum over the stages of that
+    rank. Remaining ties go to the split with the least sum of squares, over ranks and stages.
 
     Embedding and head count like any layer, so a stage with one of them gets fewer blocks. Every stage has at least one
     block: the first and the last layers are never alone in a stage.
 
-    Stages count individually, even if a rank has several (stages r, r + p, ... of an interleaved schedule). The time of
-    a rank is then at most the number of its stages times the slowest stage.
+    The result is exact if every rank has one stage, if all blocks but the first and the last take equal time, or if
+    there are few splits. Otherwise, the best split is improved until no shift of neighboring boundaries by one block
+    improves it further.
 
     Args:
         layer_times_s: Forward plus backward seconds of every layer for one microbatch, embedding first, head last.
         num_stages: Number of stages; at most the number of blocks.
         num_last: Number of layers after the last block, which stay together: the head, and those before it.
+        stage_ranks: ``(num_stages,)`` Pipeline rank of every stage; None for one stage per rank.
 
     Complexity: O(num_stages * blocks^2) elements of numpy, O(blocks^2) memory.
     """
     num_blocks = len(layer_times_s) - 1 - num_last
     assert 1 <= num_stages <= num_blocks, (num_stages, num_blocks)
     intervals = _intervals(tuple(layer_times_s), num_blocks)
-    slowest_s = _smallest_slowest(intervals, num_stages) * _ROUNDING
-    inner = _most_even(np.where(intervals.times_s <= slowest_s, intervals.times_s**2, np.inf), num_stages)
+    if stage_ranks is None or len(set(stage_ranks)) == num_stages:
+        inner = _balanced_stages(intervals, num_stages)
+    else:
+        inner = _balanced_ranks(intervals, np.array(stage_ranks)).tolist()
     return StageAssignment((0, *(block + 1 for block in inner), len(layer_times_s)))
 
 
@@ -66,6 +78,15 @@ def _intervals(layer_times_s: tuple[float, ...], num_blocks: int) -> _Intervals:
     times_s = before_s[:, None] - before_s[None, :]
     times_s[np.triu_indices(num_blocks + 1)] = np.inf
     return _Intervals(before_s, times_s, np.sort(times_s[np.isfinite(times_s)]))
+
+
+def _balanced_stages(intervals: _Intervals, num_stages: int) -> list[int]:
+    """Returns the inner boundaries, in blocks, of the best split with one stage per rank.
+
+    The smallest possible slowest stage comes first, then the most even split in which no stage is slower.
+    """
+    slowest_s = _smallest_slowest(intervals, num_stages) * _ROUNDING
+    return _most_even(np.where(intervals.times_s <= slowest_s, intervals.times_s**2, np.inf), num_stages)
 
 
 def _smallest_slowest(intervals: _Intervals, num_stages: int) -> float:
@@ -106,6 +127,96 @@ def _most_even(squares: _Floats, num_stages: int) -> list[int]:
         place = int(choices[stage][place])
         inner.append(place + stage)
     return inner[::-1]
+
+
+def _balanced_ranks(intervals: _Intervals, stage_ranks: _Indices) -> _Indices:
+    """Returns the inner boundaries, in blocks, of the best split with several stages per rank."""
+    before_s, num_stages = intervals.before_s, len(stage_ranks)
+    num_blocks = len(before_s) - 1
+    block_s = np.diff(before_s)
+    equal = _with_equal_blocks(block_s, stage_ranks)
+    if np.allclose(block_s[1:-1], block_s[1], rtol=_ROUNDING - 1, atol=0.0):
+        return equal
+    if math.comb(num_blocks - 1, num_stages - 1) <= _FEW_SPLITS:
+        every = np.array(list(combinations(range(1, num_blocks), num_stages - 1)))
+        return _best_split(every, before_s, stage_ranks)
+    best = _best_split(np.array([_balanced_stages(intervals, num_stages), equal]), before_s, stage_ranks)
+    while True:
+        shifted = _best_split(_with_shifts(best, num_blocks), before_s, stage_ranks)
+        if (shifted == best).all():
+            return best
+        best = shifted
+
+
+def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> _Indices:
+    """Returns the inner boundaries of the best split if all blocks but the first and the last take equal time.
+
+    Their order does not matter then, so stages are only numbers of blocks. Each stage begins with one block. A limit on
+    the time of ranks or stages is sufficient if the remaining blocks fit within it. Within the smallest limits, blocks
+    are added one by one where the sum of squares grows least. This is exact, since the constraints are nested.
+
+    Args:
+        block_s: ``(blocks,)`` Seconds of every block; the mean of the inner ones counts for all of them.
+        stage_ranks: See ``balanced_assignment``.
+    """
+    num_added = len(block_s) - len(stage_ranks)
+    counts = np.ones(len(stage_ranks), np.int64)
+    if num_added == 0:
+        return counts.cumsum()[:-1]
+    added_s = float(block_s[1:-1].mean())
+    stage_s = np.array([block_s[0], *(added_s,) * (len(stage_ranks) - 2), block_s[-1]])
+    rank_s: _Floats = np.bincount(stage_ranks, stage_s).astype(np.float64)
+
+    def most_added(rank_limit_s: float, stage_limit_s: float) -> int:
+        """Number of blocks that fit; -1 if the first ones do not fit."""
+        to_ranks, to_stages = (
+            np.floor((limit_s * _ROUNDING - used_s) / added_s)
+            for limit_s, used_s in ((rank_limit_s, rank_s), (stage_limit_s, stage_s))
+        )
+        fits = to_ranks.min() >= 0 and to_stages.min() >= 0
+        return int(np.minimum(to_ranks, np.bincount(stage_ranks, to_stages)).sum()) if fits else -1
+
+    def limits_s(used_s: _Floats) -> list[float]:
+        return [float(limit_s) for limit_s in np.unique(used_s[:, None] + added_s * np.arange(num_added + 1))]
+
+    limits = limits_s(rank_s)
+    rank_limit_s = limits[bisect_left(limits, num_added, key=lambda limit_s: most_added(limit_s, math.inf))]
+    limits = limits_s(stage_s)
+    stage_limit_s = limits[bisect_left(limits, num_added, key=lambda limit_s: most_added(rank_limit_s, limit_s))]
+    for _ in range(num_added):
+        allowed = rank_s[stage_ranks] + added_s <= rank_limit_s * _ROUNDING
+        allowed &= stage_s + added_s <= stage_limit_s * _ROUNDING
+        growth = np.where(allowed, rank_s[stage_ranks] + stage_s, np.inf)
+        # among equals the last stage: earlier ones keep the activations of more microbatches
+        stage = np.flatnonzero(growth <= growth.min() * _ROUNDING)[-1]
+        stage_s[stage] += added_s
+        rank_s[stage_ranks[stage]] += added_s
+        counts[stage] += 1
+    return counts.cumsum()[:-1]
+
+
+def _best_split(splits: _Indices, before_s: _Floats, stage_ranks: _Indices) -> _Indices:
+    """Returns the best of ``(splits, stages - 1)`` inner boundaries, the first of equally good ones."""
+    ends = [(0, 0), (1, 1)]
+    bounds = np.pad(splits, ends, constant_values=((0, 0), (0, len(before_s) - 1)))
+    stage_s = np.diff(before_s[bounds] / before_s[-1])
+    rank_s = stage_s @ (stage_ranks[:, None] == np.arange(stage_ranks.max() + 1))
+    squares = (stage_s**2).sum(axis=1) + (rank_s**2).sum(axis=1)
+    order = np.lexsort(np.round((squares, stage_s.max(axis=1), rank_s.max(axis=1)), 9))
+    best: _Indices = splits[order[0]]
+    return best
+
+
+def _with_shifts(inner: _Indices, num_blocks: int) -> _Indices:
+    """Returns inner boundaries, and those with neighboring boundaries shifted by one block, as rows."""
+    size = len(inner)
+    reach = min(size, max(1, _MAX_ELEMENTS // (2 * size * size)))  # boundaries shifted together, for limited memory
+    first, length = np.divmod(np.arange(size * reach), reach)
+    place = np.arange(size)
+    shifts = (place >= first[:, None]) & (place <= (first + length)[:, None])
+    rows = np.concatenate([inner[None], inner + shifts, inner - shifts])
+    steps = np.diff(rows, axis=1, prepend=0, append=num_blocks)
+    return rows[(steps > 0).all(axis=1)]
 
 
 def assign_stage_layers(stage_layers: Sequence[int], num_last: int = 1) -> StageAssignment:

@@ -8,7 +8,7 @@ import numpy as np
 
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
-from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, Pipeline, StageSums
 from simplan.search.bounds.memory_bound import MemoryBound
 from simplan.search.bounds.step_time_bound import StepTimeBound
@@ -83,8 +83,6 @@ class Bounds:
         _, first, ways = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
         plans = [rows.plan(row) for row in first.tolist()]
         layers, boundaries = [self._sums.of(plan) for plan in plans], [self._sums.boundaries(plan) for plan in plans]
-        stages = np.arange(plans[0].num_stages)
-        in_v = bool(self._in_v[rows["schedule"][0]])
-        placement = np.minimum(stages, len(stages) - 1 - stages) if in_v else stages % plans[0].pp
+        placement = np.array(stage_ranks(plans[0].schedule, plans[0].pp, plans[0].num_stages))
         splits = bool(self._splits[rows["schedule"][0]])
         return Pipeline(layers, boundaries, StageSums.of(layers, boundaries), placement, splits), ways.reshape(-1)

@@ -15,7 +15,7 @@ from simplan.cost.program_costs import pass_time_s
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, StageAssignment
-from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.predict.build import cost_model
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.script import Scripts
@@ -150,12 +150,13 @@ class LayerSumsCache:
 
     def boundaries(self, plan: ParallelPlan) -> NDArray[np.int64]:
         """``(stages + 1,)``: first layer of each stage, then the number of layers; split as in ``predict``."""
-        key = self._split_of(plan), plan.num_stages
+        ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages)
+        key = self._split_of(plan), ranks
         if (found := self._boundaries.get(key)) is None:
             model, stages = self._job.model, plan.num_stages
             given = plan.stage_layers or self._job.software.equal_stage_layers(model.num_blocks, stages)
             found = self._boundaries[key] = np.array(
-                balanced_assignment(self.of(plan).balance_s, stages, model.num_last_layers).boundaries
+                balanced_assignment(self.of(plan).balance_s, stages, model.num_last_layers, ranks).boundaries
                 if given is None
                 else assign_stage_layers(given, model.num_last_layers).boundaries
             )

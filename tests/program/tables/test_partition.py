@@ -11,6 +11,39 @@ from hypothesis import strategies as st
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 
 
+def of_ranks(times: list[int], split: tuple[int, ...], ranks: list[int]) -> tuple[int, int, int]:
+    """Largest sum over the stages of a rank, then the largest stage, then the squares of both."""
+    stages = [sum(times[a:b]) for a, b in pairwise(split)]
+    sums = [sum(time for time, own in zip(stages, ranks, strict=True) if own == rank) for rank in set(ranks)]
+    return max(sums), max(stages), sum(time * time for time in (*stages, *sums))
+
+
+@given(st.data(), st.integers(1, 3), st.integers(2, 3), st.booleans())
+def test_several_stages_per_rank_match_brute_force(
+    data: st.DataObject, num_ranks: int, per_rank: int, equal: bool
+) -> None:
+    num_stages = num_ranks * per_rank
+    num_blocks = data.draw(st.integers(num_stages, num_stages + 4))
+    one = st.just(data.draw(st.integers(1, 20))) if equal else st.integers(1, 20)
+    blocks = data.draw(st.lists(one, min_size=num_blocks, max_size=num_blocks))
+    times = [data.draw(st.integers(0, 20)), *blocks, data.draw(st.integers(0, 30))]
+    loop = [stage % num_ranks for stage in range(num_stages)]
+    down_and_up = [*range(num_ranks), *reversed(range(num_ranks))]
+    ranks = down_and_up if per_rank == 2 and data.draw(st.booleans()) else loop
+    found = balanced_assignment([float(t) for t in times], num_stages, 1, ranks).boundaries
+    splits = [(0, *cuts, len(times)) for cuts in combinations(range(2, len(times) - 1), num_stages - 1)]
+    assert of_ranks(times, found, ranks) == min(of_ranks(times, split, ranks) for split in splits)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_stages", "num_ranks"), [(61, 32, 16), (46, 16, 8), (126, 64, 16)])
+def test_alternating_layers_are_split_near_the_mean(num_blocks: int, num_stages: int, num_ranks: int) -> None:
+    """Too many splits to compare all: the slowest rank has at most one short block more than the mean."""
+    times = [1, *((10, 13)[block % 2] for block in range(num_blocks)), 17]
+    ranks = [stage % num_ranks for stage in range(num_stages)]
+    found = balanced_assignment([float(t) for t in times], num_stages, 1, ranks).boundaries
+    assert of_ranks(times, found, ranks)[0] <= sum(times) / num_ranks + 10
+
+
 def rank(times: list[int], split: tuple[int, ...]) -> tuple[int, int]:
     """What is compared: the slowest stage, then the sum of squares."""
     stages = [sum(times[a:b]) for a, b in pairwise(split)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from simplan.interop.frameworks.megatron.options import (
     CONTEXT_PARALLEL,
@@ -335,12 +335,8 @@ class _Writer:
 
     def _balanced_blocks(self) -> list[int]:
         """Blocks per stage as predicted, which Megatron-LM has to be told if they are not equal."""
-        model = self.job.model
-        boundaries = assign_layers(self.job, cost_model(self.job, None)).boundaries
-        blocks = [after - before for before, after in pairwise(boundaries)]
-        blocks[0] -= 1  # the embedding
-        blocks[-1] -= model.num_last_layers
-        return blocks
+        assignment = assign_layers(self.job, cost_model(self.job, None))
+        return list(assignment.stage_layers(self.job.model.num_last_layers))
 
     def sharding(self) -> None:
         """Data parallelism, which follows from the number of devices."""
