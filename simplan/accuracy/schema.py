@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from simplan.base import Count, NonNegative, Positive, Spec
+from simplan.base import Count, NonNegative, NumDevices, Positive, Spec
 from simplan.cluster.hardware import Dtype
 from simplan.errors import Problem
 from simplan.plan.plan import Recompute
@@ -46,6 +46,8 @@ Framework = Literal[
 Task = Literal["pretrain", "sft", "lora"]
 
 Zero = Annotated[int, Field(ge=0)]
+MeasuredValue = Annotated[float, Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
+"""A measured value; errors relative to a smaller one would be infinite."""
 _ROUNDING = 0.02  # of printed throughputs and step times
 
 
@@ -166,8 +168,8 @@ class RunCluster(Spec):
     """
 
     device: str
-    num_devices: Count
-    devices_per_node: Count
+    num_devices: NumDevices
+    devices_per_node: NumDevices
     intra_link: str | None
     inter_link_gbit_per_device: Positive | None
     matmul_flop_per_s: dict[Dtype, Positive] | None = None
@@ -225,15 +227,15 @@ class Measured(Spec):
         samples_per_s_per_device: Sequences or images, where the source counts those instead of tokens.
     """
 
-    step_time_s: Positive | None
-    tokens_per_s_per_device: Positive | None
-    peak_allocated_gib: Positive | None
-    peak_reserved_gib: Positive | None
-    peak_memory_gb_as_printed: Positive | None
+    step_time_s: MeasuredValue | None
+    tokens_per_s_per_device: MeasuredValue | None
+    peak_allocated_gib: MeasuredValue | None
+    peak_reserved_gib: MeasuredValue | None
+    peak_memory_gb_as_printed: MeasuredValue | None
     oom: bool
-    model_tflops_per_device_published: Positive | None
+    model_tflops_per_device_published: MeasuredValue | None
     mfu_published: NonNegative | None
-    samples_per_s_per_device: Positive | None = None
+    samples_per_s_per_device: MeasuredValue | None = None
 
 
 class PublishedRun(Spec):

@@ -488,13 +488,19 @@ def explain(
             autocompletion=completion.scenarios,
         ),
     ] = None,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="rank=N,slowdown=X", help="Slow rank (or node=node2), repeatable: its cost is a sentence."
+        ),
+    ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Show every term of step time and memory, with its formula and numbers."""
     from simplan.cli.commands import explain_command
 
-    return explain_command(scenario, other, as_json=json, calibration_file=calibration)
+    return explain_command(scenario, other, as_json=json, calibration_file=calibration, stragglers=straggler or ())
 
 
 @_command(short_help="Write the predicted step as a trace for Perfetto.")

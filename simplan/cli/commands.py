@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from simplan.cli.calibrations import (
     CalibrationTarget,
@@ -174,9 +175,16 @@ def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | N
 
 
 def explain_command(
-    request: ScenarioRequest, other: Path | None, *, as_json: bool, calibration_file: Path | None
+    request: ScenarioRequest,
+    other: Path | None,
+    *,
+    as_json: bool,
+    calibration_file: Path | None,
+    stragglers: Sequence[str] = (),
 ) -> int:
-    """``simplan explain``."""
+    """``simplan explain``; stragglers are given as ``rank=17,slowdown=1.3``."""
+    if stragglers:
+        request = request.with_overrides({"cluster.stragglers": [_straggler(text) for text in stragglers]})
     explained = []
     for each in (request, *([replace(request, source=other)] if other else [])):
         scenario = each.scenario()
@@ -185,7 +193,7 @@ def explain_command(
         )
         prediction, simulated = _predict_step(scenario, calibration)
         name = _name_of(each, scenario, several=other is not None)
-        explained.append(explain(replace(prediction, name=name), simulated))
+        explained.append(explain(replace(prediction, name=name), simulated, calibration=calibration))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0])
     else:
@@ -196,6 +204,23 @@ def explain_command(
     else:
         print_result(text)
     return 0
+
+
+def _straggler(text: str) -> dict[str, Any]:
+    """Straggler of an option.
+
+    Raises:
+        SpecError: The option is not ``rank=RANK,slowdown=TIMES`` or ``node=NODE,slowdown=TIMES``.
+    """
+    pairs = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    try:
+        named: dict[str, Any] = {"node": pairs["node"]} if "node" in pairs else {"rank": int(pairs["rank"])}
+        if len(pairs) == 2:
+            return {**named, "slowdown": float(pairs["slowdown"])}
+    except (KeyError, ValueError):
+        pass
+    rule = "must name a rank or a node, and how many times longer it computes"
+    raise SpecError(Problem(field="--straggler", value=text, rule=rule, fix="write rank=17,slowdown=1.3"))
 
 
 def _name_of(request: ScenarioRequest, scenario: Scenario, *, several: bool) -> str:

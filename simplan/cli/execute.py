@@ -131,6 +131,10 @@ def check_before_calibrating(scenario: Scenario, options: RunOptions) -> None:
         SpecError: The folder has checkpoints of another training, or the port at the endpoint is in use.
     """
     kept, job = options.checkpointing, scenario.job
+    if job.cluster.stragglers:
+        rule = "describes slow ranks, and a run has ranks as fast as they are"
+        fix = "remove it; `simplan compare` names slow ranks of a run"
+        raise SpecError(Problem(field="cluster.stragglers", rule=rule, fix=fix), file=scenario.file)
     if kept is not None:
         newest = next(iter(readable_headers(Path(kept.folder))[0]), None)
         check_new_run(kept, newest)

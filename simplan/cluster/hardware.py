@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from simplan.base import Count, NonNegative, NumDevices, Rate, Seconds, Spec
+from simplan.base import MAX_DEVICES, Count, NonNegative, NumDevices, Rate, Seconds, Spec
 from simplan.cluster.topology import Topology, node_of_name
 from simplan.software.rates import KernelRates
 from simplan.units import MIB
@@ -143,6 +143,41 @@ class BackgroundFlow(Spec):
         return int(self.source.removeprefix("node")), int(self.destination.removeprefix("node"))
 
 
+Slowdown = Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+
+
+class Straggler(Spec):
+    """A rank, or all ranks of a node, whose kernels take longer than those of the others.
+
+    Attributes:
+        rank: Rank of the plan; None where a node is named.
+        node: Node; None where a rank is named.
+        slowdown: Time of its kernels over that of the others; 1 for none.
+    """
+
+    rank: Annotated[int, Field(ge=0, lt=MAX_DEVICES)] | None = None
+    node: NodeName | None = None
+    slowdown: Slowdown
+
+    @property
+    def words(self) -> str:
+        """Description, e.g. ``rank 17, 1.3 times``."""
+        who = f"rank {self.rank}" if self.node is None else self.node
+        return f"{who}, {self.slowdown:g} times"
+
+
+class SlowLink(Spec):
+    """A link of the topology with less bandwidth than its cable has, such as one with errors.
+
+    Attributes:
+        link: Name, such as ``leaf0 -> spine``.
+        bandwidth_share: Fraction of its bandwidth that is left.
+    """
+
+    link: Annotated[str, Field(min_length=1, max_length=200)]
+    bandwidth_share: _Part
+
+
 class ClusterSpec(Spec):
     """A number of equal nodes.
 
@@ -156,6 +191,8 @@ class ClusterSpec(Spec):
         nics_per_node: Network cards of one node that ``inter_link`` stands for; None for unknown, or a single node.
         host_link: Link between each device and host memory; None for unknown, or a CPU.
         background: Traffic of other jobs on the links of ``topology``.
+        stragglers: Ranks that compute more slowly than the others.
+        slow_links: Links of ``topology`` with less bandwidth than the others of their kind.
         host_memory_bytes: Host memory of one node; None for unknown, or a CPU.
         host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of host memory, all sockets together; None for unknown.
         cores_per_node: CPU cores that the ranks of one node share; None for devices other than a CPU.
@@ -171,6 +208,8 @@ class ClusterSpec(Spec):
     inter_link: LinkSpec | None = None
     host_link: LinkSpec | None = None
     background: tuple[BackgroundFlow, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    slow_links: tuple[SlowLink, ...] = ()
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     cores_per_node: Count | None = None

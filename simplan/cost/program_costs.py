@@ -116,6 +116,13 @@ def _term(part: Work, kind: SpanKind, cost: CostModel) -> CostTerm:
     return CostTerm(name, kind, cost_estimate)
 
 
+def computing_part(work: tuple[Work, ...], program_costs: ProgramCosts) -> float:
+    """Returns the compute fraction of an operation's time; the rest is communication merged into the operation."""
+    seconds = [(program_costs.by_work[part].cost_estimate.seconds, isinstance(part, LayerWork)) for part in work]
+    total_s = sum(own_s for own_s, _ in seconds)
+    return sum(own_s for own_s, computes in seconds if computes) / total_s if total_s else 0.0
+
+
 def _excess(part: OverlapRemainder, cost: CostModel) -> CostEstimate:
     communications = [cost.communication(communication) for communication in part.communications]
     beside = cost.compute(part.beside)

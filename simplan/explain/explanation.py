@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from simplan.cost.calibration.format import Calibration
 from simplan.explain.memory import memory_parts
 from simplan.explain.term import ExplainedTerm
 from simplan.explain.time import time_parts
-from simplan.predict import Simulated, predict_step
+from simplan.predict import Simulated, predict, predict_step
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
-from simplan.units import counted, format_flop_per_s, format_number, format_time
+from simplan.units import counted, format_flop_per_s, format_number, format_percent, format_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Explanation:
         links: ``ClusterSpec.links``.
         contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
         placement: ``Job.placement_words``.
+        stragglers: What slow ranks cost, as a sentence; empty without any.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Explanation:
     links: dict[str, dict[str, Any] | None]
     contention: str | None = None
     placement: str = ""
+    stragglers: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -80,6 +82,22 @@ def explain(
         links=prediction.job.cluster.links,
         contention=None if prediction.network is None else f"contention {prediction.network.contention_words()}",
         placement=prediction.job.placement_words,
+        stragglers=_stragglers(prediction, calibration),
+    )
+
+
+def _stragglers(prediction: Prediction, calibration: Calibration | None) -> str:
+    """Step time with and without the slow ranks; empty without any."""
+    job = prediction.job
+    if not job.cluster.stragglers:
+        return ""
+    others = replace(job, cluster=job.cluster.with_changes(stragglers=()))
+    without_s = predict(others, calibration=calibration).step_time_s
+    slow = "; ".join(straggler.words for straggler in job.cluster.stragglers)
+    longer = format_percent(prediction.step_time_s / without_s - 1)
+    return (
+        f"{slow} the time of the others to compute: the step takes {format_time(prediction.step_time_s)}, and "
+        f"{format_time(without_s)} without ({longer} more), since other ranks wait"
     )
 
 

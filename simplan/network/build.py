@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -61,17 +62,35 @@ def fabric_of(cluster: ClusterSpec) -> Fabric:
     levels = [("node", node_of_device)]
     if interconnect is not None:
         levels += interconnect.levels(card_of_device)
-    return Fabric(
+    fabric = Fabric(
         num_devices=cluster.num_devices,
         vertices=tuple(builder.vertices),
         links=tuple(builder.links),
         levels=tuple(levels),
-        is_symmetric=_is_symmetric(cluster, levels),
+        is_symmetric=not cluster.slow_links and _is_symmetric(cluster, levels),
         wiring=wiring,
         interconnect=interconnect,
         node_of_device=node_of_device,
         card_of_device=card_of_device,
     )
+    return _with_slow_links(fabric, cluster) if cluster.slow_links else fabric
+
+
+def _with_slow_links(fabric: Fabric, cluster: ClusterSpec) -> Fabric:
+    """The fabric with the bandwidth that slow links have left.
+
+    Raises:
+        SpecError: A link is not in the fabric.
+    """
+    links = list(fabric.links)
+    for number, slow in enumerate(cluster.slow_links):
+        try:
+            index = fabric.link_named(slow.link)
+        except SpecError as error:
+            (problem,) = error.problems
+            raise SpecError(replace(problem, field=f"cluster.slow_links.{number}.link")) from None
+        links[index] = links[index]._replace(bytes_per_s=slow.bandwidth_share * links[index].bytes_per_s)
+    return replace(fabric, links=tuple(links))
 
 
 def _missing_links(cluster: ClusterSpec) -> list[Problem]:

@@ -130,6 +130,8 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     if program_costs.beside is not None:
         slowdown = format_percent(program_costs.overlap_slowdown)
         yield f"compute that overlaps communication loses {slowdown} of its throughput"
+    if cluster.stragglers:
+        yield f"slow ranks: {'; '.join(each.words for each in cluster.stragglers)} the time of the others to compute"
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield _of_links(cluster)
 

@@ -25,6 +25,7 @@ from simplan.plan.collectives import Collectives
 from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
+from simplan.predict.stragglers import slowdowns
 from simplan.prediction import Prediction
 from simplan.program.action import Table, format_table
 from simplan.program.folding import Folding, fold, unfolded
@@ -118,7 +119,8 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     contended = None if is_static(cluster) else cluster
     if contended is not None and any(isinstance(each, int) for each in plan.placement or ()):
         return unfolded(mapping)
-    return _kept_folding(mapping, job.placement, cluster.devices_per_node, deals or uneven, contended)
+    slow = tuple(slowdowns(cluster, plan).items())
+    return _kept_folding(mapping, job.placement, cluster.devices_per_node, deals or uneven, contended, slow)
 
 
 @lru_cache(maxsize=128)
@@ -128,6 +130,7 @@ def _kept_folding(
     devices_per_node: int,
     unequal_shards: bool,
     contended: ClusterSpec | None,
+    slow: tuple[tuple[int, float], ...],
 ) -> Folding:
     """Cached folding: plans of a search have few meshes.
 
@@ -137,6 +140,7 @@ def _kept_folding(
         devices_per_node: Devices of a node.
         unequal_shards: True if ranks of a shard group have different work.
         contended: Cluster on whose links communications slow each other down; None for none.
+        slow: Ranks that compute more slowly than the others, with their slowdowns.
     """
     devices = np.arange(mapping.world_size) if placement is None else np.array(placement.devices)
     levels: list[NDArray[np.int32]] = []
@@ -144,17 +148,20 @@ def _kept_folding(
         from simplan.network.build import fabric_of
 
         fabric = fabric_of(contended)
-        if not fabric.is_symmetric or contended.background:
+        if not fabric.is_symmetric or contended.background or contended.slow_links:
             return unfolded(mapping)
         levels = [domains[devices] for name, domains in fabric.levels if name != "node"]
 
-    def owns(rank: int) -> int:
-        """Rank's index in its shard group if shards are unequal, else 0.
+    slowdown_of = dict(slow)
+
+    def owns(rank: int) -> tuple[int, float]:
+        """Rank's index in its shard group if shards are unequal, else 0; and its slowdown.
 
         torch's ZeRO-1 assigns unsharded parameters to ranks. And if rows do not divide evenly, the last shards of a
         parameter have fewer rows to sum over tensor-parallel ranks.
         """
-        return mapping.shard_group(rank).index(rank) if unequal_shards else 0
+        part = mapping.shard_group(rank).index(rank) if unequal_shards else 0
+        return part, slowdown_of.get(rank, 1.0)
 
     return fold(mapping, lambda rank: int(devices[rank]) // devices_per_node, owns, levels)
 

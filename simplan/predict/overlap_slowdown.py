@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from simplan.cost.model import CostEstimate
-from simplan.cost.program_costs import CostTerm, ProgramCosts
-from simplan.program.program import LayerWork, Program, Work
+from simplan.cost.program_costs import CostTerm, ProgramCosts, computing_part
+from simplan.program.program import Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import Times
 from simplan.sim.overlap import ComputeCommOverlap
@@ -46,7 +46,7 @@ def apply_overlap_slowdown(
     works = program.columns.work
     parts = np.zeros(len(program.works))  # by work, which all microbatches share
     for work in np.unique(works[beside_s > 0]).tolist():
-        parts[work] = _computing_part(program.works[work], program_costs)
+        parts[work] = computing_part(program.works[work], program_costs)
     beside_s *= parts[works]
     more_s = program_costs.overlap_slowdown * beside_s
     longer = np.divide(
@@ -58,12 +58,6 @@ def apply_overlap_slowdown(
         deviations_s=program_costs.deviations_s * (1 + longer),
         beside=_term(program, program_costs, beside_s),
     )
-
-
-def _computing_part(work: tuple[Work, ...], program_costs: ProgramCosts) -> float:
-    """Compute fraction of an operation's time; the rest is communication merged into the operation."""
-    seconds = [(program_costs.by_work[part].cost_estimate.seconds, isinstance(part, LayerWork)) for part in work]
-    return sum(own_s for own_s, computes in seconds if computes) / sum(own_s for own_s, _ in seconds)
 
 
 def _term(program: Program, program_costs: ProgramCosts, beside_s: _Floats) -> CostTerm:

@@ -10,6 +10,7 @@ from simplan.cost.program_costs import estimate_program
 from simplan.predict.build import cost_model
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.predict.simulated import Simulated, simulate_program
+from simplan.predict.stragglers import apply_stragglers
 from simplan.prediction import Prediction
 from simplan.sim.compiled import compile_program
 
@@ -54,7 +55,8 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
             continue
         cost = cost_model(replace(prediction.job, cluster=cluster), None)
         if simulated.contention is None:
-            costs = apply_overlap_slowdown(program, estimate_program(program, cost), compiled.times)
+            alone = apply_stragglers(program, estimate_program(program, cost), cluster, prediction.job.plan)
+            costs = apply_overlap_slowdown(program, alone, compiled.times)
         else:
             costs = simulate_program(program, cost, cluster, prediction.job.plan).program_costs
         durations_s[resource] = costs.durations_s

@@ -16,6 +16,7 @@ from simplan.cost.program_costs import ProgramCosts, estimate_program
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import is_static, sharing_of
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
+from simplan.predict.stragglers import apply_stragglers
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import CoreUse, Times
@@ -64,12 +65,12 @@ def simulate_program(
         program: A checked Program.
         cost: Cost model of the cluster.
         cluster: Cluster of the Program's ranks.
-        plan: Plan of the Program; needed for a cluster with a topology.
+        plan: Plan of the Program; needed for a cluster with a topology or stragglers.
         progress: See ``simulate``.
     """
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
-    alone = estimate_program(program, cost)
+    alone = apply_stragglers(program, estimate_program(program, cost), cluster, plan)
     program_costs = apply_overlap_slowdown(program, alone, engine.times)
     contention = None
     if program.level == 2 and not is_static(cluster):

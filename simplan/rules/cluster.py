@@ -52,6 +52,34 @@ def background_traffic(job: Job) -> Iterator[Problem]:
             yield Problem(field=field, value=f'"{flow.source}"', rule=words, fix="name two nodes")
 
 
+@rule("stragglers are ranks or nodes of the cluster", reads_cluster=True)
+def stragglers_of_cluster(job: Job) -> Iterator[Problem]:
+    cluster = job.cluster
+    for index, straggler in enumerate(cluster.stragglers):
+        field = f"cluster.stragglers.{index}"
+        if (straggler.rank is None) == (straggler.node is None):
+            yield Problem(field=field, rule="must name a rank or a node", fix="give rank: 17, or node: node2")
+        elif straggler.rank is not None and straggler.rank >= cluster.num_devices:
+            last = cluster.num_devices - 1
+            yield Problem(
+                field=f"{field}.rank",
+                value=str(straggler.rank),
+                rule=f"is not in the job, whose ranks are 0 to {last}",
+                fix="name one of these",
+            )
+        elif straggler.node is not None and int(straggler.node.removeprefix("node")) >= cluster.num_nodes:
+            words = f"is not in the cluster, whose last node is node{cluster.num_nodes - 1}"
+            yield Problem(field=f"{field}.node", value=f'"{straggler.node}"', rule=words, fix="name a node of it")
+
+
+@rule("slow links are links of a topology", reads_cluster=True)
+def slow_links_of_topology(job: Job) -> Iterator[Problem]:
+    cluster = job.cluster
+    if cluster.slow_links and cluster.topology is None:
+        rule_words = "names links, and the cluster has no topology"
+        yield Problem(field="cluster.slow_links", rule=rule_words, fix="give cluster.topology, e.g. {kind: switch}")
+
+
 @rule("a topology must hold the devices of the job", reads_cluster=True)
 def topology_of_cluster(job: Job) -> Iterator[Problem]:
     yield from topology_problems(job.cluster)

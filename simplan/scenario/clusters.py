@@ -27,7 +27,15 @@ from pydantic import Field
 
 from simplan import catalog
 from simplan.base import MAX_DEVICES, Gbit, NumDevices, Rate, Spec
-from simplan.cluster.hardware import BackgroundFlow, ClusterSpec, DeviceSpec, HostBytes, LinkSpec
+from simplan.cluster.hardware import (
+    BackgroundFlow,
+    ClusterSpec,
+    DeviceSpec,
+    HostBytes,
+    LinkSpec,
+    SlowLink,
+    Straggler,
+)
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
 from simplan.problems import Path
@@ -127,6 +135,8 @@ class ClusterSection(Spec):
     nic_gbit: Gbit | None = None
     topology: Any = None
     background: tuple[BackgroundFlow, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    slow_links: tuple[SlowLink, ...] = ()
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     num_nodes: NumDevices | None = None
@@ -199,16 +209,20 @@ def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
 
 
 def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSection) -> ClusterSpec | None:
-    """The cluster with its topology and the traffic of other jobs."""
+    """The cluster with its topology, the traffic of other jobs, slow ranks and slow links."""
     found = with_topology(sections, cluster, section.topology)
-    return found if found is None or not section.background else found.with_changes(background=section.background)
+    given = {name: getattr(section, name) for name in ("background", "stragglers", "slow_links")}
+    given = {name: values for name, values in given.items() if values}
+    return found if found is None or not given else found.with_changes(**given)
 
 
 def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
     of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
-    for key in of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology", "background"):
+    for key in (
+        of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology", "background", "slow_links", "stragglers")
+    ):
         if getattr(section, key) not in (None, ()):
             rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")
             sections.refuse(("cluster", key), rule, fix="remove it")

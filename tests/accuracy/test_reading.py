@@ -44,6 +44,8 @@ def test_a_folder_is_read_with_its_other_files(tmp_path: Path) -> None:
          "virtual_stages = 2 x 1 = 2; give plan.stage_layers, or correct one of the three"),
         ({"plan__stage_layers": [3, 4]}, "run-1: plan.stage_layers: adds up to 7, and num_hidden_layers = 8; give the "
          "layers of every pipeline rank"),
+        ({"cluster__devices_per_node": 10**6}, "runs.0.cluster.devices_per_node = 1000000: must be at most 262,144"),
+        ({"measured__peak_reserved_gib": 5e-324}, "runs.0.measured.peak_reserved_gib = 5e-324: must be at least 1e-06"),
         ({"plan__lora_rank": 8}, "run-1: plan.lora_rank = 8: is for task = lora; remove it"),
         ({"measured__oom": True}, "run-1: measured.step_time_s = 0.02: must be null where oom is true"),
         ({"measured__samples_per_s_per_device": 410.0}, "run-1: measured.samples_per_s_per_device = 410: times "

@@ -1,0 +1,118 @@
+"""Slow ranks and slow links: closed forms of what the others wait for."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from simplan import catalog
+from simplan.cluster.hardware import SlowLink, Straggler
+from simplan.cluster.topology import Switch
+from simplan.errors import SpecError
+from simplan.explain import explain
+from simplan.job import Job
+from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.predict import predict, predict_step
+from simplan.predict.stragglers import slowdowns
+from simplan.program.folding import unfolded
+from simplan.training import TrainingSpec
+from tests.jobs import tiny_model
+
+
+def job_of(plan: ParallelPlan, **cluster: object) -> Job:
+    found = catalog.cluster("dgx-h100", plan.num_devices).with_changes(**cluster)
+    training = TrainingSpec(global_batch_size=8 * plan.dp, precision="bf16")
+    return Job(tiny_model(num_hidden_layers=4, tied_embeddings=False), found, training, plan, catalog.software("torch"))
+
+
+def slow(rank: int, times: float) -> tuple[Straggler, ...]:
+    return (Straggler(rank=rank, slowdown=times),)
+
+
+def compute_s(job: Job, rank: int) -> float:
+    split = predict(job).splits[rank]
+    return split.compute_s + split.recompute_s + split.optimizer_s
+
+
+def test_kernels_of_a_slow_rank_take_so_many_times_longer() -> None:
+    plan = ParallelPlan(dp_replicate=16)
+    before, after = job_of(plan), job_of(plan, stragglers=slow(5, 1.5))
+    twice = job_of(plan, stragglers=slow(5, 2.0))
+    first, second, third = (compute_s(job, 5) for job in (before, after, twice))
+    assert second - first == pytest.approx((third - first) / 2, rel=1e-9)  # linear in the slowdown
+    assert third - first == pytest.approx(first, rel=0.2)
+    assert compute_s(after, 4) == pytest.approx(compute_s(before, 4), rel=0.05)
+
+
+def test_all_wait_for_the_slow_rank_and_it_waits_for_none() -> None:
+    plan = ParallelPlan(dp_replicate=16)
+    step = predict(job_of(plan, stragglers=slow(5, 3.0)))
+    waits = [step.step_time_s - split.compute_s - split.optimizer_s for split in step.splits]
+    assert min(waits) == waits[5]
+    assert step.step_time_s > predict(job_of(plan)).step_time_s
+
+
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan(dp_shard=16), ParallelPlan(dp_replicate=2, tp=4, pp=2), ParallelPlan(dp_shard=4, pp=4)]
+)
+def test_folded_is_unfolded(plan: ParallelPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(plan, stragglers=(*slow(3, 1.7), Straggler(node="node1", slowdown=1.2)))
+    folded = predict(job)
+    everyone = unfolded(RankMapping.of(plan))
+    monkeypatch.setattr(sys.modules["simplan.predict.evaluate"], "folding_of", lambda job: everyone)
+    whole = predict(job)
+    assert folded.step_time_s == pytest.approx(whole.step_time_s, rel=1e-12)
+    for one, other in zip(folded.splits, whole.splits, strict=True):
+        assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
+
+
+def test_a_node_is_all_ranks_that_are_placed_there() -> None:
+    cluster = catalog.cluster("dgx-h100", 16).with_changes(stragglers=(Straggler(node="node1", slowdown=2.0),))
+    assert slowdowns(cluster, ParallelPlan(dp_replicate=16)) == dict.fromkeys(range(8, 16), 2.0)
+    placed = ParallelPlan(dp_replicate=8, pp=2, placement=("pp", "dp_replicate"))
+    assert set(slowdowns(cluster, placed)) == {4, 5, 6, 7, 12, 13, 14, 15}
+
+
+def test_explanation_says_what_slow_ranks_cost() -> None:
+    job = job_of(ParallelPlan(dp_replicate=16), stragglers=slow(5, 2.0))
+    prediction, simulated = predict_step(job)
+    words = explain(prediction, simulated).stragglers
+    assert words.startswith("rank 5, 2 times the time of the others to compute")
+    none = predict(replace(job, cluster=job.cluster.with_changes(stragglers=())))
+    assert f"{prediction.step_time_s / none.step_time_s - 1:.1%}".replace("%", " %") in words
+
+
+def test_a_slow_link_delays_what_crosses_it() -> None:
+    """A link with a tenth of its bandwidth, which a collective fills alone, takes ten times the transfer."""
+    plan = ParallelPlan(dp_replicate=16)
+    topology = Switch(kind="switch")
+    before = predict(job_of(plan, topology=topology))
+    cable = SlowLink(link="node0.nic0 -> switch", bandwidth_share=0.1)
+    after = predict(job_of(plan, topology=topology, slow_links=(cable,)))
+    assert after.network is not None
+    assert after.step_time_s > before.step_time_s
+    assert "node0.nic0 -> switch" in after.network.contention_words()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stragglers": slow(16, 2.0)}, "cluster.stragglers.0.rank = 16: is not in the job, whose ranks are 0 to 15"),
+        ({"stragglers": (Straggler(slowdown=2.0),)}, "cluster.stragglers.0: must name a rank or a node"),
+        ({"stragglers": (Straggler(node="node2", slowdown=2.0),)}, "whose last node is node1"),
+        ({"slow_links": (SlowLink(link="a", bandwidth_share=0.5),)}, "names links, and the cluster has no topology"),
+        (
+            {
+                "slow_links": (SlowLink(link="node0.nic9 -> switch", bandwidth_share=0.5),),
+                "topology": Switch(kind="switch"),
+            },
+            "cluster.slow_links.0.link = node0.nic9 -> switch: is no link of the fabric",
+        ),
+    ],
+)
+def test_what_is_not_there_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        predict(job_of(ParallelPlan(dp_replicate=16), **changes))
+    assert words in str(caught.value)
