@@ -88,7 +88,8 @@ class MemoryBound:
     ) -> Floats:
         """``(rows, ranks)`` Bytes of weights, gradients and optimizer states, from element counts."""
         all_ranks = rows.dp * rows["cp"] * rows["tp"]
-        expert_shards = np.where(rows["ep"] > 1, all_ranks, rows.num_shards)  # upper bound on the shards
+        apart = (rows["ep"] > 1) | (rows["tp"] > 1)  # experts may be split over fewer tensor-parallel ranks than others
+        expert_shards = np.where(apart, all_ranks, rows.num_shards)  # upper bound on the shards
         sharded, shares_states = rows.shards_parameters, rows["zero_stage"] > 0
 
         def divided(shares: NDArray[np.bool_], divisor: Column) -> Floats:

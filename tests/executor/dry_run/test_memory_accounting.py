@@ -238,7 +238,7 @@ def test_peak_is_that_of_torchs_mem_tracker(strategy: str, name: str, precision:
 @pytest.mark.parametrize(
     ("name", "changes", "num_microbatches", "precision"),
     [
-        ("tiny-llama", {"dp_shard": 2}, 2, "fp32"),
+        pytest.param("tiny-llama", {"dp_shard": 2}, 2, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-gpt", {"dp_shard": 2}, 2, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {"dp_shard": 2, "zero_stage": 2}, 2, "bf16", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**GATHER, "zero_stage": 3}, 2, "fp32", marks=pytest.mark.slow),
@@ -250,7 +250,7 @@ def test_peak_is_that_of_torchs_mem_tracker(strategy: str, name: str, precision:
         pytest.param("tiny-llama", INTERLEAVED, 4, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**ALL_TO_ALL, "zero_stage": 3}, 2, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**OFFLOAD, "dp_shard": 2, "microbatch_size": 4}, 2, "fp32", marks=pytest.mark.slow),
-        ("tiny-llama", {**ON_HOST, "dp_shard": 2}, 2, "bf16"),
+        pytest.param("tiny-llama", {**ON_HOST, "dp_shard": 2}, 2, "bf16", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**ON_HOST, "dp_shard": 2, "zero_stage": 2}, 2, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-gpt", {**ON_HOST, **HSDP}, 1, "fp32", marks=pytest.mark.slow),
         pytest.param("tiny-llama", {**ON_HOST, **PP, "dp_shard": 2}, 4, "fp32", marks=pytest.mark.slow),
