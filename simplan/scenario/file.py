@@ -233,8 +233,10 @@ def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None
         sections.refuse(("search",), rule, fix=fix)
     elif "plan" not in data:
         sections.refuse(("plan",), "is missing", fix="add plan: {dp_replicate: <number of devices>}")
+    before = sections.num_problems
     given = _with_devices(parts, folder)
-    plan = sections.read(ParallelPlan, given, ("plan",)) if "plan" in data and given is not None else None
+    is_read = "plan" in data and sections.num_problems == before
+    plan = sections.read(ParallelPlan, given, ("plan",)) if is_read else None
     if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan
     return plan.model_copy(update={"schedule": os.path.normpath(folder / plan.schedule)})
