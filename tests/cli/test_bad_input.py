@@ -125,7 +125,7 @@ def test_several_mistakes_are_told_at_once(simplan: Simplan, scenario: Path) -> 
         (["calibrate", "--budget", "inf"], "--budget"),
         (["calibrate", "--ranks", "many"], "--ranks"),
         (["trace", "x"], "--output"),
-        (["show", "device"], "devices"),
+        (["show", "devices-of-mine"], "devices"),
         (["show", "devices", "h100"], "h100"),
         (["show", "metrics", "mf"], "mfu"),
     ],
