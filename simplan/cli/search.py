@@ -36,7 +36,7 @@ from simplan.search import Largest, RankedPlan, SearchProgress, SearchResult, Se
 from simplan.search.enumeration import Enumeration
 from simplan.search.largest import QUANTITIES
 from simplan.search.space import check_without_plan, software_options, with_options
-from simplan.search.switch import Switch, changed_keys
+from simplan.search.switch import PlanSwitch, changed_keys
 from simplan.units import format_percent, format_time
 
 _INTERRUPTED = 130
@@ -113,7 +113,7 @@ def search_command(
     return NoFeasiblePlanError.exit_code if result.best is None else 0
 
 
-def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibration | None) -> Switch | None:
+def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibration | None) -> PlanSwitch | None:
     """Comparison of the current plan with the best one; None if no plan fits."""
     if scenario.current is None or result.best is None:
         return None
@@ -123,10 +123,10 @@ def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibra
         changes = changed_settings(scenario.configuration, before, after)
     else:
         changes = changed_keys(before, after)
-    return Switch(predict(before, calibration=calibration), predict(after, calibration=calibration), changes)
+    return PlanSwitch(predict(before, calibration=calibration), predict(after, calibration=calibration), changes)
 
 
-def _reason(switch: Switch, calibration: Calibration | None) -> str:
+def _reason(switch: PlanSwitch, calibration: Calibration | None) -> str:
     """Sentence on the main reason why the best plan is faster than the current one."""
     before, after = (explain(each, calibration=calibration) for each in (switch.current, switch.best))
     return main_reason(difference(before, after), "The step of the best plan")

@@ -26,7 +26,7 @@ from simplan.errors import Problem, SpecError
 from simplan.network.dragonfly import DragonflyInterconnect
 from simplan.network.fabric import Fabric, GraphBuilder, Interconnect, Level, Wiring
 from simplan.network.graph import GraphInterconnect
-from simplan.network.tree import Tier, TreeInterconnect
+from simplan.network.tree import SwitchTier, TreeInterconnect
 from simplan.network.wiring import PcieWiring, SwitchWiring, TorusWiring
 
 Ints = NDArray[np.int64]
@@ -165,7 +165,9 @@ def _card_bytes_per_s(cluster: ClusterSpec) -> float:
     return cluster.inter_link.bytes_per_s * cluster.devices_per_node / cluster.network_ports_per_node
 
 
-def _tiers(topology: Switch | LeafSpine | Rail | FatTree | None, nodes: int, ports: int, rate: float) -> list[Tier]:
+def _tiers(
+    topology: Switch | LeafSpine | Rail | FatTree | None, nodes: int, ports: int, rate: float
+) -> list[SwitchTier]:
     """Tiers of a tree, the last with one group."""
     match topology:
         case LeafSpine():
@@ -176,10 +178,10 @@ def _tiers(topology: Switch | LeafSpine | Rail | FatTree | None, nodes: int, por
             return _fat_tree(topology, nodes, ports, rate)
         case _:
             cards = nodes * ports
-            return [Tier("switch", np.zeros(cards, dtype=np.int64), np.full(cards, rate), ("switch",))]
+            return [SwitchTier("switch", np.zeros(cards, dtype=np.int64), np.full(cards, rate), ("switch",))]
 
 
-def _leaf_spine(topology: LeafSpine, nodes: int, ports: int, rate: float) -> list[Tier]:
+def _leaf_spine(topology: LeafSpine, nodes: int, ports: int, rate: float) -> list[SwitchTier]:
     leaf = np.repeat(np.arange(nodes, dtype=np.int64) // topology.nodes_per_leaf, ports)
     leaves, planes = int(leaf[-1]) + 1, _planes(topology)
     tiers = [_tier("leaf", leaf, rate)]
@@ -192,7 +194,7 @@ def _leaf_spine(topology: LeafSpine, nodes: int, ports: int, rate: float) -> lis
     return [*tiers, _tier("pod", pod, uplink, suffix=".spine", planes=planes), _tier("core", core, of_pod)]
 
 
-def _rail(topology: Rail, nodes: int, ports: int, rate: float) -> list[Tier]:
+def _rail(topology: Rail, nodes: int, ports: int, rate: float) -> list[SwitchTier]:
     rails = topology.rails or ports
     group, rail = np.arange(nodes, dtype=np.int64) // topology.nodes_per_group, np.arange(ports) % rails
     leaf = (group[:, None] * rails + rail[None, :]).ravel()
@@ -202,12 +204,12 @@ def _rail(topology: Rail, nodes: int, ports: int, rate: float) -> list[Tier]:
     uplinks = np.tile(cards * rate / topology.oversubscription, groups)
     spine = np.zeros(groups * rails, dtype=np.int64)
     return [
-        Tier("leaf", leaf, np.full(len(leaf), rate), names),
-        Tier("spine", spine, uplinks, ("spine",), planes=_planes(topology)),
+        SwitchTier("leaf", leaf, np.full(len(leaf), rate), names),
+        SwitchTier("spine", spine, uplinks, ("spine",), planes=_planes(topology)),
     ]
 
 
-def _fat_tree(topology: FatTree, nodes: int, ports: int, rate: float) -> list[Tier]:
+def _fat_tree(topology: FatTree, nodes: int, ports: int, rate: float) -> list[SwitchTier]:
     up, half = topology.uplinks, topology.radix // 2
     leaf = np.arange(nodes * ports, dtype=np.int64) // (topology.radix - up)
     leaves, hashes = int(leaf[-1]) + 1, topology.hashes_flows
@@ -224,7 +226,7 @@ def _fat_tree(topology: FatTree, nodes: int, ports: int, rate: float) -> list[Ti
     ]
 
 
-def _tiers_of_sites(topology: Sites, nodes: int, ports: int, rate: float) -> list[Tier]:
+def _tiers_of_sites(topology: Sites, nodes: int, ports: int, rate: float) -> list[SwitchTier]:
     """Tiers of every site, each site's border, and the network between sites."""
     site = np.arange(nodes, dtype=np.int64) // topology.nodes_per_site
     sites, site_rate = int(site[-1]) + 1, topology.gbit_per_site * _BYTES_PER_GBIT
@@ -248,12 +250,12 @@ def _tiers_of_sites(topology: Sites, nodes: int, ports: int, rate: float) -> lis
     return [*tiers, _tier("wan", wan, site_rate)._replace(latency_s=topology.latency_s / 2)]
 
 
-def _tier(name: str, group_of: Ints, uplink_bytes_per_s: float, *, suffix: str = "", planes: int = 1) -> Tier:
-    """Tier of numbered groups with equal uplinks; a single group above all others has no number."""
+def _tier(name: str, group_of: Ints, uplink_bytes_per_s: float, *, suffix: str = "", planes: int = 1) -> SwitchTier:
+    """SwitchTier of numbered groups with equal uplinks; a single group above all others has no number."""
     groups = int(group_of.max()) + 1
     is_top = groups == 1 and name in ("spine", "core", "wan")
     names = (name,) if is_top else tuple(f"{name}{index}{suffix}" for index in range(groups))
-    return Tier(name, group_of, np.full(len(group_of), uplink_bytes_per_s), names, planes)
+    return SwitchTier(name, group_of, np.full(len(group_of), uplink_bytes_per_s), names, planes)
 
 
 def _planes(topology: LeafSpine | Rail) -> int:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from simplan.network.fabric import GraphBuilder, Interconnect, Level, hash_of_flow
 
 
-class Tier(NamedTuple):
+class SwitchTier(NamedTuple):
     """One tier of switches.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Stage(NamedTuple):
 class TreeInterconnect(Interconnect):
     """Network cards below tiers of switches."""
 
-    def __init__(self, builder: GraphBuilder, num_cards: int, tiers: Sequence[Tier]) -> None:
+    def __init__(self, builder: GraphBuilder, num_cards: int, tiers: Sequence[SwitchTier]) -> None:
         """Adds switches and links; the last ``num_cards`` vertices are the network cards."""
         self._first_card = len(builder.vertices) - num_cards
         self._stages = [_Stage(self._first_card, 1, 0, 0, num_cards)]
@@ -98,7 +98,7 @@ class TreeInterconnect(Interconnect):
         named = zip(self._names, domains, strict=True)
         return tuple((name, domain) for name, domain in named if (domain != domain[0]).any())
 
-    def _add(self, builder: GraphBuilder, tier: Tier) -> None:
+    def _add(self, builder: GraphBuilder, tier: SwitchTier) -> None:
         below, first_vertex = self._stages[-1], len(builder.vertices)
         choices = 1 if tier.merges else tier.planes
         planes = 1 if tier.merges else below.planes * tier.planes
@@ -118,7 +118,7 @@ class TreeInterconnect(Interconnect):
         self._groups.append(tier.group_of[self._groups[-1]])
 
     def _locate(self, vertex: int) -> tuple[int, int, int]:
-        """Tier, group and plane of a vertex; tier 0 for a network card."""
+        """SwitchTier, group and plane of a vertex; tier 0 for a network card."""
         for tier in range(len(self._stages) - 1, -1, -1):
             stage = self._stages[tier]
             if vertex >= stage.first_vertex:

@@ -12,7 +12,7 @@ from simplan.report.text import links_words, memory_interval, plan_words, sugges
 from simplan.search.incumbents import NOISE
 from simplan.search.result import EquivalentPlans, NearestMiss, OtherSoftware, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
-from simplan.search.switch import ChangedSetting, Switch
+from simplan.search.switch import ChangedSetting, PlanSwitch
 from simplan.units import counted, format_bytes, format_percent, format_time
 
 GOALS: Mapping[Objective, str] = MappingProxyType(
@@ -102,7 +102,7 @@ def headroom_words(result: SearchResult) -> str:
     return f"{100 * free:.3g} % of the device memory is kept free; {left_out}"
 
 
-def switch_text(switch: Switch, reason: str = "") -> str:
+def switch_text(switch: PlanSwitch, reason: str = "") -> str:
     """Change from the plan that runs today to the best one: settings, gain, certainty and cost.
 
     Args:
@@ -146,7 +146,7 @@ def _word(value: object) -> str:
 
 
 def search_text(
-    result: SearchResult, next_steps: Iterable[str] = (), switch: Switch | None = None, reason: str = ""
+    result: SearchResult, next_steps: Iterable[str] = (), switch: PlanSwitch | None = None, reason: str = ""
 ) -> str:
     """Full search report as text.
 

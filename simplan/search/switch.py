@@ -48,7 +48,7 @@ class ChangedSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class PlanSwitch:
     """Comparison of the plan that runs today with the best plan of a search.
 
     Attributes:

@@ -45,7 +45,7 @@ def test_the_optimizer_is_bound_by_32_bytes_a_parameter() -> None:
 
 
 def test_the_optimizer_in_pure_bf16_is_bound_by_16_bytes_a_parameter() -> None:
-    """The same eight tensors, of 2 bytes each."""
+    """Adam over weights, gradients and states of 2 bytes moves half the bytes of FP32 states."""
     rates = costs(StateBytes(parameter=2, gradient=2, moment=2, activation=2, boundary=2))
     for phase, seconds in ((Phase.OPTIMIZER, 0.016), (Phase.NORM, 0.002), (Phase.SCALE, 0.004)):
         assert rates.cost_estimate(LayerWork(LAYER, phase, 1, 10**9)).seconds == pytest.approx(seconds)

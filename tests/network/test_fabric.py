@@ -140,7 +140,7 @@ def test_full_fat_tree_has_full_bisection(how: str) -> None:
     ],
 )
 def test_bisection_is_that_of_the_uplinks(topology: dict[str, Any], how: dict[str, Any], expected: float) -> None:
-    """Of four nodes (100 Gbit/s per device) per leaf, half of 8 nodes; of rails, two leaves per group."""
+    """8 nodes are cut in half: one leaf of four nodes with one 100 Gbit/s card each, or two rail switches per half."""
     per_node = 2 if topology["kind"] == "rail" else 1
     fabric = fabric_of(cluster_with(topology | how, nodes=8, per_node=per_node))
     half = set(range(4 * per_node))

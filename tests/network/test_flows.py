@@ -182,7 +182,7 @@ def test_busiest_link_takes_the_transfer_time_of_sharp(
 
 
 def test_uplink_of_switches_that_reduce_has_the_bytes_of_one_node() -> None:
-    """Of 4 nodes on an oversubscribed leaf, one sum leaves; of a ring of 8 nodes, too, but twice around."""
+    """SHARP sends one sum over the uplink of an oversubscribed leaf of 4 nodes; a ring over 8 nodes sends about two."""
     leaves = LeafSpine(kind="leaf_spine", nodes_per_leaf=4, oversubscription=4)
     cluster = NODES.model_copy(update={"topology": leaves, "inter_link": SHARP, "num_devices": 64})
     communication, fabric = Communication(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(64))), fabric_of(cluster)

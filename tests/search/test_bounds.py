@@ -102,7 +102,7 @@ def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
 @pytest.mark.parametrize("order", [*itertools.permutations(("tp", "dp", "pp"))])
 @pytest.mark.parametrize("degrees", [{"dp_shard": 4, "tp": 2}, {"dp_replicate": 4, "tp": 2}, {"dp_shard": 4, "pp": 2}])
 def test_bounds_follow_the_placement(degrees: dict[str, int], order: tuple[str, ...]) -> None:
-    """Of steps that a slow network between nodes makes up: some are three times as long as others."""
+    """A slow network makes up these steps, so placements differ up to three times in step time."""
     job = small_job("llama", 16, batch=48, num_hidden_layers=6, **LARGE)
     assert job.cluster.inter_link is not None
     slow = job.cluster.inter_link.model_copy(update={"bytes_per_s": 1e8})

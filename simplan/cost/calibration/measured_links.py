@@ -15,7 +15,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
 
 
-class MeasuredCollective(NamedTuple):
+class TimedGroup(NamedTuple):
     """One collective of one group of ranks, over sizes.
 
     Attributes:
@@ -46,7 +46,7 @@ def catalog_cluster(calibration: Calibration) -> ClusterSpec | None:
     return None
 
 
-def measured_collectives(calibration: Calibration, cluster: ClusterSpec | None) -> list[MeasuredCollective]:
+def measured_collectives(calibration: Calibration, cluster: ClusterSpec | None) -> list[TimedGroup]:
     """Every collective and group of a calibration.
 
     Args:
@@ -59,12 +59,12 @@ def measured_collectives(calibration: Calibration, cluster: ClusterSpec | None) 
     return [_measured(sorted(curve, key=lambda t: t.num_bytes), cluster) for curve in curves.values()]
 
 
-def _measured(curve: list[CommunicationTiming], cluster: ClusterSpec | None) -> MeasuredCollective:
+def _measured(curve: list[CommunicationTiming], cluster: ClusterSpec | None) -> TimedGroup:
     first, last = curve[0], curve[-1]
     bus_bytes = last.num_bytes * bus_factor(last.kind, last.num_ranks)
     estimates_s = None if cluster is None else [_estimated_s(timing, cluster) for timing in curve]
     ratios = sorted(t.seconds.mean_s / s for t, s in zip(curve, estimates_s or (), strict=False))
-    return MeasuredCollective(
+    return TimedGroup(
         kind=last.kind,
         num_ranks=last.num_ranks,
         num_nodes=last.num_nodes,
