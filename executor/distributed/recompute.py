@@ -128,16 +128,18 @@ class _EverySecondProduct:
     """
 
     def __init__(self, uncounted: tuple[int, int] | None) -> None:
-        self._uncounted, self._num_matmuls = uncounted, 0
+        self._uncounted = uncounted
+        self._num_matmuls = {False: 0, True: 0}  # in recomputation too, about which torch before 2.13 asks again
 
     def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         """For torch's own checkpointing."""
-        del context, kwargs
+        del kwargs
         is_matmul = operation in _MATMULS and tuple(args[-1].shape) != self._uncounted
-        self._num_matmuls += is_matmul
-        keeps = operation in _ATTENTIONS or operation in _COLLECTIVES or (is_matmul and self._num_matmuls % 2 == 1)
+        self._num_matmuls[context.is_recompute] += is_matmul
+        is_odd = self._num_matmuls[context.is_recompute] % 2 == 1
+        keeps = operation in _ATTENTIONS or operation in _COLLECTIVES or (is_matmul and is_odd)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

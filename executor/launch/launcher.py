@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -40,7 +40,6 @@ from simplan.errors import RunError
 _POLL_S = 0.1
 _DUMP_S = 2.0  # for Flight Recorder's dumps
 _HEED_S = 30.0  # for torchrun to see that a rank was killed
-_SHUTDOWN_S = 20  # a rank takes at most 15 s to stop
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 
 _RANK_ENVIRONMENT = {
@@ -50,6 +49,9 @@ _RANK_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**62),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+
+# A rank takes at most 15 s to stop. Agents before torch 2.13 have no such setting and wait 30 s.
+_SHUTDOWN: dict[str, Any] = {"shutdown_timeout": 20} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 _LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # the interface that ranks listen at
 rendezvous_handler_registry.register(LOCAL, lambda parameters: LocalRendezvous())
@@ -147,7 +149,7 @@ class Agent:
             local_addr=LOOPBACK if rendezvous is None else rendezvous.address,
             max_restarts=launch.max_restarts,
             logs_specs=logs,
-            shutdown_timeout=_SHUTDOWN_S,
+            **_SHUTDOWN,
         )
         arguments = ["-u", "-m", "executor.launch.rank", launch.module, *launch.args]
         with _handlers_restored(), _logging_to(launch.out_dir / "logs" / "torchrun.log"):
