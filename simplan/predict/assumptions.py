@@ -132,6 +132,11 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
         yield f"compute that overlaps communication loses {slowdown} of its throughput"
     if cluster.stragglers:
         yield f"slow ranks: {'; '.join(each.words for each in cluster.stragglers)} the time of the others to compute"
+    if cluster.jitter is not None:
+        yield (
+            f"jitter: {cluster.jitter.words} time, independent for every rank and action (seed {cluster.jitter.seed}); "
+            "shown is the simulated step nearest to the mean, and the interval is that of its cost estimates"
+        )
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield _of_links(cluster)
 

@@ -95,11 +95,12 @@ def extent_of(job: Job) -> Extent:
 
 
 def predicted_extent(job: Job) -> Extent:
-    """Extent of a step that ``predict`` simulates: the full step, or ``extent_of`` if that is too long."""
+    """Extent of a step that ``predict`` simulates: the full step, or ``extent_of`` if that is too long and periodic."""
     plan, whole = job.plan, job.num_microbatches
     is_layer_by_layer = plan.is_layer_by_layer or expands_for_links(job)
     passes = whole * (job.model.num_blocks + 2 if is_layer_by_layer else plan.pp)
-    if job.cluster.cores_per_node is not None or passes <= _MAX_PASSES:
+    is_periodic = job.cluster.cores_per_node is None and job.cluster.jitter is None
+    if not is_periodic or passes <= _MAX_PASSES:
         return Extent(whole, 0, whole)
     return extent_of(job)
 

@@ -211,6 +211,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     if prediction.network is not None:
         yield f"  slowest link {prediction.network.slowest_words()}"
         yield f"  contention   {prediction.network.contention_words()}"
+    if prediction.jitter is not None:
+        yield f"  jitter       {prediction.jitter.words}"
 
 
 def _training_run(run: TrainingRun) -> Iterator[str]:

@@ -80,6 +80,26 @@ def slow_links_of_topology(job: Job) -> Iterator[Problem]:
         yield Problem(field="cluster.slow_links", rule=rule_words, fix="give cluster.topology, e.g. {kind: switch}")
 
 
+_MAX_NORMAL_STD = 0.25
+"""Relative standard deviation at which a normal factor is negative in 1 of 30,000 cases; negative ones become 0."""
+
+
+@rule("normal jitter has a relative standard deviation of at most 0.25", reads_cluster=True)
+def jitter_of_cluster(job: Job) -> Iterator[Problem]:
+    jitter = job.cluster.jitter
+    if jitter is None or jitter.distribution != "normal":
+        return
+    for name in ("compute_relative_std", "communication_relative_std"):
+        value = getattr(jitter, name)
+        if value > _MAX_NORMAL_STD:
+            yield Problem(
+                field=f"cluster.jitter.{name}",
+                value=f"{value:g}",
+                rule="is too much for a normal distribution, which would have negative durations",
+                fix=f"use distribution: lognormal, or {_MAX_NORMAL_STD} at most",
+            )
+
+
 @rule("a topology must hold the devices of the job", reads_cluster=True)
 def topology_of_cluster(job: Job) -> Iterator[Problem]:
     yield from topology_problems(job.cluster)
