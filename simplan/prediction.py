@@ -143,8 +143,8 @@ class JitteredStep:
         low_s, high_s = map(format_time, self.range_s)
         more = format_percent(self.mean_s / self.without_s - 1)
         return (
-            f"mean {format_time(self.mean_s)} and median {format_time(self.median_s)} of {self.num_steps} seeded steps, "
-            f"90 % take {low_s} to {high_s}; {format_time(self.without_s)} without jitter, which costs {more}"
+            f"costs {more}: {format_time(self.without_s)} a step without, {format_time(self.mean_s)} in the mean of "
+            f"{self.num_steps} seeded steps (median {format_time(self.median_s)}, 90 % take {low_s} to {high_s})"
         )
 
 

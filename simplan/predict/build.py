@@ -101,7 +101,8 @@ def deals_unequal_shards(job: Job) -> bool:
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
-    Nor are ranks with jitter, and the ranks of a topology without symmetry, where hashes, positions or other jobs decide about links.
+    Nor are ranks with jitter, and those of a topology without symmetry, where hashes, positions or other jobs decide
+    about links.
 
     Args:
         job: The job.

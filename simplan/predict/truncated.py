@@ -79,9 +79,12 @@ def extent_of(job: Job) -> Extent:
 
     A pipeline of p ranks fills within p microbatches, drains within the last p, and needs two more in between. An
     interleaved one needs three rounds, since the first may differ. Custom schedules and schedules that depend on stage
-    times change with the number of microbatches, so they are simulated in full.
+    times change with the number of microbatches, so they are simulated in full. So are steps with jitter, in which no
+    microbatch is like another.
     """
     plan, whole = job.plan, job.num_microbatches
+    if job.cluster.jitter is not None:
+        return Extent(whole, 0, whole)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     if plan.pp == 1:
         simulated, period = 3, 1
@@ -95,12 +98,11 @@ def extent_of(job: Job) -> Extent:
 
 
 def predicted_extent(job: Job) -> Extent:
-    """Extent of a step that ``predict`` simulates: the full step, or ``extent_of`` if that is too long and periodic."""
+    """Extent of a step that ``predict`` simulates: the full step, or ``extent_of`` if that is too long."""
     plan, whole = job.plan, job.num_microbatches
     is_layer_by_layer = plan.is_layer_by_layer or expands_for_links(job)
     passes = whole * (job.model.num_blocks + 2 if is_layer_by_layer else plan.pp)
-    is_periodic = job.cluster.cores_per_node is None and job.cluster.jitter is None
-    if not is_periodic or passes <= _MAX_PASSES:
+    if job.cluster.cores_per_node is not None or passes <= _MAX_PASSES:
         return Extent(whole, 0, whole)
     return extent_of(job)
 
