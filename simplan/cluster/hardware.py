@@ -166,16 +166,25 @@ class Straggler(Spec):
         return f"{who}, {self.slowdown:g} times"
 
 
+_Interval = Annotated[float, Field(ge=1e-4, le=3600, allow_inf_nan=False)]
+
+
 class SlowLink(Spec):
     """A link of the topology with less bandwidth than its cable has, such as one with errors.
 
     Attributes:
         link: Name, such as ``leaf0 -> spine``.
         bandwidth_share: Fraction of its bandwidth that is left.
+        slow_s: Seconds of each period for which the link is slow (a flapping link); None for always.
+        period_s: Seconds from the begin of one slow time to that of the next; None for a link that is always slow.
+        first_s: Seconds from the start of the step to the first slow time.
     """
 
     link: Annotated[str, Field(min_length=1, max_length=200)]
     bandwidth_share: _Part
+    slow_s: _Interval | None = None
+    period_s: _Interval | None = None
+    first_s: Seconds = 0.0
 
 
 RelativeStd = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

@@ -54,7 +54,10 @@ _CLUSTER = {
     ),
     "background": ("other jobs on the topology: [{from: node0, to: node4, gbit: 100}], constant rates", "list"),
     "stragglers": ("ranks that compute more slowly: [{rank: 17, slowdown: 1.3}, {node: node2, slowdown: 1.1}]", "list"),
-    "slow_links": ("links of the topology: [{link: leaf0 -> spine, bandwidth_share: 0.5}]", "list"),
+    "slow_links": (
+        "links of the topology: [{link: leaf0 -> spine, bandwidth_share: 0.5}]; flapping with slow_s and period_s",
+        "list",
+    ),
     "jitter": (
         "random variation of durations: {compute_relative_std: 0.05, communication_relative_std: 0.1, seed: 1}",
         "mapping",
