@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simpy import Environment, Event
 
@@ -141,7 +141,8 @@ def test_a_transfer_over_a_flapping_link_waits_for_the_missing_bandwidth() -> No
     assert ends(latency, [0.0], [1.5]) == pytest.approx([1.5], rel=1e-12)  # slow during the latency alone
 
 
-@given(st.floats(0.05, 0.9), st.floats(0.1, 0.9), st.floats(0.01, 0.3))
+@settings(max_examples=20)
+@given(st.floats(0.05, 0.9), st.floats(0.1, 0.9), st.floats(0.1, 0.5))
 def test_many_flaps_are_a_link_with_the_mean_bandwidth(share: float, duty: float, period_s: float) -> None:
     """Up to what one period can add."""
     use = flapping([usage({0: 10.0}, 10.0)], [Flap(0, share, 0.0, duty * period_s, period_s)])
@@ -150,7 +151,7 @@ def test_many_flaps_are_a_link_with_the_mean_bandwidth(share: float, duty: float
     assert end_s == pytest.approx(10 / mean, abs=period_s / mean)
 
 
-def test_only_what_crosses_the_flapping_link_is_slower() -> None:
-    use = flapping([usage({0: 1.0}, 1.0), usage({1: 1.0}, 1.0), usage({0: 0.05}, 1.0)], [Flap(0, 0.1, 0.0, 1.0, 2.0)])
-    # the third needs 5 % of the link: a fair half of the 10 % that are left
-    assert ends(use, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]) == pytest.approx([1.95, 1.0, 1.0], rel=1e-9)
+def test_a_transfer_with_its_fair_part_of_a_flapping_link_is_not_slower() -> None:
+    """The second needs 5 % of the link: a fair half of the 10 % that are left."""
+    use = flapping([usage({0: 1.0}, 1.0), usage({0: 0.05}, 1.0)], [Flap(0, 0.1, 0.0, 1.0, 2.0)])
+    assert ends(use, [0.0, 0.0], [1.0, 1.0]) == pytest.approx([1.95, 1.0], rel=1e-9)
