@@ -104,7 +104,7 @@ def jitter_of_cluster(job: Job) -> Iterator[Problem]:
             yield Problem(
                 field=f"cluster.jitter.{name}",
                 value=f"{value:g}",
-                rule="is too much for a normal distribution, which would have negative durations",
+                rule="is too large for a normal distribution, which would have negative durations",
                 fix=f"use distribution: lognormal, or {_MAX_NORMAL_STD} at most",
             )
 

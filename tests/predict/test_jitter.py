@@ -31,7 +31,7 @@ def job_of(num_ranks: int, jitter: Jitter | None, **plan: int) -> Job:
     link = None if found.intra_link is None else found.intra_link.model_copy(update=fast)
     sizes = {"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "seq_len": 4096}
     model = tiny_model(**sizes, tied_embeddings=False)
-    made = ParallelPlan(**(plan or {"dp_replicate": num_ranks}))
+    made = ParallelPlan.model_validate(plan or {"dp_replicate": num_ranks})
     training = TrainingSpec(global_batch_size=made.dp, precision="bf16")
     cluster = found.with_changes(jitter=jitter, intra_link=link, devices_per_node=num_ranks)
     return Job(model, cluster, training, made, catalog.software("torch"))
@@ -151,7 +151,7 @@ def test_explanation_names_jitter() -> None:
 
 def test_what_it_cannot_be_is_refused() -> None:
     job = job_of(8, Jitter(distribution="normal", compute_relative_std=0.5))
-    with pytest.raises(SpecError, match=r"cluster\.jitter\.compute_relative_std = 0\.5: is too much for a normal"):
+    with pytest.raises(SpecError, match=r"cluster\.jitter\.compute_relative_std = 0\.5: is too large for a normal"):
         predict(job)
     with pytest.raises(NotModelledError, match=r"cluster\.jitter: a search compares steps without jitter"):
         search(job_of(8, Jitter(compute_relative_std=0.1)))
