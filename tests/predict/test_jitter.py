@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def job_of(num_ranks: int, jitter: Jitter | None, **plan: int) -> Job:
     found = catalog.cluster("dgx-h100", num_ranks)
     fast = {} if found.intra_link is None else {"bytes_per_s": 1e16, "latency_s": 0.0}
     link = None if found.intra_link is None else found.intra_link.model_copy(update=fast)
-    sizes = {"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "seq_len": 4096}
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "seq_len": 4096}
     model = tiny_model(**sizes, tied_embeddings=False)
     made = ParallelPlan.model_validate(plan or {"dp_replicate": num_ranks})
     training = TrainingSpec(global_batch_size=made.dp, precision="bf16")
