@@ -121,6 +121,34 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JitteredStep:
+    """Times of steps whose durations vary at random (``ClusterSpec.jitter``).
+
+    Attributes:
+        num_steps: Simulated steps.
+        without_s: Seconds of a step without jitter.
+        mean_s, median_s: Mean and median seconds of a step.
+        range_s: Seconds that 5 % and 95 % of the steps do not exceed.
+    """
+
+    num_steps: int
+    without_s: float
+    mean_s: float
+    median_s: float
+    range_s: tuple[float, float]
+
+    @property
+    def words(self) -> str:
+        """Cost of jitter, and range of step times."""
+        low_s, high_s = map(format_time, self.range_s)
+        more = format_percent(self.mean_s / self.without_s - 1)
+        return (
+            f"costs {more}: {format_time(self.without_s)} a step without, {format_time(self.mean_s)} in the mean of "
+            f"{self.num_steps} seeded steps (median {format_time(self.median_s)}, 90 % take {low_s} to {high_s})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """A full training at a constant step time, without failures, checkpoints and restarts.
 
@@ -194,7 +222,7 @@ class Prediction:
         step_time_s: Seconds of one optimizer step (Level 2).
         step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
         action_level_step_time_s: Step time at Level 1: actions as units, without overlap inside them, and without
-            contention on links.
+            contention on links and jitter.
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
         capacity_bytes: Memory of one device; None if unknown.
@@ -211,6 +239,7 @@ class Prediction:
         reference_s: Seconds of the executor's reference matmul during calibration; None if not timed.
         training_run: The full training; None without a number of tokens.
         network: Load of the links of the cluster's topology, and what contention costs; None without a topology.
+        jitter: Times of steps with jitter, of which the predicted one is the nearest to the mean; None without jitter.
     """
 
     name: str
@@ -235,6 +264,7 @@ class Prediction:
     reference_s: float | None = None
     training_run: TrainingRun | None = None
     network: Network | None = None
+    jitter: JitteredStep | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -315,6 +345,7 @@ class Prediction:
             },
             "links": job.cluster.links,
             **({} if self.network is None else {"network": self.network.to_json()}),
+            **({} if self.jitter is None else {"jitter": asdict(self.jitter)}),
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,
             "num_parameters": job.model.num_parameters,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,27 @@ def refuse_other_software(scenario: Scenario) -> None:
         raise NotModelledError(problem, file=scenario.file)
 
 
+_ONLY_PREDICTED = ("stragglers", "slow_links", "jitter", "background")
+
+
+def refuse_what_is_only_predicted(scenario: Scenario, who: str, fields: Sequence[str] = _ONLY_PREDICTED) -> None:
+    """Slow ranks and links, jitter and other jobs are predicted; nothing else makes them.
+
+    Args:
+        scenario: The scenario.
+        who: What would ignore them, e.g. ``a rehearsal``.
+        fields: Fields of the cluster that it would ignore.
+
+    Raises:
+        NotModelledError: The cluster has some; lists all of them.
+    """
+    cluster = scenario.job.cluster
+    rule, fix = f"is predicted, and {who} would ignore it", "remove it"
+    problems = [Problem(field=f"cluster.{name}", rule=rule, fix=fix) for name in fields if getattr(cluster, name)]
+    if problems:
+        raise NotModelledError(problems, file=scenario.file)
+
+
 def default_folder(scenario: Scenario) -> Path:
     """``simplan-out/NAME`` in the current folder, the name made safe for a file system."""
     return Path("simplan-out") / (re.sub(r"[^A-Za-z0-9._-]+", "-", scenario.name).strip(".-") or "run")
@@ -135,6 +156,7 @@ def check_before_calibrating(scenario: Scenario, options: RunOptions) -> None:
         rule = "describes slow ranks, and a run has ranks as fast as they are"
         fix = "remove it; `simplan compare` names slow ranks of a run"
         raise SpecError(Problem(field="cluster.stragglers", rule=rule, fix=fix), file=scenario.file)
+    refuse_what_is_only_predicted(scenario, "a run", ("jitter",))
     if kept is not None:
         newest = next(iter(readable_headers(Path(kept.folder))[0]), None)
         check_new_run(kept, newest)

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from simplan.base import MAX_DEVICES, Count, NonNegative, NumDevices, Rate, Seconds, Spec
 from simplan.cluster.topology import Topology, node_of_name
 from simplan.software.rates import KernelRates
-from simplan.units import MIB
+from simplan.units import MIB, format_percent
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
 HostBytes = Annotated[int, Field(ge=1, le=10**15)]
@@ -166,16 +166,51 @@ class Straggler(Spec):
         return f"{who}, {self.slowdown:g} times"
 
 
+_Interval = Annotated[float, Field(ge=1e-4, le=3600, allow_inf_nan=False)]
+
+
 class SlowLink(Spec):
     """A link of the topology with less bandwidth than its cable has, such as one with errors.
 
     Attributes:
         link: Name, such as ``leaf0 -> spine``.
         bandwidth_share: Fraction of its bandwidth that is left.
+        slow_s: Seconds of each period for which the link is slow (a flapping link); None for always.
+        period_s: Seconds from the begin of one slow time to that of the next; None for a link that is always slow.
+        first_s: Seconds from the start of the step to the first slow time.
     """
 
     link: Annotated[str, Field(min_length=1, max_length=200)]
     bandwidth_share: _Part
+    slow_s: _Interval | None = None
+    period_s: _Interval | None = None
+    first_s: Seconds = 0.0
+
+
+RelativeStd = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Jitter(Spec):
+    """Random variation of durations: every rank and action of a step has factors of its own, with mean 1.
+
+    Attributes:
+        distribution: Distribution of the factors; ``exponential`` is shifted, so that its mean is 1 at any deviation.
+        compute_relative_std: Relative standard deviation of the time that the kernels of one action of a rank take.
+        communication_relative_std: The same of the communications that one action of a rank starts.
+        seed: Seed; equal seeds give equal steps.
+    """
+
+    distribution: Literal["lognormal", "normal", "exponential"] = "lognormal"
+    compute_relative_std: RelativeStd = 0.0
+    communication_relative_std: RelativeStd = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @property
+    def words(self) -> str:
+        """Description, e.g. ``lognormal, 2 % of compute``."""
+        shares = {"compute": self.compute_relative_std, "communication": self.communication_relative_std}
+        parts = [f"{format_percent(share)} of {name}" for name, share in shares.items() if share]
+        return f"{self.distribution}, {' and '.join(parts) or '0 %'}"
 
 
 class ClusterSpec(Spec):
@@ -193,6 +228,7 @@ class ClusterSpec(Spec):
         background: Traffic of other jobs on the links of ``topology``.
         stragglers: Ranks that compute more slowly than the others.
         slow_links: Links of ``topology`` with less bandwidth than the others of their kind.
+        jitter: Random variation of durations; None for none.
         host_memory_bytes: Host memory of one node; None for unknown, or a CPU.
         host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of host memory, all sockets together; None for unknown.
         cores_per_node: CPU cores that the ranks of one node share; None for devices other than a CPU.
@@ -210,6 +246,7 @@ class ClusterSpec(Spec):
     background: tuple[BackgroundFlow, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
+    jitter: Jitter | None = None
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     cores_per_node: Count | None = None

@@ -34,6 +34,7 @@ class Explanation:
         contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
         placement: ``Job.placement_words``.
         stragglers: What slow ranks cost, as a sentence; empty without any.
+        jitter: What jitter costs, as a sentence; empty without any.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Explanation:
     contention: str | None = None
     placement: str = ""
     stragglers: str = ""
+    jitter: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -83,6 +85,7 @@ def explain(
         contention=None if prediction.network is None else f"contention {prediction.network.contention_words()}",
         placement=prediction.job.placement_words,
         stragglers=_stragglers(prediction, calibration),
+        jitter="" if prediction.jitter is None else f"jitter {prediction.jitter.words}",
     )
 
 

@@ -132,16 +132,30 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
         yield f"compute that overlaps communication loses {slowdown} of its throughput"
     if cluster.stragglers:
         yield f"slow ranks: {'; '.join(each.words for each in cluster.stragglers)} the time of the others to compute"
+    if cluster.jitter is not None:
+        yield (
+            f"jitter: {cluster.jitter.words} time, independent for every rank and action (seed {cluster.jitter.seed}); "
+            "shown is the simulated step nearest to the mean, and the interval is that of its cost estimates"
+        )
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
-        yield _of_links(cluster)
+        yield from _of_links(cluster)
 
 
-def _of_links(cluster: ClusterSpec) -> str:
-    """Sentence on contention."""
+def _of_links(cluster: ClusterSpec) -> Iterator[str]:
+    """Sentences on contention and flapping links."""
     if cluster.topology is None:
-        return "links are not shared with other jobs, and flows do not slow each other down"
+        yield "links are not shared with other jobs, and flows do not slow each other down"
+        return
+    flapping = [slow for slow in cluster.slow_links if slow.period_s is not None]
+    if flapping:
+        listed = "; ".join(
+            f"{slow.link}, {format_percent(slow.bandwidth_share)} of its bandwidth for {slow.slow_s:g} s of every "
+            f"{slow.period_s:g} s"
+            for slow in flapping
+        )
+        yield f"flapping links: {listed}, from a fixed time of the step on; no packet is lost or sent again"
     others = "with the background traffic" if cluster.background else "with no other job"
-    return (
+    yield (
         f"communications share the links of the topology max-min fairly, {others}; latency does not grow with load, "
         "and no packet is lost"
     )

@@ -23,7 +23,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network
-from simplan.network.usage import LinkUsage, LinkUse, Usages, in_sequence, link_use, together
+from simplan.network.usage import Flap, LinkUsage, LinkUse, Usages, in_sequence, link_use, together
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
@@ -193,7 +193,12 @@ def apply_contention(
     alone_s = program_costs.durations_s + distances_s[usage][leaders]
     constant = [*_flows_of_other_jobs(cluster, fabric)]
     place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
-    use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant])
+    flaps = [
+        Flap(fabric.link_named(slow.link), slow.bandwidth_share, slow.first_s, slow.slow_s, slow.period_s)
+        for slow in cluster.slow_links
+        if slow.slow_s is not None and slow.period_s is not None
+    ]
+    use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant], flaps)
     if sharing is None and not (use.usage >= 0).any():
         times = compile_program(program).times(alone_s)
     else:

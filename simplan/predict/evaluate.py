@@ -121,6 +121,7 @@ def predict_step(
             *_simulation_assumptions(job, extent, calibration),
         ),
         network=step.network(step_time_s, uncontended_s),
+        jitter=simulated.jitter,
     )
     return prediction, simulated
 

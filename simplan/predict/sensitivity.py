@@ -58,8 +58,10 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
             alone = apply_stragglers(program, estimate_program(program, cost), cluster, prediction.job.plan)
             costs = apply_overlap_slowdown(program, alone, compiled.times)
         else:
-            costs = simulate_program(program, cost, cluster, prediction.job.plan).program_costs
-        durations_s[resource] = costs.durations_s
+            steady = cluster.model_copy(update={"jitter": None})
+            costs = simulate_program(program, cost, steady, prediction.job.plan).program_costs
+        factors = 1.0 if simulated.factors is None else simulated.factors
+        durations_s[resource] = costs.durations_s * factors
     values = [
         MarginalValue(resource, (step_time_s - before_s) / before_s)
         for resource, step_time_s in zip(durations_s, compiled.step_times_s([*durations_s.values()]), strict=True)

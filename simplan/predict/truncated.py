@@ -79,9 +79,12 @@ def extent_of(job: Job) -> Extent:
 
     A pipeline of p ranks fills within p microbatches, drains within the last p, and needs two more in between. An
     interleaved one needs three rounds, since the first may differ. Custom schedules and schedules that depend on stage
-    times change with the number of microbatches, so they are simulated in full.
+    times change with the number of microbatches, so they are simulated in full. So are steps with jitter
+    or flapping links, in which no microbatch is like another.
     """
     plan, whole = job.plan, job.num_microbatches
+    if job.cluster.jitter is not None or any(slow.period_s is not None for slow in job.cluster.slow_links):
+        return Extent(whole, 0, whole)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     if plan.pp == 1:
         simulated, period = 3, 1

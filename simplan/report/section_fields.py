@@ -54,7 +54,14 @@ _CLUSTER = {
     ),
     "background": ("other jobs on the topology: [{from: node0, to: node4, gbit: 100}], constant rates", "list"),
     "stragglers": ("ranks that compute more slowly: [{rank: 17, slowdown: 1.3}, {node: node2, slowdown: 1.1}]", "list"),
-    "slow_links": ("links of the topology: [{link: leaf0 -> spine, bandwidth_share: 0.5}]", "list"),
+    "slow_links": (
+        "links of the topology: [{link: leaf0 -> spine, bandwidth_share: 0.5}]; flapping with slow_s and period_s",
+        "list",
+    ),
+    "jitter": (
+        "random variation of durations: {compute_relative_std: 0.05, communication_relative_std: 0.1, seed: 1}",
+        "mapping",
+    ),
     "host_memory_bytes": ("host memory of a node, for offloading", "1 and more"),
     "host_memory_bandwidth_bytes_per_s": (
         "host memory bandwidth of all sockets, for updates on the CPU; default: 409.6e9",

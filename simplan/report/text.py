@@ -209,8 +209,10 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     if prediction.worst_host_bytes:
         yield f"  host memory  {_host_memory(prediction)}"
     if prediction.network is not None:
-        yield f"  slowest link {prediction.network.slowest_words()}"
+        yield f"  {prediction.network.label} {prediction.network.slowest_words()}"
         yield f"  contention   {prediction.network.contention_words()}"
+    if prediction.jitter is not None:
+        yield f"  jitter       {prediction.jitter.words}"
 
 
 def _training_run(run: TrainingRun) -> Iterator[str]:

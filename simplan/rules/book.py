@@ -22,6 +22,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.gate_needs_shared_expert, model.capacity_for_tokens, training.lora_needs_adapters,
     training.adapters_need_lora, cluster.link_within_nodes, cluster.network_between_nodes, cluster.topology_of_cluster,
     cluster.background_traffic, cluster.stragglers_of_cluster, cluster.slow_links_of_topology,
+    cluster.jitter_of_cluster,
     cluster.devices, cluster.precision_of_cpus, training.recipe_of_fp8,
     training.pure_bf16_of_bf16, training.batch_divides,
     cluster.placement_of_all_axes, cluster.placement_of_all_ranks, cluster.placement_of_experts,

@@ -32,6 +32,7 @@ from simplan.cluster.hardware import (
     ClusterSpec,
     DeviceSpec,
     HostBytes,
+    Jitter,
     LinkSpec,
     SlowLink,
     Straggler,
@@ -137,6 +138,7 @@ class ClusterSection(Spec):
     background: tuple[BackgroundFlow, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
+    jitter: Jitter | None = None
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     num_nodes: NumDevices | None = None
@@ -209,9 +211,9 @@ def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
 
 
 def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSection) -> ClusterSpec | None:
-    """The cluster with its topology, the traffic of other jobs, slow ranks and slow links."""
+    """The cluster with its topology, the traffic of other jobs, slow ranks, slow links and jitter."""
     found = with_topology(sections, cluster, section.topology)
-    given = {name: getattr(section, name) for name in ("background", "stragglers", "slow_links")}
+    given = {name: getattr(section, name) for name in ("background", "stragglers", "slow_links", "jitter")}
     given = {name: values for name, values in given.items() if values}
     return found if found is None or not given else found.with_changes(**given)
 
@@ -219,7 +221,7 @@ def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSect
 def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
-    of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
+    of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s", "jitter")
     for key in (
         of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology", "background", "slow_links", "stragglers")
     ):
