@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,6 +51,7 @@ class RankMemory:
             and retries, which costs time and is no failure.
         interval_bytes: 90% interval by kind of peak: allocated, reserved, device. Upper ends include ``short_bytes``,
             so they may exceed the device memory.
+        capacity_bytes: Memory of the rank's device; None if unknown.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class RankMemory:
     host_bytes: int = 0
     short_bytes: int = 0
     interval_bytes: dict[MemoryKind, tuple[int, int]] = field(default_factory=dict)
+    capacity_bytes: int | None = None
 
     @property
     def wanted_bytes(self) -> int:
@@ -86,6 +89,11 @@ class RankMemory:
             "reserved": self.reserved_bytes / GIB,
             "device": self.device_bytes / GIB,
         }
+
+
+def worst_memory(memory: Sequence[RankMemory]) -> RankMemory:
+    """Memory of the rank with the least headroom, which is the largest if all devices are equal; the lowest rank."""
+    return max(memory, key=lambda m: (m.device_bytes - (m.capacity_bytes or 0), m.short_bytes, -m.rank))
 
 
 def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdict | None:
@@ -197,8 +205,8 @@ class Prediction:
             contention on links.
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
-        capacity_bytes: Memory of one device; None if unknown.
-        fits: True if the worst rank's device bytes are within ``capacity_bytes``; None if unknown. The caching
+        capacity_bytes: Memory of one device, of the peak-memory rank if devices differ; None if unknown.
+        fits: True if every rank's device bytes are within the memory of its device; None if unknown. The caching
             allocator's unused blocks do not count, since it frees them before it fails (``RankMemory.short_bytes``).
         splits: Time split per rank, in the order of ``memory``.
         tokens_per_s_per_device: Throughput, including padding of packed sequences; 0 for image models, which have no
@@ -254,8 +262,8 @@ class Prediction:
 
     @property
     def worst_memory(self) -> RankMemory:
-        """Memory of the peak-memory rank."""
-        return max(self.memory, key=lambda m: (m.device_bytes, m.short_bytes, -m.rank))
+        """Memory of the peak-memory rank; of unequal devices, of the rank with the least headroom."""
+        return worst_memory(self.memory)
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:

@@ -212,7 +212,7 @@ class TruncatedStep:
         peaks, grown = self.peaks(), self._extrapolated
         return tuple(
             replace(
-                device_memory(peaks[program.stands_for[more.rank]], job, self.calibration),
+                device_memory(peaks[program.stands_for[more.rank]], job, self.calibration, rank=more.rank),
                 rank=more.rank,
                 by_category={key: grown(size, less.by_category[key]) for key, size in more.by_category.items()},
                 peak_action=more.peak_action,

@@ -29,6 +29,11 @@ _TRAINING = {
 }
 _CLUSTER = {
     "preset": ("a name of `simplan show clusters`; the other keys override its fields", "name"),
+    "nodes": (
+        f"groups of different nodes ({documentation('how-to/mixed-devices')}), each a mapping with preset, num_nodes "
+        "and other keys of this list",
+        "list of mappings",
+    ),
     "num_nodes": ("number of nodes; 1, or the nodes that num_devices needs", "1 and more"),
     "num_devices": ("in place of num_nodes: devices, node by node", "1 and more"),
     "device": (
