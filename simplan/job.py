@@ -39,7 +39,7 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches per step and data-parallel rank: global_batch_size / sequences of one over all of these ranks."""
+        """Microbatches per step and data-parallel rank: global_batch_size / (dp x microbatch_size)."""
         return self.training.global_batch_size // self.plan.sequences_per_microbatch
 
     @property

@@ -23,6 +23,9 @@ class MixedCost:
         cluster: Cluster with node groups.
         cost_of: Cost model of a cluster of equal nodes.
         placement: Devices of the ranks; None if they are the devices of their own numbers.
+
+    Attributes:
+        devices: Names of the devices of the groups.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class MixedCost:
     ) -> None:
         self._placement = placement
         self._group_of = [cluster.group_of(device) for device in range(cluster.num_devices)]
+        self.devices = tuple(group.device.id for group in cluster.node_groups)
         self._groups = [cost_of(cluster.as_group(group)) for group in range(len(cluster.node_groups))]
 
         @cache

@@ -323,7 +323,7 @@ def assign_layers(job: Job, cost: CostModel, max_blocks: Sequence[int] | None = 
 
     Args:
         job, cost: The job, and its cost model.
-        max_blocks: ``(num_stages,)`` Most blocks of each stage, for pipeline ranks on unequal devices; None for no limit.
+        max_blocks: ``(num_stages,)`` Most blocks of each stage, for pipeline ranks on unequal devices; None: no limit.
     """
     model, plan = job.model, job.plan
     given = _given_stage_layers(job)

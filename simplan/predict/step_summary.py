@@ -97,7 +97,8 @@ def evaluate_step(
 
     Args:
         job, calibration: See ``TruncatedStep``.
-        max_bytes: Memory limit, of the largest device if devices differ (bytes of ranks on others are scaled); the time of a plan that needs more is None and is not simulated. None for no limit.
+        max_bytes: Memory limit; the time of a plan that needs more is None and is not simulated. None for no limit. If
+            devices differ, it is that of the largest, and bytes on the others are scaled to it.
         whole: True to simulate to the extent of ``predict``. False truncates the step, and folds ranks to which ZeRO-1
             assigns unequal parameters.
     """

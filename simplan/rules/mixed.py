@@ -66,9 +66,7 @@ def groups_of_equal_devices(job: Job) -> Iterator[Problem]:
 def microbatch_sizes_of_experts(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.microbatch_sizes is not None and plan.ep > 1 and len(set(plan.microbatch_sizes)) > 1:
-        sentence = (
-            f"with plan.ep = {plan.ep} is not modeled yet: expert-parallel ranks exchange tokens of unequal batches"
-        )
+        sentence = f"with plan.ep = {plan.ep} is not modeled yet: their all-to-all would have unequal parts"
         yield problem_of(job, "plan.microbatch_sizes", sentence, "use ep = 1, or equal sizes")
 
 

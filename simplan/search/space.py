@@ -240,5 +240,5 @@ def _check_modules(job: Job, space: SearchSpace) -> None:
 
 def capacity_bytes(job: Job, space: SearchSpace) -> int | None:
     """Usable device memory in bytes; None if the device memory is unknown."""
-    memory_bytes = job.cluster.device.memory_bytes
+    memory_bytes = job.cluster.largest_memory_bytes
     return None if memory_bytes is None else int(memory_bytes * space.max_memory_fraction)
