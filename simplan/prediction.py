@@ -329,7 +329,7 @@ class Prediction:
         waits = [self.splits[place].wait_s for place in places]
         mapping, sizes = (
             RankMapping.of(job.plan),
-            job.plan.microbatch_sizes or (job.plan.microbatch_size,) * job.plan.dp,
+            job.plan.sizes_of_ranks,
         )
         return NodeGroupStep(
             device=job.cluster.node_groups[group].device.id,

@@ -40,7 +40,8 @@ class ParallelPlan(Spec):
 
     ``microbatch_sizes`` gives every data-parallel rank its own number of sequences per microbatch, in the order of the
     mesh: faster devices can take more. All ranks have the same number of microbatches, ``microbatch_size`` is the
-    largest, and gradients are the mean over all sequences. ``None`` is ``microbatch_size`` for all ranks.
+    largest, and gradients are the mean over all sequences. ``balanced`` lets simplan divide dp x ``microbatch_size``
+    sequences in proportion to the speed of the devices. ``None`` is ``microbatch_size`` for all ranks.
 
     ``schedule`` is a schedule of simplan, one from an installed package, or a CSV file with an action table. ``None``
     in ``grad_dtype`` and ``bucket_bytes`` means the framework's own value. ``stage_layers`` is the number of blocks per
@@ -77,7 +78,7 @@ class ParallelPlan(Spec):
     virtual_stages: Count = 1
     schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = "none"
     microbatch_size: Count = 1
-    microbatch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    microbatch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | Literal["balanced"] | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] | None = None
     recompute_layers: Count | None = None
@@ -151,7 +152,14 @@ class ParallelPlan(Spec):
     @property
     def sequences_per_microbatch(self) -> int:
         """Sequences of one microbatch of all data-parallel ranks together."""
-        return self.dp * self.microbatch_size if self.microbatch_sizes is None else sum(self.microbatch_sizes)
+        return sum(self.sizes_of_ranks)
+
+    @property
+    def sizes_of_ranks(self) -> tuple[int, ...]:
+        """``(dp,)`` Sequences per microbatch of each data-parallel rank; equal ones before they are balanced."""
+        if isinstance(self.microbatch_sizes, tuple):
+            return self.microbatch_sizes
+        return (self.microbatch_size,) * self.dp
 
     @property
     def num_devices(self) -> int:

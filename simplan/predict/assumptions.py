@@ -71,7 +71,7 @@ def _of_plan(job: Job) -> Iterator[str]:
     elif plan.shards_parameters and microbatches > 1:
         why = f"in pipelines of {software.id}" if plan.grad_sync is None else "as grad_sync = step"
         yield f"unsharded gradients of {microbatches} microbatches accumulate before reduction, {why}"
-    if plan.microbatch_sizes is not None and len(set(plan.microbatch_sizes)) > 1:
+    if len(set(plan.sizes_of_ranks)) > 1:
         yield (
             "every data-parallel rank weights its loss by its part of the sequences, so that gradients are the mean "
             f"over all sequences; {software.id} needs a training loop that does so"

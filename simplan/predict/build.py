@@ -26,7 +26,7 @@ from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.plan.collectives import Collectives
 from simplan.plan.placement import Placement
-from simplan.plan.plan import RankMapping, StageAssignment
+from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.predict.stragglers import slowdowns
 from simplan.prediction import Prediction
@@ -129,8 +129,13 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     slow = tuple(slowdowns(cluster, plan).items())
     nodes = tuple(group.num_nodes for group in cluster.node_groups)
     return _kept_folding(
-        mapping, job.placement, cluster.devices_per_node, deals or uneven, contended, slow, nodes, plan.microbatch_sizes
+        mapping, job.placement, cluster.devices_per_node, deals or uneven, contended, slow, nodes, _sizes(plan)
     )
+
+
+def _sizes(plan: ParallelPlan) -> tuple[int, ...] | None:
+    """Microbatch sizes of the data-parallel ranks; None if they are equal."""
+    return None if plan.microbatch_sizes is None else plan.sizes_of_ranks
 
 
 @lru_cache(maxsize=128)
@@ -360,8 +365,13 @@ def _layer_times_s(job: Job, cost: CostModel, group: int | None = None) -> list[
     Args:
         group: Node group of the device; None for a cluster of equal nodes.
     """
+    size = job.plan.microbatch_size if group is None else microbatch_size_in(job, group)
+    return layer_times_s(job, cost, size, group)
+
+
+def layer_times_s(job: Job, cost: CostModel, size: int, group: int | None) -> list[float]:
+    """Forward plus backward seconds of every layer for a microbatch of ``size`` sequences on a node group."""
     plan, seconds = job.plan, dict[str, float]()
-    size = plan.microbatch_size if group is None else microbatch_size_in(job, group)
     for layer in (layers := job.software.layers_of(job.model, plan)):
         if layer.key not in seconds:
             seconds[layer.key] = sum(
@@ -373,9 +383,7 @@ def _layer_times_s(job: Job, cost: CostModel, group: int | None = None) -> list[
 
 def microbatch_size_in(job: Job, group: int) -> int:
     """Largest microbatch of the ranks of a node group, in sequences."""
-    sizes, mapping = job.plan.microbatch_sizes, RankMapping.of(job.plan)
-    if sizes is None:
-        return job.plan.microbatch_size
+    sizes, mapping = job.plan.sizes_of_ranks, RankMapping.of(job.plan)
     return max(sizes[mapping.dp_rank(rank)] for rank in range(mapping.world_size) if job.group_of(rank) == group)
 
 

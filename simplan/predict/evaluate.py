@@ -20,6 +20,7 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.plan.schedules import is_custom_schedule
 from simplan.predict.assumptions import assumptions, buffer_assumption
+from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
@@ -66,6 +67,7 @@ def predict_step(
         progress: Called with the number of ended and of all communications while links are simulated.
     """
     check_job(job)
+    job = balanced(job, calibration)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding, extent = folding_of(job), predicted_extent(job)
     expand_all = expands_all(job, folding, extent.simulated)

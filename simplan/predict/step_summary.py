@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
+from simplan.predict.balance import balanced
 from simplan.predict.build import folding_of
 from simplan.predict.memory import device_memory
 from simplan.predict.simulated import interval_s, moved_durations_s
@@ -102,6 +103,7 @@ def evaluate_step(
         whole: True to simulate to the extent of ``predict``. False truncates the step, and folds ranks to which ZeRO-1
             assigns unequal parameters.
     """
+    job = balanced(job, calibration)
     extent = predicted_extent(job) if whole or job.cluster.cores_per_node is not None else extent_of(job)
     folding = folding_of(job, dealt_alike=not whole)
     step = TruncatedStep(job, extent, calibration, folding=folding)
@@ -164,6 +166,7 @@ def summarized_step(job: Job, *, steps_overlap: bool) -> TruncatedStep:
     """Truncated step of a summary; for arguments see ``summarize_step``."""
     assert job.cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
     check_job(job)
+    job = balanced(job)
     whole = job.num_microbatches
     folding = folding_of(job, dealt_alike=True)
     return TruncatedStep(job, Extent(whole, 0, whole) if steps_overlap else extent_of(job), folding=folding)

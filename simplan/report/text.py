@@ -396,7 +396,7 @@ def microbatch_words(job: Job) -> str:
 
     For example: ``16 microbatches of 1 sequence per data-parallel rank``, or ``of 1 to 3 sequences``.
     """
-    number, sizes = job.num_microbatches, job.plan.microbatch_sizes or (job.plan.microbatch_size,)
+    number, sizes = job.num_microbatches, job.plan.sizes_of_ranks
     several = f"{number} microbatches" if number > 1 else "1 microbatch"
     fewest = f"{min(sizes)} to " if min(sizes) < max(sizes) else ""
     return f"{several} of {fewest}{counted(max(sizes), job.model.sample)} per data-parallel rank"

@@ -65,7 +65,7 @@ def groups_of_equal_devices(job: Job) -> Iterator[Problem]:
 @unmodelled("microbatch_sizes with expert parallelism are not modeled", reads="microbatch_sizes ep")
 def microbatch_sizes_of_experts(job: Job) -> Iterator[Problem]:
     plan = job.plan
-    if plan.microbatch_sizes is not None and plan.ep > 1 and len(set(plan.microbatch_sizes)) > 1:
+    if plan.microbatch_sizes is not None and plan.ep > 1:
         sentence = f"with plan.ep = {plan.ep} is not modeled yet: their all-to-all would have unequal parts"
         yield problem_of(job, "plan.microbatch_sizes", sentence, "use ep = 1, or equal sizes")
 

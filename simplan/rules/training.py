@@ -218,7 +218,7 @@ def _in_8_bits(sentence: str, fix: str) -> Problem:
 
 @rule(
     "FP8 and FP4 matmuls need sizes that are multiples of the scaling block",
-    reads="tp sequence_parallel cp cp_comm ep etp microbatch_size microbatch_sizes",
+    reads="dp tp sequence_parallel cp cp_comm ep etp microbatch_size microbatch_sizes",
     after_others=True,
 )
 def low_precision_sizes(job: Job) -> Iterator[Problem]:
@@ -236,7 +236,7 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
         for gemm in quantized_linears(layer, form):
             sides = (("outputs", gemm.n), ("inputs", gemm.k))
             odd |= {f"{side} of {gemm.name}": size for side, size in sides if size % multiple}
-            rows |= {gemm.m * size for size in plan.microbatch_sizes or (plan.microbatch_size,)}
+            rows |= {gemm.m * size for size in plan.sizes_of_ranks}
     if odd:
         name, size = min(odd.items())
         yield Problem(
@@ -247,7 +247,7 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
         )
     uneven = sorted(number for number in rows if number % multiple)
     if uneven:
-        size = next(each for each in plan.microbatch_sizes or (plan.microbatch_size,) if uneven[0] % each == 0)
+        size = next(each for each in plan.sizes_of_ranks if uneven[0] % each == 0)
         per_sequence = uneven[0] // size
         whole = multiple // math.gcd(per_sequence, multiple)
         sentence = (
@@ -264,7 +264,7 @@ _MAX_PIPELINE_CELLS = 30_000
 def microbatch_sizes_of_ranks(job: Job) -> Iterator[Problem]:
     plan = job.plan
     sizes = plan.microbatch_sizes
-    if sizes is None:
+    if not isinstance(sizes, tuple):
         return
     if len(sizes) != plan.dp:
         sentence = f"must have one size for each of dp_replicate x dp_shard = {plan.dp} data-parallel ranks"
@@ -280,7 +280,7 @@ def microbatch_sizes_of_ranks(job: Job) -> Iterator[Problem]:
 )
 def batch_divides(job: Job) -> Iterator[Problem]:
     plan = job.plan
-    if plan.microbatch_sizes is not None:
+    if isinstance(plan.microbatch_sizes, tuple):
         batch, unit = job.training.global_batch_size, plan.sequences_per_microbatch
         if len(plan.microbatch_sizes) == plan.dp and batch % unit:
             fix = f"use {either(nearest_multiples(batch, unit))}, or sizes with another sum"

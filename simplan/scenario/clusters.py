@@ -241,11 +241,7 @@ def _of_node_groups(sections: Sections, section: ClusterSection) -> ClusterSpec 
         return None
     given = [name for name in section.model_fields_set if name not in _BESIDE_NODES]
     for name in sorted(given):
-        what = (
-            "is not modeled yet for different nodes"
-            if name == "topology"
-            else "is about equal nodes, and nodes is given"
-        )
+        what = "is not modeled yet for different nodes" if name == "topology" else "is a key of equal nodes"
         fix = "remove it" if name in _OF_WHOLE_CLUSTER else "write it in each group of nodes"
         sections.refuse(("cluster", name), what, fix=fix)
     clusters = [_node_group(sections, place, data) for place, data in enumerate(listed)]

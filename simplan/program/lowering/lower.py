@@ -104,16 +104,16 @@ class Lowerer:
         self._folding = how.folding or unfolded(self._stages.mapping)
         self._builder = ProgramBuilder()
         by_size = {job.plan.microbatch_size: (self._stages, Scripts(self._stages))}
-        for size in set(job.plan.microbatch_sizes or ()) - by_size.keys():
+        for size in {*job.plan.sizes_of_ranks} - by_size.keys():
             stages = Stages(job.with_plan(job.plan.model_copy(update={"microbatch_size": size})), assignment, table)
             by_size[size] = stages, Scripts(stages)
         # by rank, the lowering of a leader with the same work, and own stage -> corresponding stage of the leader
         self._ranks: dict[int, tuple[_RankLowering, dict[int, int]]] = {}
         leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}
+        sizes = job.plan.sizes_of_ranks
         for rank in self._folding.ranks:
-            sizes, mapping, group = job.plan.microbatch_sizes, self._stages.mapping, job.group_of(rank)
-            size = job.plan.microbatch_size if sizes is None else sizes[mapping.dp_rank(rank)]
-            of_stages, scripts = by_size[size]
+            mapping, group = self._stages.mapping, job.group_of(rank)
+            of_stages, scripts = by_size[sizes[mapping.dp_rank(rank)]]
             key, own = (_rank_key(of_stages, rank), group), of_stages.stages_of(mapping.place(rank).pp)
             if key not in leaders:
                 leaders[key] = _RankLowering(of_stages, scripts, rank, self._builder, how, self._folding, group), own
