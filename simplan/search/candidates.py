@@ -18,8 +18,8 @@ Categories = Mapping[str, tuple[Any, ...]]
 
 FIELDS = (
     "dp_replicate", "dp_shard", "zero_stage", "reshard_after_forward", "tp", "sequence_parallel", "cp", "cp_comm",
-    "ep", "pp", "virtual_stages", "schedule", "microbatch_size", "microbatch_sizes", "recompute", "recompute_modules", "grad_sync",
-    "placement",
+    "ep", "pp", "virtual_stages", "schedule", "microbatch_size", "microbatch_sizes", "recompute", "recompute_modules",
+    "grad_sync", "placement",
 )  # fmt: skip
 """Plan fields that a search varies."""
 

@@ -55,8 +55,8 @@ class SearchSpace(Spec):
             attention core.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
             sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
-        microbatch_sizes: ``balanced`` for shares of the batch in proportion to the speed of devices, null for equal ones,
-            or both. By default both for a cluster of different nodes, and equal ones for one of equal nodes.
+        microbatch_sizes: ``balanced`` for shares of the batch in proportion to the speed of devices, null for equal
+            ones, or both. By default both for a cluster of different nodes.
         placement: Orders of axes to compare, each innermost first: a list, or lists. By default that of the mesh.
         compiled: Values of ``software.compiled`` to compare; by default the job's own.
     """

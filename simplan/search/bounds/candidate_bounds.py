@@ -58,7 +58,12 @@ class Bounds:
             max_bytes: Step times are computed only up to this memory bound; None for no limit.
         """
         if self._mixed is not None:
-            return Bounded(*self._mixed.of(rows))
+            num_bytes, seconds = self._mixed.of(rows)
+            alone = np.flatnonzero(rows["pp"] == 1)
+            if len(alone):  # every rank has all layers, however fast its device is
+                part = rows.take(alone)
+                num_bytes[alone] = np.maximum(num_bytes[alone], self._memory.bytes(part, *self._pipeline(part)))
+            return Bounded(num_bytes, seconds)
         num_bytes, seconds = np.zeros(len(rows), np.int64), np.full(len(rows), np.inf)
         shapes = np.stack([
             rows["pp"], rows["virtual_stages"], self._splits[rows["schedule"]], self._in_v[rows["schedule"]]
