@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.model import CostModel
@@ -37,7 +37,7 @@ def balanced(job: Job, calibration: Calibration | None = None) -> Job:
 
     most = [total] * plan.dp
     while True:
-        sizes = balanced_sizes(total, [lambda size, of=of: seconds(of, size) for of in groups], most)
+        sizes = balanced_sizes(total, [partial(seconds, of) for of in groups], most)
         found = job.with_plan(plan.model_copy(update={"microbatch_sizes": sizes, "microbatch_size": max(sizes)}))
         if plan.dp == total:
             return found

@@ -60,9 +60,9 @@ class Sections:
             examples: For each required key, what to add if it is missing. Other missing keys follow from these, and are
                 no problems of their own. None for no examples.
         """
-        path = self._path(path)
         is_section = len(path) <= 1
         elsewhere = where_keys_belong(str(path[0]) if path else "", searches=self._searches) if is_section else {}
+        path = self._path(path)
         result, problems = validate(model, data, self._lines, prefix=path, elsewhere=elsewhere)
         if examples is not None:
             problems = tuple(_with_examples(problems, examples, path)) or problems
@@ -199,7 +199,7 @@ _OTHER_WORDS = {
     "model.top_k": "num_experts_per_tok moe_router_topk",
     "model.mtp_num_layers": "num_nextn_predict_layers",
     "cluster.num_devices": "num_gpus n_gpus ngpus gpus world_size",
-    "cluster.num_nodes": "nnodes node_count",
+    "cluster.num_nodes": "nnodes node_count count",
     "cluster.devices_per_node": "gpus_per_node num_gpus_per_node nproc_per_node",
     "cluster.device": "gpu gpu_type accelerator",
     "cluster.nics_per_node": "num_nics nics",

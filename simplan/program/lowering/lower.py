@@ -105,8 +105,8 @@ class Lowerer:
         self._builder = ProgramBuilder()
         by_size = {job.plan.microbatch_size: (self._stages, Scripts(self._stages))}
         for size in {*job.plan.sizes_of_ranks} - by_size.keys():
-            stages = Stages(job.with_plan(job.plan.model_copy(update={"microbatch_size": size})), assignment, table)
-            by_size[size] = stages, Scripts(stages)
+            own_stages = Stages(job.with_plan(job.plan.model_copy(update={"microbatch_size": size})), assignment, table)
+            by_size[size] = own_stages, Scripts(own_stages)
         # by rank, the lowering of a leader with the same work, and own stage -> corresponding stage of the leader
         self._ranks: dict[int, tuple[_RankLowering, dict[int, int]]] = {}
         leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}
