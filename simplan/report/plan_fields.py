@@ -24,6 +24,7 @@ _MEANINGS: dict[str, str] = {
     "virtual_stages": "stages per pipeline rank",
     "schedule": "order of forwards and backwards; or a CSV file with a custom action table",
     "microbatch_size": "sequences (or images) of a microbatch",
+    "microbatch_sizes": "sequences per microbatch of each data-parallel rank; balanced: by the speed of its devices",
     "recompute": "modules recomputed in backward; selective_op and _layer are torchtitan's, the last two MaxText's",
     "recompute_modules": "for selective: modules of a block, named as in Megatron Core; default: attention core",
     "recompute_layers": "for full: number of first blocks per stage; default: all",

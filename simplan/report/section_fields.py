@@ -223,6 +223,10 @@ _DEFAULTS = {
     "zero_stage": ("0, 1, 2, 3", "where there are several shards; 0 only where dp_shard = 1"),
     "reshard_after_forward": ("true, false", "at zero_stage 3; ZeRO-3 that does not reshard is ZeRO-2, listed as that"),
     "microbatch_size": ("every divisor of the local batch", "global_batch_size / (dp_replicate x dp_shard)"),
+    "microbatch_sizes": (
+        "equal ones; on different nodes also balanced",
+        "balanced, null for equal ones, or both: [null, balanced]",
+    ),
     "recompute": ("none, selective, full", ""),
     "recompute_modules": (
         "core_attn alone",
