@@ -71,7 +71,9 @@ def plan_fields() -> list[dict[str, str]]:
 def values_of(annotation: Any, metadata: Sequence[Any]) -> str:
     """Allowed values of a pydantic field as text: choices, true or false, a name, a range of numbers, or a list."""
     if get_origin(annotation) in (Union, UnionType):
-        [annotation] = [part for part in get_args(annotation) if part is not NoneType]
+        annotation, *others = [part for part in get_args(annotation) if part is not NoneType]
+        if others:
+            return ", or ".join(values_of(part, metadata) for part in (annotation, *others))
     if hasattr(annotation, "__metadata__"):
         annotation, metadata = annotation.__origin__, annotation.__metadata__
     if get_origin(annotation) is tuple:

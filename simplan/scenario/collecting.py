@@ -62,7 +62,10 @@ class Sections:
         """
         is_section = len(path) <= 1
         elsewhere = where_keys_belong(str(path[0]) if path else "", searches=self._searches) if is_section else {}
-        path = self._path(path)
+        there = self._path(path)
+        if there != path:  # keys of a group of nodes are written without the section in front
+            elsewhere = {key: text.removeprefix(f"{path[0]}.") for key, text in elsewhere.items()}
+        path = there
         result, problems = validate(model, data, self._lines, prefix=path, elsewhere=elsewhere)
         if examples is not None:
             problems = tuple(_with_examples(problems, examples, path)) or problems
