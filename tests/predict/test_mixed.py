@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -51,7 +52,12 @@ def equal_nodes(entry: catalog.NodeEntry, num_nodes: int) -> ClusterSpec:
 
 def step_of(cluster: ClusterSpec, plan: ParallelPlan, batch: int = 128, **model: object) -> Prediction:
     training = TrainingSpec(global_batch_size=batch, precision="bf16")
-    shape = {"num_hidden_layers": 8, "hidden_size": 2048, "seq_len": 1024, "tied_embeddings": False} | model
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 8,
+        "hidden_size": 2048,
+        "seq_len": 1024,
+        "tied_embeddings": False,
+    } | model
     return predict(Job(tiny_model(**shape), cluster, training, plan, catalog.software("torch")))
 
 
@@ -227,18 +233,18 @@ def test_search_finds_the_best_of_predict() -> None:
     model = tiny_model(num_hidden_layers=16, hidden_size=2048, seq_len=1024, tied_embeddings=False)
     training = TrainingSpec(global_batch_size=64, precision="bf16")
     job = Job(model, cluster, training, ParallelPlan(), catalog.software("torch"))
-    ranges = {"tp": (1, 2), "pp": (1, 2), "zero_stage": (0, 3), "schedule": ("1f1b",), "recompute": ("none",)}
-    space = SearchSpace(**ranges, dp_replicate=(1, 16, 8, 4), reshard_after_forward=(True,), grad_sync=("step",),
+    space = SearchSpace(tp=(1, 2), pp=(1, 2), zero_stage=(0, 3), schedule=("1f1b",), recompute=("none",), dp_replicate=(1, 16, 8, 4), reshard_after_forward=(True,), grad_sync=("step",),
                         microbatch_size=(1, 2, 4), sequence_parallel=(True,), top=1)  # fmt: skip
     best = search(job, space).best
     assert best is not None
     found: list[tuple[float, ParallelPlan]] = []
-    for tp, pp, size, sizes, shard in itertools.product((1, 2), (1, 2), (1, 2, 4), (None, "balanced"), (False, True)):
+    shares: tuple[Literal["balanced"] | None, ...] = (None, "balanced")
+    for tp, pp, size, sizes, shard in itertools.product((1, 2), (1, 2), (1, 2, 4), shares, (False, True)):
         dp = 16 // tp // pp
         if sizes and size == 1:
             continue
-        degrees = {"dp_shard": dp} if shard else {"dp_replicate": dp}
-        plan = ParallelPlan(tp=tp, pp=pp, microbatch_size=size, microbatch_sizes=sizes, grad_sync="step", **degrees)
+        plan = ParallelPlan(tp=tp, pp=pp, microbatch_size=size, microbatch_sizes=sizes, grad_sync="step",
+                            dp_shard=dp if shard else 1, dp_replicate=1 if shard else dp)  # fmt: skip
         try:
             step = predict(job.with_plan(plan))
         except SpecError:
