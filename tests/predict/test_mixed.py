@@ -233,7 +233,8 @@ def test_search_finds_the_best_of_predict() -> None:
     model = tiny_model(num_hidden_layers=16, hidden_size=2048, seq_len=1024, tied_embeddings=False)
     training = TrainingSpec(global_batch_size=64, precision="bf16")
     job = Job(model, cluster, training, ParallelPlan(), catalog.software("torch"))
-    space = SearchSpace(tp=(1, 2), pp=(1, 2), zero_stage=(0, 3), schedule=("1f1b",), recompute=("none",), dp_replicate=(1, 16, 8, 4), reshard_after_forward=(True,), grad_sync=("step",),
+    space = SearchSpace(tp=(1, 2), pp=(1, 2), zero_stage=(0, 3), schedule=("1f1b",), recompute=("none",),
+                        dp_replicate=(1, 16, 8, 4), reshard_after_forward=(True,), grad_sync=("step",),
                         microbatch_size=(1, 2, 4), sequence_parallel=(True,), top=1)  # fmt: skip
     best = search(job, space).best
     assert best is not None
