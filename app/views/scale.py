@@ -58,7 +58,7 @@ def _show_curves(
     unit = "images" if scenario.job.model.sample == "image" else "tokens"
     rows = scale_rows(points, budget, price)
     now = place_on(scenario, axis)
-    figures = scale_figures(rows, AXES[axis].words(scenario), now, scenario.job.cluster.device.memory_bytes, unit=unit)
+    figures = scale_figures(rows, AXES[axis].words(scenario), now, scenario.job.cluster.largest_memory_bytes, unit=unit)
     for column, (name, figure) in zip(st.columns(len(figures)), figures.items(), strict=True):
         with column:
             alt = f"{name.capitalize()} over {_name(axis)}"

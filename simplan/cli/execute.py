@@ -16,6 +16,7 @@ from simplan.cli.terminal.processes import ExecutorKilledError, run_executor
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SimplanError, SpecError
+from simplan.interop.writing import refuse_mixed
 from simplan.io import read_model, write_json, write_model
 from simplan.predict import Simulated, run_dtype, run_spec_of
 from simplan.prediction import Prediction
@@ -294,6 +295,10 @@ def run_spec_of_scenario(
                 field="cluster.device", value=device.id, rule="cannot be run: the executor drives CPUs and CUDA GPUs"
             )
         )
+    try:
+        refuse_mixed(scenario.job, "the executor")
+    except NotModelledError as error:
+        problems += error.problems
     if precision not in ("fp32", "tf32", "bf16", "fp8"):
         rule = "cannot be run yet: the executor has no loss scaling, and of narrower formats only fp8"
         problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use bf16, fp8 or fp32"))

@@ -78,6 +78,15 @@ def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) 
             latency.
         factor: Multiplier of the rate.
     """
+    if cluster.node_groups:
+        nodes = [(group, cluster.as_group(place)) for place, group in enumerate(cluster.node_groups)]
+        better = [(group, improved(own, resource, factor)) for group, own in nodes]
+        names = ("device", "intra_link", "inter_link")
+        groups = tuple(
+            group if own is None else group.model_copy(update={name: getattr(own, name) for name in names})
+            for group, own in better
+        )
+        return cluster.model_copy(update={"node_groups": groups})
     device = cluster.device
     match resource:
         case Resource.COMPUTE:
