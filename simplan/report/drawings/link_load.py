@@ -148,7 +148,7 @@ def _cells(row: LoadRow, drawing: LinkLoadDrawing, top: float) -> list[Element]:
                 f"{link.name} ({format_rate(link.bytes_per_s)}), {format_bytes(link.num_bytes)} a step: "
                 f"{step / _STEPS:.0%} busy from {format_time(begin_s)}"
             )
-            group.append(rect(_LEFT + width * place, top, width * number, _ROW_HEIGHT, _fill(step / _STEPS)))
+            group.append(rect(_LEFT + width * place, top, width * number, _ROW_HEIGHT, load_color(step / _STEPS)))
             found.append(group)
         place += number
     return found
@@ -158,7 +158,7 @@ def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
     parts = [text(_LEFT, top + 10, "busy", size=12, colour=SOFT)]
     left = _LEFT + 36.0
     for share in (0.1, 0.25, 0.5, 0.75, 1.0):
-        parts.append(rect(left, top, 12, 12, _fill(share), stroke=GRID))
+        parts.append(rect(left, top, 12, 12, load_color(share), stroke=GRID))
         parts.append(text(left + 17, top + 10, f"{share:.0%}", size=12))
         left += 62
     note = "delays: seconds that communications wait for the link, all groups of ranks together"
@@ -169,8 +169,8 @@ def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
     return parts
 
 
-def _fill(share: float) -> str:
-    """Color of a busy share, from pale blue over amber to dark red."""
+def load_color(share: float) -> str:
+    """Color of a busy share from 0 to 1: from pale blue over amber to dark red."""
     low, high, part = (_COOL, _MIDDLE, 2 * share) if share < 0.5 else (_MIDDLE, _HOT, 2 * share - 1)
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True))
 
