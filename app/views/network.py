@@ -1,4 +1,4 @@
-"""Network: the fabric of the cluster, the load of its links over the step, and the cost of slow links and placements."""
+"""Network: the fabric of the cluster, load of its links over the step, and cost of slow links and placements."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ _MAX_LINKS = 300
 def show() -> None:
     """Links and fabric, load over the step, cost of a slow link, and placements."""
     show_scenario_form()
+    _choose_topology()
     document = state.document()
     scenario = result_cache.scenario(document)
     inputs = result_cache.worker_inputs(document)
@@ -58,47 +59,47 @@ def show() -> None:
     _show_placements(scenario, inputs[0], result)
 
 
-def _show_top(scenario: Scenario, result: NetworkResult) -> None:
-    if words := links_words(scenario.job.cluster.links):
-        st.markdown(f"**Links**: {escaped(words)}.")
-    topology = get(("cluster", "topology"))
-    left, right = st.columns([1, 3], vertical_alignment="bottom")
-    with left:
+def _choose_topology() -> None:
+    """Select box of the topologies of the catalog; one that is written out is shown in the YAML only."""
+    with st.columns([1, 3])[0]:
+        topology = get(("cluster", "topology"))
         if topology is None or isinstance(topology, str):
-            options = [None, *catalog.names("topologies")]
-            about = "cluster.topology: how nodes are joined; its links are simulated"
             choice(
                 "Topology",
                 ("cluster", "topology"),
-                options,
+                [None, *catalog.names("topologies")],
                 None,
                 format_func=lambda name: _NO_TOPOLOGY if name is None else name,
-                help=about,
+                help="cluster.topology: how nodes are joined; its links are simulated",
             )
         else:
             st.text_input("Topology", "see YAML", disabled=True)
+
+
+def _show_top(scenario: Scenario, result: NetworkResult) -> None:
+    if words := links_words(scenario.job.cluster.links):
+        st.markdown(f"**Links**: {escaped(words)}.")
     network = result.network
-    with right:
-        if network is None:
-            st.caption(
-                "Without a topology, each communication takes as long as it would alone: links between nodes are assumed "
-                "to have the bandwidth above for all ranks at once, and communications of different groups do not slow "
-                "each other down. With a topology, the links are simulated, and communications share them."
-            )
-            return
-        change = result.step_time_s / result.alone_s - 1
-        slowest = network.slowest
-        show_metrics(
-            [
-                ("Step time", format_time(result.step_time_s), f"{change:+.2%} compared with no topology"),
-                ("Contention", format_time(network.contention_s), "Seconds of the step that waiting for links costs"),
-                (
-                    "Busiest link" if not network.has_contention else "Slowest link",
-                    "none" if slowest is None else format_percent(slowest.busy_share),
-                    "Mean busy share of the link that delays communications most, else of the busiest",
-                ),
-            ]
+    if network is None:
+        st.caption(
+            "Without a topology, each communication is assumed to take as long as alone: all ranks have the "
+            "bandwidth above at the same time, and communications of different groups do not slow each other down. "
+            "With a topology, links are simulated, and communications share them."
         )
+        return
+    change = result.step_time_s / result.alone_s - 1
+    slowest = network.slowest
+    show_metrics(
+        [
+            ("Step time", format_time(result.step_time_s), f"{change:+.2%} compared with no topology"),
+            ("Contention", format_time(network.contention_s), "Seconds of the step that waiting for links costs"),
+            (
+                "Busiest link" if not network.has_contention else "Slowest link",
+                "none" if slowest is None else format_percent(slowest.busy_share),
+                "Mean busy share of the link that delays communications most, else of the busiest",
+            ),
+        ]
+    )
     words = network.contention_words()
     st.caption(escaped(f"Contention {words}. Step time {change:+.2%} compared with no topology."))
 
@@ -170,9 +171,10 @@ def _show_slow_link(inputs: tuple[str, int], result: NetworkResult, link: str) -
     share = percent / 100
     slowed_s = awaited("simulating the slow link", slow_link_step_time_s, inputs[0], link, share)
     more_s = slowed_s - result.step_time_s
-    words = f"takes **{format_time(slowed_s)}**, {format_time(max(0.0, more_s))} longer ({more_s / result.step_time_s:+.2%})"
-    if abs(more_s) < 1e-6 * result.step_time_s:
-        words = f"takes **{format_time(slowed_s)}**, as long as before"
+    longer = f"{format_time(max(0.0, more_s))} longer ({more_s / result.step_time_s:+.2%})"
+    words = (
+        f"takes **{format_time(slowed_s)}**, {longer if more_s > 1e-6 * result.step_time_s else 'as long as before'}"
+    )
     flows = ", ".join(part.name for part in sorted(load.communications, key=lambda part: -part.busy_s)[:3])
     st.markdown(
         f"With {escaped(link)} at {format_rate(share * load.bytes_per_s)} in place of {format_rate(load.bytes_per_s)}, "
@@ -207,7 +209,7 @@ def _show_topologies(text: str, result: NetworkResult) -> None:
     figure = alternatives_figure(found, result.step_time_s)
     show_figure(figure, "step time by topology", alt="Step time by topology of the cluster")
     st.caption("Choose one above to see its links. The dashed line is the step without a topology.")
-    _show_refused(found, "topology", "topologies")
+    _show_refused(found, "Topologies")
 
 
 def _show_placements(scenario: Scenario, text: str, result: NetworkResult) -> None:
@@ -219,13 +221,13 @@ def _show_placements(scenario: Scenario, text: str, result: NetworkResult) -> No
     figure = alternatives_figure(found, result.step_time_s)
     show_figure(figure, f"{scenario.name} placements", alt="Step time by placement")
     st.caption("Axes of several ranks, the innermost first. The dashed line is the step of the scenario.")
-    _show_refused(found, "placement", "placements")
+    _show_refused(found, "Placements")
 
 
-def _show_refused(found: tuple[Alternative, ...], one: str, many: str) -> None:
+def _show_refused(found: tuple[Alternative, ...], what: str) -> None:
     refused = [each for each in found if each.refused]
     if refused:
-        with st.expander(f"{counted(len(refused), one, many)} without a prediction"):
+        with st.expander(f"{what} without a prediction ({len(refused)})"):
             st.markdown(bullets(f"{each.name}: {each.refused}" for each in refused))
 
 
