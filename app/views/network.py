@@ -50,12 +50,12 @@ def show() -> None:
     if result.network is None:
         _show_topologies(inputs[0], result)
     else:
-        link = _show_load(scenario, result)
+        _show_load(scenario, result)
         is_small = scenario.job.cluster.num_devices <= MAX_DEVICES
         words = f"Simulate slow links ({scenario.job.cluster.num_devices:,} ranks, which can take minutes)"
         st.subheader("Slow link", help="Step time if one link, in one direction, has only a part of its bandwidth")
         if is_small or remembered_switch(words, "slow_links"):
-            _show_slow_link(inputs, result, link)
+            _show_slow_link(inputs, result)
     _show_placements(scenario, inputs[0], result)
 
 
@@ -70,6 +70,7 @@ def _choose_topology() -> None:
                 [None, *catalog.names("topologies")],
                 None,
                 format_func=lambda name: _NO_TOPOLOGY if name is None else name,
+                placeholder=_NO_TOPOLOGY,
                 help="cluster.topology: how nodes are joined; its links are simulated",
             )
         else:
@@ -88,15 +89,15 @@ def _show_top(scenario: Scenario, result: NetworkResult) -> None:
         )
         return
     change = result.step_time_s / result.alone_s - 1
-    slowest = network.slowest
+    busiest = max(network.links, key=lambda load: load.busy_share, default=None)
     show_metrics(
         [
             ("Step time", format_time(result.step_time_s), f"{change:+.2%} compared with no topology"),
             ("Contention", format_time(network.contention_s), "Seconds of the step that waiting for links costs"),
             (
-                "Busiest link" if not network.has_contention else "Slowest link",
-                "none" if slowest is None else format_percent(slowest.busy_share),
-                "Mean busy share of the link that delays communications most, else of the busiest",
+                "Busiest link",
+                "none" if busiest is None else format_percent(busiest.busy_share),
+                "" if busiest is None else f"Mean busy share of {busiest.name}",
             ),
         ]
     )
@@ -114,14 +115,12 @@ def _show_fabric(scenario: Scenario, result: NetworkResult) -> None:
     download("Fabric", f"{scenario.name} fabric", "svg", result.svg)
 
 
-def _show_load(scenario: Scenario, result: NetworkResult) -> str:
-    """Heat map of the links, and a select box; returns the chosen link."""
+def _show_load(scenario: Scenario, result: NetworkResult) -> None:
+    """Heat map of the links; a click chooses one."""
     assert result.network is not None
     st.subheader("Load of links", help="Busy share of each link over the simulated step, as `simplan draw --load`")
-    names = [load.name for load in result.network.links[:_MAX_LINKS]]
-    chosen = state.view(_LINK)
-    if chosen not in names:
-        chosen = names[0] if names else ""
+    names = _choosable(result)
+    chosen = view if (view := state.view(_LINK)) in names else next(iter(names), "")
     show_figure(
         load_figure(result.rows, result.length_s, chosen),
         f"{scenario.name} load of links",
@@ -129,7 +128,7 @@ def _show_load(scenario: Scenario, result: NetworkResult) -> str:
         key=_LOAD,
         on_select=lambda: _take_link(names),
     )
-    hidden = f" {counted(result.num_hidden, 'more link')} with less load." if result.num_hidden else ""
+    hidden = f" {counted(result.num_hidden, 'more loaded link')} not drawn." if result.num_hidden else ""
     st.caption(f"Links of equal load share a row; a click on a bar chooses its link.{hidden}")
     rows = [
         {
@@ -143,11 +142,13 @@ def _show_load(scenario: Scenario, result: NetworkResult) -> str:
         for load in result.network.links
     ]
     download("Load", f"{scenario.name} load of links", "csv", csv_text(rows))
-    if not names:
-        return ""
-    return str(
-        remembered_choice("Link", _LINK, names, names[0], help="By default the one that delays communications most")
-    )
+
+
+def _choosable(result: NetworkResult) -> list[str]:
+    """Links with traffic: those that delay communications most, and those of the figure."""
+    assert result.network is not None
+    names = [load.name for load in result.network.links[:_MAX_LINKS]]
+    return [*dict.fromkeys([*names, *(row.link.name for row in result.rows)])]
 
 
 def _take_link(names: list[str]) -> None:
@@ -159,15 +160,21 @@ def _take_link(names: list[str]) -> None:
             state.set_view(_LINK, name)
 
 
-def _show_slow_link(inputs: tuple[str, int], result: NetworkResult, link: str) -> None:
+def _show_slow_link(inputs: tuple[str, int], result: NetworkResult) -> None:
     assert result.network is not None
-    if not link:
+    names = _choosable(result)
+    if not names:
         st.caption("No link has traffic: a slow one costs nothing.")
         return
+    one, two = st.columns(2, gap="medium")
+    with one:
+        about = "By default the one that delays communications most, else the busiest"
+        link = remembered_choice("Link", _LINK, names, names[0], help=about)
+    with two:
+        percent = remembered_choice(
+            "Bandwidth that is left", "left", list(_LEFT), 50, widget=st.select_slider, format_func=_LEFT.get
+        )
     load = next(load for load in result.network.links if load.name == link)
-    percent = remembered_choice(
-        "Bandwidth that is left", "left", list(_LEFT), 50, widget=st.select_slider, format_func=_LEFT.get
-    )
     share = percent / 100
     slowed_s = awaited("simulating the slow link", slow_link_step_time_s, inputs[0], link, share)
     more_s = slowed_s - result.step_time_s

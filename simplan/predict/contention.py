@@ -36,7 +36,8 @@ _Ints = NDArray[np.int32]
 _Group = tuple[int, ...]
 NUM_INTERVALS = 200
 """Intervals of a step in which the load of links is drawn."""
-_MAX_DRAWN = 48
+_MAX_DRAWN = 24
+"""Links with a drawn load: so many of those that delay communications most, and of the busiest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,7 +385,8 @@ def network_of(
     loaded = np.flatnonzero(num_bytes > 0)
     order = loaded[np.lexsort((loaded, -link_busy_s[loaded].round(12), -link_lost_s[loaded].round(12)))]
     contention, simulated_s = steps[0]
-    drawn = order[:_MAX_DRAWN]
+    busiest = order[np.argsort(-link_busy_s[order], kind="stable")]
+    drawn = np.unique(np.concatenate([order[:_MAX_DRAWN], busiest[:_MAX_DRAWN]]))
     series = dict(zip(drawn.tolist(), contention.busy_shares(drawn, simulated_s), strict=True))
     links = contention.fabric.links
 

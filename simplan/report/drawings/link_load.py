@@ -100,7 +100,7 @@ def link_load_text(drawing: LinkLoadDrawing) -> str:
         more = f" (+{row.num_links - 1})" if row.num_links > 1 else ""
         lines.append(f"{_short(row.link.name) + more:>50} |{bar}| {format_percent(row.link.busy_share)} busy")
     if drawing.num_hidden:
-        lines.append(f"{counted(drawing.num_hidden, 'more link')} with less load")
+        lines.append(f"{counted(drawing.num_hidden, 'more link')} not drawn")
     return "\n".join([*lines, drawing.contention])
 
 
@@ -164,7 +164,7 @@ def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
     note = "delays: seconds that communications wait for the link, all groups of ranks together"
     parts.append(text(left + 20, top + 10, note, size=12, colour=SOFT))
     if drawing.num_hidden:
-        words = f"{counted(drawing.num_hidden, 'more link')} with less load"
+        words = f"{counted(drawing.num_hidden, 'more link')} not drawn"
         parts.append(text(16, top + 10, words, size=12, colour=SOFT))
     return parts
 
