@@ -12,6 +12,18 @@ from simplan.report.drawings.link_load import LoadRow, load_color
 from simplan.units import format_bytes, format_percent, format_rate, format_time
 
 _SHADES = [[0.0, GRID], *([share, load_color(share)] for share in (0.02, 0.25, 0.5, 0.75, 1.0))]
+_COLORBAR = {
+    "orientation": "h",
+    "x": 0,
+    "xanchor": "left",
+    "y": 1,
+    "yanchor": "bottom",
+    "len": 0.4,
+    "thickness": 10,
+    "tickformat": ".0%",
+    "tickvals": [0, 0.5, 1],
+    "outlinewidth": 0,
+}
 _MAX_NAME = 34
 _MAX_NAMED = 3
 
@@ -42,7 +54,7 @@ def load_figure(rows: Sequence[LoadRow], length_s: float, chosen: str) -> Figure
         "zmax": 1,
         "colorscale": _SHADES,
         "ygap": 2,
-        "colorbar": {"title": {"text": "busy", "side": "top"}, "tickformat": ".0%", "thickness": 12, "len": 0.9},
+        "colorbar": _COLORBAR,
     }
     means = bar(
         orientation="h",
@@ -56,10 +68,10 @@ def load_figure(rows: Sequence[LoadRow], length_s: float, chosen: str) -> Figure
     )
     return figure(
         [cells, means],
-        height=110 + 24 * len(rows),
+        height=140 + 24 * len(rows),
         bargap=0.25,
-        xaxis={"title": f"time in the step, {unit}", "domain": [0, 0.8], "showgrid": False},
-        xaxis2={"title": "mean", "domain": [0.83, 1], "anchor": "y", "tickformat": ".0%", "rangemode": "tozero"},
+        xaxis={"title": f"time in the step, {unit}", "domain": [0, 0.78], "showgrid": False},
+        xaxis2={"title": "mean", "domain": [0.82, 1], "anchor": "y", "tickformat": ".0%", "nticks": 3, "tickangle": 0},
         yaxis=CATEGORIES,
     )
 
@@ -131,7 +143,7 @@ def alternatives_figure(found: Sequence[Alternative], current_s: float) -> Figur
         "line": {"color": MUTED, "dash": "dash"},
     }
     most = max(time_s for _, time_s in timed) / unit_s
-    axis = {"title": f"step time, {unit}", "range": [0, 1.2 * most]}
+    axis = {"title": f"step time, {unit}", "range": [0, 1.3 * most]}
     return figure([bars], height=80 + 30 * len(timed), bargap=0.3, shapes=[line], xaxis=axis, yaxis=CATEGORIES)
 
 

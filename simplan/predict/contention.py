@@ -386,7 +386,9 @@ def network_of(
     order = loaded[np.lexsort((loaded, -link_busy_s[loaded].round(12), -link_lost_s[loaded].round(12)))]
     contention, simulated_s = steps[0]
     busiest = order[np.argsort(-link_busy_s[order], kind="stable")]
-    drawn = np.unique(np.concatenate([order[:_MAX_DRAWN], busiest[:_MAX_DRAWN]]))
+    totals = [f"{one.bytes_per_s} {busy:.6g}" for one, busy in zip(contention.fabric.links, link_busy_s, strict=True)]
+    drawn = np.unique([link for links in (order, busiest) for link in _varied(links.tolist(), totals)[:_MAX_DRAWN]])
+    drawn = drawn.astype(np.int64)
     series = dict(zip(drawn.tolist(), contention.busy_shares(drawn, simulated_s), strict=True))
     links = contention.fabric.links
 
@@ -413,3 +415,13 @@ def network_of(
         num_links=len(links),
         interval_s=simulated_s / NUM_INTERVALS,
     )
+
+
+def _varied(links: Sequence[int], totals: Sequence[str]) -> list[int]:
+    """Links in another order: the first of all with equal totals, then the second of all, and so on."""
+    seen: Counter[str] = Counter()
+    rounds = {}
+    for link in links:
+        rounds[link] = seen[totals[link]]
+        seen[totals[link]] += 1
+    return sorted(links, key=rounds.__getitem__)

@@ -61,7 +61,7 @@ def test_topologies_that_do_not_suit_are_refused_in_words() -> None:
     found = {one.name: one for one in topologies(document_text(PLAIN))}
     expected_s = step_time_s(PLAIN | {"cluster": {**PLAIN["cluster"], "topology": "one-switch"}})
     assert found["one-switch"].step_time_s == pytest.approx(expected_s, rel=1e-9)
-    assert "torus" in found["tpu-v4-pod"].refused
+    assert "makes 4096 devices" in found["tpu-v4-pod"].refused
 
 
 def test_the_busiest_links_are_drawn_beside_those_that_delay() -> None:
