@@ -83,7 +83,7 @@ def _show_top(scenario: Scenario, result: NetworkResult) -> None:
     network = result.network
     if network is None:
         st.caption(
-            "Without a topology, each communication is assumed to take as long as alone: all ranks have the "
+            "Without a topology, each communication is assumed to have the links to itself: all ranks have the "
             "bandwidth above at the same time, and communications of different groups do not slow each other down. "
             "With a topology, links are simulated, and communications share them."
         )
@@ -179,9 +179,7 @@ def _show_slow_link(inputs: tuple[str, int], result: NetworkResult) -> None:
     slowed_s = awaited("simulating the slow link", slow_link_step_time_s, inputs[0], link, share)
     more_s = slowed_s - result.step_time_s
     longer = f"{format_time(max(0.0, more_s))} longer ({more_s / result.step_time_s:+.2%})"
-    words = (
-        f"takes **{format_time(slowed_s)}**, {longer if more_s > 1e-6 * result.step_time_s else 'as long as before'}"
-    )
+    words = f"takes **{format_time(slowed_s)}**, {longer if more_s > 1e-6 * result.step_time_s else 'no longer than before'}"
     flows = ", ".join(part.name for part in sorted(load.communications, key=lambda part: -part.busy_s)[:3])
     st.markdown(
         f"With {escaped(link)} at {format_rate(share * load.bytes_per_s)} in place of {format_rate(load.bytes_per_s)}, "
