@@ -28,7 +28,7 @@ from simplan.report.drawings.link_load import LoadRow, draw_link_load
 from simplan.scenario import parse_scenario
 
 MAX_DEVICES = 256
-"""Largest number of devices for which a page simulates slow links unasked: their ranks are not folded."""
+"""Largest number of devices for which the page simulates alternatives unasked: slow links need all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

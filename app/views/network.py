@@ -47,15 +47,16 @@ def show() -> None:
     result = awaited("predicting the step and the load of its links", network_result, *inputs)
     _show_top(scenario, result)
     _show_fabric(scenario, result)
+    if result.network is not None:
+        _show_load(scenario, result)
+    num = scenario.job.cluster.num_devices
+    words = f"Simulate alternatives ({num:,} ranks, which can take minutes)"
+    if num > MAX_DEVICES and not remembered_switch(words, "alternatives"):
+        return
     if result.network is None:
         _show_topologies(inputs[0], result)
     else:
-        _show_load(scenario, result)
-        is_small = scenario.job.cluster.num_devices <= MAX_DEVICES
-        words = f"Simulate slow links ({scenario.job.cluster.num_devices:,} ranks, which can take minutes)"
-        st.subheader("Slow link", help="Step time if one link, in one direction, has only a part of its bandwidth")
-        if is_small or remembered_switch(words, "slow_links"):
-            _show_slow_link(inputs, result)
+        _show_slow_link(inputs, result)
     _show_placements(scenario, inputs[0], result)
 
 
@@ -162,6 +163,7 @@ def _take_link(names: list[str]) -> None:
 
 def _show_slow_link(inputs: tuple[str, int], result: NetworkResult) -> None:
     assert result.network is not None
+    st.subheader("Slow link", help="Step time if one link, in one direction, has only a part of its bandwidth")
     names = _choosable(result)
     if not names:
         st.caption("No link has traffic: a slow one costs nothing.")
@@ -179,11 +181,12 @@ def _show_slow_link(inputs: tuple[str, int], result: NetworkResult) -> None:
     slowed_s = awaited("simulating the slow link", slow_link_step_time_s, inputs[0], link, share)
     more_s = slowed_s - result.step_time_s
     longer = f"{format_time(max(0.0, more_s))} longer ({more_s / result.step_time_s:+.2%})"
-    words = f"takes **{format_time(slowed_s)}**, {longer if more_s > 1e-6 * result.step_time_s else 'no longer than before'}"
+    change = longer if more_s > 1e-6 * result.step_time_s else "no longer than before"
     flows = ", ".join(part.name for part in sorted(load.communications, key=lambda part: -part.busy_s)[:3])
     st.markdown(
         f"With {escaped(link)} at {format_rate(share * load.bytes_per_s)} in place of {format_rate(load.bytes_per_s)}, "
-        f"a step {words}. {format_bytes(load.num_bytes)} cross it in a step: {escaped(flows)}."
+        f"a step takes **{format_time(slowed_s)}**, {change}. "
+        f"{format_bytes(load.num_bytes)} cross it in a step: {escaped(flows)}."
     )
     costs = awaited("simulating a slow link of each kind", slow_link_costs, *inputs, share)
     left, right = st.columns([2, 3], gap="medium")

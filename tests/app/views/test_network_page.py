@@ -93,3 +93,11 @@ def test_a_topology_that_cannot_be_leaves_the_choice_of_another(name: str) -> No
     page = opened("network", SHARED | {"cluster": {**PLAIN["cluster"], "topology": name}})
     assert_no_bug(page)
     assert next(box for box in page.selectbox if box.label == "Topology").value == name
+
+
+def test_alternatives_of_large_clusters_are_simulated_on_request() -> None:
+    large = {**SHARED, "cluster": {**SHARED["cluster"], "num_nodes": 64}, "plan": {"dp_shard": 512}}
+    page = opened("network", large | {"training": {"global_batch_size": 512}})
+    assert_no_bug(page)
+    assert [toggle.value for toggle in page.toggle if toggle.label.startswith("Simulate alternatives (512")] == [False]
+    assert "Slow link" not in [title.value for title in page.subheader]
