@@ -36,7 +36,8 @@ _Ints = NDArray[np.int32]
 _Group = tuple[int, ...]
 NUM_INTERVALS = 200
 """Intervals of a step in which the load of links is drawn."""
-_MAX_DRAWN = 48
+_MAX_DRAWN = 24
+"""Links with a drawn load: so many of those that delay communications most, and of the busiest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -389,7 +390,10 @@ def network_of(
     loaded = np.flatnonzero(num_bytes > 0)
     order = loaded[np.lexsort((loaded, -link_busy_s[loaded].round(12), -link_lost_s[loaded].round(12)))]
     contention, simulated_s = steps[0]
-    drawn = order[:_MAX_DRAWN]
+    busiest = order[np.argsort(-link_busy_s[order], kind="stable")]
+    totals = [f"{one.bytes_per_s} {busy:.6g}" for one, busy in zip(contention.fabric.links, link_busy_s, strict=True)]
+    drawn = np.unique([link for links in (order, busiest) for link in _varied(links.tolist(), totals)[:_MAX_DRAWN]])
+    drawn = drawn.astype(np.int64)
     series = dict(zip(drawn.tolist(), contention.busy_shares(drawn, simulated_s), strict=True))
     links = contention.fabric.links
 
@@ -416,3 +420,13 @@ def network_of(
         num_links=len(links),
         interval_s=simulated_s / NUM_INTERVALS,
     )
+
+
+def _varied(links: Sequence[int], totals: Sequence[str]) -> list[int]:
+    """Links in another order: the first of all with equal totals, then the second of all, and so on."""
+    seen: Counter[str] = Counter()
+    rounds = {}
+    for link in links:
+        rounds[link] = seen[totals[link]]
+        seen[totals[link]] += 1
+    return sorted(links, key=rounds.__getitem__)
