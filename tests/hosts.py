@@ -18,7 +18,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BURST_BYTES = 64 * 1024  # one segment that the kernel hands on whole, so that it is not cut
+BURST_BYTES = 64 * 1024  # most that a link lets through at once after a pause: one segment that is not cut
+_LEAST_BURST_BYTES = 16 * 1024
+_BURST_S = 1e-3
 _LATENCY = "50ms"  # longer in the queue, and a packet is dropped
 _NUMBER = itertools.count()
 
@@ -209,7 +211,8 @@ def _set_routes(found: Sequence[Host], bridges: dict[str, str], ports: dict[tupl
 
 
 def _shape(mbit_per_s: float) -> list[str]:
-    return ["tbf", "rate", f"{mbit_per_s}mbit", "burst", f"{BURST_BYTES}b", "latency", _LATENCY]
+    burst_bytes = min(max(_LEAST_BURST_BYTES, int(_BURST_S * mbit_per_s * 1e6 / 8)), BURST_BYTES)
+    return ["tbf", "rate", f"{mbit_per_s}mbit", "burst", f"{burst_bytes}b", "latency", _LATENCY]
 
 
 def _remove(host: Host) -> None:
