@@ -112,8 +112,6 @@ def _ring() -> ShapedNetwork:
 
 NETWORKS = (
     star(4),
-    star(4, 400.0),
-    two_tiers("uplink-2", 2),
     two_tiers("uplink-4", 4),
     _slow_link(),
     _ring(),
@@ -144,7 +142,7 @@ class ShapedPlan:
     placed: str = ""
 
 
-_TIERS = ("uplink-2", "uplink-4")
+_TIERS = ("uplink-4",)
 PLANS = (
     ShapedPlan("ddp", "DDP", True, "dp_replicate: {n}"),
     ShapedPlan("fsdp", "FSDP", True, "dp_shard: {n}"),

@@ -9,8 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PORT = 29_433
 _STREAM_PORT = 29_434
 _COMPUTE_BUDGET_S = 30
-_NETWORK_BUDGET_S = 20
+_NETWORK_BUDGET_S = 40
 _STEPS = ("--steps", "7", "--warmup", "2")
 
 
@@ -90,10 +90,12 @@ class Measurements:
         with _on(network) as hosts:
             for plan in left:
                 file = self.step(network, plan)
-                args = ["run", self.scenario(network, plan), "--json", *_STEPS, "-o", file.with_suffix(".out")]
-                args += ["--calibration", self.calibration(network.mbit_per_s)]
-                printed = self._on_all(hosts, [args] * len(hosts))
-                shutil.rmtree(file.with_suffix(".out"), ignore_errors=True)
+                args = ["run", self.scenario(network, plan), "--json", *_STEPS]
+                args += ["--calibration", self.calibration(network.mbit_per_s), "-o"]
+                folders = [file.with_suffix(f".out{k}") for k in range(len(hosts))]
+                printed = self._on_all(hosts, [[*args, folder] for folder in folders])
+                for folder in folders:
+                    shutil.rmtree(folder, ignore_errors=True)
                 _write(file, printed)
                 yield plan
 
@@ -135,17 +137,14 @@ def _write(file: Path, text: str) -> None:
 
 def _finished(hosts: Sequence[Host], started: Sequence[subprocess.Popen[str]]) -> str:
     """Output of the first command, once all have ended; if one fails, all others are ended."""
-    ended = {}
-    while len(ended) < len(started):
-        for index, process in enumerate(started):
-            if index not in ended and process.poll() is not None:
-                ended[index] = process.communicate()
-                if process.returncode:
-                    for host in hosts:
-                        host.kill_all()
-                    raise RuntimeError(f"simplan ended with exit code {process.returncode}: {ended[index][1]}")
-        time.sleep(0.1)
-    return ended[0][0]
+    with ThreadPoolExecutor(len(started)) as readers:  # a command whose output is not read waits
+        waiting = {readers.submit(process.communicate): process for process in started}
+        for done in as_completed(waiting):
+            if (code := waiting[done].returncode) > 0:
+                for host in hosts:
+                    host.kill_all()
+                raise RuntimeError(f"simplan ended with exit code {code}: {done.result()[1]}")
+        return next(iter(waiting)).result()[0]
 
 
 @contextmanager
