@@ -30,8 +30,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PORT = 29_433
 _STREAM_PORT = 29_434
 _COMPUTE_BUDGET_S = 30
-_NETWORK_BUDGET_S = 40
-_STEPS = ("--steps", "7", "--warmup", "2")
+_NETWORK_BUDGET_S = 25
+_STEPS = ("--steps", "5", "--warmup", "1")
 
 
 @dataclass(frozen=True)
