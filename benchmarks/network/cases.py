@@ -186,7 +186,5 @@ def scenario_text(network: ShapedNetwork, plan: ShapedPlan) -> str:
 
 
 STEPS = tuple(
-    (network, plan)
-    for network, plan in product(NETWORKS, PLANS)
-    if not plan.networks or network.name in plan.networks
+    (network, plan) for network, plan in product(NETWORKS, PLANS) if not plan.networks or network.name in plan.networks
 )

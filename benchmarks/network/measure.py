@@ -194,5 +194,3 @@ def _streaming(hosts: Sequence[Host], stream: Stream) -> Iterator[None]:
     finally:
         for process in started:
             terminate_child(process)
-
-

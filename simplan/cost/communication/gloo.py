@@ -14,10 +14,10 @@ Two ranks share one connection. On it, a rank's ready-to-receive notice queues b
 sender waits for that notice. The last rank to arrive knows that the others are ready and sends immediately. If that
 rank sends before its own notice, the others wait for its bytes. An all-to-all of two ranks therefore transfers in one
 direction after the other (half duplex), as does a hop of a ring of two. In an all-to-all of more ranks, the last to
-arrive receives from its first partners while it sends to the next ones, and waits for the part of one. An all-gather of two ranks (in halves) transfers in both
-directions during one third of its time. An all-reduce sends its notice first. P2P transfers in opposite directions
-between two ranks are serialized as well (``simplan.sim.engine``). In larger rings a rank receives from another rank
-than it sends to.
+arrive receives from its first partners while it sends to the next ones, and waits for the part of one. An all-gather
+of two ranks (in halves) transfers in both directions during one third of its time. An all-reduce sends its notice
+first. P2P transfers in opposite directions between two ranks are serialized as well (``simplan.sim.engine``). In larger
+rings a rank receives from another rank than it sends to.
 
 Source: pytorch/gloo at 70dc360272df, gloo/allreduce.cc (ring), allgather.cc, broadcast.cc, alltoall.cc,
 transport/tcp/pair.cc; torch 2.13, ProcessGroupGloo. Counted on links of 100, 400 and 1600 Mbit/s between 2 and 4 nodes
