@@ -94,7 +94,7 @@ def two_tiers(name: str, oversubscription: int, *, stream: Stream | None = None)
 
 def _slow_link() -> ShapedNetwork:
     wires = tuple(Wire((f"node{k}", "switch"), BASE_MBIT_PER_S / (4 if k == 2 else 1)) for k in range(4))
-    ends = ("node2 -> switch", "switch -> node2")
+    ends = ("node2.nic0 -> switch", "switch -> node2.nic0")
     slow = ", ".join(f"{{link: {end}, bandwidth_share: 0.25}}" for end in ends)
     cluster = f"topology: {{kind: switch}}, slow_links: [{slow}]"
     return ShapedNetwork("slow-link", "star, one link with a fourth", wires, cluster)

@@ -50,7 +50,7 @@ def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
         case CollectiveKind.ALL_TO_ALL:
             peers = n - route.local if route.between is not None else n - 1
             steps, move = 1, TransferTerm(peers / (n - 1), pair_bytes_per_s, f"{peers}/{n - 1} x ")
-            pattern, duplex = Pattern.PAIRWISE, n / (n - 1)
+            pattern, duplex = Pattern.PAIRWISE, 2.0 if n == 2 else 1.0  # others use a link on which one waits
         case CollectiveKind.BROADCAST:
             depth = (n - 1).bit_length()
             times = depth * (depth + 1) // 2
