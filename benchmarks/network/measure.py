@@ -139,11 +139,14 @@ def _finished(hosts: Sequence[Host], started: Sequence[subprocess.Popen[str]]) -
     """Output of the first command, once all have ended; if one fails, all others are ended."""
     with ThreadPoolExecutor(len(started)) as readers:  # a command whose output is not read waits
         waiting = {readers.submit(process.communicate): process for process in started}
-        for done in as_completed(waiting):
-            if (code := waiting[done].returncode) > 0:
-                for host in hosts:
-                    host.kill_all()
-                raise RuntimeError(f"simplan ended with exit code {code}: {done.result()[1]}")
+        try:
+            for done in as_completed(waiting):
+                if (code := waiting[done].returncode) > 0:
+                    raise RuntimeError(f"simplan ended with exit code {code}: {done.result()[1]}")
+        except BaseException:  # after Ctrl-C too: readers wait for their commands
+            for host in hosts:
+                host.kill_all()
+            raise
         return next(iter(waiting)).result()[0]
 
 

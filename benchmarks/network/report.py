@@ -198,7 +198,7 @@ def _alone(network: ShapedNetwork, found: Measurements) -> Callable[[CollectiveK
                 usage.links.tolist(), usage.seconds.tolist(), usage.connections.tolist(), strict=True
             )
         ]
-        return usage.fixed_s + max(usage.transfer_s, *busy_s)
+        return float(usage.fixed_s + max(usage.transfer_s, *busy_s))
 
     return seconds
 
