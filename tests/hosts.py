@@ -22,7 +22,7 @@ BURST_BYTES = 64 * 1024  # most that a link lets through at once after a pause: 
 _LEAST_BURST_BYTES = 16 * 1024
 _BURST_S = 1e-3
 _LATENCY = "50ms"  # longer in the queue, and a packet is dropped
-_CONGESTION_CONTROL = "reno"  # in every kernel; where BBR is the default, its probing of idle links costs 7 % of them
+_CONGESTION_CONTROL = "reno"  # every kernel allows it, so that results do not depend on the default of a machine
 _NUMBER = itertools.count()
 
 
