@@ -43,6 +43,12 @@ class Job:
         return self.training.global_batch_size // self.plan.sequences_per_microbatch
 
     @property
+    def sequences_per_step(self) -> int:
+        """Sequences whose gradients a step uses: the global batch without that of dropped replicas."""
+        kept = self.plan.dp - self.training.backup_workers
+        return self.training.global_batch_size * kept // self.plan.dp
+
+    @property
     def padded_model(self) -> ModelSpec:
         """Model with the vocabulary padded as the software does."""
         return self.software.padded(self.model, self.plan)

@@ -157,6 +157,38 @@ class JitteredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackupStep:
+    """Effect of dropped gradients on a step (``TrainingSpec.backup_workers``).
+
+    Attributes:
+        num_dropped: Gradients that are dropped.
+        num_replicas: Replicas that compute one each.
+        step_time_s: Seconds of the step.
+        without_s: Seconds of a step that waits for all gradients; with jitter, of the step nearest to the mean.
+    """
+
+    num_dropped: int
+    num_replicas: int
+    step_time_s: float
+    without_s: float
+
+    @property
+    def throughput_ratio(self) -> float:
+        """Used sequences per second, over those of a step that waits for all gradients."""
+        return (1 - self.num_dropped / self.num_replicas) * self.without_s / self.step_time_s
+
+    @property
+    def words(self) -> str:
+        """What is dropped, and what that does to the step time and the throughput."""
+        change = self.throughput_ratio - 1
+        number = f"{format_percent(abs(change))} {'more' if change > 0 else 'fewer'}"
+        return (
+            f"the last {self.num_dropped} of {self.num_replicas} gradients are dropped: {format_time(self.step_time_s)} a "
+            f"step instead of {format_time(self.without_s)}, and {number} used samples per second"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """A full training at a constant step time, without failures, checkpoints and restarts.
 
@@ -292,6 +324,7 @@ class Prediction:
         training_run: The full training; None without a number of tokens.
         network: Load of the links of the cluster's topology, and what contention costs; None without a topology.
         jitter: Times of steps with jitter, of which the predicted one is the nearest to the mean; None without jitter.
+        backup_workers: Effect of dropped gradients, which count neither in throughput nor in MFU; None if none are.
     """
 
     name: str
@@ -317,6 +350,7 @@ class Prediction:
     training_run: TrainingRun | None = None
     network: Network | None = None
     jitter: JitteredStep | None = None
+    backup_workers: BackupStep | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -388,7 +422,7 @@ class Prediction:
     @property
     def samples_per_s_per_device(self) -> float:
         """Throughput per device, in sequences or images per second."""
-        return self.job.training.global_batch_size / self.step_time_s / self.job.cluster.num_devices
+        return self.job.sequences_per_step / self.step_time_s / self.job.cluster.num_devices
 
     @property
     def document_tokens_per_s_per_device(self) -> float:
@@ -404,7 +438,7 @@ class Prediction:
             budget.num_tokens,
             self.step_time_s,
             self.step_time_interval_s,
-            tokens_per_step=self.job.training.global_batch_size * self.job.model.seq_len,
+            tokens_per_step=self.job.sequences_per_step * self.job.model.seq_len,
             num_devices=self.job.cluster.num_devices,
             price_per_device_hour=budget.price_per_device_hour,
         )
@@ -425,6 +459,7 @@ class Prediction:
             "links": job.cluster.links,
             **({} if self.network is None else {"network": self.network.to_json()}),
             **({} if self.jitter is None else {"jitter": asdict(self.jitter)}),
+            **({} if self.backup_workers is None else {"backup_workers": asdict(self.backup_workers)}),
             **({"node_groups": [group.to_json() for group in self.node_groups]} if job.cluster.is_mixed else {}),
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,

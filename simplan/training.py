@@ -90,6 +90,8 @@ class TrainingSpec(Spec):
         task: Purpose of the run. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
             ``sft`` computes the same as ``pretrain``: tokens of prompts and padding are masked in the loss, but their
             logits are computed.
+        backup_workers: Data-parallel replicas whose gradients a step drops: it goes on when all but these have arrived
+            (Chen et al. 2016, arXiv:1604.00981). Dropped sequences do not count in throughput.
     """
 
     global_batch_size: Count
@@ -100,6 +102,7 @@ class TrainingSpec(Spec):
     fused_optimizer: bool | None = None
     clip_grad_norm: Positive | None = None
     task: Literal["pretrain", "sft", "lora"] = "pretrain"
+    backup_workers: Annotated[int, Field(ge=0)] = 0
 
     @property
     def update(self) -> UpdateName:

@@ -62,11 +62,6 @@ _RECORDS = (
         "`simplan run --checkpoint-every` writes checkpoints",
     ),
     Unmodeled(
-        "a slow rank is",
-        "slow_rank slow_ranks slow_node slow_nodes straggler stragglers",
-        "`simplan run` names slow ranks",
-    ),
-    Unmodeled(
         "QLoRA is",
         "qlora load_in_4bit load_in_8bit bnb_4bit_quant_type quantization quantization_config nf4 int4",
         "use training.task: lora with model.lora_rank, whose frozen weights are 16 bits wide",

@@ -124,7 +124,7 @@ _ONLY_PREDICTED = ("stragglers", "slow_links", "jitter", "background")
 
 
 def refuse_what_is_only_predicted(scenario: Scenario, who: str, fields: Sequence[str] = _ONLY_PREDICTED) -> None:
-    """Slow ranks and links, jitter and other jobs are predicted; nothing else makes them.
+    """Slow ranks and links, jitter, other jobs and backup workers are predicted; nothing else makes them.
 
     Args:
         scenario: The scenario.
@@ -132,11 +132,13 @@ def refuse_what_is_only_predicted(scenario: Scenario, who: str, fields: Sequence
         fields: Fields of the cluster that it would ignore.
 
     Raises:
-        NotModelledError: The cluster has some; lists all of them.
+        NotModelledError: The scenario has some; lists all of them.
     """
     cluster = scenario.job.cluster
     rule, fix = f"is predicted, and {who} would ignore it", "remove it"
     problems = [Problem(field=f"cluster.{name}", rule=rule, fix=fix) for name in fields if getattr(cluster, name)]
+    if scenario.job.training.backup_workers:
+        problems.append(Problem(field="training.backup_workers", rule=rule, fix=fix))
     if problems:
         raise NotModelledError(problems, file=scenario.file)
 

@@ -35,6 +35,7 @@ class Explanation:
         placement: ``Job.placement_words``.
         stragglers: What slow ranks cost, as a sentence; empty without any.
         jitter: What jitter costs, as a sentence; empty without any.
+        backup_workers: What dropped gradients change, as a sentence; empty without any.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Explanation:
     placement: str = ""
     stragglers: str = ""
     jitter: str = ""
+    backup_workers: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -86,6 +88,7 @@ def explain(
         placement=prediction.job.placement_words,
         stragglers=_stragglers(prediction, calibration),
         jitter="" if prediction.jitter is None else f"jitter {prediction.jitter.words}",
+        backup_workers="" if prediction.backup_workers is None else prediction.backup_workers.words,
     )
 
 
@@ -112,7 +115,7 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
     """Yield throughput and utilization."""
     model, training, cluster = prediction.job.model, prediction.job.training, prediction.job.cluster
     step, devices = format_time(prediction.step_time_s), counted(cluster.num_devices, "device")
-    samples = counted(training.global_batch_size, model.sample)
+    samples = counted(prediction.job.sequences_per_step, model.sample)
     if model.sample == "image":
         found, each = prediction.samples_per_s_per_device, ""
     else:
@@ -130,7 +133,7 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
         below = f"({step} x {devices} x {format_flop_per_s(cluster.device.peak_flop_per_s[training.precision])})"
 
     def tera(full_attention: bool) -> str:
-        flops = model.flops_per_sequence(full_attention=full_attention) * training.global_batch_size
+        flops = model.flops_per_sequence(full_attention=full_attention) * prediction.job.sequences_per_step
         return f"{format_number(flops / 1e12)} TFLOP"
 
     causal = prediction.mfu != prediction.mfu_full_attention

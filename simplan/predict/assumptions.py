@@ -145,6 +145,11 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
             f"jitter: {cluster.jitter.words} time, independent for every rank and action (seed {cluster.jitter.seed}); "
             "shown is the simulated step nearest to the mean, and the interval is that of its cost estimates"
         )
+    if job.training.backup_workers:
+        yield (
+            "backup workers: a dropped replica delays nobody and takes the parameters of the others; communication "
+            "takes as long as with all replicas, and what dropped gradients do to the loss is not predicted"
+        )
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield from _of_links(cluster)
 

@@ -108,8 +108,8 @@ def deals_unequal_shards(job: Job) -> bool:
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
-    Nor are ranks with jitter, and those of a topology without symmetry, where hashes, positions or other jobs decide
-    about links.
+    Nor are ranks with jitter or backup workers, and those of a topology without symmetry, where hashes, positions or
+    other jobs decide about links.
 
     Args:
         job: The job.
@@ -118,7 +118,7 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """
     plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
-    if cluster.cores_per_node is not None or cluster.jitter is not None:
+    if cluster.cores_per_node is not None or cluster.jitter is not None or job.training.backup_workers:
         return unfolded(mapping)
     num_shards = plan.dp_shard * plan.cp
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)

@@ -24,7 +24,7 @@ from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import Prediction, Term, worst_memory
+from simplan.prediction import BackupStep, Prediction, Term, worst_memory
 from simplan.program.action import Table
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import LayerWork, Phase, Program
@@ -84,7 +84,7 @@ def predict_step(
     splits = step.splits(step_time_s)
     capacities = [each.capacity_bytes for each in memory]
     fits = None if None in capacities else all(m.device_bytes <= (m.capacity_bytes or 0) for m in memory)
-    sequences_per_s = training.global_batch_size / step_time_s
+    sequences_per_s = job.sequences_per_step / step_time_s
     available = cluster.peak_flop_per_s.get(training.precision)
     mfu, mfu_full = (
         None if available is None else sequences_per_s * model.flops_per_sequence(full_attention=full) / available
@@ -125,8 +125,21 @@ def predict_step(
         ),
         network=step.network(step_time_s, uncontended_s),
         jitter=simulated.jitter,
+        backup_workers=_backup_step(job, step_time_s, calibration),
     )
     return prediction, simulated
+
+
+def _backup_step(job: Job, step_time_s: float, calibration: Calibration | None) -> BackupStep | None:
+    """Effect of dropped gradients: the step is predicted once more without."""
+    num_dropped = job.training.backup_workers
+    if not num_dropped:
+        return None
+    waiting = replace(job, training=job.training.with_changes(backup_workers=0))
+    without_s = predict(waiting, calibration=calibration).step_time_s
+    return BackupStep(
+        num_dropped=num_dropped, num_replicas=job.plan.dp_replicate, step_time_s=step_time_s, without_s=without_s
+    )
 
 
 def _vectors(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:

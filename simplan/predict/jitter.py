@@ -1,7 +1,8 @@
 """Jitter: the durations of a step vary at random, and at every synchronization all ranks wait for the slowest.
 
-Seeded steps are simulated with durations of their own. The step nearest to their mean is the one that is shown, so that
-its timeline and its time splits are those of one step.
+Seeded steps are simulated with durations of their own. With backup workers, each drops the replicas that are slowest in
+it. The step nearest to their mean is the one that is shown, so that its timeline and its time splits are those of one
+step.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from numpy.typing import NDArray
 
 from simplan.cluster.hardware import Jitter
 from simplan.cost.program_costs import ProgramCosts
-from simplan.predict.stragglers import computing_parts
+from simplan.predict.stragglers import BackupWorkers, computing_parts
 from simplan.prediction import JitteredStep
 from simplan.program.action import ActionKind
 from simplan.program.program import Program
 from simplan.program.timeline import SpanKind
-from simplan.sim.compiled import compile_program, leaders_of
+from simplan.sim.compiled import CompiledProgram, compile_program, leaders_of
 
 _Floats = NDArray[np.float64]
 NUM_STEPS = 200
@@ -89,7 +90,7 @@ def _with_mean_1(drawn: _Floats, distribution: str, relative_std: float) -> _Flo
 
 
 def apply_jitter(
-    program: Program, program_costs: ProgramCosts, jitter: Jitter
+    program: Program, program_costs: ProgramCosts, jitter: Jitter, replicas: BackupWorkers | None = None
 ) -> tuple[ProgramCosts, JitteredStep, _Floats]:
     """Simulate steps with jitter.
 
@@ -99,21 +100,27 @@ def apply_jitter(
         program: Program of all ranks: ranks with jitter are not alike.
         program_costs: Its durations without jitter.
         jitter: Distribution of the durations.
+        replicas: Replicas of which every step drops the slowest; None to wait for all.
 
     Returns:
         Costs of the step nearest to the mean, step times of all simulated steps, and the ``(num_ops,)`` factors of the
         durations of the returned step.
     """
     factors, compiled = Factors.of(program, program_costs, jitter), compile_program(program)
+
+    def steps_s(drawn: _Floats) -> _Floats:
+        """``(num_steps, num_ops)`` Durations with these factors; those of dropped replicas are cut."""
+        durations_s = drawn * program_costs.durations_s
+        return durations_s if replicas is None else _cut(replicas, compiled, durations_s)
+
     times_s = np.concatenate(
-        [
-            compiled.step_times_s(factors.batch(number) * program_costs.durations_s)
-            for number in range(NUM_STEPS // _BATCH)
-        ]
+        [compiled.step_times_s(steps_s(factors.batch(number))) for number in range(NUM_STEPS // _BATCH)]
     )
     mean_s = float(times_s.mean())
     number, row = divmod(int(np.abs(times_s - mean_s).argmin()), _BATCH)
-    chosen = factors.batch(number)[row]
+    chosen, before_s = factors.batch(number)[row], program_costs.durations_s
+    if replicas is not None:
+        chosen = np.divide(steps_s(chosen[None])[0], before_s, out=np.ones_like(before_s), where=before_s > 0)
     uncontended_s = program_costs.uncontended_s
     costs = replace(
         program_costs,
@@ -124,9 +131,15 @@ def apply_jitter(
     low_s, median_s, high_s = np.quantile(times_s, (0.05, 0.5, 0.95)).tolist()
     step = JitteredStep(
         num_steps=NUM_STEPS,
-        without_s=compiled.step_times_s([program_costs.durations_s])[0],
+        without_s=compiled.step_times_s(steps_s(np.ones((1, len(program)))))[0],
         mean_s=mean_s,
         median_s=median_s,
         range_s=(low_s, high_s),
     )
     return costs, step, chosen
+
+
+def _cut(replicas: BackupWorkers, compiled: CompiledProgram, durations_s: _Floats) -> _Floats:
+    """``(num_steps, num_ops)`` Durations of steps that drop their slowest replicas."""
+    ends_s = compiled.spans(durations_s)[1]
+    return np.array([own_s[replicas.sources(end_s)] for own_s, end_s in zip(durations_s, ends_s, strict=True)])

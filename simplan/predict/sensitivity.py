@@ -10,7 +10,7 @@ from simplan.cost.program_costs import estimate_program
 from simplan.predict.build import cost_model
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.predict.simulated import Simulated, simulate_program
-from simplan.predict.stragglers import apply_stragglers
+from simplan.predict.stragglers import apply_stragglers, drop_slowest
 from simplan.prediction import Prediction
 from simplan.sim.compiled import compile_program
 
@@ -49,17 +49,20 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
     """
     program, before_s = simulated.program, simulated.times.step_time_s
     compiled = compile_program(program, simulated.sharing)
-    durations_s = {}
+    job, durations_s = prediction.job, {}
+    # with jitter, the factors have the cut
+    dropped = 0 if simulated.factors is not None else job.training.backup_workers
     for resource in Resource:
-        if (cluster := improved(prediction.job.cluster, resource)) is None:
+        if (cluster := improved(job.cluster, resource)) is None:
             continue
-        cost = cost_model(replace(prediction.job, cluster=cluster), None)
+        cost = cost_model(replace(job, cluster=cluster), None)
         if simulated.contention is None:
-            alone = apply_stragglers(program, estimate_program(program, cost), cluster, prediction.job.plan)
+            alone = apply_stragglers(program, estimate_program(program, cost), cluster, job.plan)
+            alone = drop_slowest(program, alone, job.plan, dropped, compiled.times)
             costs = apply_overlap_slowdown(program, alone, compiled.times)
         else:
             steady = cluster.model_copy(update={"jitter": None})
-            costs = simulate_program(program, cost, steady, prediction.job.plan).program_costs
+            costs = simulate_program(program, cost, steady, job.plan, None, dropped).program_costs
         factors = 1.0 if simulated.factors is None else simulated.factors
         durations_s[resource] = costs.durations_s * factors
     values = [

@@ -16,7 +16,7 @@ from simplan.cost.program_costs import ProgramCosts, estimate_program
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import is_static, sharing_of
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
-from simplan.predict.stragglers import apply_stragglers
+from simplan.predict.stragglers import BackupWorkers, apply_stragglers, drop_slowest
 from simplan.prediction import JitteredStep
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
@@ -63,6 +63,7 @@ def simulate_program(
     cluster: ClusterSpec,
     plan: ParallelPlan | None = None,
     progress: Progress | None = None,
+    backup_workers: int = 0,
 ) -> Simulated:
     """Estimate costs of a Program, and simulate it.
 
@@ -70,12 +71,16 @@ def simulate_program(
         program: A checked Program.
         cost: Cost model of the cluster.
         cluster: Cluster of the Program's ranks.
-        plan: Plan of the Program; needed for a cluster with a topology or stragglers.
+        plan: Plan of the Program; needed for a cluster with a topology or stragglers, and with backup workers.
         progress: See ``simulate``.
+        backup_workers: See ``TrainingSpec``; needs a Program of all ranks.
     """
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
     alone = apply_stragglers(program, estimate_program(program, cost), cluster, plan)
+    varying = cluster.jitter if program.level == 2 else None
+    if varying is None:  # with jitter, every simulated step drops the replicas that are slow in it
+        alone = drop_slowest(program, alone, plan, backup_workers, engine.times)
     program_costs = apply_overlap_slowdown(program, alone, engine.times)
     contention = None
     if program.level == 2 and not is_static(cluster):
@@ -84,10 +89,11 @@ def simulate_program(
         assert plan is not None, "the mesh says which groups communicate at the same time"
         program_costs, contention = apply_contention(program, program_costs, cluster, plan, sharing, progress)
     jitter = factors = None
-    if program.level == 2 and cluster.jitter is not None:
+    if varying is not None:
         from simplan.predict.jitter import apply_jitter  # imports numba
 
-        program_costs, jitter, factors = apply_jitter(program, program_costs, cluster.jitter)
+        replicas = BackupWorkers.of(program, plan, backup_workers) if backup_workers and plan is not None else None
+        program_costs, jitter, factors = apply_jitter(program, program_costs, varying, replicas)
     times = engine.times(program_costs.durations_s)
     return Simulated(program, alone, program_costs, times, engine, sharing, contention, jitter, factors)
 

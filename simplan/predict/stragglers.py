@@ -1,8 +1,12 @@
-"""Ranks that compute more slowly than the others: their kernels take longer, and the others wait for them."""
+"""Ranks that compute more slowly than the others, which wait for them.
+
+With backup workers, a step drops the gradients of the slowest replicas instead of waiting.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +14,12 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.program_costs import ProgramCosts, computing_part
 from simplan.plan.placement import Placement
-from simplan.plan.plan import ParallelPlan
-from simplan.program.program import LayerWork, Program
+from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.program.action import ActionKind
+from simplan.program.program import LayerWork, Program, Stream
+from simplan.sim.engine import Times
+
+_Floats = NDArray[np.float64]
 
 
 def slowdowns(cluster: ClusterSpec, plan: ParallelPlan) -> dict[int, float]:
@@ -52,6 +60,78 @@ def apply_stragglers(
         program_costs,
         durations_s=program_costs.durations_s * longer,
         deviations_s=program_costs.deviations_s * longer,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class BackupWorkers:
+    """Replicas of a Program, of which a step drops the last gradients (Chen et al. 2016, arXiv:1604.00981).
+
+    A dropped replica leaves its step and takes the parameters of the others, so that it delays nobody. In the simulated
+    step, each of its operations takes as long as that of the slowest replica that is kept. All replicas take part in
+    communication, as long as before.
+
+    Attributes:
+        num_dropped: Dropped gradients per step.
+        ops: ``(num_replicas, num_ops)`` Operations of each replica; equal work is in equal columns.
+        gradients: ``(num_ops,)`` True for columns of forward and backward; the last one that ends completes a gradient.
+    """
+
+    num_dropped: int
+    ops: NDArray[np.int64]
+    gradients: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, program: Program, plan: ParallelPlan, num_dropped: int) -> BackupWorkers:
+        """Backup workers of a Program of all ranks; replicas may be split by tensor and pipeline parallelism."""
+        mapping = RankMapping.of(plan)
+        indices = program.rank_indices
+        replicas = np.array(
+            [
+                np.concatenate([indices[rank] for rank in sorted(indices) if mapping.dp_rank(rank) == replica])
+                for replica in range(plan.dp_replicate)
+            ]
+        )
+        passes = program.of_action(*(kind for kind in ActionKind if kind.is_compute))
+        return cls(num_dropped, replicas, (passes & program.on_stream(Stream.COMPUTE))[replicas[0]])
+
+    def sources(self, end_s: _Floats) -> NDArray[np.int64]:
+        """``(num_all_ops,)`` Operation whose duration each operation has once the last replicas are dropped.
+
+        Args:
+            end_s: ``(num_all_ops,)`` Ends of all operations in a step that waits for all replicas.
+        """
+        arrivals_s = end_s[self.ops[:, self.gradients]].max(axis=1)
+        order = np.argsort(arrivals_s, kind="stable")
+        num_kept = len(order) - self.num_dropped
+        found = np.arange(len(end_s))
+        found[self.ops[order[num_kept:]]] = self.ops[order[num_kept - 1]]
+        return found
+
+
+def drop_slowest(
+    program: Program,
+    program_costs: ProgramCosts,
+    plan: ParallelPlan | None,
+    num_dropped: int,
+    times: Callable[[_Floats], Times],
+) -> ProgramCosts:
+    """Costs of a step that drops the gradients of the slowest replicas.
+
+    Args:
+        program, program_costs, plan: See ``apply_stragglers``.
+        num_dropped: Dropped gradients per step; 0 for none.
+        times: Simulates the Program with given durations.
+    """
+    if not num_dropped:
+        return program_costs
+    assert plan is not None, "the plan says which ranks are a replica"
+    sources = BackupWorkers.of(program, plan, num_dropped).sources(times(program_costs.durations_s).end_s)
+    return replace(
+        program_costs,
+        durations_s=program_costs.durations_s[sources],
+        deviations_s=program_costs.deviations_s[sources],
+        least_s=program_costs.least_s[sources],
     )
 
 

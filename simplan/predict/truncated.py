@@ -197,8 +197,8 @@ class TruncatedStep:
     @cached_property
     def simulated(self) -> tuple[Simulated, ...]:
         """Programs with cost estimates and simulated times."""
-        cluster, plan = self.job.cluster, self.job.plan
-        return tuple(simulate_program(each, self.cost, cluster, plan, self.progress) for each in self.programs)
+        cluster, plan, dropped = self.job.cluster, self.job.plan, self.job.training.backup_workers
+        return tuple(simulate_program(each, self.cost, cluster, plan, self.progress, dropped) for each in self.programs)
 
     def _extrapolated(self, longer: _Growing, shorter: _Growing) -> _Growing:
         """Value of the full step from values of both simulated steps; it grows by the same amount with every period."""

@@ -32,6 +32,7 @@ def explanation_text(explanation: Explanation) -> str:
             *([f"Placement\n  {explanation.placement}"] if explanation.placement else []),
             *([f"Slow ranks\n  {explanation.stragglers}"] if explanation.stragglers else []),
             *([f"Jitter\n  {explanation.jitter}"] if explanation.jitter else []),
+            *([f"Backup workers\n  {explanation.backup_workers}"] if explanation.backup_workers else []),
         ]
     )
 

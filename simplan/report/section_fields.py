@@ -25,6 +25,7 @@ _TRAINING = {
     "fused_optimizer": "one kernel for the update; false for torch's foreach; default: where such a kernel exists",
     "clip_grad_norm": "maximum norm of the gradients of the model",
     "task": "lora trains adapters of model.lora_rank only; sft computes the same as pretrain",
+    "backup_workers": "replicas of plan.dp_replicate whose gradients, the last to arrive, a step drops",
     "num_tokens": "tokens of the full training, for its days and cost; at most 1e18; a step does not depend on it",
 }
 _CLUSTER = {

@@ -214,6 +214,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         yield f"  contention   {prediction.network.contention_words()}"
     if prediction.jitter is not None:
         yield f"  jitter       {prediction.jitter.words}"
+    if prediction.backup_workers is not None:
+        yield f"  backup       {prediction.backup_workers.words}"
 
 
 def _training_run(run: TrainingRun) -> Iterator[str]:
@@ -265,7 +267,7 @@ def _mfu(prediction: Prediction) -> str:
     precision = job.training.precision
     if prediction.mfu is None:
         return f"unknown: no {precision} peak is known for {job.cluster.devices_in_words}"
-    flops = job.model.flops_per_sequence() * job.training.global_batch_size
+    flops = job.model.flops_per_sequence() * job.sequences_per_step
     full = prediction.mfu_full_attention
     causal = full is not None and full != prediction.mfu
     palm = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""

@@ -319,6 +319,32 @@ def pipeline_cells(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.global_batch_size", sentence, fix)
 
 
+@rule("backup_workers must be fewer than the replicas of dp_replicate", reads="dp_replicate")
+def backup_workers_of_replicas(job: Job) -> Iterator[Problem]:
+    replicas, num_dropped = job.plan.dp_replicate, job.training.backup_workers
+    if num_dropped and num_dropped >= replicas:
+        sentence = f"must be less than plan.dp_replicate = {replicas}, or no gradient is left"
+        fix = f"use at most {replicas - 1}" if replicas > 1 else "use a plan with dp_replicate > 1, or remove it"
+        yield problem_of(job, "training.backup_workers", sentence, fix)
+
+
+@unmodelled(
+    "backup_workers of replicas that share states or experts, or differ in their batch, are not modeled",
+    reads="dp_shard cp ep microbatch_sizes grad_sync",
+)
+def backup_workers_modelled(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if not job.training.backup_workers:
+        return
+    refused = [f"plan.{key} = {getattr(plan, key)}" for key in ("dp_shard", "cp", "ep") if getattr(plan, key) > 1]
+    refused += ["plan.microbatch_sizes"] if plan.microbatch_sizes is not None else []
+    refused += ["plan.grad_sync = microbatch"] if plan.grad_sync == "microbatch" else []
+    if refused:
+        sentence = f"is not modeled yet with {', '.join(refused)}: only replicas that are independent until the end of a step can be dropped"
+        fix = "use only dp_replicate, tp and pp, or remove it"
+        yield problem_of(job, "training.backup_workers", sentence, fix)
+
+
 @rule("grad_sync = microbatch is about data-parallel ranks, and there is one", reads="grad_sync dp cp")
 def grad_sync_of_replicas(job: Job) -> Iterator[Problem]:
     if job.plan.grad_sync == "microbatch" and job.plan.dp * job.plan.cp == 1:

@@ -214,13 +214,16 @@ def check_without_plan(job: Job, space: SearchSpace) -> None:
 
     Raises:
         SpecError: The job is invalid for every plan; lists all problems.
-        NotModelledError: The cluster has jitter, or the software cannot recompute a module of
+        NotModelledError: The cluster has jitter, a step drops gradients, or the software cannot recompute a module of
             ``search.recompute_modules`` on its own.
     """
     plan = ParallelPlan(dp_replicate=job.cluster.num_devices)
     if job.cluster.jitter is not None:
         rule, fix = "a search compares steps without jitter", "remove it, and predict the plans that are found with it"
         raise NotModelledError(Problem(field="cluster.jitter", rule=rule, fix=fix))
+    if job.training.backup_workers:
+        rule, fix = "a search compares steps that wait for all gradients", "remove it, and predict a plan with it"
+        raise NotModelledError(Problem(field="training.backup_workers", rule=rule, fix=fix))
     try:
         check_job(job.with_plan(plan))
     except SpecError as error:
