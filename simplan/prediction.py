@@ -181,10 +181,12 @@ class BackupStep:
     def words(self) -> str:
         """What is dropped, and what that does to the step time and the throughput."""
         change = self.throughput_ratio - 1
+        step, without = format_time(self.step_time_s), format_time(self.without_s)
+        last = f"{self.num_dropped} " if self.num_dropped > 1 else ""
         number = f"{format_percent(abs(change))} {'more' if change > 0 else 'fewer'}"
         return (
-            f"the last {self.num_dropped} of {self.num_replicas} gradients are dropped: {format_time(self.step_time_s)} a "
-            f"step instead of {format_time(self.without_s)}, and {number} used samples per second"
+            f"each step drops the last {last}of {self.num_replicas} gradients: {step} a step instead of {without}, "
+            f"and {number} used samples per second"
         )
 
 

@@ -111,7 +111,7 @@ def apply_jitter(
     def steps_s(drawn: _Floats) -> _Floats:
         """``(num_steps, num_ops)`` Durations with these factors; those of dropped replicas are cut."""
         durations_s = drawn * program_costs.durations_s
-        return durations_s if replicas is None else _cut(replicas, compiled, durations_s)
+        return durations_s if replicas is None else _cut(replicas, compiled, durations_s * replicas.slowness)
 
     times_s = np.concatenate(
         [compiled.step_times_s(steps_s(factors.batch(number))) for number in range(NUM_STEPS // _BATCH)]

@@ -50,15 +50,14 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
     program, before_s = simulated.program, simulated.times.step_time_s
     compiled = compile_program(program, simulated.sharing)
     job, durations_s = prediction.job, {}
-    # with jitter, the factors have the cut
-    dropped = 0 if simulated.factors is not None else job.training.backup_workers
+    dropped = job.training.backup_workers
     for resource in Resource:
         if (cluster := improved(job.cluster, resource)) is None:
             continue
         cost = cost_model(replace(job, cluster=cluster), None)
         if simulated.contention is None:
             alone = apply_stragglers(program, estimate_program(program, cost), cluster, job.plan)
-            alone = drop_slowest(program, alone, job.plan, dropped, compiled.times)
+            alone, _ = drop_slowest(program, alone, job.plan, dropped, compiled.times)
             costs = apply_overlap_slowdown(program, alone, compiled.times)
         else:
             steady = cluster.model_copy(update={"jitter": None})

@@ -16,7 +16,7 @@ from simplan.cost.program_costs import ProgramCosts, estimate_program
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import is_static, sharing_of
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
-from simplan.predict.stragglers import BackupWorkers, apply_stragglers, drop_slowest
+from simplan.predict.stragglers import apply_stragglers, drop_slowest
 from simplan.prediction import JitteredStep
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
@@ -77,10 +77,8 @@ def simulate_program(
     """
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
-    alone = apply_stragglers(program, estimate_program(program, cost), cluster, plan)
-    varying = cluster.jitter if program.level == 2 else None
-    if varying is None:  # with jitter, every simulated step drops the replicas that are slow in it
-        alone = drop_slowest(program, alone, plan, backup_workers, engine.times)
+    slowed = apply_stragglers(program, estimate_program(program, cost), cluster, plan)
+    alone, replicas = drop_slowest(program, slowed, plan, backup_workers, engine.times)
     program_costs = apply_overlap_slowdown(program, alone, engine.times)
     contention = None
     if program.level == 2 and not is_static(cluster):
@@ -89,11 +87,10 @@ def simulate_program(
         assert plan is not None, "the mesh says which groups communicate at the same time"
         program_costs, contention = apply_contention(program, program_costs, cluster, plan, sharing, progress)
     jitter = factors = None
-    if varying is not None:
+    if program.level == 2 and cluster.jitter is not None:
         from simplan.predict.jitter import apply_jitter  # imports numba
 
-        replicas = BackupWorkers.of(program, plan, backup_workers) if backup_workers and plan is not None else None
-        program_costs, jitter, factors = apply_jitter(program, program_costs, varying, replicas)
+        program_costs, jitter, factors = apply_jitter(program, program_costs, cluster.jitter, replicas)
     times = engine.times(program_costs.durations_s)
     return Simulated(program, alone, program_costs, times, engine, sharing, contention, jitter, factors)
 

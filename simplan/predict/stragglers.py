@@ -16,7 +16,7 @@ from simplan.cost.program_costs import ProgramCosts, computing_part
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.action import ActionKind
-from simplan.program.program import LayerWork, Program, Stream
+from simplan.program.program import LayerWork, Program
 from simplan.sim.engine import Times
 
 _Floats = NDArray[np.float64]
@@ -74,12 +74,14 @@ class BackupWorkers:
     Attributes:
         num_dropped: Dropped gradients per step.
         ops: ``(num_replicas, num_ops)`` Operations of each replica; equal work is in equal columns.
-        gradients: ``(num_ops,)`` True for columns of forward and backward; the last one that ends completes a gradient.
+        gradients: ``(num_ops,)`` True for kernels of forward and backward; the last one that ends completes a gradient.
+        slowness: ``(num_all_ops,)`` Duration of each operation, over that in the step with fixed slow replicas dropped.
     """
 
     num_dropped: int
     ops: NDArray[np.int64]
     gradients: NDArray[np.bool_]
+    slowness: _Floats
 
     @classmethod
     def of(cls, program: Program, plan: ParallelPlan, num_dropped: int) -> BackupWorkers:
@@ -93,7 +95,8 @@ class BackupWorkers:
             ]
         )
         passes = program.of_action(*(kind for kind in ActionKind if kind.is_compute))
-        return cls(num_dropped, replicas, (passes & program.on_stream(Stream.COMPUTE))[replicas[0]])
+        gradients = passes & _has_kernels(program)[program.columns.work]
+        return cls(num_dropped, replicas, gradients[replicas[0]], np.ones(len(program)))
 
     def sources(self, end_s: _Floats) -> NDArray[np.int64]:
         """``(num_all_ops,)`` Operation whose duration each operation has once the last replicas are dropped.
@@ -115,8 +118,8 @@ def drop_slowest(
     plan: ParallelPlan | None,
     num_dropped: int,
     times: Callable[[_Floats], Times],
-) -> ProgramCosts:
-    """Costs of a step that drops the gradients of the slowest replicas.
+) -> tuple[ProgramCosts, BackupWorkers | None]:
+    """Costs of a step that drops the gradients of the slowest replicas, and its backup workers, None for none.
 
     Args:
         program, program_costs, plan: See ``apply_stragglers``.
@@ -124,21 +127,29 @@ def drop_slowest(
         times: Simulates the Program with given durations.
     """
     if not num_dropped:
-        return program_costs
+        return program_costs, None
     assert plan is not None, "the plan says which ranks are a replica"
-    sources = BackupWorkers.of(program, plan, num_dropped).sources(times(program_costs.durations_s).end_s)
-    return replace(
+    replicas, before_s = BackupWorkers.of(program, plan, num_dropped), program_costs.durations_s
+    sources = replicas.sources(times(before_s).end_s)
+    after_s = before_s[sources]
+    slowness = np.divide(before_s, after_s, out=np.ones_like(after_s), where=after_s > 0)
+    costs = replace(
         program_costs,
-        durations_s=program_costs.durations_s[sources],
+        durations_s=after_s,
         deviations_s=program_costs.deviations_s[sources],
         least_s=program_costs.least_s[sources],
     )
+    return costs, replace(replicas, slowness=slowness)
 
 
 def computing_parts(program: Program, program_costs: ProgramCosts) -> NDArray[np.float64]:
     """``(num_ops,)`` Fraction of each operation's time that kernels take; 0 for communication and waits."""
     part = np.zeros(len(program.works))
-    for index, work in enumerate(program.works):
-        if any(isinstance(each, LayerWork) for each in work):
-            part[index] = computing_part(work, program_costs)
+    for index in np.flatnonzero(_has_kernels(program)).tolist():
+        part[index] = computing_part(program.works[index], program_costs)
     return np.asarray(part[program.columns.work])
+
+
+def _has_kernels(program: Program) -> NDArray[np.bool_]:
+    """``(num_works,)`` True for works with kernels of a layer."""
+    return np.array([any(isinstance(each, LayerWork) for each in work) for work in program.works])

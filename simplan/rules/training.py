@@ -340,7 +340,8 @@ def backup_workers_modelled(job: Job) -> Iterator[Problem]:
     refused += ["plan.microbatch_sizes"] if plan.microbatch_sizes is not None else []
     refused += ["plan.grad_sync = microbatch"] if plan.grad_sync == "microbatch" else []
     if refused:
-        sentence = f"is not modeled yet with {', '.join(refused)}: only replicas that are independent until the end of a step can be dropped"
+        why = "only replicas that are independent until the end of a step can be dropped"
+        sentence = f"is not modeled yet with {', '.join(refused)}: {why}"
         fix = "use only dp_replicate, tp and pp, or remove it"
         yield problem_of(job, "training.backup_workers", sentence, fix)
 

@@ -208,6 +208,8 @@ _OTHER_WORDS = {
     "cluster.nics_per_node": "num_nics nics",
     "cluster.nic_gbit": "network_gbit nic_gbps",
     "cluster.topology": "network network_topology fabric",
+    "cluster.stragglers": "straggler slow_rank slow_ranks slow_node slow_nodes",
+    "training.backup_workers": "backup_worker num_backup_workers backup_replicas drop_slowest replicas_to_aggregate",
     "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""
