@@ -50,12 +50,13 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
 
 
 def _longer(prediction: Prediction, simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
-    """Term for the slowdown of compute by overlap, shared cores, slow ranks or jitter."""
+    """Term for the slowdown of compute by overlap, shared cores, slow ranks, jitter or dropped gradients."""
     cluster = prediction.job.cluster
-    if cluster.stragglers or cluster.jitter is not None:
+    if cluster.stragglers or cluster.jitter is not None or prediction.backup_workers is not None:
         causes = [
             *(["slow ranks"] if cluster.stragglers else []),
             *(["jitter"] if cluster.jitter is not None else []),
+            *(["dropped gradients"] if prediction.backup_workers is not None else []),
             *(["overlap slowdown"] if simulated.program_costs.beside is not None else []),
         ]
         return ExplainedTerm(group, " and ".join(causes), seconds, "s", "time beyond the estimates above")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from simplan import catalog
 from simplan.cluster.hardware import Jitter
@@ -85,6 +87,32 @@ def test_mean_of_exponential_jitter_is_that_of_the_largest_sample() -> None:
     harmonic = sum(1 / k for k in range(1, num_ranks + 1))
     steady_s = found.without_s - a - b - update_s
     assert found.mean_s == pytest.approx(steady_s + largest_s + harmonic * update_s, rel=0.04)
+
+
+def expected_kth_s(below: NDArray[np.float64], t: NDArray[np.float64], num: int, kept: int) -> float:
+    """Mean of the ``kept``-th smallest of ``num`` samples with the distribution ``below`` of ``t``, by integration."""
+    arrived = sum(math.comb(num, j) * below**j * (1 - below) ** (num - j) for j in range(kept, num + 1))
+    return float(np.trapezoid(1 - arrived, t))
+
+
+@pytest.mark.parametrize("num_dropped", [1, 4, 12])
+def test_backup_workers_wait_for_the_kept_order_statistic(num_dropped: int) -> None:
+    """Chen et al. 2016: the step waits for the (N - k)-th arrival; that of exponentials is at H_N - H_k in the mean."""
+    num_ranks, num_kept = 16, 16 - num_dropped
+    harmonic = np.cumsum([0.0, *(1 / n for n in range(1, num_ranks + 1))])
+    t = np.linspace(0, 60, 400_001)
+    exact = harmonic[num_ranks] - harmonic[num_dropped]
+    assert expected_kth_s(1 - np.exp(-t), t, num_ranks, num_kept) == pytest.approx(exact, rel=1e-6)
+
+    job = job_of(num_ranks, Jitter(distribution="exponential", compute_relative_std=1.0, seed=3))
+    training = job.training.with_changes(backup_workers=num_dropped)
+    found = jittered(replace(job, training=training))
+    a, b, update_s = phases_s(num_ranks)
+    t *= a + b
+    below = 1 - (a * np.exp(-t / a) - b * np.exp(-t / b)) / (a - b)  # sum of the exponentials of forward and backward
+    arrival_s = expected_kth_s(below, t, num_ranks, num_kept)
+    steady_s = found.without_s - a - b - update_s
+    assert found.mean_s == pytest.approx(steady_s + arrival_s + harmonic[num_kept] * update_s, rel=0.04)
 
 
 @lru_cache(maxsize=64)

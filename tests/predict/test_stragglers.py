@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 
 from simplan import catalog
-from simplan.cluster.hardware import SlowLink, Straggler
+from simplan.cluster.hardware import Jitter, SlowLink, Straggler
 from simplan.cluster.topology import Switch
-from simplan.errors import SpecError
+from simplan.errors import NotModelledError, SpecError
 from simplan.explain import explain
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict import predict, predict_step
 from simplan.predict.stragglers import slowdowns
 from simplan.program.folding import unfolded
-from simplan.training import TrainingSpec
+from simplan.search import search
+from simplan.training import TrainingBudget, TrainingSpec
 from tests.jobs import tiny_model
 
 
@@ -82,6 +83,67 @@ def test_explanation_says_what_slow_ranks_cost() -> None:
     assert words.startswith("rank 5, 2 times the time of the others to compute")
     none = predict(replace(job, cluster=job.cluster.with_changes(stragglers=())))
     assert f"{prediction.step_time_s / none.step_time_s - 1:.1%}".replace("%", " %") in words
+
+
+def dropping(job: Job, num_dropped: int) -> Job:
+    return replace(job, training=job.training.with_changes(backup_workers=num_dropped))
+
+
+REPLICAS = [ParallelPlan(dp_replicate=16), ParallelPlan(dp_replicate=4, tp=2, pp=2)]
+
+
+@pytest.mark.parametrize("topology", [None, Switch(kind="switch")])
+@pytest.mark.parametrize("plan", REPLICAS)
+def test_a_backup_worker_removes_the_cost_of_the_slowest_replica(plan: ParallelPlan, topology: Switch | None) -> None:
+    none, less, both = (
+        job_of(plan, topology=topology, stragglers=stragglers)
+        for stragglers in ((), slow(5, 1.2), (*slow(5, 1.2), *slow(0, 1.5)))
+    )
+    fast_s, less_s, both_s = (predict(job).step_time_s for job in (none, less, both))
+    assert fast_s < less_s < both_s
+    assert predict(dropping(less, 1)).step_time_s == pytest.approx(fast_s, rel=1e-12)
+    assert predict(dropping(both, 1)).step_time_s == pytest.approx(less_s, rel=1e-12)
+    assert predict(dropping(both, 2)).step_time_s == pytest.approx(fast_s, rel=1e-12)
+    steady = both.cluster.with_changes(jitter=Jitter(seed=3))
+    assert predict(dropping(replace(both, cluster=steady), 1)).step_time_s == pytest.approx(less_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("plan", REPLICAS)
+def test_dropped_gradients_of_equal_replicas_only_cost_throughput(plan: ParallelPlan) -> None:
+    job, replicas = job_of(plan), plan.dp_replicate
+    every, some = predict(job), predict(dropping(job, 1)).with_budget(TrainingBudget(num_tokens=1e9))
+    assert some.step_time_s == pytest.approx(every.step_time_s, rel=1e-12)
+    assert every.mfu is not None
+    found = (some.tokens_per_s_per_device, some.samples_per_s_per_device, some.mfu)
+    before = (every.tokens_per_s_per_device, every.samples_per_s_per_device, every.mfu)
+    assert found == pytest.approx([value * (replicas - 1) / replicas for value in before], rel=1e-12)
+    tokens = 8 * (replicas - 1) * job.model.seq_len  # 8 sequences per replica
+    assert some.training_run is not None
+    assert some.training_run.num_steps == -(-(10**9) // tokens)
+    assert some.backup_workers is not None
+    assert some.backup_workers.throughput_ratio == pytest.approx((replicas - 1) / replicas, rel=1e-12)
+    assert f"drops the last of {replicas} gradients" in some.backup_workers.words
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_dropped", "words"),
+    [
+        ({"dp_replicate": 16}, 16, "training.backup_workers = 16: must be less than plan.dp_replicate = 16"),
+        ({"dp_replicate": 2, "dp_shard": 8}, 1, "is not modeled yet with plan.dp_shard = 8"),
+        ({"dp_replicate": 8, "cp": 2}, 1, "is not modeled yet with plan.cp = 2"),
+        ({"dp_replicate": 16, "grad_sync": "microbatch"}, 1, "is not modeled yet with plan.grad_sync = microbatch"),
+    ],
+)
+def test_gradients_that_cannot_be_dropped_are_refused(plan: dict[str, object], num_dropped: int, words: str) -> None:
+    job = dropping(job_of(ParallelPlan.model_validate(plan)), num_dropped)
+    with pytest.raises(SpecError) as caught:
+        predict(job)
+    assert words in str(caught.value)
+
+
+def test_a_search_refuses_backup_workers() -> None:
+    with pytest.raises(NotModelledError, match=r"training\.backup_workers: a search compares steps that wait for all"):
+        search(dropping(job_of(ParallelPlan(dp_replicate=16)), 1))
 
 
 def test_a_slow_link_delays_what_crosses_it() -> None:
