@@ -156,7 +156,7 @@ def link(name: str, *, textbook: bool = False) -> LinkSpec:
     if network is not None and not MIN_GBIT <= network[1] <= MAX_GBIT:
         rule = f"must have a rate of {MIN_GBIT:g} to {MAX_GBIT:,.0f} Gbit/s"
         shown = name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
-        raise SpecError(Problem(field="", value=shown, rule=rule, fix=f"such as {network[0]}-100gbit"))
+        raise SpecError(Problem(field="link", value=shown, rule=rule, fix=f"such as {network[0]}-100gbit"))
     if network is not None:
         return network_link(network[1], network[0], textbook=textbook)
     return _link(name, name, _entry("links", name), textbook=textbook)
