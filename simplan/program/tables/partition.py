@@ -178,7 +178,7 @@ def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> _Indices:
 
     def limits_s(used_s: _Floats) -> list[float]:
         distinct_s = np.unique(used_s)  # few, as most stages begin with an equal block
-        return np.unique(distinct_s[:, None] + added_s * np.arange(num_added + 1)).tolist()
+        return [float(limit_s) for limit_s in np.unique(distinct_s[:, None] + added_s * np.arange(num_added + 1))]
 
     limits = limits_s(rank_s)
     rank_limit_s = limits[bisect_left(limits, num_added, key=lambda limit_s: most_added(limit_s, math.inf))]
