@@ -112,7 +112,7 @@ class RunError(SimplanError, RuntimeError):
     exit_code = 4
 
 
-_MAX_LISTED = 26
+_MAX_LISTED = 30
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -33,14 +33,14 @@ class Job:
         """Short form of the parts: names and numbers that tell jobs apart."""
         cluster, training = self.cluster, self.training
         return (
-            f"Job({self.model.name}, {cluster.num_devices} x {cluster.device.id}, {self.plan!r}, "
+            f"Job({self.model.name}, {cluster.devices_in_words}, {self.plan!r}, "
             f"global_batch_size={training.global_batch_size}, {training.precision}, {self.software.title})"
         )
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches per step and data-parallel rank: global_batch_size / (dp x microbatch_size)."""
-        return self.training.global_batch_size // (self.plan.dp * self.plan.microbatch_size)
+        return self.training.global_batch_size // self.plan.sequences_per_microbatch
 
     @property
     def padded_model(self) -> ModelSpec:
@@ -60,8 +60,29 @@ class Job:
 
     def node_of(self, rank: int) -> int:
         """Node of a rank."""
+        return self.cluster.node_of(self.device_of(rank))
+
+    def device_of(self, rank: int) -> int:
+        """Device of a rank."""
         placement = self.placement
-        return self.cluster.node_of(rank if placement is None else placement.device_of(rank))
+        return rank if placement is None else placement.device_of(rank)
+
+    def group_of(self, rank: int) -> int | None:
+        """Node group of a rank; None for a cluster of equal nodes."""
+        return self.cluster.group_of(self.device_of(rank)) if self.cluster.node_groups else None
+
+    def memory_bytes_of(self, rank: int) -> int | None:
+        """Memory of the device of a rank; None if unknown."""
+        return self.cluster.device_of(self.device_of(rank)).memory_bytes
+
+    @property
+    def stage_groups(self) -> tuple[tuple[int, ...], ...]:
+        """By pipeline rank, the node groups of its ranks, ascending; empty for a cluster of equal nodes."""
+        if not self.cluster.node_groups:
+            return ()
+        width = self.plan.num_devices // self.plan.pp
+        ranks = [range(width * stage, width * (stage + 1)) for stage in range(self.plan.pp)]
+        return tuple(tuple(sorted({self.cluster.group_of(self.device_of(rank)) for rank in own})) for own in ranks)
 
     def with_plan(self, plan: ParallelPlan) -> Job:
         """Copy of the job with another plan, such as a search candidate."""
@@ -75,6 +96,10 @@ class Job:
         cluster = self.cluster
         if num_devices == cluster.num_devices:
             return self
+        if cluster.is_mixed:
+            rule = f"is the sum of cluster.nodes, {cluster.num_devices}, and cannot change while nodes differ"
+            fix = "change cluster.nodes, or use equal nodes"
+            raise SpecError(Problem(field="cluster.num_devices", value=str(num_devices), rule=rule, fix=fix))
         if cluster.cores_per_node is not None:  # the fraction of CPU memory per rank depends on the number of ranks
             return replace(self, cluster=catalog.cluster(cluster.id, num_devices))
         update: dict[str, object] = {"num_devices": num_devices}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from simplan.job import Job
 from simplan.plan.placement import Placement
-from simplan.plan.plan import StageAssignment
+from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
@@ -50,6 +51,7 @@ class RankMemory:
             and retries, which costs time and is no failure.
         interval_bytes: 90% interval by kind of peak: allocated, reserved, device. Upper ends include ``short_bytes``,
             so they may exceed the device memory.
+        capacity_bytes: Memory of the rank's device; None if unknown.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class RankMemory:
     host_bytes: int = 0
     short_bytes: int = 0
     interval_bytes: dict[MemoryKind, tuple[int, int]] = field(default_factory=dict)
+    capacity_bytes: int | None = None
 
     @property
     def wanted_bytes(self) -> int:
@@ -86,6 +89,11 @@ class RankMemory:
             "reserved": self.reserved_bytes / GIB,
             "device": self.device_bytes / GIB,
         }
+
+
+def worst_memory(memory: Sequence[RankMemory]) -> RankMemory:
+    """Memory of the rank with the least headroom, which is the largest if all devices are equal; the lowest rank."""
+    return max(memory, key=lambda m: (m.device_bytes - (m.capacity_bytes or 0), m.short_bytes, -m.rank))
 
 
 def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdict | None:
@@ -121,6 +129,34 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JitteredStep:
+    """Times of steps whose durations vary at random (``ClusterSpec.jitter``).
+
+    Attributes:
+        num_steps: Simulated steps.
+        without_s: Seconds of a step without jitter.
+        mean_s, median_s: Mean and median seconds of a step.
+        range_s: Seconds that 5 % and 95 % of the steps do not exceed.
+    """
+
+    num_steps: int
+    without_s: float
+    mean_s: float
+    median_s: float
+    range_s: tuple[float, float]
+
+    @property
+    def words(self) -> str:
+        """Cost of jitter, and range of step times."""
+        low_s, high_s = map(format_time, self.range_s)
+        more = format_percent(self.mean_s / self.without_s - 1)
+        return (
+            f"costs {more}: {format_time(self.without_s)} a step without, {format_time(self.mean_s)} in the mean of "
+            f"{self.num_steps} seeded steps (median {format_time(self.median_s)}, 90 % take {low_s} to {high_s})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """A full training at a constant step time, without failures, checkpoints and restarts.
 
@@ -143,6 +179,50 @@ class TrainingRun:
     cost: float | None
     cost_interval: tuple[float, float] | None
     price_per_device_hour: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroupStep:
+    """A step on the ranks of one node group.
+
+    Attributes:
+        device: Name of the devices.
+        ranks: Ranks on the nodes of the group.
+        pipeline_ranks: Pipeline ranks with a rank on these nodes.
+        microbatch_sizes: Different numbers of sequences per microbatch, ascending.
+        wait_s: Seconds of a step in which a rank waits for others or has no work, mean over ranks.
+        limits: True if the rank that waits least is in this group, so that a faster device would shorten the step.
+        worst: Memory of the rank with the least headroom.
+    """
+
+    device: str
+    ranks: tuple[int, ...]
+    pipeline_ranks: tuple[int, ...]
+    microbatch_sizes: tuple[int, ...]
+    wait_s: float
+    limits: bool
+    worst: RankMemory
+
+    @property
+    def memory_verdict(self) -> MemoryVerdict | None:
+        """Verdict on the memory of the group's devices; None if that is unknown."""
+        return memory_verdict(self.worst, self.worst.capacity_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON of the group."""
+        capacity = self.worst.capacity_bytes
+        return {
+            "device": self.device,
+            "num_ranks": len(self.ranks),
+            "first_rank": self.ranks[0],
+            "pipeline_ranks": list(self.pipeline_ranks),
+            "microbatch_sizes": list(self.microbatch_sizes),
+            "wait_s": self.wait_s,
+            "limits_step": self.limits,
+            "peak_memory_gib": self.worst.peak_gib,
+            "capacity_gib": None if capacity is None else capacity / GIB,
+            "fits": None if capacity is None else self.worst.device_bytes <= capacity,
+        }
 
 
 def training_run(
@@ -194,11 +274,11 @@ class Prediction:
         step_time_s: Seconds of one optimizer step (Level 2).
         step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
         action_level_step_time_s: Step time at Level 1: actions as units, without overlap inside them, and without
-            contention on links.
+            contention on links and jitter.
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
-        capacity_bytes: Memory of one device; None if unknown.
-        fits: True if the worst rank's device bytes are within ``capacity_bytes``; None if unknown. The caching
+        capacity_bytes: Memory of one device, of the peak-memory rank if devices differ; None if unknown.
+        fits: True if every rank's device bytes are within the memory of its device; None if unknown. The caching
             allocator's unused blocks do not count, since it frees them before it fails (``RankMemory.short_bytes``).
         splits: Time split per rank, in the order of ``memory``.
         tokens_per_s_per_device: Throughput, including padding of packed sequences; 0 for image models, which have no
@@ -211,6 +291,7 @@ class Prediction:
         reference_s: Seconds of the executor's reference matmul during calibration; None if not timed.
         training_run: The full training; None without a number of tokens.
         network: Load of the links of the cluster's topology, and what contention costs; None without a topology.
+        jitter: Times of steps with jitter, of which the predicted one is the nearest to the mean; None without jitter.
     """
 
     name: str
@@ -235,6 +316,7 @@ class Prediction:
     reference_s: float | None = None
     training_run: TrainingRun | None = None
     network: Network | None = None
+    jitter: JitteredStep | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -254,13 +336,40 @@ class Prediction:
 
     @property
     def worst_memory(self) -> RankMemory:
-        """Memory of the peak-memory rank."""
-        return max(self.memory, key=lambda m: (m.device_bytes, m.short_bytes, -m.rank))
+        """Memory of the peak-memory rank; of unequal devices, of the rank with the least headroom."""
+        return worst_memory(self.memory)
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
         """Verdict on the device memory; None if that is unknown."""
         return memory_verdict(self.worst_memory, self.capacity_bytes)
+
+    @property
+    def node_groups(self) -> tuple[NodeGroupStep, ...]:
+        """The step on every node group; empty for a cluster of equal nodes."""
+        job, members = self.job, defaultdict[int, list[int]](list)
+        for place, memory in enumerate(self.memory):
+            if (group := job.group_of(memory.rank)) is not None:
+                members[group].append(place)
+        least_s = min(split.wait_s for split in self.splits)
+        return tuple(self._node_group(group, places, least_s) for group, places in sorted(members.items()))
+
+    def _node_group(self, group: int, places: Sequence[int], least_s: float) -> NodeGroupStep:
+        job, memory = self.job, [self.memory[place] for place in places]
+        waits = [self.splits[place].wait_s for place in places]
+        mapping, sizes = (
+            RankMapping.of(job.plan),
+            job.plan.sizes_of_ranks,
+        )
+        return NodeGroupStep(
+            device=job.cluster.node_groups[group].device.id,
+            ranks=tuple(each.rank for each in memory),
+            pipeline_ranks=tuple(rank for rank, groups in enumerate(job.stage_groups) if group in groups),
+            microbatch_sizes=tuple(sorted({sizes[mapping.dp_rank(each.rank)] for each in memory})),
+            wait_s=sum(waits) / len(waits),
+            limits=min(waits) <= least_s,
+            worst=worst_memory(memory),
+        )
 
     @property
     def worst_host_bytes(self) -> int:
@@ -315,6 +424,8 @@ class Prediction:
             },
             "links": job.cluster.links,
             **({} if self.network is None else {"network": self.network.to_json()}),
+            **({} if self.jitter is None else {"jitter": asdict(self.jitter)}),
+            **({"node_groups": [group.to_json() for group in self.node_groups]} if job.cluster.is_mixed else {}),
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,
             "num_parameters": job.model.num_parameters,

@@ -15,7 +15,7 @@ from plotly.basedatatypes import BaseFigure
 
 from app.figures.style import Figure
 
-_TYPES = {"csv": "text/csv", "json": "application/json", "yaml": "text/yaml"}
+_TYPES = {"csv": "text/csv", "json": "application/json", "yaml": "text/yaml", "svg": "image/svg+xml"}
 
 
 def show_metrics(cells: Sequence[tuple[str, str, str]]) -> None:
@@ -50,7 +50,7 @@ def download(label: str, name: str, kind: str, content: str | bytes | Callable[[
     Args:
         label: Label of the button.
         name: Name to show; the file name is derived from it.
-        kind: File name extension: ``csv``, ``json`` or ``yaml``.
+        kind: File name extension: ``csv``, ``json``, ``yaml`` or ``svg``.
         content: Content of the file; a function is called when the button is pressed.
         about: Tooltip; empty for none.
     """

@@ -66,11 +66,11 @@ def quick_headline(scenario: Scenario) -> Headline | None:
         return None
     step = summarized_step(job, steps_overlap=False)
     step_time_s = float(step.seconds()[0])
-    memory = [device_memory(peaks, job) for peaks in step.peaks().values()]
-    worst = max(memory, key=lambda rank: rank.wanted_bytes)
+    memory = [device_memory(peaks, job, rank=rank) for rank, peaks in step.peaks().items()]
+    worst = max(memory, key=lambda rank: rank.wanted_bytes - (rank.capacity_bytes or 0))
     samples_per_s = job.training.global_batch_size / step_time_s
-    capacity = job.cluster.device.memory_bytes
-    peak = job.cluster.device.peak_flop_per_s.get(job.training.precision)
+    capacity = worst.capacity_bytes
+    peak_flop_per_s = job.cluster.peak_flop_per_s.get(job.training.precision)
     flop_per_s = samples_per_s * job.model.flops_per_sequence(full_attention=False)
     return Headline(
         step_time_s=step_time_s,
@@ -82,7 +82,7 @@ def quick_headline(scenario: Scenario) -> Headline | None:
         capacity_bytes=capacity,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * job.model.seq_len,
-        mfu=None if peak is None else flop_per_s / (peak * job.cluster.num_devices),
+        mfu=None if peak_flop_per_s is None else flop_per_s / peak_flop_per_s,
         short_bytes=worst.short_bytes,
     )
 

@@ -59,7 +59,7 @@ def setting_effects(text: str) -> tuple[SettingEffect, ...]:
         return ()
     _, base_s = evaluate_step(job)
     assert base_s is not None, "there is no limit"
-    capacity = job.cluster.device.memory_bytes
+    capacity = job.cluster.largest_memory_bytes
     values = {key: degrees_of(document, key) for key in _DEGREES}
     values["microbatch_size"] = microbatch_sizes(document)
     values |= {key: valid_values(document, key, options) for key, options in _OPTIONS.items()}

@@ -111,7 +111,7 @@ def _description(document: Document) -> str:
     except SpecError:
         return "a scenario with an error"
     job = scenario.job
-    devices = f"{job.cluster.num_devices} x {job.cluster.device.id}"
+    devices = job.cluster.devices_in_words
     return f"{job.model.name} on {devices}, {job.software.id}: {plan_words(job.plan)}"
 
 

@@ -85,9 +85,9 @@ def _show_top(
         model, cluster = job.model, job.cluster
         st.caption(
             escaped(
-                f"{model.name} on {cluster.num_devices} x {cluster.device.id}, {counted(cluster.num_nodes, 'node')}, "
+                f"{model.name} on {cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}, "
                 f"{job.software.id}: {plan_words(job.plan)}; "
-                f"{microbatch_words(job.num_microbatches, job.plan.microbatch_size, model.sample)}"
+                f"{microbatch_words(job)}"
             )
         )
         if links := links_words(cluster.links):

@@ -58,7 +58,7 @@ def _show_curves(
     unit = "images" if scenario.job.model.sample == "image" else "tokens"
     rows = scale_rows(points, budget, price)
     now = place_on(scenario, axis)
-    figures = scale_figures(rows, AXES[axis].words(scenario), now, scenario.job.cluster.device.memory_bytes, unit=unit)
+    figures = scale_figures(rows, AXES[axis].words(scenario), now, scenario.job.cluster.largest_memory_bytes, unit=unit)
     for column, (name, figure) in zip(st.columns(len(figures)), figures.items(), strict=True):
         with column:
             alt = f"{name.capitalize()} over {_name(axis)}"
@@ -83,8 +83,8 @@ def _show_slow(text: str) -> None:
     ranks = awaited("simulating slow ranks", slow_ranks, text, percent / 100)
     show_figure(slow_figure(ranks, percent / 100), "slow ranks", alt="Step time increase by slow rank")
     st.caption(
-        "One rank of each set of identical ranks is shown: they synchronize at every collective. Not modeled: a single "
-        "slow link, jitter, and ranks that join or leave."
+        "One rank of each set of identical ranks is shown: they synchronize at every collective. Slow links are on the "
+        "page Network. Not modeled: jitter, and ranks that join or leave."
     )
 
 

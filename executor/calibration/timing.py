@@ -27,7 +27,8 @@ TIMED_DTYPES: dict[TimedDtype, torch.dtype] = {
     "fp8": torch.bfloat16,  # of everything except the linear layers of blocks
 }
 _MIN_TIMINGS = 8
-_AHEAD_CYCLES = 20_000_000  # of the device's clock: about 10 ms
+_AHEAD_S = 0.01  # for the host to issue a few layers
+_CYCLES_PER_S = 2e9  # of a device's clock, about
 _MAX_HALF_WIDTH = 0.015  # of the median
 _P10_TO_P90 = 2.563  # of a normal distribution, in standard deviations
 
@@ -65,15 +66,19 @@ class Stopwatch:
             torch.cuda.synchronize()
         return time.perf_counter() - start_s
 
-    def each(self, calls: Iterable[Callable[[], object]]) -> list[float]:
+    def each(self, calls: Iterable[Callable[[], object]], ahead_s: float = _AHEAD_S) -> list[float]:
         """Seconds of each of several calls in a row; on CUDA without their launch overhead.
 
         The device gets other work first, so that the host is ahead of the device, as inside a step.
+
+        Args:
+            calls: What is timed.
+            ahead_s: Seconds of other work on CUDA, in which the host issues the calls.
         """
         if not self._cuda:
             return [self(call) for call in calls]
         torch.cuda.synchronize()
-        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(ahead_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
         events = [torch.cuda.Event(enable_timing=True)]  # type: ignore[no-untyped-call]
         events[0].record()
         for call in calls:

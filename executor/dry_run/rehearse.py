@@ -88,11 +88,11 @@ def _fake(job: RunSpec, rank: int) -> Rehearsal:
 
 def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
     num_steps = NUM_STEPS + job.num_all_steps
-    device = use_device(job.device, job.plan.num_devices)
+    device = use_device(job.device, 1 if torch.cuda.is_available() else job.plan.num_devices)
     allow_tf32(allowed=job.training.precision == "tf32")
     recorder = MemoryTracker(job, rank, device)
     try:
-        with as_single_rank(rank, job, recorder) as dims:
+        with as_single_rank(rank, job, recorder, device.type) as dims:
             exchanging = {peers.ranks for peers in (dims.tp, dims.cp, dims.ep) if peers.size > 1}
             with recorder.storages.counting():
                 trainer = Trainer(job, rank, device, dims, recorder)
@@ -153,11 +153,11 @@ def _action_times(
 
 
 @contextmanager
-def as_single_rank(rank: int, job: RunSpec, recorder: Recorder) -> Iterator[ParallelDims]:
+def as_single_rank(rank: int, job: RunSpec, recorder: Recorder, device_type: str = _CPU.type) -> Iterator[ParallelDims]:
     """Context in which this process is one rank of the job with a fake process group; yields the rank's mesh axes."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.plan.num_devices)
     try:
-        yield ParallelDims.of(job, rank, recorder, alone=True)
+        yield ParallelDims.of(job, rank, recorder, device_type=device_type, alone=True)
     finally:
         dist.destroy_process_group()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from simplan.cli.terminal.processes import ExecutorKilledError, run_executor
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SimplanError, SpecError
+from simplan.interop.writing import refuse_mixed
 from simplan.io import read_model, write_json, write_model
 from simplan.predict import Simulated, run_dtype, run_spec_of
 from simplan.prediction import Prediction
@@ -119,6 +120,27 @@ def refuse_other_software(scenario: Scenario) -> None:
         raise NotModelledError(problem, file=scenario.file)
 
 
+_ONLY_PREDICTED = ("stragglers", "slow_links", "jitter", "background")
+
+
+def refuse_what_is_only_predicted(scenario: Scenario, who: str, fields: Sequence[str] = _ONLY_PREDICTED) -> None:
+    """Slow ranks and links, jitter and other jobs are predicted; nothing else makes them.
+
+    Args:
+        scenario: The scenario.
+        who: What would ignore them, e.g. ``a rehearsal``.
+        fields: Fields of the cluster that it would ignore.
+
+    Raises:
+        NotModelledError: The cluster has some; lists all of them.
+    """
+    cluster = scenario.job.cluster
+    rule, fix = f"is predicted, and {who} would ignore it", "remove it"
+    problems = [Problem(field=f"cluster.{name}", rule=rule, fix=fix) for name in fields if getattr(cluster, name)]
+    if problems:
+        raise NotModelledError(problems, file=scenario.file)
+
+
 def default_folder(scenario: Scenario) -> Path:
     """``simplan-out/NAME`` in the current folder, the name made safe for a file system."""
     return Path("simplan-out") / (re.sub(r"[^A-Za-z0-9._-]+", "-", scenario.name).strip(".-") or "run")
@@ -135,6 +157,7 @@ def check_before_calibrating(scenario: Scenario, options: RunOptions) -> None:
         rule = "describes slow ranks, and a run has ranks as fast as they are"
         fix = "remove it; `simplan compare` names slow ranks of a run"
         raise SpecError(Problem(field="cluster.stragglers", rule=rule, fix=fix), file=scenario.file)
+    refuse_what_is_only_predicted(scenario, "a run", ("jitter",))
     if kept is not None:
         newest = next(iter(readable_headers(Path(kept.folder))[0]), None)
         check_new_run(kept, newest)
@@ -272,6 +295,10 @@ def run_spec_of_scenario(
                 field="cluster.device", value=device.id, rule="cannot be run: the executor drives CPUs and CUDA GPUs"
             )
         )
+    try:
+        refuse_mixed(scenario.job, "the executor")
+    except NotModelledError as error:
+        problems += error.problems
     if precision not in ("fp32", "tf32", "bf16", "fp8"):
         rule = "cannot be run yet: the executor has no loss scaling, and of narrower formats only fp8"
         problems.append(Problem(field="training.precision", value=precision, rule=rule, fix="use bf16, fp8 or fp32"))

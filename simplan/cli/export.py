@@ -6,7 +6,7 @@ from pathlib import Path
 
 import simplan
 from simplan.cli.calibrations import chosen
-from simplan.cli.execute import RunOptions, exported_job, refuse_other_software
+from simplan.cli.execute import RunOptions, exported_job, refuse_other_software, refuse_what_is_only_predicted
 from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
@@ -36,6 +36,7 @@ def export_command(
         problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, export_targets()))
         raise SpecError(problem)
     scenario = request.scenario()
+    refuse_what_is_only_predicted(scenario, "an export")
     write = formats()[target].export if target in formats() else None
     if write is not None:
         exported = write(scenario.job, scenario.name)

@@ -43,7 +43,7 @@ def init_command(request: ScenarioRequest, *, file: Path, searches: bool, force:
         return 0
     cluster, lines = job.cluster, [f"wrote {file}"]
     what = "a search for the best plan" if searches else "one plan"
-    lines.append(f"  {what} of {job.model.name} on {cluster.num_devices} x {cluster.device.id}")
+    lines.append(f"  {what} of {job.model.name} on {cluster.devices_in_words}")
     if links := links_words(cluster.links):
         lines.append(f"  links: {links}")
     lines += [f"  assumed: {assumption}" for assumption in source.assumptions]

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from simplan.cli.calibrations import chosen, ensure, is_needed
-from simplan.cli.execute import RunOptions, refuse_other_software, run_spec_of_scenario
+from simplan.cli.execute import RunOptions, refuse_other_software, refuse_what_is_only_predicted, run_spec_of_scenario
 from simplan.cli.terminal.output import print_json, print_result
 from simplan.cli.terminal.processes import run_executor
 from simplan.cli.terminal.progress import ProgressLine
@@ -36,6 +36,7 @@ def rehearse_command(
     """``simplan rehearse``; the rank is a number, or ``worst`` for the rank with the highest predicted peak memory."""
     scenario = request.scenario()
     refuse_other_software(scenario)
+    refuse_what_is_only_predicted(scenario, "a rehearsal")
     needed = is_needed(scenario.job.cluster)
     calibration = ensure([scenario], calibration_file) if needed else chosen(scenario, calibration_file)
     prediction, simulated = scenario.predict_step(calibration)

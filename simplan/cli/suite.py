@@ -156,7 +156,7 @@ def _case(
     """Result of one scenario: from an earlier call, a run or a dry run; None when the time budget does not suffice."""
     kind: Literal["run", "rehearsal"] = "rehearsal" if file.stem.startswith(_REHEARSED) else "run"
     digest = hashlib.sha256(file.read_bytes() + simplan.__version__.encode()).hexdigest()[:16]
-    kept = folder.with_suffix(".case.json")
+    kept = folder.with_name(f"{folder.name}.case.json")
     if kept.exists() and (found := read_model(kept, SuiteCase)).digest == digest:
         return found
     if deadline_s - time.monotonic() < _MIN_S:
@@ -185,18 +185,21 @@ def _command(
     steps += ["--calibration", str(calibration)] if _takes(file, calibration) else []
     if kind == "run":
         return ["run", str(file), "-o", str(folder), *steps]
-    return ["rehearse", str(file), "-o", str(folder.with_suffix(".rehearsal.json")), *steps]
+    return ["rehearse", str(file), "-o", str(folder.with_name(f"{folder.name}.rehearsal.json")), *steps]
 
 
 def _takes(file: Path, calibration: Path | None) -> bool:
-    """True when a calibration belongs to the scenario's device."""
+    """True when a calibration belongs to the scenario's device, and timed its precision."""
     try:
         found = None if calibration is None else read(calibration)
-        if found is not None:
-            refuse_other_device(found, load_scenario(file).job.cluster)
+        if found is None:
+            return False
+        job = load_scenario(file).job
+        refuse_other_device(found, job.cluster)
     except SpecError:
         return False
-    return found is not None
+    timed = {timing.dtype for timing in found.kernels} | {timing.dtype for timing in found.layers}
+    return job.training.precision in timed
 
 
 def _simplan(command: Sequence[str], limit_s: float) -> dict[str, Any]:

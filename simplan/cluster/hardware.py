@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -9,7 +11,7 @@ from pydantic import AfterValidator, Field
 from simplan.base import MAX_DEVICES, Count, NonNegative, NumDevices, Rate, Seconds, Spec
 from simplan.cluster.topology import Topology, node_of_name
 from simplan.software.rates import KernelRates
-from simplan.units import MIB
+from simplan.units import MIB, format_percent
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
 HostBytes = Annotated[int, Field(ge=1, le=10**15)]
@@ -166,24 +168,81 @@ class Straggler(Spec):
         return f"{who}, {self.slowdown:g} times"
 
 
+_Interval = Annotated[float, Field(ge=1e-4, le=3600, allow_inf_nan=False)]
+
+
 class SlowLink(Spec):
     """A link of the topology with less bandwidth than its cable has, such as one with errors.
 
     Attributes:
         link: Name, such as ``leaf0 -> spine``.
         bandwidth_share: Fraction of its bandwidth that is left.
+        slow_s: Seconds of each period for which the link is slow (a flapping link); None for always.
+        period_s: Seconds from the begin of one slow time to that of the next; None for a link that is always slow.
+        first_s: Seconds from the start of the step to the first slow time.
     """
 
     link: Annotated[str, Field(min_length=1, max_length=200)]
     bandwidth_share: _Part
+    slow_s: _Interval | None = None
+    period_s: _Interval | None = None
+    first_s: Seconds = 0.0
 
 
-class ClusterSpec(Spec):
-    """A number of equal nodes.
+RelativeStd = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Jitter(Spec):
+    """Random variation of durations: every rank and action of a step has factors of its own, with mean 1.
+
+    Attributes:
+        distribution: Distribution of the factors; ``exponential`` is shifted, so that its mean is 1 at any deviation.
+        compute_relative_std: Relative standard deviation of the time that the kernels of one action of a rank take.
+        communication_relative_std: The same of the communications that one action of a rank starts.
+        seed: Seed; equal seeds give equal steps.
+    """
+
+    distribution: Literal["lognormal", "normal", "exponential"] = "lognormal"
+    compute_relative_std: RelativeStd = 0.0
+    communication_relative_std: RelativeStd = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @property
+    def words(self) -> str:
+        """Description, e.g. ``lognormal, 2 % of compute``."""
+        shares = {"compute": self.compute_relative_std, "communication": self.communication_relative_std}
+        parts = [f"{format_percent(share)} of {name}" for name, share in shares.items() if share]
+        return f"{self.distribution}, {' and '.join(parts) or '0 %'}"
+
+
+class NodeGroup(Spec):
+    """Equal nodes of a cluster that also has other nodes.
 
     Attributes:
         id: Catalog name, or ``inline``.
-        device: Device of all nodes.
+        num_nodes: Number of nodes, all of them full.
+        device, intra_link, inter_link, host_link: See ``ClusterSpec``.
+        host_memory_bytes, host_memory_bandwidth_bytes_per_s: See ``ClusterSpec``.
+        price_per_device_hour: Price of one device for one hour, in any currency; None for that of the cluster.
+    """
+
+    id: str
+    num_nodes: NumDevices
+    device: DeviceSpec
+    intra_link: LinkSpec | None = None
+    inter_link: LinkSpec | None = None
+    host_link: LinkSpec | None = None
+    host_memory_bytes: HostBytes | None = None
+    host_memory_bandwidth_bytes_per_s: Rate | None = None
+    price_per_device_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class ClusterSpec(Spec):
+    """A number of nodes: equal ones, or groups of equal ones (``node_groups``).
+
+    Attributes:
+        id: Catalog name, or ``inline``.
+        device: Device of all nodes; with ``node_groups``, of the first group.
         devices_per_node: Devices in one ``intra_link`` domain; need not divide ``num_devices``.
         num_devices: All devices of the job.
         intra_link: Link between devices of one node; None for a node of one device.
@@ -193,11 +252,14 @@ class ClusterSpec(Spec):
         background: Traffic of other jobs on the links of ``topology``.
         stragglers: Ranks that compute more slowly than the others.
         slow_links: Links of ``topology`` with less bandwidth than the others of their kind.
+        jitter: Random variation of durations; None for none.
         host_memory_bytes: Host memory of one node; None for unknown, or a CPU.
         host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of host memory, all sockets together; None for unknown.
         cores_per_node: CPU cores that the ranks of one node share; None for devices other than a CPU.
         source: Source of the composition.
         topology: Links and switches between nodes; None for two tiers without contention between flows.
+        node_groups: Groups of different nodes, in the order of their devices; empty for equal nodes. The links of the
+            cluster are then the slowest of these.
     """
 
     id: str
@@ -210,12 +272,65 @@ class ClusterSpec(Spec):
     background: tuple[BackgroundFlow, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
+    jitter: Jitter | None = None
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     cores_per_node: Count | None = None
     nics_per_node: Count | None = None
     source: str = ""
     topology: Topology | None = None
+    node_groups: tuple[NodeGroup, ...] = ()
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the cluster has groups of different nodes."""
+        return bool(self.node_groups)
+
+    @property
+    def devices_in_words(self) -> str:
+        """Number and name of the devices, e.g. ``16 x h100-sxm-80gb + 16 x a100-sxm-80gb``."""
+        if not self.node_groups:
+            return f"{self.num_devices} x {self.device.id}"
+        per_node = self.devices_per_node
+        return " + ".join(f"{group.num_nodes * per_node} x {group.device.id}" for group in self.node_groups)
+
+    def group_of(self, device: int) -> int:
+        """Index of the node group of a device; 0 for a cluster of equal nodes."""
+        node = self.node_of(device)
+        for index, group in enumerate(self.node_groups):
+            if node < group.num_nodes:
+                return index
+            node -= group.num_nodes
+        return 0
+
+    def device_of(self, device: int) -> DeviceSpec:
+        """Specification of a device."""
+        return self.node_groups[self.group_of(device)].device if self.node_groups else self.device
+
+    @property
+    def peak_flop_per_s(self) -> dict[Dtype, float]:
+        """Sum of the dense peaks of all devices by dtype; a dtype without a peak on some device is left out."""
+        if not self.node_groups:
+            return {dtype: peak * self.num_devices for dtype, peak in self.device.peak_flop_per_s.items()}
+        sizes = [(group.num_nodes * self.devices_per_node, group.device.peak_flop_per_s) for group in self.node_groups]
+        common = set(sizes[0][1]).intersection(*(peaks for _, peaks in sizes))
+        return {
+            dtype: sum(number * peaks[dtype] for number, peaks in sizes) for dtype in sizes[0][1] if dtype in common
+        }
+
+    @property
+    def largest_memory_bytes(self) -> int | None:
+        """Memory of the device with the most; None if that of any device is unknown."""
+        sizes = [group.device.memory_bytes for group in self.node_groups] or [self.device.memory_bytes]
+        known = [size for size in sizes if size is not None]
+        return max(known) if len(known) == len(sizes) else None
+
+    def as_group(self, *groups: int) -> ClusterSpec:
+        """The cluster as communications among some node groups see it: with the slowest links of these groups.
+
+        For one group, this is a cluster of equal nodes like those of the group.
+        """
+        return _group_view(self, groups)
 
     @property
     def num_nodes(self) -> int:
@@ -257,3 +372,30 @@ class ClusterSpec(Spec):
     def node_of(self, device: int) -> int:
         """Node of a device; devices fill nodes in order. ``Job.node_of`` has the node of a rank."""
         return device // self.devices_per_node
+
+
+def slowest_link(links: Sequence[LinkSpec | None]) -> LinkSpec | None:
+    """The link over which large buffers take the longest; None if there is none.
+
+    Ends of different speeds send at the rate of the slower one.
+    """
+    known = [link for link in links if link is not None]
+    return min(known, key=lambda link: link.bytes_per_s * link.bandwidth_share, default=None)
+
+
+@lru_cache(maxsize=128)
+def _group_view(cluster: ClusterSpec, groups: tuple[int, ...]) -> ClusterSpec:
+    """The cluster of ``ClusterSpec.as_group``; cached, because a search asks for it with every plan."""
+    members = [cluster.node_groups[group] for group in groups]
+    first = members[0]
+    return cluster.model_copy(
+        update={
+            "device": first.device,
+            "intra_link": slowest_link([group.intra_link for group in members]),
+            "inter_link": slowest_link([group.inter_link for group in members]),
+            "host_link": first.host_link,
+            "host_memory_bytes": first.host_memory_bytes,
+            "host_memory_bandwidth_bytes_per_s": first.host_memory_bandwidth_bytes_per_s,
+            "node_groups": (),
+        }
+    )

@@ -72,6 +72,11 @@ class AnalyticCost:
         """See ``CostModel``."""
         return self._compute(work)
 
+    @property
+    def kernels(self) -> KernelCost:
+        """Kernel times of the device."""
+        return self._kernels
+
     def compute_s(self, work: LayerWork) -> float:
         """Returns the seconds of ``compute`` without a formula."""
         return self._kernels.seconds(work)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.cost.mixed import MixedCost
 from simplan.cost.model import CostEstimate, CostModel, Provenance
 from simplan.model.layer import CollectiveKind
 from simplan.program.lowering.script import Segment
@@ -86,6 +87,9 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
             term = terms.get(part)
             if term is None:
                 term = terms[part] = _term(part, kind, cost)
+                group = getattr(part, "group", None)
+                if group is not None and isinstance(cost, MixedCost):
+                    term.name = f"{term.name} on {cost.devices[group]}"
             duration_s[entry] += term.cost_estimate.seconds
             deviation_s[entry] += term.cost_estimate.seconds * term.cost_estimate.relative_std
             least_s[entry] += term.cost_estimate.least_s

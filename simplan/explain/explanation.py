@@ -34,6 +34,7 @@ class Explanation:
         contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
         placement: ``Job.placement_words``.
         stragglers: What slow ranks cost, as a sentence; empty without any.
+        jitter: What jitter costs, as a sentence; empty without any.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Explanation:
     contention: str | None = None
     placement: str = ""
     stragglers: str = ""
+    jitter: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -83,6 +85,7 @@ def explain(
         contention=None if prediction.network is None else f"contention {prediction.network.contention_words()}",
         placement=prediction.job.placement_words,
         stragglers=_stragglers(prediction, calibration),
+        jitter="" if prediction.jitter is None else f"jitter {prediction.jitter.words}",
     )
 
 
@@ -119,10 +122,12 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
     if (documents := prediction.document_tokens_per_s_per_device) < prediction.tokens_per_s_per_device:
         share = f"the same x {documents / found:.4g}, the share of documents in all tokens"
         yield ExplainedTerm("figures", "tokens of documents per second and device", documents, "", share)
-    peak = cluster.device.peak_flop_per_s.get(training.precision)
-    if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None or peak is None:
+    if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None:
         return
-    below = f"({step} x {devices} x {format_flop_per_s(peak)})"
+    if cluster.is_mixed:
+        below = f"({step} x {format_flop_per_s(cluster.peak_flop_per_s[training.precision])} of all devices)"
+    else:
+        below = f"({step} x {devices} x {format_flop_per_s(cluster.device.peak_flop_per_s[training.precision])})"
 
     def tera(full_attention: bool) -> str:
         flops = model.flops_per_sequence(full_attention=full_attention) * training.global_batch_size

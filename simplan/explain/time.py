@@ -44,13 +44,21 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
                 cost_estimate.relative_std,
             )
         if abs(left_s) > 1e-9 * prediction.step_time_s:
-            yield _longer(simulated, group, left_s)
+            yield _longer(prediction, simulated, group, left_s)
     yield from _communications(simulated, written_out)
     yield ExplainedTerm("wait", "idle", split.wait_s, "s", _idle_formula(prediction))
 
 
-def _longer(simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
-    """Term for the slowdown of compute by overlap or shared cores."""
+def _longer(prediction: Prediction, simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
+    """Term for the slowdown of compute by overlap, shared cores, slow ranks or jitter."""
+    cluster = prediction.job.cluster
+    if cluster.stragglers or cluster.jitter is not None:
+        causes = [
+            *(["slow ranks"] if cluster.stragglers else []),
+            *(["jitter"] if cluster.jitter is not None else []),
+            *(["overlap slowdown"] if simulated.program_costs.beside is not None else []),
+        ]
+        return ExplainedTerm(group, " and ".join(causes), seconds, "s", "time beyond the estimates above")
     beside = simulated.program_costs.beside
     if beside is None:
         rule = "ranks and their communication share the cores: time beyond that alone"

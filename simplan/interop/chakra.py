@@ -21,7 +21,7 @@ from simplan.cost.compute.kernels import running_kernels
 from simplan.cost.compute.matmul import gemm_sizes
 from simplan.errors import NotModelledError, Problem
 from simplan.interop.formats import Format
-from simplan.interop.writing import Exported
+from simplan.interop.writing import Exported, refuse_mixed
 from simplan.job import Job
 from simplan.model.layer import Attention, CollectiveKind, Gemm
 from simplan.plan.plan import RankMapping
@@ -146,6 +146,7 @@ def export(job: Job, name: str) -> Exported:
         SpecError: The plan violates rules; ``NotModelledError`` if the step has too many operations to write.
     """
     check_job(job)
+    refuse_mixed(job, "Chakra")
     cost = cost_model(job, None)
     assignment = assign_layers(job, cost)
     table = table_of(job, assignment, cost, job.num_microbatches)

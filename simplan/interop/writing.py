@@ -17,6 +17,7 @@ from simplan.software.software import SoftwareSpec
 _SECTIONS = ("model", "training", "software", "plan")
 _DISPLAY = {"model.name", "model.sources", "model.packs", "software.sources"}
 """Fields that no framework needs."""
+_EQUAL_NODES = "use a cluster of equal nodes; simplan predict and search take different ones"
 _FIXES = {"plan.placement": "leave it out: its ranks fill nodes in the order tp, cp, dp, pp"}
 
 
@@ -48,6 +49,24 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
+def refuse_mixed(job: Job, target: str) -> None:
+    """Refuse jobs on different nodes, or with different microbatches.
+
+    Raises:
+        NotModelledError: The cluster has node groups, or data-parallel ranks have microbatches of their own.
+    """
+    problems = []
+    if job.cluster.is_mixed:
+        rule = f"are different nodes, which is not supported yet for {target}"
+        problems.append(Problem(field="cluster.nodes", value=job.cluster.devices_in_words, rule=rule, fix=_EQUAL_NODES))
+    if job.plan.microbatch_sizes is not None:
+        rule = f"is not supported yet for {target}, where all ranks have microbatches of one size"
+        fix = "use microbatch_size"
+        problems.append(Problem(field="plan.microbatch_sizes", rule=rule, fix=fix))
+    if problems:
+        raise NotModelledError(problems)
+
+
 @dataclass(slots=True)
 class Writing:
     """A job on its way into settings of a framework.
@@ -63,6 +82,7 @@ class Writing:
     _taken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        refuse_mixed(self.job, self.target)
         if self.job.placement is None:  # an order of axes may be that of the mesh
             self.taken("plan.placement")
 

@@ -77,7 +77,7 @@ def fabric_of(cluster: ClusterSpec) -> Fabric:
 
 
 def _with_slow_links(fabric: Fabric, cluster: ClusterSpec) -> Fabric:
-    """The fabric with the bandwidth that slow links have left.
+    """The fabric with the bandwidth that slow links have left; flapping ones keep theirs, and have names checked.
 
     Raises:
         SpecError: A link is not in the fabric.
@@ -89,7 +89,8 @@ def _with_slow_links(fabric: Fabric, cluster: ClusterSpec) -> Fabric:
         except SpecError as error:
             (problem,) = error.problems
             raise SpecError(replace(problem, field=f"cluster.slow_links.{number}.link")) from None
-        links[index] = links[index]._replace(bytes_per_s=slow.bandwidth_share * links[index].bytes_per_s)
+        if slow.period_s is None:
+            links[index] = links[index]._replace(bytes_per_s=slow.bandwidth_share * links[index].bytes_per_s)
     return replace(fabric, links=tuple(links))
 
 

@@ -75,6 +75,11 @@ class Network:
         return self.links[0] if self.links else None
 
     @property
+    def label(self) -> str:
+        """Name of ``slowest`` in reports: it delays communications, or is only the busiest."""
+        return "slowest link" if self.slowest is not None and self.slowest.lost_s > 0 else "busiest link"
+
+    @property
     def has_contention(self) -> bool:
         """True if contention costs time that is visible in the step."""
         return self.contention_s > _LEAST * self.step_time_s

@@ -39,7 +39,14 @@ def weights_of(first: Ints, seconds: Floats, connections: Floats) -> Floats:
 
 @jit
 def fair_rates(
-    first: Ints, link: Ints, seconds: Floats, weights: Floats, limits: Floats, usages: Ints, scratch: Floats
+    first: Ints,
+    link: Ints,
+    seconds: Floats,
+    weights: Floats,
+    limits: Floats,
+    capacity: Floats,
+    usages: Ints,
+    scratch: Floats,
 ) -> tuple[Floats, Ints]:
     """Returns the rates of communications that run at the same time, and the link that limits each.
 
@@ -52,6 +59,7 @@ def fair_rates(
         seconds: Busy seconds of these links, above 0.
         weights: ``(num_usages,)`` See ``weights_of``.
         limits: ``(num_usages,)`` Progress rates of communications that run alone, 1/s.
+        capacity: ``(num_links,)`` Fraction of its bandwidth that each link has now, above 0.
         usages: ``(num_running,)`` Usage of each running communication.
         scratch: ``(4, num_links)`` Working memory.
 
@@ -65,7 +73,7 @@ def fair_rates(
     rising = np.arange(num)
     for c in range(num):
         for entry in range(first[usages[c]], first[usages[c] + 1]):
-            free[link[entry]] = 1.0
+            free[link[entry]] = capacity[link[entry]]
     while len(rising):
         _set_levels(first, link, seconds, weights, usages[rising], scratch)
         _set_lowest(first, link, weights, limits, usages[rising], scratch, lowest, where)

@@ -165,6 +165,28 @@ class Usages:
         return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, distance_s)
 
 
+class Flap(NamedTuple):
+    """A link that is slow for a part of the time.
+
+    Attributes:
+        link: Index of the link.
+        share: Fraction of its bandwidth in slow times.
+        first_s: Seconds from the start of the step to the first slow time.
+        slow_s: Seconds of a slow time.
+        period_s: Seconds from the begin of one slow time to that of the next.
+    """
+
+    link: int
+    share: float
+    first_s: float
+    slow_s: float
+    period_s: float
+
+    def change_s(self, number: int) -> float:
+        """Time of a change, in seconds: even numbers begin a slow time, and odd ones end it."""
+        return self.first_s + number // 2 * self.period_s + number % 2 * self.slow_s
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkUse:
     """Links that the operations of a Program share.
@@ -180,6 +202,7 @@ class LinkUse:
         connections: Connections on these links.
         num_usages_of_ops: Usages of operations; those of constant flows follow.
         always: Usages of constant flows, such as those of other jobs, that cross a link which can be full.
+        flaps: Links that are slow for a part of the time.
     """
 
     num_links: int
@@ -192,6 +215,7 @@ class LinkUse:
     connections: _Floats
     num_usages_of_ops: int
     always: tuple[int, ...] = ()
+    flaps: tuple[Flap, ...] = ()
 
 
 def link_use(
@@ -200,6 +224,7 @@ def link_use(
     place: NDArray[np.integer],
     num_links: int,
     always: Sequence[LinkUsage] = (),
+    flaps: Sequence[Flap] = (),
 ) -> LinkUse:
     """Returns the links that can be full, with the usages that cross them; other links slow no communication down.
 
@@ -210,6 +235,7 @@ def link_use(
         place: ``(num_ops,)`` Number of each operation's stream and rank: operations of one place never run together.
         num_links: Links of the fabric.
         always: Usages of constant flows, which transfer for the whole step.
+        flaps: Links that are slow for a part of the time.
     """
     every = [*usages, *always]
     sizes = [len(usage.links) for usage in every]
@@ -220,7 +246,10 @@ def link_use(
     link = link.astype(np.int32)
     transfer_s, fixed_s = (np.array([usage[field] for usage in every], np.float64) for field in (4, 3))
     share = np.divide(seconds, transfer_s[owner], out=np.zeros_like(seconds), where=transfer_s[owner] > 0)
-    crowded = _busiest(usage_of, place, owner, link, share, len(usages), num_links) > _FULL
+    least = np.ones(num_links)
+    for flap in flaps:
+        least[flap.link] *= flap.share
+    crowded = _busiest(usage_of, place, owner, link, share, len(usages), num_links) > _FULL * least
     kept = crowded[link] & (seconds > 0)
     counts = np.bincount(owner[kept], minlength=len(every))
     usage = np.where((usage_of >= 0) & (counts[usage_of] > 0), usage_of, -1).astype(np.int32)
@@ -236,6 +265,7 @@ def link_use(
         connections[kept],
         len(usages),
         tuple(index for index in range(len(usages), len(every)) if counts[index]),
+        tuple(flaps),
     )
 
 

@@ -23,7 +23,7 @@ Recompute = Literal["none", "selective", "selective_op", "selective_layer", "ful
 RecomputeModule = Literal["core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts"]
 
 
-DEPENDENT = ("zero_stage", "sequence_parallel", "virtual_stages", "schedule")
+DEPENDENT = ("zero_stage", "sequence_parallel", "virtual_stages", "schedule", "microbatch_size")
 """Fields of a plan with defaults that depend on other fields."""
 
 
@@ -37,6 +37,11 @@ class ParallelPlan(Spec):
 
     ``grad_sync`` says when data-parallel ranks reduce gradients: once per ``step``, or after every ``microbatch``.
     ``None`` is ``microbatch`` for FSDP without a pipeline, else ``step``, as in torch (``reduces_every_microbatch``).
+
+    ``microbatch_sizes`` gives every data-parallel rank its own number of sequences per microbatch, in the order of the
+    mesh: faster devices can take more. All ranks have the same number of microbatches, ``microbatch_size`` is the
+    largest, and gradients are the mean over all sequences. ``balanced`` lets simplan divide dp x ``microbatch_size``
+    sequences in proportion to the speed of the devices. ``None`` is ``microbatch_size`` for all ranks.
 
     ``schedule`` is a schedule of simplan, one from an installed package, or a CSV file with an action table. ``None``
     in ``grad_dtype`` and ``bucket_bytes`` means the framework's own value. ``stage_layers`` is the number of blocks per
@@ -73,6 +78,7 @@ class ParallelPlan(Spec):
     virtual_stages: Count = 1
     schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = "none"
     microbatch_size: Count = 1
+    microbatch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | Literal["balanced"] | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] | None = None
     recompute_layers: Count | None = None
@@ -102,7 +108,14 @@ class ParallelPlan(Spec):
         if above_one("pp"):
             filled.setdefault("schedule", "interleaved_1f1b" if above_one("virtual_stages") else "1f1b")
             filled.setdefault("virtual_stages", _stages_of(filled["schedule"]))
-        for name in ("stage_layers", "recompute_modules"):  # a file has lists, and strict mode wants the tuple itself
+        sizes = filled.get("microbatch_sizes")
+        if isinstance(sizes, list | tuple) and sizes and all(isinstance(size, int) for size in sizes):
+            filled.setdefault("microbatch_size", max(sizes))
+        for name in (
+            "stage_layers",
+            "recompute_modules",
+            "microbatch_sizes",
+        ):  # a file has lists, and strict mode wants the tuple itself
             if isinstance(filled.get(name), list):
                 filled[name] = tuple(filled[name])
         return filled
@@ -135,6 +148,18 @@ class ParallelPlan(Spec):
     def dp(self) -> int:
         """Data-parallel ranks: replicas times shards."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def sequences_per_microbatch(self) -> int:
+        """Sequences of one microbatch of all data-parallel ranks together."""
+        return sum(self.sizes_of_ranks)
+
+    @property
+    def sizes_of_ranks(self) -> tuple[int, ...]:
+        """``(dp,)`` Sequences per microbatch of each data-parallel rank; equal ones before they are balanced."""
+        if isinstance(self.microbatch_sizes, tuple):
+            return self.microbatch_sizes
+        return (self.microbatch_size,) * self.dp
 
     @property
     def num_devices(self) -> int:
@@ -316,6 +341,11 @@ class RankMapping:
     def ranks_per_stage(self) -> int:
         """Ranks that hold the same stages, or shards of them."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    def dp_rank(self, rank: int) -> int:
+        """Data-parallel index of a rank: which entry of ``plan.microbatch_sizes`` it has."""
+        place = self.place(rank)
+        return place.dp_replicate * self.dp_shard + place.dp_shard
 
     def rank(self, place: Place) -> int:
         """Rank at given coordinates of the mesh."""

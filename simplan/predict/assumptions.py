@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.hardware import ClusterSpec, DeviceSpec
 from simplan.cost.model import Provenance
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
@@ -71,6 +71,11 @@ def _of_plan(job: Job) -> Iterator[str]:
     elif plan.shards_parameters and microbatches > 1:
         why = f"in pipelines of {software.id}" if plan.grad_sync is None else "as grad_sync = step"
         yield f"unsharded gradients of {microbatches} microbatches accumulate before reduction, {why}"
+    if len(set(plan.sizes_of_ranks)) > 1:
+        yield (
+            "every data-parallel rank weights its loss by its part of the sequences, so that gradients are the mean "
+            f"over all sequences; {software.id} needs a training loop that does so"
+        )
     state = software.state(training, plan)
     if state.residual > state.activation:
         name = "FP16" if training.precision == "fp16" else "BF16"
@@ -98,9 +103,10 @@ def _of_costs(job: Job, program_costs: ProgramCosts) -> Iterator[str]:
         )
         yield f"not timed, so estimated from datasheets: {', '.join(names)}"
     elif provenances & known:
-        yield _source_of_estimates(cluster, software, of_transformer=not job.model.depths)
-        if cluster.device.warning is not None:
-            yield f"{cluster.device.id}: {cluster.device.warning}"
+        for device in dict.fromkeys(group.device for group in cluster.node_groups) or (cluster.device,):
+            yield _source_of_estimates(device, software, of_transformer=not job.model.depths)
+            if device.warning is not None:
+                yield f"{device.id}: {device.warning}"
     if Provenance.EXTRAPOLATED in provenances:
         names = sorted({t.name for t in program_costs.terms if t.cost_estimate.provenance is Provenance.EXTRAPOLATED})
         yield f"outside of what was calibrated: {', '.join(names)}"
@@ -130,18 +136,34 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     if program_costs.beside is not None:
         slowdown = format_percent(program_costs.overlap_slowdown)
         yield f"compute that overlaps communication loses {slowdown} of its throughput"
+    if cluster.is_mixed:
+        yield "communication between different nodes moves at the rate of the slowest of their links"
     if cluster.stragglers:
         yield f"slow ranks: {'; '.join(each.words for each in cluster.stragglers)} the time of the others to compute"
+    if cluster.jitter is not None:
+        yield (
+            f"jitter: {cluster.jitter.words} time, independent for every rank and action (seed {cluster.jitter.seed}); "
+            "shown is the simulated step nearest to the mean, and the interval is that of its cost estimates"
+        )
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
-        yield _of_links(cluster)
+        yield from _of_links(cluster)
 
 
-def _of_links(cluster: ClusterSpec) -> str:
-    """Sentence on contention."""
+def _of_links(cluster: ClusterSpec) -> Iterator[str]:
+    """Sentences on contention and flapping links."""
     if cluster.topology is None:
-        return "links are not shared with other jobs, and flows do not slow each other down"
+        yield "links are not shared with other jobs, and flows do not slow each other down"
+        return
+    flapping = [slow for slow in cluster.slow_links if slow.period_s is not None]
+    if flapping:
+        listed = "; ".join(
+            f"{slow.link}, {format_percent(slow.bandwidth_share)} of its bandwidth for {slow.slow_s:g} s of every "
+            f"{slow.period_s:g} s"
+            for slow in flapping
+        )
+        yield f"flapping links: {listed}, from a fixed time of the step on; no packet is lost or sent again"
     others = "with the background traffic" if cluster.background else "with no other job"
-    return (
+    yield (
         f"communications share the links of the topology max-min fairly, {others}; latency does not grow with load, "
         "and no packet is lost"
     )
@@ -197,9 +219,9 @@ def padding_assumption(job: Job) -> tuple[str, ...]:
     )
 
 
-def _source_of_estimates(cluster: ClusterSpec, software: SoftwareSpec, *, of_transformer: bool) -> str:
+def _source_of_estimates(device: DeviceSpec, software: SoftwareSpec, *, of_transformer: bool) -> str:
     """Source and uncertainty of cost estimates on a device without calibration."""
-    name, device = cluster.device.id, cluster.device
+    name = device.id
     if device.kernels.fitted_on is None:
         return (
             f"{name} is estimated from datasheets: no published run on {device.architecture} was seen; a wide interval"

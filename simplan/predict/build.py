@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from simplan.cost.calibration.format import Calibration, way_of_mixing
 from simplan.cost.calibration.store import refuse_other_device
 from simplan.cost.communication.host_link import host_memory_rate
 from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.mixed import MixedCost
 from simplan.cost.model import CostModel
 from simplan.cost.program_costs import pass_time_s
 from simplan.errors import Problem, SpecError
@@ -23,7 +26,7 @@ from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.plan.collectives import Collectives
 from simplan.plan.placement import Placement
-from simplan.plan.plan import RankMapping, StageAssignment
+from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.predict.stragglers import slowdowns
 from simplan.prediction import Prediction
@@ -35,7 +38,11 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.program import Communication, HostWait, LayerWork, Op, Phase, Program, Stream
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
 from simplan.program.tables.complete import complete_table
-from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
+from simplan.program.tables.partition import (
+    assign_stage_layers,
+    balanced_assignment,
+    balanced_unequal_assignment,
+)
 from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.sim.engine import CoreUse
@@ -101,7 +108,8 @@ def deals_unequal_shards(job: Job) -> bool:
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
-    Nor are the ranks of a topology without symmetry, where hashes, positions or other jobs decide about links.
+    Nor are ranks with jitter, and those of a topology without symmetry, where hashes, positions or other jobs decide
+    about links.
 
     Args:
         job: The job.
@@ -110,7 +118,7 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """
     plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
-    if cluster.cores_per_node is not None:
+    if cluster.cores_per_node is not None or cluster.jitter is not None:
         return unfolded(mapping)
     num_shards = plan.dp_shard * plan.cp
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
@@ -120,7 +128,15 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     if contended is not None and any(isinstance(each, int) for each in plan.placement or ()):
         return unfolded(mapping)
     slow = tuple(slowdowns(cluster, plan).items())
-    return _kept_folding(mapping, job.placement, cluster.devices_per_node, deals or uneven, contended, slow)
+    nodes = tuple(group.num_nodes for group in cluster.node_groups)
+    return _kept_folding(
+        mapping, job.placement, cluster.devices_per_node, deals or uneven, contended, slow, nodes, _sizes(plan)
+    )
+
+
+def _sizes(plan: ParallelPlan) -> tuple[int, ...] | None:
+    """Microbatch sizes of the data-parallel ranks; None if they are equal."""
+    return None if plan.microbatch_sizes is None else plan.sizes_of_ranks
 
 
 @lru_cache(maxsize=128)
@@ -131,6 +147,8 @@ def _kept_folding(
     unequal_shards: bool,
     contended: ClusterSpec | None,
     slow: tuple[tuple[int, float], ...],
+    node_groups: tuple[int, ...],
+    microbatch_sizes: tuple[int, ...] | None,
 ) -> Folding:
     """Cached folding: plans of a search have few meshes.
 
@@ -141,6 +159,8 @@ def _kept_folding(
         unequal_shards: True if ranks of a shard group have different work.
         contended: Cluster on whose links communications slow each other down; None for none.
         slow: Ranks that compute more slowly than the others, with their slowdowns.
+        node_groups: Nodes of each node group; empty for equal nodes.
+        microbatch_sizes: See ``ParallelPlan``.
     """
     devices = np.arange(mapping.world_size) if placement is None else np.array(placement.devices)
     levels: list[NDArray[np.int32]] = []
@@ -154,14 +174,18 @@ def _kept_folding(
 
     slowdown_of = dict(slow)
 
-    def owns(rank: int) -> tuple[int, float]:
-        """Rank's index in its shard group if shards are unequal, else 0; and its slowdown.
+    ends = np.cumsum(node_groups)
+
+    def owns(rank: int) -> tuple[int, float, int, int]:
+        """Rank's index in its shard group if shards are unequal, else 0; its slowdown, node group and microbatch size.
 
         torch's ZeRO-1 assigns unsharded parameters to ranks. And if rows do not divide evenly, the last shards of a
         parameter have fewer rows to sum over tensor-parallel ranks.
         """
         part = mapping.shard_group(rank).index(rank) if unequal_shards else 0
-        return part, slowdown_of.get(rank, 1.0)
+        group = int(np.searchsorted(ends, devices[rank] // devices_per_node, side="right"))
+        size = 0 if microbatch_sizes is None else microbatch_sizes[mapping.dp_rank(rank)]
+        return part, slowdown_of.get(rank, 1.0), group, size
 
     return fold(mapping, lambda rank: int(devices[rank]) // devices_per_node, owns, levels)
 
@@ -188,6 +212,12 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
                 fix="run `simplan calibrate SCENARIO` first (`simplan run` does it by itself)",
             )
         )
+    if cluster.is_mixed:
+        if calibration is not None:
+            rule = "is a cluster of different nodes, and a calibration has timings of one device"
+            fix = "predict without a calibration"
+            raise SpecError(Problem(field="cluster.nodes", value=cluster.devices_in_words, rule=rule, fix=fix))
+        return MixedCost(cluster, lambda nodes: _datasheet_cost(replace(job, cluster=nodes)), job.placement)
     if calibration is None:
         return _datasheet_cost(job).placed(job.placement)
     refuse_other_device(calibration, cluster)
@@ -294,21 +324,68 @@ def _connection(op: Op) -> frozenset[int] | None:
     )
 
 
-def assign_layers(job: Job, cost: CostModel) -> StageAssignment:
-    """Assign layers to stages: ``plan.stage_layers``, else equal blocks if the software requires it, else balanced."""
-    model, plan, software = job.model, job.plan, job.software
-    given = plan.stage_layers or software.equal_stage_layers(model.num_blocks, plan.num_stages)
+def assign_layers(job: Job, cost: CostModel, max_blocks: Sequence[int] | None = None) -> StageAssignment:
+    """Assign layers to stages: ``plan.stage_layers``, else equal blocks if the software requires it, else balanced.
+
+    Args:
+        job, cost: The job, and its cost model.
+        max_blocks: ``(num_stages,)`` Most blocks of each stage, for pipeline ranks on unequal devices; None: no limit.
+    """
+    model, plan = job.model, job.plan
+    given = _given_stage_layers(job)
     if given is not None:
         return assign_stage_layers(given, model.num_last_layers)
-    seconds: dict[str, float] = {}
-    for layer in (layers := software.layers_of(model, plan)):
+    ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages)
+    if len(set(job.stage_groups)) > 1:
+        times_s = [_slowest_times_s(job, cost, groups) for groups in job.stage_groups]
+        of_stages = ranks or range(plan.num_stages)
+        return balanced_unequal_assignment(times_s, of_stages, model.num_last_layers, max_blocks)
+    return balanced_assignment(_layer_times_s(job, cost), plan.num_stages, model.num_last_layers, ranks)
+
+
+def _given_stage_layers(job: Job) -> Sequence[int] | None:
+    """Blocks of each stage that the plan or the software prescribes; None for stages that simplan balances."""
+    plan = job.plan
+    return plan.stage_layers or job.software.equal_stage_layers(job.model.num_blocks, plan.num_stages)
+
+
+def balances_unequal_stages(job: Job) -> bool:
+    """True if the numbers of blocks of stages follow from the speed and memory of unequal devices."""
+    return len(set(job.stage_groups)) > 1 and _given_stage_layers(job) is None
+
+
+def _slowest_times_s(job: Job, cost: CostModel, groups: Sequence[int]) -> list[float]:
+    """Time of every layer on the slowest of some node groups, which the pipelines of a stage share."""
+    by_group = [_layer_times_s(job, cost, group) for group in groups]
+    return max(by_group, key=sum)
+
+
+def _layer_times_s(job: Job, cost: CostModel, group: int | None = None) -> list[float]:
+    """Forward plus backward seconds of every layer for one microbatch.
+
+    Args:
+        group: Node group of the device; None for a cluster of equal nodes.
+    """
+    size = job.plan.microbatch_size if group is None else microbatch_size_in(job, group)
+    return layer_times_s(job, cost, size, group)
+
+
+def layer_times_s(job: Job, cost: CostModel, size: int, group: int | None) -> list[float]:
+    """Forward plus backward seconds of every layer for a microbatch of ``size`` sequences on a node group."""
+    plan, seconds = job.plan, dict[str, float]()
+    for layer in (layers := job.software.layers_of(job.model, plan)):
         if layer.key not in seconds:
             seconds[layer.key] = sum(
-                cost.compute(LayerWork(layer, phase, plan.microbatch_size, layer.num_parameters)).seconds
+                cost.compute(LayerWork(layer, phase, size, layer.num_parameters, group=group)).seconds
                 for phase in (Phase.FORWARD, Phase.BACKWARD)
             )
-    times_s, ranks = [seconds[layer.key] for layer in layers], stage_ranks(plan.schedule, plan.pp, plan.num_stages)
-    return balanced_assignment(times_s, plan.num_stages, model.num_last_layers, ranks)
+    return [seconds[layer.key] for layer in layers]
+
+
+def microbatch_size_in(job: Job, group: int) -> int:
+    """Largest microbatch of the ranks of a node group, in sequences."""
+    sizes, mapping = job.plan.sizes_of_ranks, RankMapping.of(job.plan)
+    return max(sizes[mapping.dp_rank(rank)] for rank in range(mapping.world_size) if job.group_of(rank) == group)
 
 
 def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microbatches: int) -> Table:

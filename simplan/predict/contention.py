@@ -23,7 +23,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network
-from simplan.network.usage import LinkUsage, LinkUse, Usages, in_sequence, link_use, together
+from simplan.network.usage import Flap, LinkUsage, LinkUse, Usages, in_sequence, link_use, together
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
@@ -36,7 +36,8 @@ _Ints = NDArray[np.int32]
 _Group = tuple[int, ...]
 NUM_INTERVALS = 200
 """Intervals of a step in which the load of links is drawn."""
-_MAX_DRAWN = 48
+_MAX_DRAWN = 24
+"""Links with a drawn load: so many of those that delay communications most, and of the busiest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +194,12 @@ def apply_contention(
     alone_s = program_costs.durations_s + distances_s[usage][leaders]
     constant = [*_flows_of_other_jobs(cluster, fabric)]
     place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
-    use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant])
+    flaps = [
+        Flap(fabric.link_named(slow.link), slow.bandwidth_share, slow.first_s, slow.slow_s, slow.period_s)
+        for slow in cluster.slow_links
+        if slow.slow_s is not None and slow.period_s is not None
+    ]
+    use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant], flaps)
     if sharing is None and not (use.usage >= 0).any():
         times = compile_program(program).times(alone_s)
     else:
@@ -384,7 +390,10 @@ def network_of(
     loaded = np.flatnonzero(num_bytes > 0)
     order = loaded[np.lexsort((loaded, -link_busy_s[loaded].round(12), -link_lost_s[loaded].round(12)))]
     contention, simulated_s = steps[0]
-    drawn = order[:_MAX_DRAWN]
+    busiest = order[np.argsort(-link_busy_s[order], kind="stable")]
+    totals = [f"{one.bytes_per_s} {busy:.6g}" for one, busy in zip(contention.fabric.links, link_busy_s, strict=True)]
+    drawn = np.unique([link for links in (order, busiest) for link in _varied(links.tolist(), totals)[:_MAX_DRAWN]])
+    drawn = drawn.astype(np.int64)
     series = dict(zip(drawn.tolist(), contention.busy_shares(drawn, simulated_s), strict=True))
     links = contention.fabric.links
 
@@ -411,3 +420,13 @@ def network_of(
         num_links=len(links),
         interval_s=simulated_s / NUM_INTERVALS,
     )
+
+
+def _varied(links: Sequence[int], totals: Sequence[str]) -> list[int]:
+    """Links in another order: the first of all with equal totals, then the second of all, and so on."""
+    seen: Counter[str] = Counter()
+    rounds = {}
+    for link in links:
+        rounds[link] = seen[totals[link]]
+        seen[totals[link]] += 1
+    return sorted(links, key=rounds.__getitem__)

@@ -20,10 +20,11 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.plan.schedules import is_custom_schedule
 from simplan.predict.assumptions import assumptions, buffer_assumption
+from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import Prediction, Term
+from simplan.prediction import Prediction, Term, worst_memory
 from simplan.program.action import Table
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import LayerWork, Phase, Program
@@ -66,6 +67,7 @@ def predict_step(
         progress: Called with the number of ended and of all communications while links are simulated.
     """
     check_job(job)
+    job = balanced(job, calibration)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding, extent = folding_of(job), predicted_extent(job)
     expand_all = expands_all(job, folding, extent.simulated)
@@ -80,20 +82,21 @@ def predict_step(
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
     memory = step.memory()
     splits = step.splits(step_time_s)
-    capacity = cluster.device.memory_bytes
-    fits = None if capacity is None else max(m.device_bytes for m in memory) <= capacity
+    capacities = [each.capacity_bytes for each in memory]
+    fits = None if None in capacities else all(m.device_bytes <= (m.capacity_bytes or 0) for m in memory)
     sequences_per_s = training.global_batch_size / step_time_s
-    peak = cluster.device.peak_flop_per_s.get(training.precision)
-    available = None if peak is None else peak * cluster.num_devices
+    available = cluster.peak_flop_per_s.get(training.precision)
     mfu, mfu_full = (
         None if available is None else sequences_per_s * model.flops_per_sequence(full_attention=full) / available
         for full in (False, True)
     )
-    if peak is not None and mfu is not None and mfu > 1:
+    if available is not None and mfu is not None and mfu > 1:
         rule = f"would be exceeded: the model FLOPs of this step take {format_percent(mfu)} of it"
         fix = "check the peak, and the rates and bandwidths of the device"
         field = f"cluster.device.peak_flop_per_s.{training.precision}"
-        raise SpecError(Problem(field=field, value=format_flop_per_s(peak), rule=rule, fix=fix))
+        raise SpecError(
+            Problem(field=field, value=format_flop_per_s(available / cluster.num_devices), rule=rule, fix=fix)
+        )
     prediction = Prediction(
         name=name,
         job=job,
@@ -103,7 +106,7 @@ def predict_step(
         step_time_interval_s=interval_s(step_time_s, moved_s),
         action_level_step_time_s=float(step.at_level1().seconds()[0]),
         bubble_fraction=step.idle_fraction(),
-        capacity_bytes=capacity,
+        capacity_bytes=worst_memory(memory).capacity_bytes,
         fits=fits,
         memory=memory,
         splits=tuple(splits[fine.stands_for[m.rank]] for m in memory),
@@ -116,11 +119,12 @@ def predict_step(
         reference_s=_reference_s(step.cost, job),
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
-            *buffer_assumption(job, max(memory, key=lambda each: each.device_bytes)),
+            *buffer_assumption(job, worst_memory(memory)),
             *_packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
             *_simulation_assumptions(job, extent, calibration),
         ),
         network=step.network(step_time_s, uncontended_s),
+        jitter=simulated.jitter,
     )
     return prediction, simulated
 

@@ -47,7 +47,7 @@ def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> 
     for rank in program.ranks:
         peak = memory_peak(program, rank)
         found[rank] = replace(
-            device_memory(rank_peaks(program, rank), job, calibration),
+            device_memory(rank_peaks(program, rank), job, calibration, rank=rank),
             by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
             peak_action=peak.action,
             activations_in_flight=peak.activations_in_flight,
@@ -56,8 +56,8 @@ def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> 
     return tuple(replace(found[other], rank=rank) for rank, other in enumerate(program.stands_for))
 
 
-def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = None) -> RankMemory:
-    """Device memory of a rank, without categories.
+def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = None, *, rank: int = 0) -> RankMemory:
+    """Device memory of a rank, without categories. The rank matters only if the devices of the cluster differ.
 
     The caching allocator reserves blocks, and more than is in use, since it cannot move tensors. If the driver has no
     memory left, the allocator frees its unused blocks and retries, and fails only then (torch 2.13,
@@ -65,21 +65,23 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     beyond the tensors is optional, and is capped at the device memory. Fragmentation inside blocks in use is not
     counted; no measurements of it are public.
     """
-    cluster, software = job.cluster, job.software
+    software, capacity = job.software, job.memory_bytes_of(rank)
     allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)
-    if cluster.device.kind == "cpu":
-        memory = RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {})
+    if job.cluster.device.kind == "cpu":
+        memory = RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {}, capacity_bytes=capacity)
         return _with_intervals(memory, peaks, software.memory_spread, has_allocator=False)
     if software.flat_updates:
         wanted = peaks.resting + (1 + software.allocator_reserve) * peaks.passes + peaks.update
         reserved = whole_blocks(int(max(allocated, wanted)))
     else:
         reserved = whole_blocks(int(allocated + software.allocator_reserve * max(0, allocated - peaks.resting)))
-    short, capacity = 0, cluster.device.memory_bytes
+    short = 0
     if capacity is not None:
         short = min(max(0, reserved + context_bytes - capacity), reserved - whole_blocks(allocated))
     reserved -= short
-    memory = RankMemory(0, {}, allocated, reserved, reserved + context_bytes, "", {}, short_bytes=short)
+    memory = RankMemory(
+        0, {}, allocated, reserved, reserved + context_bytes, "", {}, short_bytes=short, capacity_bytes=capacity
+    )
     return _with_intervals(memory, peaks, software.memory_spread, has_allocator=True)
 
 

@@ -58,8 +58,10 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
             alone = apply_stragglers(program, estimate_program(program, cost), cluster, prediction.job.plan)
             costs = apply_overlap_slowdown(program, alone, compiled.times)
         else:
-            costs = simulate_program(program, cost, cluster, prediction.job.plan).program_costs
-        durations_s[resource] = costs.durations_s
+            steady = cluster.model_copy(update={"jitter": None})
+            costs = simulate_program(program, cost, steady, prediction.job.plan).program_costs
+        factors = 1.0 if simulated.factors is None else simulated.factors
+        durations_s[resource] = costs.durations_s * factors
     values = [
         MarginalValue(resource, (step_time_s - before_s) / before_s)
         for resource, step_time_s in zip(durations_s, compiled.step_times_s([*durations_s.values()]), strict=True)
@@ -76,6 +78,15 @@ def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) 
             latency.
         factor: Multiplier of the rate.
     """
+    if cluster.node_groups:
+        nodes = [(group, cluster.as_group(place)) for place, group in enumerate(cluster.node_groups)]
+        better = [(group, improved(own, resource, factor)) for group, own in nodes]
+        names = ("device", "intra_link", "inter_link")
+        groups = tuple(
+            group if own is None else group.model_copy(update={name: getattr(own, name) for name in names})
+            for group, own in better
+        )
+        return cluster.model_copy(update={"node_groups": groups})
     device = cluster.device
     match resource:
         case Resource.COMPUTE:

@@ -17,6 +17,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import is_static, sharing_of
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.predict.stragglers import apply_stragglers
+from simplan.prediction import JitteredStep
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import CoreUse, Times
@@ -41,6 +42,8 @@ class Simulated:
         engine: Simulator, to run the Program again with other durations.
         sharing: Shared cores of operations; None if ranks do not share cores.
         contention: Load of links; None for a cluster without a topology, and at Level 1.
+        jitter: Times of steps with jitter; None for a cluster without jitter, and at Level 1.
+        factors: ``(num_ops,)`` Factors of the durations in this step by jitter; None without.
     """
 
     program: Program
@@ -50,6 +53,8 @@ class Simulated:
     engine: Engine
     sharing: CoreUse | None
     contention: Contention | None = None
+    jitter: JitteredStep | None = None
+    factors: NDArray[np.float64] | None = None
 
 
 def simulate_program(
@@ -78,8 +83,13 @@ def simulate_program(
 
         assert plan is not None, "the mesh says which groups communicate at the same time"
         program_costs, contention = apply_contention(program, program_costs, cluster, plan, sharing, progress)
+    jitter = factors = None
+    if program.level == 2 and cluster.jitter is not None:
+        from simplan.predict.jitter import apply_jitter  # imports numba
+
+        program_costs, jitter, factors = apply_jitter(program, program_costs, cluster.jitter)
     times = engine.times(program_costs.durations_s)
-    return Simulated(program, alone, program_costs, times, engine, sharing, contention)
+    return Simulated(program, alone, program_costs, times, engine, sharing, contention, jitter, factors)
 
 
 def moved_durations_s(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
@@ -12,11 +13,12 @@ from numpy.typing import NDArray
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
+from simplan.predict.balance import balanced
 from simplan.predict.build import folding_of
 from simplan.predict.memory import device_memory
 from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
-from simplan.prediction import MemoryKind
+from simplan.prediction import MemoryKind, RankMemory
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program, Work
 from simplan.rules import check_job
@@ -76,15 +78,15 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
     """
     step = summarized_step(job, steps_overlap=steps_overlap)
     step_time_s, *moved_s = step.seconds(moved_durations_s, steps_overlap=steps_overlap).tolist()
-    memory = [device_memory(peaks, job) for peaks in step.peaks().values()]
-    kinds, capacity = get_args(MemoryKind), job.cluster.device.memory_bytes
+    memory = [device_memory(peaks, job, rank=rank) for rank, peaks in step.peaks().items()]
+    kinds, known = get_args(MemoryKind), all(rank.capacity_bytes is not None for rank in memory)
     worst = {kind: max(memory, key=lambda rank: getattr(rank, f"{kind}_bytes")) for kind in kinds}
     return StepSummary(
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
         peak_bytes={kind: getattr(rank, f"{kind}_bytes") for kind, rank in worst.items()},
         peak_interval_bytes={kind: rank.interval_bytes[kind] for kind, rank in worst.items()},
-        fits=None if capacity is None else worst["device"].device_bytes <= capacity,
+        fits=all(rank.device_bytes <= (rank.capacity_bytes or 0) for rank in memory) if known else None,
     )
 
 
@@ -96,18 +98,31 @@ def evaluate_step(
 
     Args:
         job, calibration: See ``TruncatedStep``.
-        max_bytes: Memory limit; the time of a plan that needs more is None and is not simulated. None for no limit.
+        max_bytes: Memory limit; the time of a plan that needs more is None and is not simulated. None for no limit. If
+            devices differ, it is that of the largest, and bytes on the others are scaled to it.
         whole: True to simulate to the extent of ``predict``. False truncates the step, and folds ranks to which ZeRO-1
             assigns unequal parameters.
     """
+    job = balanced(job, calibration)
     extent = predicted_extent(job) if whole or job.cluster.cores_per_node is not None else extent_of(job)
     folding = folding_of(job, dealt_alike=not whole)
     step = TruncatedStep(job, extent, calibration, folding=folding)
-    peaks = set(step.peaks().values())
-    num_bytes = max(device_memory(each, job, calibration).wanted_bytes for each in peaks)
+    if job.cluster.is_mixed:
+        num_bytes = max(_as_of_largest(device_memory(each, job, rank=rank), job) for rank, each in step.peaks().items())
+    else:
+        peaks = set(step.peaks().values())
+        num_bytes = max(device_memory(each, job, calibration).wanted_bytes for each in peaks)
     if max_bytes is not None and num_bytes > max_bytes:
         return num_bytes, None
     return num_bytes, float(step.seconds()[0])
+
+
+def _as_of_largest(memory: RankMemory, job: Job) -> int:
+    """Bytes that a rank wants, as the same fraction of the largest device, so that one limit is that of all ranks."""
+    largest, own = job.cluster.largest_memory_bytes, memory.capacity_bytes
+    if largest is None or own is None or largest == own:
+        return memory.wanted_bytes
+    return math.ceil(memory.wanted_bytes * largest / own)
 
 
 @gc_paused()
@@ -151,6 +166,7 @@ def summarized_step(job: Job, *, steps_overlap: bool) -> TruncatedStep:
     """Truncated step of a summary; for arguments see ``summarize_step``."""
     assert job.cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
     check_job(job)
+    job = balanced(job)
     whole = job.num_microbatches
     folding = folding_of(job, dealt_alike=True)
     return TruncatedStep(job, Extent(whole, 0, whole) if steps_overlap else extent_of(job), folding=folding)

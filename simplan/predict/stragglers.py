@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.program_costs import ProgramCosts, computing_part
@@ -46,13 +47,18 @@ def apply_stragglers(
     for rank, slowdown in slowdowns(cluster, plan).items():
         if rank < len(of_rank):
             of_rank[rank] = slowdown
-    part = np.zeros(len(program.works))
-    for index, work in enumerate(program.works):
-        if any(isinstance(each, LayerWork) for each in work):
-            part[index] = computing_part(work, program_costs)
-    longer = 1 + (of_rank[columns.rank] - 1) * part[columns.work]
+    longer = 1 + (of_rank[columns.rank] - 1) * computing_parts(program, program_costs)
     return replace(
         program_costs,
         durations_s=program_costs.durations_s * longer,
         deviations_s=program_costs.deviations_s * longer,
     )
+
+
+def computing_parts(program: Program, program_costs: ProgramCosts) -> NDArray[np.float64]:
+    """``(num_ops,)`` Fraction of each operation's time that kernels take; 0 for communication and waits."""
+    part = np.zeros(len(program.works))
+    for index, work in enumerate(program.works):
+        if any(isinstance(each, LayerWork) for each in work):
+            part[index] = computing_part(work, program_costs)
+    return np.asarray(part[program.columns.work])

@@ -16,6 +16,7 @@ tensors that are not waited for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.plan.plan import StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.predict.build import assign_layers, cost_model, expands_for_links, table_of
+from simplan.predict.build import assign_layers, balances_unequal_stages, cost_model, expands_for_links, table_of
 from simplan.predict.memory import RankPeaks, device_memory, rank_memory, rank_peaks
 from simplan.predict.simulated import Simulated, simulate_program
 from simplan.prediction import RankMemory
@@ -52,6 +53,8 @@ _MAX_PASSES = 30_000
 """Maximum simulated in full by ``predict``: microbatches x pipeline ranks, or x layers if layers have collectives."""
 _FEWEST = 12
 """Minimum number of simulated microbatches of a pipeline, needed to find the longest path of short pipelines."""
+_MAX_REBALANCES = 16
+"""Attempts to find numbers of blocks with which stages on unequal devices fit their memory."""
 _Vectors = Callable[[Program, ProgramCosts], list[_Floats]]
 
 
@@ -79,9 +82,12 @@ def extent_of(job: Job) -> Extent:
 
     A pipeline of p ranks fills within p microbatches, drains within the last p, and needs two more in between. An
     interleaved one needs three rounds, since the first may differ. Custom schedules and schedules that depend on stage
-    times change with the number of microbatches, so they are simulated in full.
+    times change with the number of microbatches, so they are simulated in full. So are steps with jitter
+    or flapping links, in which no microbatch is like another.
     """
     plan, whole = job.plan, job.num_microbatches
+    if job.cluster.jitter is not None or any(slow.period_s is not None for slow in job.cluster.slow_links):
+        return Extent(whole, 0, whole)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     if plan.pp == 1:
         simulated, period = 3, 1
@@ -132,8 +138,38 @@ class TruncatedStep:
 
     @cached_property
     def assignment(self) -> StageAssignment:
-        """Layers of each stage."""
-        return assign_layers(self.job, self.cost)
+        """Layers of each stage; those of unequal devices are balanced within their memory, where that is possible."""
+        found = assign_layers(self.job, self.cost)
+        if not balances_unequal_stages(self.job):
+            return found
+        job, num_last = self.job, self.job.model.num_last_layers
+        most = [job.model.num_blocks] * found.num_stages
+        for _ in range(_MAX_REBALANCES):
+            blocks = found.stage_layers(num_last)
+            over = self._over_memory(found)
+            most = [
+                min(limit, max(1, number - max(1, math.ceil(number * over[stage])))) if stage in over else limit
+                for stage, (limit, number) in enumerate(zip(most, blocks, strict=True))
+            ]
+            if not over or sum(most) < job.model.num_blocks:
+                break
+            found = assign_layers(job, self.cost, most)
+        return found
+
+    def _over_memory(self, assignment: StageAssignment) -> dict[int, float]:
+        """By stage of a rank that does not fit its device, the fraction of its tensors for which there is no memory."""
+        table = table_of(self.job, assignment, self.cost, self.extent.simulated)
+        step = replace(self, extent=self.extent._replace(period=0))
+        vars(step).update(cost=self.cost, assignment=assignment, tables=(table,))
+        width = self.job.plan.num_devices // self.job.plan.pp
+        over: dict[int, float] = {}
+        for rank, peaks in step.peaks().items():
+            memory = device_memory(peaks, self.job, self.calibration, rank=rank)
+            if memory.capacity_bytes is not None and memory.device_bytes > memory.capacity_bytes:
+                lacking = (memory.device_bytes - memory.capacity_bytes) / memory.device_bytes
+                for stage in {action.stage for action in table[rank // width]}:
+                    over[stage] = max(over.get(stage, 0.0), lacking)
+        return over
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
@@ -212,7 +248,7 @@ class TruncatedStep:
         peaks, grown = self.peaks(), self._extrapolated
         return tuple(
             replace(
-                device_memory(peaks[program.stands_for[more.rank]], job, self.calibration),
+                device_memory(peaks[program.stands_for[more.rank]], job, self.calibration, rank=more.rank),
                 rank=more.rank,
                 by_category={key: grown(size, less.by_category[key]) for key, size in more.by_category.items()},
                 peak_action=more.peak_action,

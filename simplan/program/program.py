@@ -82,6 +82,7 @@ class LayerWork(NamedTuple):
             ignored.
         cuts: Number of collectives for which the kernels are split into chunks that overlap with communication.
         on_host: True if the CPU does the work in host memory (only phases of parameters and gradients).
+        group: Node group of the device that does it (``ClusterSpec.node_groups``); None for the only or fastest one.
     """
 
     layer: LayerSpec
@@ -91,6 +92,7 @@ class LayerWork(NamedTuple):
     kernels: tuple[int, ...] | None = None
     cuts: int = 0
     on_host: bool = False
+    group: int | None = None
 
 
 class Communication(NamedTuple):
@@ -113,10 +115,12 @@ class HostCopy(NamedTuple):
 
     Attributes:
         to_host: True for a copy from device to host, False for one from host to device.
+        group: See ``LayerWork``.
     """
 
     num_bytes: int
     to_host: bool
+    group: int | None = None
 
 
 class HostCalls(NamedTuple):
@@ -136,9 +140,11 @@ class HostWait(NamedTuple):
     Attributes:
         reason: ``step``: once per step, a trainer fetches the next batch, reads back the loss and norms, and logs.
             ``batch``: before a forward, a stage fetches its batch, whose sizes are read back from the device.
+        group: See ``LayerWork``.
     """
 
     reason: Literal["step", "batch"]
+    group: int | None = None
 
 
 class OverlapRemainder(NamedTuple):

@@ -31,6 +31,7 @@ def explanation_text(explanation: Explanation) -> str:
             *_links(explanation),
             *([f"Placement\n  {explanation.placement}"] if explanation.placement else []),
             *([f"Slow ranks\n  {explanation.stragglers}"] if explanation.stragglers else []),
+            *([f"Jitter\n  {explanation.jitter}"] if explanation.jitter else []),
         ]
     )
 

@@ -24,6 +24,7 @@ _MEANINGS: dict[str, str] = {
     "virtual_stages": "stages per pipeline rank",
     "schedule": "order of forwards and backwards; or a CSV file with a custom action table",
     "microbatch_size": "sequences (or images) of a microbatch",
+    "microbatch_sizes": "sequences per microbatch of each data-parallel rank; balanced: by the speed of its devices",
     "recompute": "modules recomputed in backward; selective_op and _layer are torchtitan's, the last two MaxText's",
     "recompute_modules": "for selective: modules of a block, named as in Megatron Core; default: attention core",
     "recompute_layers": "for full: number of first blocks per stage; default: all",
@@ -70,7 +71,9 @@ def plan_fields() -> list[dict[str, str]]:
 def values_of(annotation: Any, metadata: Sequence[Any]) -> str:
     """Allowed values of a pydantic field as text: choices, true or false, a name, a range of numbers, or a list."""
     if get_origin(annotation) in (Union, UnionType):
-        [annotation] = [part for part in get_args(annotation) if part is not NoneType]
+        annotation, *others = [part for part in get_args(annotation) if part is not NoneType]
+        if others:
+            return ", or ".join(values_of(part, metadata) for part in (annotation, *others))
     if hasattr(annotation, "__metadata__"):
         annotation, metadata = annotation.__origin__, annotation.__metadata__
     if get_origin(annotation) is tuple:

@@ -29,6 +29,11 @@ _TRAINING = {
 }
 _CLUSTER = {
     "preset": ("a name of `simplan show clusters`; the other keys override its fields", "name"),
+    "nodes": (
+        f"groups of different nodes ({documentation('how-to/mixed-devices')}), each a mapping with preset, num_nodes "
+        "and other keys of this list",
+        "list of mappings",
+    ),
     "num_nodes": ("number of nodes; 1, or the nodes that num_devices needs", "1 and more"),
     "num_devices": ("in place of num_nodes: devices, node by node", "1 and more"),
     "device": (
@@ -54,7 +59,14 @@ _CLUSTER = {
     ),
     "background": ("other jobs on the topology: [{from: node0, to: node4, gbit: 100}], constant rates", "list"),
     "stragglers": ("ranks that compute more slowly: [{rank: 17, slowdown: 1.3}, {node: node2, slowdown: 1.1}]", "list"),
-    "slow_links": ("links of the topology: [{link: leaf0 -> spine, bandwidth_share: 0.5}]", "list"),
+    "slow_links": (
+        "links of the topology: [{link: leaf0 -> spine, bandwidth_share: 0.5}]; flapping with slow_s and period_s",
+        "list",
+    ),
+    "jitter": (
+        "random variation of durations: {compute_relative_std: 0.05, communication_relative_std: 0.1, seed: 1}",
+        "mapping",
+    ),
     "host_memory_bytes": ("host memory of a node, for offloading", "1 and more"),
     "host_memory_bandwidth_bytes_per_s": (
         "host memory bandwidth of all sockets, for updates on the CPU; default: 409.6e9",
@@ -218,6 +230,10 @@ _DEFAULTS = {
     "zero_stage": ("0, 1, 2, 3", "where there are several shards; 0 only where dp_shard = 1"),
     "reshard_after_forward": ("true, false", "at zero_stage 3; ZeRO-3 that does not reshard is ZeRO-2, listed as that"),
     "microbatch_size": ("every divisor of the local batch", "global_batch_size / (dp_replicate x dp_shard)"),
+    "microbatch_sizes": (
+        "equal ones; on different nodes also balanced",
+        "balanced, null for equal ones, or both: [null, balanced]",
+    ),
     "recompute": ("none, selective, full", ""),
     "recompute_modules": (
         "core_attn alone",

@@ -91,6 +91,7 @@ def prediction_text(
         f"{prediction.name}: {verdict(prediction)}" + (f"\n{warning}" if warning else ""),
         "\n".join(_headline(prediction)),
         "\n".join(_inputs_of_job(prediction)),
+        *([_node_groups_table(prediction)] if prediction.job.cluster.is_mixed else []),
         _split_table(prediction),
         _worst_memory_table(prediction),
         _rank_memory_table(prediction),
@@ -209,8 +210,10 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     if prediction.worst_host_bytes:
         yield f"  host memory  {_host_memory(prediction)}"
     if prediction.network is not None:
-        yield f"  slowest link {prediction.network.slowest_words()}"
+        yield f"  {prediction.network.label} {prediction.network.slowest_words()}"
         yield f"  contention   {prediction.network.contention_words()}"
+    if prediction.jitter is not None:
+        yield f"  jitter       {prediction.jitter.words}"
 
 
 def _training_run(run: TrainingRun) -> Iterator[str]:
@@ -260,9 +263,8 @@ def _throughput(prediction: Prediction) -> str:
 def _mfu(prediction: Prediction) -> str:
     job = prediction.job
     precision = job.training.precision
-    peak = job.cluster.device.peak_flop_per_s.get(precision)
-    if prediction.mfu is None or peak is None:
-        return f"unknown: no {precision} peak is known for {job.cluster.device.id}"
+    if prediction.mfu is None:
+        return f"unknown: no {precision} peak is known for {job.cluster.devices_in_words}"
     flops = job.model.flops_per_sequence() * job.training.global_batch_size
     full = prediction.mfu_full_attention
     causal = full is not None and full != prediction.mfu
@@ -271,9 +273,21 @@ def _mfu(prediction: Prediction) -> str:
     counted_once += ", no padding" if job.model.document_share < 1 else ""
     return (
         f"{format_percent(prediction.mfu)} = {format_number(flops / 1e12)} TFLOP ({counted_once}) / "
-        f"({format_time(prediction.step_time_s)} x {counted(job.cluster.num_devices, 'device')} x "
-        f"{format_flop_per_s(peak)} dense {precision} peak){palm}"
+        f"({format_time(prediction.step_time_s)} x {_peak_words(job)} dense {precision} peak){palm}"
     )
+
+
+def _peak_words(job: Job) -> str:
+    """Dense peak of all devices: ``8 devices x 989 TFLOP/s``, or the sum over unequal devices."""
+    cluster, precision = job.cluster, job.training.precision
+    if not cluster.is_mixed:
+        peak = cluster.device.peak_flop_per_s[precision]
+        return f"{counted(cluster.num_devices, 'device')} x {format_flop_per_s(peak)}"
+    parts = [
+        f"{group.num_nodes * cluster.devices_per_node} x {format_flop_per_s(group.device.peak_flop_per_s[precision])}"
+        for group in cluster.node_groups
+    ]
+    return f"({' + '.join(parts)})"
 
 
 def _precision(job: Job) -> str:
@@ -304,20 +318,45 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{trained}, "
         f"{model.num_blocks} layers{mtp}, {_inputs(model)}"
     )
-    yield (f"  cluster      {named}{cluster.num_devices} x {cluster.device.id}, {counted(cluster.num_nodes, 'node')}")
+    yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}")
     if links := links_words(cluster.links):
-        yield f"  links        {links}"
+        yield f"  links        {'the slowest of all nodes: ' if cluster.is_mixed else ''}{links}"
     yield (
         f"  training     {counted(training.global_batch_size, model.sample)}{tokens} per step, {_precision(job)}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
     )
-    of_rank = microbatch_words(job.num_microbatches, plan.microbatch_size, model.sample)
+    of_rank = microbatch_words(job)
     yield f"  plan         {plan_words(plan)}; {of_rank}"
     if job.placement_words:
         yield f"  placement    {job.placement_words}"
     if plan.pp > 1:
         blocks = prediction.assignment.stage_layers(model.num_last_layers)
         yield f"  stages       {_in_runs(blocks)} layers (plan.stage_layers), besides embedding and head"
+
+
+def _node_groups_table(prediction: Prediction) -> str:
+    """Table of the step on each group of nodes: which one limits it, waits and memory."""
+    headers = ["devices", "ranks", "pipeline ranks", "microbatch", "wait", "", "peak memory", "of", "verdict", "limits"]
+    rows = []
+    for group in prediction.node_groups:
+        capacity = group.worst.capacity_bytes
+        row = [
+            f"{len(group.ranks)} x {group.device}",
+            format_ranks(group.ranks),
+            format_ranks(group.pipeline_ranks),
+            " or ".join(map(str, group.microbatch_sizes)),
+            format_time(group.wait_s),
+            format_percent(group.wait_s / prediction.step_time_s),
+            format_bytes(group.worst.device_bytes),
+            "?" if capacity is None else format_bytes(capacity),
+            group.memory_verdict or "?",
+            "yes" if group.limits else "no",
+        ]
+        rows.append(row)
+    several = prediction.job.plan.pp > 1
+    kept = [place for place, header in enumerate(headers) if several or header != "pipeline ranks"]
+    body = format_table_text([headers[place] for place in kept], [[row[place] for place in kept] for row in rows])
+    return f"Node groups\n{body}"
 
 
 def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
@@ -354,14 +393,15 @@ def _in_runs(numbers: Sequence[int]) -> str:
     return ", ".join(str(value) if count == 1 else f"{count} x {value}" for value, count in runs)
 
 
-def microbatch_words(number: int, size: int, sample: str) -> str:
+def microbatch_words(job: Job) -> str:
     """Number and size of the microbatches of a data-parallel rank per step.
 
-    >>> microbatch_words(16, 1, "sequence")
-    '16 microbatches of 1 sequence per data-parallel rank'
+    For example: ``16 microbatches of 1 sequence per data-parallel rank``, or ``of 1 to 3 sequences``.
     """
+    number, sizes = job.num_microbatches, job.plan.sizes_of_ranks
     several = f"{number} microbatches" if number > 1 else "1 microbatch"
-    return f"{several} of {counted(size, sample)} per data-parallel rank"
+    fewest = f"{min(sizes)} to " if min(sizes) < max(sizes) else ""
+    return f"{several} of {fewest}{counted(max(sizes), job.model.sample)} per data-parallel rank"
 
 
 def plan_words(plan: ParallelPlan) -> str:

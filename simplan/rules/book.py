@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
-from simplan.rules import cluster, collectives, experts, model, parallel, recompute, schedule, sharding, training
+from simplan.rules import cluster, collectives, experts, mixed, model, parallel, recompute, schedule, sharding, training
 from simplan.rules.rule import Rule
 
 _COULD_NOT_BE: tuple[Rule, ...] = (
@@ -22,8 +22,9 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.gate_needs_shared_expert, model.capacity_for_tokens, training.lora_needs_adapters,
     training.adapters_need_lora, cluster.link_within_nodes, cluster.network_between_nodes, cluster.topology_of_cluster,
     cluster.background_traffic, cluster.stragglers_of_cluster, cluster.slow_links_of_topology,
+    cluster.jitter_of_cluster,
     cluster.devices, cluster.precision_of_cpus, training.recipe_of_fp8,
-    training.pure_bf16_of_bf16, training.batch_divides,
+    training.pure_bf16_of_bf16, training.microbatch_sizes_of_ranks, training.batch_divides, mixed.libraries_of_nodes,
     cluster.placement_of_all_axes, cluster.placement_of_all_ranks, cluster.placement_of_experts,
     schedule.schedule_goes_with_pipeline, schedule.virtual_stages_of_schedule,
     schedule.split_backward_recompute, schedule.split_backward_reshard, schedule.split_backward_ddp,
@@ -56,7 +57,8 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     recompute.recompute_modules_modelled, parallel.cp_of_documents, model.documents_modelled,
     schedule.split_backward_of_adapters, training.adapters_in_low_precision, sharding.offload_with_adapters,
     training.training_modelled, training.sharded_training_modelled, training.pure_bf16_modelled,
-    cluster.software_of_this_machine,
+    cluster.software_of_this_machine, mixed.groups_of_equal_devices, mixed.microbatch_sizes_of_experts,
+    mixed.microbatch_sizes_modelled,
     training.fused_optimizer_of_torch, training.layerwise_optimizer_modelled, training.norms_modelled,
     training.low_precision_modelled, schedule.split_backward_in_low_precision, schedule.split_backward_compiled,
     sharding.offload_compiled, training.compiled_low_precision, model.max_predictions_unsplit, model.mtp_modelled,

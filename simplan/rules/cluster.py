@@ -78,6 +78,35 @@ def slow_links_of_topology(job: Job) -> Iterator[Problem]:
     if cluster.slow_links and cluster.topology is None:
         rule_words = "names links, and the cluster has no topology"
         yield Problem(field="cluster.slow_links", rule=rule_words, fix="give cluster.topology, e.g. {kind: switch}")
+    for index, slow in enumerate(cluster.slow_links):
+        field = f"cluster.slow_links.{index}"
+        if (slow.slow_s is None) != (slow.period_s is None) or (slow.first_s and slow.period_s is None):
+            rule_words = "must have both slow_s and period_s, or neither"
+            yield Problem(field=field, rule=rule_words, fix="add the other, or remove both and first_s")
+        elif slow.slow_s is not None and slow.period_s is not None and slow.slow_s >= slow.period_s:
+            rule_words = f"must be shorter than period_s = {slow.period_s:g}"
+            fix = "use less, or remove slow_s and period_s for a link that is always slow"
+            yield Problem(field=f"{field}.slow_s", value=f"{slow.slow_s:g}", rule=rule_words, fix=fix)
+
+
+_MAX_NORMAL_STD = 0.25
+"""Relative standard deviation at which a normal factor is negative in 1 of 30,000 cases; negative ones become 0."""
+
+
+@rule("normal jitter has a relative standard deviation of at most 0.25", reads_cluster=True)
+def jitter_of_cluster(job: Job) -> Iterator[Problem]:
+    jitter = job.cluster.jitter
+    if jitter is None or jitter.distribution != "normal":
+        return
+    for name in ("compute_relative_std", "communication_relative_std"):
+        value = getattr(jitter, name)
+        if value > _MAX_NORMAL_STD:
+            yield Problem(
+                field=f"cluster.jitter.{name}",
+                value=f"{value:g}",
+                rule="is too large for a normal distribution, which would have negative durations",
+                fix=f"use distribution: lognormal, or {_MAX_NORMAL_STD} at most",
+            )
 
 
 @rule("a topology must hold the devices of the job", reads_cluster=True)

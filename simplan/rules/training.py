@@ -218,7 +218,7 @@ def _in_8_bits(sentence: str, fix: str) -> Problem:
 
 @rule(
     "FP8 and FP4 matmuls need sizes that are multiples of the scaling block",
-    reads="tp sequence_parallel cp cp_comm ep etp microbatch_size",
+    reads="dp tp sequence_parallel cp cp_comm ep etp microbatch_size microbatch_sizes",
     after_others=True,
 )
 def low_precision_sizes(job: Job) -> Iterator[Problem]:
@@ -236,7 +236,7 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
         for gemm in quantized_linears(layer, form):
             sides = (("outputs", gemm.n), ("inputs", gemm.k))
             odd |= {f"{side} of {gemm.name}": size for side, size in sides if size % multiple}
-            rows.add(gemm.m * plan.microbatch_size)
+            rows |= {gemm.m * size for size in plan.sizes_of_ranks}
     if odd:
         name, size = min(odd.items())
         yield Problem(
@@ -247,7 +247,8 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
         )
     uneven = sorted(number for number in rows if number % multiple)
     if uneven:
-        per_sequence = uneven[0] // plan.microbatch_size
+        size = next(each for each in plan.sizes_of_ranks if uneven[0] % each == 0)
+        per_sequence = uneven[0] // size
         whole = multiple // math.gcd(per_sequence, multiple)
         sentence = (
             f"gives {uneven[0]} tokens, and the gradients of weights in {form.precision} ({form.recipe}) need a "
@@ -259,9 +260,33 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
 _MAX_PIPELINE_CELLS = 30_000
 
 
-@rule("global_batch_size must be a multiple of dp x microbatch_size", reads="dp microbatch_size")
+@rule("microbatch_sizes must have one size per data-parallel rank", reads="dp microbatch_size microbatch_sizes")
+def microbatch_sizes_of_ranks(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    sizes = plan.microbatch_sizes
+    if not isinstance(sizes, tuple):
+        return
+    if len(sizes) != plan.dp:
+        sentence = f"must have one size for each of dp_replicate x dp_shard = {plan.dp} data-parallel ranks"
+        yield problem_of(job, "plan.microbatch_sizes", f"has {len(sizes)} sizes, and {sentence}", "list them all")
+    elif plan.microbatch_size != max(sizes):
+        sentence = f"is not the largest of plan.microbatch_sizes, {max(sizes)}"
+        yield problem_of(job, "plan.microbatch_size", sentence, "remove it")
+
+
+@rule(
+    "global_batch_size must be a multiple of dp x microbatch_size, or of the sum of microbatch_sizes",
+    reads="dp microbatch_size microbatch_sizes",
+)
 def batch_divides(job: Job) -> Iterator[Problem]:
     plan = job.plan
+    if isinstance(plan.microbatch_sizes, tuple):
+        batch, unit = job.training.global_batch_size, plan.sequences_per_microbatch
+        if len(plan.microbatch_sizes) == plan.dp and batch % unit:
+            fix = f"use {either(nearest_multiples(batch, unit))}, or sizes with another sum"
+            sentence = f"must be a multiple of the sum of plan.microbatch_sizes, {unit}"
+            yield problem_of(job, "training.global_batch_size", sentence, fix)
+        return
     batch, unit = job.training.global_batch_size, plan.dp * plan.microbatch_size
     if batch % unit == 0:
         return
@@ -275,7 +300,7 @@ def batch_divides(job: Job) -> Iterator[Problem]:
 
 @rule(
     f"microbatches x pipeline ranks must be at most {_MAX_PIPELINE_CELLS:,} where a step cannot be truncated",
-    reads="dp microbatch_size pp schedule offload_activations",
+    reads="dp microbatch_size microbatch_sizes pp schedule offload_activations",
 )
 def pipeline_cells(job: Job) -> Iterator[Problem]:
     """More take minutes and gigabytes to simulate whole."""
@@ -286,7 +311,7 @@ def pipeline_cells(job: Job) -> Iterator[Problem]:
         return
     cells = job.num_microbatches * plan.pp
     if cells > _MAX_PIPELINE_CELLS:
-        most = _MAX_PIPELINE_CELLS // plan.pp * plan.dp * plan.microbatch_size
+        most = _MAX_PIPELINE_CELLS // plan.pp * plan.sequences_per_microbatch
         why = "ranks share cores" if periodic else f"schedule {plan.schedule} differs with every number of microbatches"
         sentence = f"gives {cells:,} microbatches x pipeline ranks, more than {_MAX_PIPELINE_CELLS:,}, and {why}"
         others = "or a larger microbatch_size" if shares_cores else "a larger microbatch_size, or 1f1b"

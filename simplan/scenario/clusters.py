@@ -17,6 +17,13 @@ The network is that of a node (``inter_link_gbit_per_node``, or ``nics_per_node`
 devices (``inter_link_gbit_per_device``): InfiniBand or RoCE. ``inter_link`` names another network, e.g. efa-400gbit, or
 tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet with TCP. ``topology`` says how
 nodes are joined (``simplan.scenario.topologies``).
+
+Nodes that differ are listed in groups, each with the keys of a cluster::
+
+    cluster:
+      nodes:
+        - {preset: dgx-h100, num_nodes: 2}
+        - {preset: dgx-a100-80gb, num_nodes: 2}
 """
 
 from __future__ import annotations
@@ -32,9 +39,12 @@ from simplan.cluster.hardware import (
     ClusterSpec,
     DeviceSpec,
     HostBytes,
+    Jitter,
     LinkSpec,
+    NodeGroup,
     SlowLink,
     Straggler,
+    slowest_link,
 )
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
@@ -125,6 +135,7 @@ class ClusterSection(Spec):
     """The section ``cluster`` as written; ``device``, ``topology`` and the links are a name or a mapping."""
 
     preset: Any = None
+    nodes: Any = None
     device: Any = None
     devices_per_node: NumDevices | None = None
     intra_link: Any = None
@@ -137,12 +148,19 @@ class ClusterSection(Spec):
     background: tuple[BackgroundFlow, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
+    jitter: Jitter | None = None
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     num_nodes: NumDevices | None = None
     num_devices: NumDevices | None = None
     price_per_device_hour: Price | None = None
 
+
+_OF_WHOLE_CLUSTER = ("nodes", "topology", "background", "stragglers", "slow_links", "num_devices")
+"""Keys that no group of nodes has."""
+_BESIDE_NODES = ("nodes", "background", "stragglers", "price_per_device_hour")
+"""Keys of a cluster that can be next to ``nodes``; the others are keys of the groups."""
+_MAX_GROUPS = 100
 
 _NETWORK_KEYS = (
     "inter_link",
@@ -167,6 +185,8 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
 
 
 def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
+    if section.nodes is not None:
+        return _of_node_groups(sections, section)
     if section.preset == THIS_MACHINE:
         return _this_machine(sections, section)
     entry: catalog.NodeEntry | None = None
@@ -208,10 +228,96 @@ def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     return _with_network(sections, cluster, section)
 
 
+def _of_node_groups(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
+    """Cluster of different nodes, which ``nodes`` lists in groups of equal ones."""
+    listed = section.nodes
+    if not isinstance(listed, list) or not listed:
+        fix = "write [{preset: dgx-h100, num_nodes: 2}, {preset: dgx-a100-80gb, num_nodes: 2}]"
+        if isinstance(listed, int) and not isinstance(listed, bool):
+            fix = f"write num_nodes: {listed} for equal nodes"
+        sections.refuse(("cluster", "nodes"), "must be a list of groups of equal nodes", value=listed, fix=fix)
+        return None
+    if len(listed) > _MAX_GROUPS:
+        rule = f"has {len(listed)} groups; a cluster has at most {_MAX_GROUPS}"
+        sections.refuse(("cluster", "nodes"), rule, fix="write equal nodes as one group, with num_nodes")
+        return None
+    given = [name for name in section.model_fields_set if name not in _BESIDE_NODES]
+    for name in sorted(given):
+        what = "is not modeled yet for different nodes" if name == "topology" else "is a key of equal nodes"
+        fix = "remove it" if name in _OF_WHOLE_CLUSTER else "write it in each group of nodes"
+        sections.refuse(("cluster", name), what, fix=fix)
+    clusters = [_node_group(sections, place, data) for place, data in enumerate(listed)]
+    groups = [each for each in clusters if each is not None]
+    if given or len(groups) < len(listed):
+        return None
+    (first, _), *others = groups
+    for place, (other, _) in enumerate(others, 1):
+        if other.devices_per_node != first.devices_per_node:
+            rule = (
+                f"has nodes of {counted(other.devices_per_node, 'device')}, and the first group has "
+                f"{first.devices_per_node}; nodes of different sizes in one job are not modeled yet"
+            )
+            fix = f"write devices_per_node: {min(first.devices_per_node, other.devices_per_node)} in both groups"
+            sections.refuse(("cluster", "nodes", place), rule, fix=fix)
+    num_devices = sum(each.num_devices for each, _ in groups)
+    if num_devices > MAX_DEVICES:
+        rule = f"makes {num_devices:,} devices; a job has at most {MAX_DEVICES:,}"
+        sections.refuse(("cluster", "nodes"), rule, fix="use fewer nodes")
+        return None
+    members = [each for each, _ in groups]
+    memories = [each.host_memory_bytes for each in members]
+    cluster = first.model_copy(
+        update={
+            "id": "+".join(dict.fromkeys(each.id for each in members)),
+            "num_devices": num_devices,
+            "intra_link": slowest_link([each.intra_link for each in members]),
+            "inter_link": slowest_link([each.inter_link for each in members]),
+            "host_link": None if None in [each.host_link for each in members] else first.host_link,
+            "host_memory_bytes": None if None in memories else min(filter(None, memories)),
+            "node_groups": tuple(
+                NodeGroup(
+                    **{name: getattr(each, name) for name in NodeGroup.model_fields if hasattr(each, name)}
+                    | {"price_per_device_hour": price}
+                )
+                for each, price in groups
+            ),
+            "nics_per_node": None,
+        }
+    )
+    return _with_network(sections, cluster, section)
+
+
+def _node_group(sections: Sections, place: int, data: Any) -> tuple[ClusterSpec, float | None] | None:
+    """Equal nodes of one group as a cluster, and the price of a device and hour; None after recording problems."""
+    before, path = sections.num_problems, ("cluster", "nodes", place)
+    if not sections.is_mapping(data, path, "dgx-h100"):
+        return None
+    with sections.moved(("cluster",), path):
+        section = sections.read(ClusterSection, data, ("cluster",))
+        if section is None:
+            return None
+        for name in _OF_WHOLE_CLUSTER:
+            if name in section.model_fields_set:
+                fix = "write num_nodes" if name == "num_devices" else f"write it next to nodes, as cluster.{name}"
+                sections.refuse(("cluster", name), "is no key of a group of nodes", fix=fix)
+        if section.preset == THIS_MACHINE:
+            rule = "cannot be one of several groups: this machine is one node"
+            sections.refuse(("cluster", "preset"), rule, value=THIS_MACHINE, fix="name another preset")
+        if sections.num_problems > before:
+            return None
+        # a node alone has no network, so each group is read as if it had a second node
+        num_nodes = section.num_nodes or 1
+        cluster = _cluster(sections, section.model_copy(update={"num_nodes": max(2, num_nodes)}))
+    if cluster is None or sections.num_problems > before:
+        return None
+    cluster = cluster.model_copy(update={"num_devices": num_nodes * cluster.devices_per_node})
+    return cluster, section.price_per_device_hour
+
+
 def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSection) -> ClusterSpec | None:
-    """The cluster with its topology, the traffic of other jobs, slow ranks and slow links."""
+    """The cluster with its topology, the traffic of other jobs, slow ranks, slow links and jitter."""
     found = with_topology(sections, cluster, section.topology)
-    given = {name: getattr(section, name) for name in ("background", "stragglers", "slow_links")}
+    given = {name: getattr(section, name) for name in ("background", "stragglers", "slow_links", "jitter")}
     given = {name: values for name, values in given.items() if values}
     return found if found is None or not given else found.with_changes(**given)
 
@@ -219,7 +325,7 @@ def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSect
 def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
-    of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
+    of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s", "jitter")
     for key in (
         of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology", "background", "slow_links", "stragglers")
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -32,6 +33,20 @@ class Sections:
         self._searches = isinstance(document.data, dict) and "search" in document.data
         self._problems: list[Problem] = []
         self._all_unmodelled = True
+        self._moved: tuple[Path, Path] = ((), ())
+
+    @contextmanager
+    def moved(self, section: Path, path: Path) -> Iterator[None]:
+        """While it lasts, a section is read and its problems are reported at another path of the file."""
+        self._moved = section, path
+        try:
+            yield
+        finally:
+            self._moved = (), ()
+
+    def _path(self, path: Path) -> Path:
+        section, there = self._moved
+        return there + path[len(section) :] if section and path[: len(section)] == section else path
 
     def read(
         self, model: type[_Model], data: Any, path: Path, examples: Mapping[str, str] | None = None
@@ -47,6 +62,10 @@ class Sections:
         """
         is_section = len(path) <= 1
         elsewhere = where_keys_belong(str(path[0]) if path else "", searches=self._searches) if is_section else {}
+        there = self._path(path)
+        if there != path:  # keys of a group of nodes are written without the section in front
+            elsewhere = {key: text.removeprefix(f"{path[0]}.") for key, text in elsewhere.items()}
+        path = there
         result, problems = validate(model, data, self._lines, prefix=path, elsewhere=elsewhere)
         if examples is not None:
             problems = tuple(_with_examples(problems, examples, path)) or problems
@@ -63,6 +82,7 @@ class Sections:
 
     def refuse(self, path: Path, rule: str, *, value: Any = None, fix: str = "") -> None:
         """Records one problem."""
+        path = self._path(path)
         shown = None if value is None else render_value(value)
         problem = Problem(field=_dotted(path), value=shown, rule=rule, fix=fix).at(*find_place(self._lines, path))
         self._keep([problem], modelled=True)
@@ -80,6 +100,7 @@ class Sections:
 
     def keep(self, error: SpecError, path: Path) -> None:
         """Records the problems of an error as problems of the field at ``path``."""
+        path = self._path(path)
         field, place = _dotted(path), find_place(self._lines, path)
         problems = [replace(problem, field=field).at(*place) for problem in error.problems]
         self._keep(problems, modelled=not isinstance(error, NotModelledError))
@@ -181,7 +202,7 @@ _OTHER_WORDS = {
     "model.top_k": "num_experts_per_tok moe_router_topk",
     "model.mtp_num_layers": "num_nextn_predict_layers",
     "cluster.num_devices": "num_gpus n_gpus ngpus gpus world_size",
-    "cluster.num_nodes": "nodes nnodes",
+    "cluster.num_nodes": "nnodes node_count count",
     "cluster.devices_per_node": "gpus_per_node num_gpus_per_node nproc_per_node",
     "cluster.device": "gpu gpu_type accelerator",
     "cluster.nics_per_node": "num_nics nics",

@@ -218,10 +218,23 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
     training = None if section is None else section.step
     if model is not None and software is not None:
         _refuse_idle_options(sections, data, model, software)
-    price = data["cluster"].get("price_per_device_hour") if cluster is not None else None
+    price = None if cluster is None else price_of(cluster, data["cluster"].get("price_per_device_hour"))
     budget = TrainingBudget(num_tokens=section.num_tokens if section else None, price_per_device_hour=price)
     name = data.get("name", Path(file).stem)
     return ScenarioParts(name, data, sections, model, cluster, training, software, budget)
+
+
+def price_of(cluster: ClusterSpec, price: float | None) -> float | None:
+    """Price of a device and hour, the mean of all devices; None if that of any device is unknown.
+
+    Args:
+        price: Price of devices of which no other is given (``cluster.price_per_device_hour``).
+    """
+    if not cluster.is_mixed:
+        return price
+    prices = [(group.num_nodes, group.price_per_device_hour or price) for group in cluster.node_groups]
+    total = sum(number * (each or 0.0) for number, each in prices)
+    return None if any(each is None for _, each in prices) else total / cluster.num_nodes
 
 
 def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None:

@@ -509,12 +509,12 @@ def _completed(
 
     _assume_model(found, file, assume)
     cluster = found.get("cluster")
-    if not isinstance(cluster, dict) or not {"preset", "device"} & cluster.keys():
+    if not isinstance(cluster, dict) or not {"preset", "device", "nodes"} & cluster.keys():
         assume("cluster", "preset", _DEFAULT_CLUSTER, "")
     devices = found["cluster"].get("num_devices")
     if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, _LARGEST_NODE + 1):
         assume("cluster", "devices_per_node", devices, "all in one node")
-    if not {"num_nodes", "num_devices"} & found["cluster"].keys():
+    if not {"num_nodes", "num_devices", "nodes"} & found["cluster"].keys():
         assume("cluster", "num_nodes", 1, "")
     if "software" not in found:
         found["software"] = "torch"

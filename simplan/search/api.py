@@ -270,16 +270,21 @@ class _Search:
 
     def _plan(self, timed: Timed) -> RankedPlan:
         capacity, goal = self._explorations[timed.num_devices, timed.options].capacity_bytes, self._incumbents.goal
+        device_bytes, why = timed.device_bytes, self._explained.get(timed.key)
+        if self._job.cluster.is_mixed and why is not None and why.worst_capacity_bytes is not None:
+            # bytes of ranks on smaller devices were compared as fractions of the largest device
+            device_bytes = why.worst_bytes
+            capacity = int(why.worst_capacity_bytes * self._space.max_memory_fraction)
         return RankedPlan(
             plan=timed.plan,
             software=dict(timed.options),
             num_devices=timed.num_devices,
             step_time_s=timed.step_time_s,
-            device_bytes=timed.device_bytes,
-            headroom_bytes=None if capacity is None else capacity - timed.device_bytes,
+            device_bytes=device_bytes,
+            headroom_bytes=None if capacity is None else capacity - device_bytes,
             tokens_per_s_per_device=goal.tokens_per_s_per_device(timed.num_devices, timed.step_time_s),
             cost_dollars=goal.cost_dollars(timed.num_devices, timed.step_time_s),
-            explanation=self._explained.get(timed.key),
+            explanation=why,
             alike=next((_alike(group) for group in self._incumbents.groups if group.shown == timed), EquivalentPlans()),
         )
 

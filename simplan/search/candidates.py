@@ -18,8 +18,8 @@ Categories = Mapping[str, tuple[Any, ...]]
 
 FIELDS = (
     "dp_replicate", "dp_shard", "zero_stage", "reshard_after_forward", "tp", "sequence_parallel", "cp", "cp_comm",
-    "ep", "pp", "virtual_stages", "schedule", "microbatch_size", "recompute", "recompute_modules", "grad_sync",
-    "placement",
+    "ep", "pp", "virtual_stages", "schedule", "microbatch_size", "microbatch_sizes", "recompute", "recompute_modules",
+    "grad_sync", "placement",
 )  # fmt: skip
 """Plan fields that a search varies."""
 
@@ -42,6 +42,7 @@ def categories(
             "recompute": get_args(Recompute),
             "recompute_modules": (None, *recompute_modules),
             "grad_sync": (None, "step", "microbatch"),
+            "microbatch_sizes": (None, "balanced"),
             "placement": (None, *placements),
         }
     )

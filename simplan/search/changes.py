@@ -57,7 +57,7 @@ def _rounded_up(seconds: float) -> float:
 
 def _headroom(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> RequestChange | None:
     """All of the device memory, if the nearest miss fits in it."""
-    if not misses or misses[0].device_bytes > (job.cluster.device.memory_bytes or 0):
+    if not misses or misses[0].device_bytes > (job.cluster.largest_memory_bytes or 0):
         return None
     words = f"max_memory_fraction = 1 instead of {space.max_memory_fraction:g}, which keeps no memory free"
     return RequestChange(what="max_memory_fraction", value=1.0, words=words, plan=misses[0].plan)
@@ -73,7 +73,7 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
     needed = math.ceil(miss.device_bytes / space.max_memory_fraction)
     while int(needed * space.max_memory_fraction) < miss.device_bytes:  # int() rounds the capacity down
         needed += 1
-    there = job.cluster.device.memory_bytes
+    there = job.cluster.largest_memory_bytes
     words = f"devices with {format_bytes(needed)} of memory instead of {format_bytes(there or 0)}"
     return RequestChange(what="memory_bytes", value=needed, words=words, plan=miss.plan)
 

@@ -45,7 +45,7 @@ _STEPS = (
     "schedule virtual_stages",
     "sequence_parallel cp_comm",
     "recompute recompute_modules",
-    "microbatch_size grad_sync",
+    "microbatch_size microbatch_sizes grad_sync",
 )
 """Plan fields in the order in which they are decided."""
 _NAMES = " ".join(_STEPS).split()
@@ -164,7 +164,7 @@ class Enumeration:
             kept = list(_allowed(options, why_not.recompute, len(batches), rejected))
             if kept:
                 options = [(*kept[0], *batch) for batch in batches]
-                cut = [option[-2:] for option in _allowed(options, why_not.batch, len(kept), rejected)]
+                cut = [option[-3:] for option in _allowed(options, why_not.batch, len(kept), rejected)]
                 rows += [(*recompute, *batch) for batch in cut for recompute in kept]
         return rows
 
@@ -237,14 +237,25 @@ class Enumeration:
         ways = (_unique(self._space.cp_comm) or (default,)) if mesh.cp > 1 else ("ring",)
         return list(product(splits, ways))
 
-    def _microbatches(self, mesh: Mesh, zero_stage: int) -> list[tuple[int, str | None]]:
-        """Pairs of microbatch size and ``grad_sync``.
+    def _microbatches(self, mesh: Mesh, zero_stage: int) -> list[tuple[int, str | None, str | None]]:
+        """Microbatch size, ``microbatch_sizes`` and ``grad_sync``.
 
         By default, FSDP without a pipeline is also tried with one reduction per step, for slow networks.
         """
         dp, batch = mesh.dp_replicate * mesh.dp_shard, self._job.training.global_batch_size
         sizes, syncs = self._microbatch_sizes(mesh), self._grad_syncs(mesh, zero_stage)
-        return [(size, sync) for size in sizes for sync in (syncs if batch >= 2 * dp * size else (None,))]
+        return [
+            (size, shares, sync)
+            for size in sizes
+            for shares in self._shares(mesh, size)
+            for sync in (syncs if batch >= 2 * dp * size else (None,))
+        ]
+
+    def _shares(self, mesh: Mesh, size: int) -> tuple[str | None, ...]:
+        """Values of ``microbatch_sizes``: balanced ones only where ranks can have different sizes."""
+        can_differ = self._job.cluster.is_mixed and mesh.dp_replicate * mesh.dp_shard > 1 and size > 1 and mesh.ep == 1
+        asked = _unique(self._space.microbatch_sizes) or (None, "balanced")
+        return asked if can_differ else (None,)
 
     def _grad_syncs(self, mesh: Mesh, zero_stage: int) -> tuple[str | None, ...]:
         """Values of ``grad_sync`` with several microbatches; the plan's default is None."""

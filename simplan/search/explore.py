@@ -77,7 +77,7 @@ class Exploration:
     ) -> None:
         self.options = options
         self.job, self.capacity_bytes, self.deadline_s = job, capacity_bytes(job, space), space.max_step_time_s
-        self._memory_bytes = job.cluster.device.memory_bytes or 0
+        self._memory_bytes = job.cluster.largest_memory_bytes or 0
         self.enumeration, self.bounds = Enumeration(space, job), Bounds(job, calibration)
         self.evaluator = Evaluator(job, calibration, jobs)
         self._incumbents, self._statistics, self._told = incumbents, statistics, on_progress

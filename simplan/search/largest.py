@@ -79,7 +79,7 @@ def largest(
     """
     space = that_it_has(job.software, space)
     check_without_plan(job, space)
-    if job.cluster.device.memory_bytes is None:
+    if job.cluster.largest_memory_bytes is None:
         rule = "does not say how much memory it has, so anything fits"
         raise SpecError(Problem(field="cluster.device", value=job.cluster.device.id, rule=rule))
     found, reasons = [], []

@@ -57,6 +57,8 @@ class SearchExplanation:
         device_interval_bytes: 90% interval of the device memory of the peak-memory rank.
         memory_verdict: Verdict on the whole device memory; None if that is unknown.
         worst_rank: Peak-memory rank.
+        worst_bytes: Device memory of this rank, with the full allocator reserve.
+        worst_capacity_bytes: Memory of its device; None if unknown.
         busiest_rank: Rank with the least wait time.
         shares: Fractions of the busiest rank's step, which sum to 1: compute, recompute, exposed_communication, wait,
             host, optimizer.
@@ -72,6 +74,8 @@ class SearchExplanation:
     device_interval_bytes: tuple[int, int]
     memory_verdict: MemoryVerdict | None
     worst_rank: int
+    worst_bytes: int
+    worst_capacity_bytes: int | None
     busiest_rank: int
     shares: Mapping[str, float]
     saved: Mapping[str, float] | None

@@ -55,6 +55,8 @@ class SearchSpace(Spec):
             attention core.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
             sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
+        microbatch_sizes: ``balanced`` for shares of the batch in proportion to the speed of devices, null for equal
+            ones, or both. By default both for a cluster of different nodes.
         placement: Orders of axes to compare, each innermost first: a list, or lists. By default that of the mesh.
         compiled: Values of ``software.compiled`` to compare; by default the job's own.
     """
@@ -82,6 +84,7 @@ class SearchSpace(Spec):
     reshard_after_forward: tuple[bool, ...] | None = None
     sequence_parallel: tuple[bool, ...] | None = None
     microbatch_size: _Counts | None = None
+    microbatch_sizes: tuple[Literal["balanced"] | None, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     recompute_modules: _Modules | None = None
     grad_sync: tuple[Literal["step", "microbatch"], ...] | None = None
@@ -135,7 +138,7 @@ class SearchSpace(Spec):
 
 RANGES = (
     "tp", "sequence_parallel", "cp", "cp_comm", "ep", "pp", "schedule", "virtual_stages", "dp_replicate", "dp_shard",
-    "zero_stage", "reshard_after_forward", "microbatch_size", "recompute", "recompute_modules",
+    "zero_stage", "reshard_after_forward", "microbatch_size", "microbatch_sizes", "recompute", "recompute_modules",
     "grad_sync", "placement",
 )  # fmt: skip
 """Plan fields that a search varies."""
@@ -211,9 +214,13 @@ def check_without_plan(job: Job, space: SearchSpace) -> None:
 
     Raises:
         SpecError: The job is invalid for every plan; lists all problems.
-        NotModelledError: The software cannot recompute a module of ``search.recompute_modules`` on its own.
+        NotModelledError: The cluster has jitter, or the software cannot recompute a module of
+            ``search.recompute_modules`` on its own.
     """
     plan = ParallelPlan(dp_replicate=job.cluster.num_devices)
+    if job.cluster.jitter is not None:
+        rule, fix = "a search compares steps without jitter", "remove it, and predict the plans that are found with it"
+        raise NotModelledError(Problem(field="cluster.jitter", rule=rule, fix=fix))
     try:
         check_job(job.with_plan(plan))
     except SpecError as error:
@@ -240,5 +247,5 @@ def _check_modules(job: Job, space: SearchSpace) -> None:
 
 def capacity_bytes(job: Job, space: SearchSpace) -> int | None:
     """Usable device memory in bytes; None if the device memory is unknown."""
-    memory_bytes = job.cluster.device.memory_bytes
+    memory_bytes = job.cluster.largest_memory_bytes
     return None if memory_bytes is None else int(memory_bytes * space.max_memory_fraction)

@@ -63,6 +63,8 @@ class SharedLinks:
         with np.errstate(divide="ignore"):
             self._limits = 1.0 / use.transfer_s
         self._scratch = np.zeros((4, use.num_links))
+        self._capacity = np.ones(use.num_links)
+        self._num_changes = [0] * len(use.flaps)
         self._is_changed = np.zeros(use.num_links, np.bool_)
         self._settles = False
         self._version = 0
@@ -138,13 +140,14 @@ class SharedLinks:
         """Gives new rates to the communications that the changes reach, and sets the alarm for the next end."""
         self._settles = False
         use, num, now_s = self._use, self._num, self._env.now
+        change_s = self._flap() if use.flaps else np.inf
         reached = connected(use.first, use.link, self._usage[:num], self._is_changed)
         self._is_changed[:] = False
         if len(reached):
             self._advance(reached)
             usages = self._usage[reached]
             rates, self._bottleneck[reached] = fair_rates(
-                use.first, use.link, use.seconds, self._weights, self._limits, usages, self._scratch
+                use.first, use.link, use.seconds, self._weights, self._limits, self._capacity, usages, self._scratch
             )
             self._rate[reached] = rates / self._scale[reached]
             self._end_s[reached] = now_s + self._left[reached] / self._rate[reached]
@@ -152,9 +155,24 @@ class SharedLinks:
         if num == len(use.always):
             return
         version = self._version
-        alarm = self._env.timeout(max(0.0, float(self._end_s[:num].min()) - now_s))
+        alarm = self._env.timeout(max(0.0, min(change_s, float(self._end_s[:num].min())) - now_s))
         assert alarm.callbacks is not None
         alarm.callbacks.append(lambda _: self._complete() if version == self._version else None)
+
+    def _flap(self) -> float:
+        """Sets the bandwidth that flapping links have now, marks those that changed, and returns the next change."""
+        flaps, until_s = self._use.flaps, self._env.now * (1 + _TOGETHER)
+        for number, flap in enumerate(flaps):
+            before = self._num_changes[number]
+            while flap.change_s(self._num_changes[number]) <= until_s:
+                self._num_changes[number] += 1
+            if self._num_changes[number] > before:
+                self._is_changed[flap.link] = True
+        self._capacity[:] = 1.0
+        for flap, changes in zip(flaps, self._num_changes, strict=True):
+            if changes % 2:
+                self._capacity[flap.link] *= flap.share
+        return min(flap.change_s(changes) for flap, changes in zip(flaps, self._num_changes, strict=True))
 
     def _advance(self, slots: _Ints) -> None:
         """Subtracts the progress since the last change, and records it."""
@@ -188,3 +206,5 @@ class SharedLinks:
                 array[slot] = array[last]
             self._updated_s[slot], self._end_s[slot] = self._updated_s[last], self._end_s[last]
             self._done[slot], self._done[last] = self._done[last], None
+        if not len(ended):  # a flapping link changes
+            self._mark(0, 0)

@@ -78,6 +78,8 @@ class KernelRates(Spec):
             of 32 bits. FP32 matmuls without tensor cores need no alignment.
         unaligned_efficiency: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of the
             rate.
+        odd_efficiency: ``unaligned_efficiency`` for an odd dimension, whose rows begin at odd elements; None for the
+            same.
         misaligned_slice_efficiency: ``unaligned_efficiency`` for operands that are slices of larger tensors (heads) and
             so begin inside of sectors. These matmuls run without tensor cores (on an A100 in FP32 at 19.5 of 271
             TFLOP/s).
@@ -132,6 +134,7 @@ class KernelRates(Spec):
     rowwise_efficiency: _Part = 0.75
     aligned: Annotated[int, Field(ge=1)] = 8
     unaligned_efficiency: _Part = 0.55
+    odd_efficiency: _Part | None = None
     misaligned_slice_efficiency: _Part = 0.08
     transpose_bytes_per_s: Positive = 10e9
     small_tile_efficiency: tuple[_Part, _Part] = (0.9, 0.75)

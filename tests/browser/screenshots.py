@@ -17,6 +17,9 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 PIPELINE = "model.preset=gpt2-1.5b&cluster.preset=dgx-h100&cluster.num_devices=8&training.global_batch_size=64"
 PIPELINE += "&software=torch&plan.pp=4&plan.dp_replicate=2"
+CONTENDED = "model.preset=llama3-8b&cluster.preset=dgx-h100&cluster.num_nodes=8"
+CONTENDED += '&cluster.topology={"kind":"leaf_spine","nodes_per_leaf":2,"oversubscription":4}'
+CONTENDED += "&training.global_batch_size=128&software=torchtitan&plan.tp=2&plan.dp_replicate=4&plan.dp_shard=8"
 _DRAWN_MS = 1500
 
 
@@ -36,7 +39,7 @@ def main(folder: Path) -> None:
 
 
 def _show(tab: Any, url: str, name: str) -> None:
-    scenario = PIPELINE if name == "timeline" else LARGE
+    scenario = {"timeline": PIPELINE, "network": CONTENDED}.get(name, LARGE)
     view = "&v.compare=true" if name == "search" else ""
     opened(tab, f"{url}/{'' if name == 'plan' else name}?{scenario}{view}")
     if name == "search":

@@ -24,9 +24,9 @@ plan: {microbatch_size: 4}
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "tiny"
     made.mkdir()
-    (made / "plain.yaml").write_text(TINY % "fp32")
-    (made / "rehearse-plain.yaml").write_text(TINY % "fp32")
-    (made / "wrong.yaml").write_text(TINY % "fp32" + "software: megatron-core\n")
+    (made / "plain-1.5b.yaml").write_text(TINY % "fp32")
+    (made / "rehearse-plain-1.5b.yaml").write_text(TINY % "fp32")
+    (made / "plain-1.6b.yaml").write_text(TINY % "fp32" + "software: megatron-core\n")
     return made
 
 
@@ -41,20 +41,20 @@ def test_a_suite_reports_what_ran_and_what_failed_and_goes_on(
         ).stdout
 
     calibration, out = tmp_path / "calibration.json", tmp_path / "out"
-    simplan("calibrate", folder / "plain.yaml", "--budget", "3", "--calibration", calibration)
+    simplan("calibrate", folder / "plain-1.5b.yaml", "--budget", "3", "--calibration", calibration)
     command = ("suite", folder, "-o", out, "--device", "cpu", "--steps", "3", "--json", "--calibration", calibration)
     cases = {case["name"]: case for case in json.loads(simplan(*command))["cases"]}
-    assert list(cases) == ["plain", "wrong", "rehearse-plain"]
-    assert "software = megatron-core" in cases["wrong"]["failure"]
-    for name in ("plain", "rehearse-plain"):
+    assert list(cases) == ["plain-1.5b", "plain-1.6b", "rehearse-plain-1.5b"]
+    assert "software = megatron-core" in cases["plain-1.6b"]["failure"]
+    for name in ("plain-1.5b", "rehearse-plain-1.5b"):
         assert cases[name]["failure"] is None
         assert abs(cases[name]["error"]["memory"]) < 0.05
         assert cases[name]["measured_step_time_s"] > 0
-    assert "| `plain` |" in (out / "report.md").read_text()
+    assert "| `plain-1.5b` |" in (out / "report.md").read_text()
 
-    (folder / "wrong.yaml").unlink()
+    (folder / "plain-1.6b.yaml").unlink()
     again = json.loads(simplan(*command))["cases"]
-    assert {case["name"]: case for case in again} == {k: v for k, v in cases.items() if k != "wrong"}
+    assert {case["name"]: case for case in again} == {k: v for k, v in cases.items() if k != "plain-1.6b"}
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +15,21 @@ from hypothesis import strategies as st
 from simplan import catalog
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, CommunicationTiming, KernelName, KernelTiming, Sample
-from simplan.cost.compute.grid_cost import GridCost, KernelGrid
+from simplan.cost.compute.grid_cost import GridCost, KernelGrid, of_grid
+from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.matmul import Matmul
 from simplan.cost.model import Provenance
 from simplan.errors import SpecError
 from simplan.model.layer import CollectiveKind, Gemm, LayerSpec, ParameterSpec, Pointwise
 from simplan.predict import predict
 from simplan.program.program import LayerWork, Phase
+from simplan.scenario import load_scenario
 from simplan.training import UpdateName
+from tests.cost.rates import cost_of
 from tests.jobs import job_of
 from tests.layers import layer_of_kernels
 
+ROOT = Path(__file__).resolve().parents[2]
 DIMS = (64, 256, 1024)
 PRODUCTS: tuple[KernelName, ...] = ("linear", "linear_input_gradient", "linear_weight_gradient")
 ELEMENTS = (2**12, 2**16, 2**20)
@@ -109,6 +117,52 @@ def test_a_corner_that_was_too_large_to_time_has_its_work() -> None:
     grid_time = KernelGrid(known).time("linear", (1024, 1024, 1024))
     assert grid_time.seconds == pytest.approx(2 * 1024**3 / FLOP_PER_S)
     assert grid_time.inside  # four times what was timed, the distance of two sizes
+
+
+def of_gpu(launch_s: float = 1e-9) -> KernelCost:
+    """Kernels of an H100 at the rates of the grid, whose kernels are so small here that launches must be shorter."""
+    timings = [*grid_timings(), kernel("launch", (1,), launch_s)]
+    return of_grid(cost_of("h100-sxm-80gb", num_devices=1), KernelGrid(timings))
+
+
+def test_a_gpu_multiplies_as_timed_at_the_clocks_that_a_step_sustains() -> None:
+    kernels = of_gpu()
+    sustained = kernels.matmuls.rates.matmul_efficiency
+    matmul = Matmul(512, 256, 512, 3, 0)
+    assert kernels.matmuls.seconds(matmul) == pytest.approx(3 * 2 * 512 * 256 * 512 / FLOP_PER_S / sustained)
+    odd = kernels.matmuls.seconds(matmul._replace(columns=257)) / kernels.matmuls.seconds(matmul._replace(columns=258))
+    rates = catalog.device("h100-sxm-80gb").kernels
+    assert rates.odd_efficiency is not None
+    assert odd == pytest.approx(rates.unaligned_efficiency / rates.odd_efficiency, rel=0.01)
+
+
+def test_a_gpu_moves_bytes_at_the_bandwidth_of_a_copy_or_waits_for_its_host() -> None:
+    pointwise = layer_of_kernels([Pointwise("gelu", 2**18, 2**18, like="gelu")], key="y")
+    work = LayerWork(pointwise, Phase.FORWARD, 64, 0)
+    copied_bytes_per_s = 8 / (3 * 4 / BYTES_PER_S)  # a copy of the grid takes three times 4 bytes an element
+    overhead_s = GRID.time("add", (1,)).seconds
+    kernels = of_gpu()
+    expected_s = kernels.traffic * 64 * 2**18 * (2 + 2) / copied_bytes_per_s + overhead_s
+    assert kernels.seconds(work) == pytest.approx(expected_s)
+    assert of_gpu(launch_s=1.0).seconds(work) == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("device", ["h200"])
+def test_runs_on_a_gpu_take_what_its_calibration_predicts(device: str) -> None:
+    """Half of the step times within 7 %, peaks of tensors within 3.5 %: `simplan suite` on that device."""
+    folder = ROOT / "scenarios" / "measured" / device
+    calibration = Calibration.model_validate_json((folder / "calibration.json").read_bytes())
+    timed = {timing.dtype for timing in calibration.kernels}
+    errors_s, errors_bytes = [], []
+    for case in json.loads((folder / "report.json").read_text())["cases"]:
+        job = load_scenario(ROOT / "scenarios" / "one-gpu" / f"{case['name']}.yaml").job
+        found = predict(job, calibration=calibration if job.training.precision in timed else None)
+        errors_s.append(abs(found.step_time_s / case["measured_step_time_s"] - 1))
+        allocated_bytes = found.to_json()["ranks"][0]["peak_memory_gib"]["allocated"] * 2**30
+        errors_bytes.append(abs(allocated_bytes / case["measured_allocated_bytes"] - 1))
+    assert len(errors_s) >= 17
+    assert statistics.median(errors_s) < 0.07
+    assert max(errors_bytes) < 0.035
 
 
 def layer() -> LayerSpec:

@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+import executor.dry_run.rehearse
+from executor.calibration.kernel_timing import Probe
 from executor.calibration.timing import Stopwatch
 from executor.distributed.activation_offload import HostLink, _Kept, _Saved
+from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import allow_tf32
+from executor.dry_run.rehearse import rehearse
 from executor.profiling.memory import peak_memory
 from executor.worker import use_device
+from tests.executor.conftest import make_job
 
 META = torch.device("meta")
 
@@ -80,6 +85,30 @@ def test_layers_in_a_row_are_timed_without_waiting_for_any(calls: list[str]) -> 
     middle = ["event 0", "first", "event 1", "second", "event 2"]
     assert calls == ["synchronize", "sleep", *middle, "synchronize"]
     assert found == [1.0, 1.0]
+
+
+def test_kernels_are_timed_with_the_host_ahead_and_launches_with_the_host(calls: list[str]) -> None:
+    watch = Stopwatch(torch.device("cuda"))
+    Probe("gelu", (1,), lambda n: calls.append("run")).round(watch, 0)
+    assert calls == ["synchronize", "sleep", "event 0", "run", "event 1", "synchronize"]
+    calls.clear()
+    Probe("launch", (1,), lambda n: calls.append("run")).round(watch, 0)
+    assert calls == ["synchronize", "run", "synchronize"]
+
+
+def test_a_rehearsed_rank_has_the_mesh_of_its_device(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of the CPU, FSDP moves the weights of a rank of a GPU there."""
+    found: list[str] = []
+
+    def noted(*args: Any, device_type: str, alone: bool) -> None:
+        found.append(device_type)
+        raise InterruptedError
+
+    monkeypatch.setattr(ParallelDims, "of", noted)
+    monkeypatch.setattr(executor.dry_run.rehearse, "use_device", lambda device, num_ranks: torch.device("cuda", 0))
+    with pytest.raises(InterruptedError):
+        rehearse(make_job(dp=2), 0, fake=False)
+    assert found == ["cuda"]
 
 
 @pytest.mark.parametrize(("is_known", "wanted"), [(True, 700), (False, 900)])

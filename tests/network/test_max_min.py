@@ -22,7 +22,9 @@ def rates_of(usages: list[Usage], limits: list[float]) -> tuple[list[float], lis
     weights = weights_of(first, seconds, connections)
     running = np.arange(len(usages), dtype=np.int32)
     scratch = np.zeros((4, 1 + max(link, default=0)))
-    rates, bottleneck = fair_rates(first, link, seconds, weights, np.array(limits), running, scratch)
+    rates, bottleneck = fair_rates(
+        first, link, seconds, weights, np.array(limits), np.ones(scratch.shape[1]), running, scratch
+    )
     return rates.tolist(), bottleneck.tolist()
 
 

@@ -96,12 +96,31 @@ def test_a_slow_link_delays_what_crosses_it() -> None:
     assert "node0.nic0 -> switch" in after.network.contention_words()
 
 
+def test_a_flapping_link_costs_less_than_a_slow_one() -> None:
+    plan, link = ParallelPlan(dp_replicate=16), "node0.nic0 -> switch"
+    flapping = SlowLink(link=link, bandwidth_share=0.1, slow_s=0.00039, period_s=0.0004)
+    never, always = flapping.with_changes(first_s=60.0), SlowLink(link=link, bandwidth_share=0.1)
+    fast_s, same_s, part_s, slow_s = (
+        predict(job_of(plan, topology=Switch(kind="switch"), slow_links=links)).step_time_s
+        for links in ((), (never,), (flapping,), (always,))
+    )
+    assert same_s == pytest.approx(fast_s, rel=1e-9)
+    assert fast_s < part_s <= slow_s
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"stragglers": slow(16, 2.0)}, "cluster.stragglers.0.rank = 16: is not in the job, whose ranks are 0 to 15"),
         ({"stragglers": (Straggler(slowdown=2.0),)}, "cluster.stragglers.0: must name a rank or a node"),
         ({"stragglers": (Straggler(node="node2", slowdown=2.0),)}, "whose last node is node1"),
+        (
+            {
+                "slow_links": (SlowLink(link="node0.nic0 -> switch", bandwidth_share=0.5, slow_s=1.0),),
+                "topology": Switch(kind="switch"),
+            },
+            "cluster.slow_links.0: must have both slow_s and period_s, or neither",
+        ),
         ({"slow_links": (SlowLink(link="a", bandwidth_share=0.5),)}, "names links, and the cluster has no topology"),
         (
             {

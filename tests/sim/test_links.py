@@ -6,11 +6,11 @@ from collections.abc import Generator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simpy import Environment, Event
 
-from simplan.network.usage import LinkUsage, LinkUse, link_use, together
+from simplan.network.usage import Flap, LinkUsage, LinkUse, link_use, together
 from simplan.sim.compiled import leaders_of
 from simplan.sim.engine import CoreUse, simulate
 from simplan.sim.links import SharedLinks
@@ -124,3 +124,34 @@ def test_links_are_shared_beside_cores() -> None:
     assert len(leaders) > 0
     assert (times.end_s - times.start_s)[leaders] == pytest.approx(5.0)  # 1 s of latency, and twice 2 s
     assert times.step_time_s == pytest.approx(alone.step_time_s + 2.0 * len(leaders))
+
+
+def flapping(usages: list[LinkUsage], flaps: list[Flap]) -> LinkUse:
+    ops = np.arange(len(usages))
+    return link_use(usages, ops, ops, 8, [], flaps)
+
+
+def test_a_transfer_over_a_flapping_link_waits_for_the_missing_bandwidth() -> None:
+    """At 10 % for a quarter of a second, it moves 0.025 s worth of bytes: the other 0.225 s come later."""
+    once = flapping([usage({0: 1.0}, 1.0)], [Flap(0, 0.1, 0.5, 0.25, 3600.0)])
+    assert ends(once, [0.0], [1.0]) == pytest.approx([1.225], rel=1e-12)
+    assert ends(once, [0.6], [1.0]) == pytest.approx([0.6 + 1 + 0.9 * 0.15], rel=1e-12)
+    assert ends(once, [0.75], [1.0]) == pytest.approx([1.75], rel=1e-12)
+    latency = flapping([usage({0: 1.0}, 1.0, 0.5)], [Flap(0, 0.1, 0.0, 0.5, 3600.0)])
+    assert ends(latency, [0.0], [1.5]) == pytest.approx([1.5], rel=1e-12)  # slow during the latency alone
+
+
+@settings(max_examples=20)
+@given(st.floats(0.05, 0.9), st.floats(0.1, 0.9), st.floats(0.1, 0.5))
+def test_many_flaps_are_a_link_with_the_mean_bandwidth(share: float, duty: float, period_s: float) -> None:
+    """Up to what one period can add."""
+    use = flapping([usage({0: 10.0}, 10.0)], [Flap(0, share, 0.0, duty * period_s, period_s)])
+    (end_s,) = ends(use, [0.0], [10.0])
+    mean = 1 - duty * (1 - share)
+    assert end_s == pytest.approx(10 / mean, abs=period_s / mean)
+
+
+def test_a_transfer_with_its_fair_part_of_a_flapping_link_is_not_slower() -> None:
+    """The second needs 5 % of the link: a fair half of the 10 % that are left."""
+    use = flapping([usage({0: 1.0}, 1.0), usage({0: 0.05}, 1.0)], [Flap(0, 0.1, 0.0, 1.0, 2.0)])
+    assert ends(use, [0.0, 0.0], [1.0, 1.0]) == pytest.approx([1.95, 1.0], rel=1e-9)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.analytic import AnalyticCost
 from simplan.cost.calibration.format import (
     Calibration,
     CommunicationTiming,
@@ -21,8 +22,9 @@ from simplan.cost.calibration.format import (
 )
 from simplan.cost.calibration.measured_links import timed_ranks
 from simplan.cost.communication.collectives import bus_factor, communication_cost
-from simplan.cost.compute.grid_cost import GridCost, KernelGrid
-from simplan.cost.model import CostEstimate, CostModel, Provenance
+from simplan.cost.compute.grid_cost import GridCost, KernelGrid, of_grid
+from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.model import CostEstimate, Provenance
 from simplan.errors import Problem, SpecError
 from simplan.model.layer import (
     Attention,
@@ -68,8 +70,8 @@ class CalibratedCost:
         mixed: Method of mixed precision; ignored for other precisions.
         cluster: Cluster whose network gives estimates for groups that were not timed across nodes. None for one
             machine.
-        otherwise: Estimates for communication and copies that were not timed, for devices of the catalog; None for
-            none.
+        otherwise: Estimates for communication and copies that were not timed, and the kernels of a layer, for devices
+            of the catalog; None for none.
         traffic: See ``GridCost``.
         update_fraction: See ``StateBytes``. Updates were timed in FP32.
         placement: Devices of the ranks of communication; None if they are the devices of their own numbers. The ranks
@@ -86,7 +88,7 @@ class CalibratedCost:
         fp8_recipe: Fp8Recipe = DEFAULT_RECIPE,
         mixed: Mixed = "autocast",
         cluster: ClusterSpec | None = None,
-        otherwise: CostModel | None = None,
+        otherwise: AnalyticCost | None = None,
         traffic: float = 1.0,
         update_fraction: float = 1.0,
         placement: Placement | None = None,
@@ -99,10 +101,14 @@ class CalibratedCost:
         self._otherwise = otherwise
         self._update_fraction = update_fraction
         self._grid_timings = timed = _grid_timings(calibration, dtype, num_ranks)
+        self._gpu_kernels: KernelCost | None = None
         self._grid_ranks = timed[0].num_ranks if timed else num_ranks
         way, self._grid = way_of_mixing(dtype, sharded=mixed == "cast"), None
         if timed:
-            self._grid = GridCost(KernelGrid(timed), optimizer=optimizer, accumulates=way != "cast", traffic=traffic)
+            grid = KernelGrid(timed)
+            self._grid = GridCost(grid, optimizer=optimizer, accumulates=way != "cast", traffic=traffic)
+            if calibration.device_kind == "gpu" and otherwise is not None and grid.has("launch"):
+                self._gpu_kernels = of_grid(otherwise.kernels, grid)
         self._layers: dict[tuple[str, int], LayerTiming] = {
             (timing.key, timing.microbatch_size): timing
             for timing in calibration.layers
@@ -169,6 +175,7 @@ class CalibratedCost:
             estimate = self._untimed_compute(work)
         else:
             estimate = self._estimate_from(work, timing, 1.0, Provenance.CALIBRATED)
+        estimate = self._host_bound(work, estimate)
         if self._update_fraction == 1.0 or work.phase not in _OF_UPDATES:
             return estimate
         return CostEstimate(
@@ -177,6 +184,19 @@ class CalibratedCost:
             max(estimate.relative_std, _EXTRAPOLATED_STD),
             f"{estimate.formula} x {self._update_fraction:.3g} (as many bytes)",
         )
+
+    def _host_bound(self, work: LayerWork, estimate: CostEstimate) -> CostEstimate:
+        """Returns the time in which the host issues the operations of a layer, where that is longer.
+
+        Layers and kernels of GPUs were timed with the host ahead of the device.
+        """
+        if self._gpu_kernels is None or work.phase in _OF_UPDATES + _OF_PARAMETERS:
+            return estimate
+        calls, call_s = self._gpu_kernels.host_calls(work), self._gpu_kernels.host_call_s
+        if calls * call_s <= estimate.seconds:
+            return estimate
+        formula = f"{counted(calls, 'operation')} x {format_time(call_s)} of the host"
+        return CostEstimate(calls * call_s, Provenance.CALIBRATED, _EXTRAPOLATED_STD, formula)
 
     def _estimate_from(
         self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance
@@ -217,7 +237,12 @@ class CalibratedCost:
         return max(1.0, num_ranks * (threads or max(1, cores // num_ranks)) / cores)
 
     def _untimed_compute(self, work: LayerWork) -> CostEstimate:
-        """Estimates from the grid, otherwise from the nearest timed microbatch size of the same layer."""
+        """Estimates from the grid, otherwise from the nearest timed microbatch size of the same layer.
+
+        A GPU of the catalog has the kernels of the catalog, at the rates of the grid.
+        """
+        if self._gpu_kernels is not None and work.phase not in _OF_UPDATES + _OF_PARAMETERS:
+            return self._gpu_kernels.cost_estimate(work)
         if self._grid is not None:
             cost_estimate = self._grid.cost_estimate(work)
             return replace(cost_estimate, seconds=cost_estimate.seconds / self._crowding(self._grid_ranks))

@@ -12,12 +12,20 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
 from simplan.cost.calibration.format import KernelName, KernelTiming
-from simplan.cost.compute.kernels import running_kernels
-from simplan.cost.compute.matmul import ACTIVATION_GRADIENTS, WEIGHT_GRADIENTS, gemm_sizes
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernels import KernelCost, running_kernels
+from simplan.cost.compute.matmul import (
+    ACTIVATION_GRADIENTS,
+    WEIGHT_GRADIENTS,
+    Matmul,
+    MatmulRates,
+    gemm_sizes,
+)
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Pointwise
 from simplan.program.program import LayerWork, Phase
@@ -70,12 +78,24 @@ class KernelGrid:
         """Returns the time of a timed kernel, or of its backward, at any size; for ``sizes`` see ``KernelTiming``."""
         return self._tables[kernel, backward].at(sizes)
 
+    def timings(self, kernel: KernelName) -> Iterable[tuple[tuple[int, ...], float]]:
+        """Returns sizes and seconds of a kernel as they were timed."""
+        return self._tables[kernel, False].times.items()
+
+    def largest(self, kernel: KernelName) -> int:
+        """Returns the largest number of elements of a memory-bound kernel."""
+        return max(sizes[0] for sizes, _ in self.timings(kernel))
+
+    def has(self, kernel: KernelName) -> bool:
+        """Returns True if a kernel was timed."""
+        return (kernel, False) in self._tables
+
 
 class _Table:
     """Times of one kernel over a lattice of sizes, of which some corners may be missing."""
 
     def __init__(self, times: Mapping[tuple[int, ...], tuple[float, float]], powers: Sequence[int]) -> None:
-        self._times = {sizes: seconds for sizes, (seconds, _) in times.items()}
+        self.times = {sizes: seconds for sizes, (seconds, _) in times.items()}
         self._std = math.fsum(std for _, std in times.values()) / len(times)
         self._powers = powers
         self._axes = [sorted({sizes[axis] for sizes in times}) for axis in range(len(powers))]
@@ -102,11 +122,11 @@ class _Table:
 
     def _corner(self, sizes: tuple[int, ...]) -> float:
         """Returns the time of a lattice corner; a missing corner is scaled by work from the nearest smaller one."""
-        if sizes in self._times:
-            return self._times[sizes]
-        smaller = [known for known in self._times if all(k <= s for k, s in zip(known, sizes, strict=True))]
-        nearest = max(smaller or self._times, key=self._work)
-        return self._times[nearest] * max(1.0, self._work(sizes) / self._work(nearest))
+        if sizes in self.times:
+            return self.times[sizes]
+        smaller = [known for known in self.times if all(k <= s for k, s in zip(known, sizes, strict=True))]
+        nearest = max(smaller or self.times, key=self._work)
+        return self.times[nearest] * max(1.0, self._work(sizes) / self._work(nearest))
 
 
 def _neighbours(size: float, axis: Sequence[int]) -> tuple[tuple[int, float], ...]:
@@ -211,6 +231,63 @@ class GridCost:
         factor = kernel.computed_flops / causal
         usual = not (kernel.eager or kernel.masked) and 0.5 <= factor <= 2
         return time._replace(seconds=time.seconds * factor, inside=time.inside and usual)
+
+
+_FP32_COPY_BYTES = 8  # read and written per element
+_HOST_CALL_LAUNCHES = 1.6
+"""Time in which the host issues an operation of a module under autograd, over the time of a bare launch: 39 to 45 us
+over 21 us on the virtual machine of an H200 (scenarios/measured), 8 us (fitted) over 4 us on bare metal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GridMatmuls(MatmulRates):
+    """Rates of matmuls of a GPU: timed alone, at the clocks that a training step sustains."""
+
+    grid: KernelGrid
+
+    def seconds(self, matmul: Matmul) -> float:
+        if matmul.operands == "padded":  # convolutions are in no grid
+            return MatmulRates.seconds(self, matmul)
+        time_s = matmul.groups * self.grid.time("linear", (matmul.rows, matmul.columns, matmul.depth)).seconds
+        return time_s / (self.rates.matmul_efficiency * self.alignment_efficiency(matmul))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GridAttention(AttentionRates):
+    """Rates of attention of a GPU: fused kernels as timed, at the clocks that a training step sustains."""
+
+    grid: KernelGrid
+
+    def _fused_s(self, kernel: Attention, b: int, backward: bool) -> float:
+        lengths = kernel.seq_len * (kernel.num_keys or kernel.seq_len)
+        time = self.grid.time("attention", (b * kernel.num_heads, lengths**0.5, kernel.head_dim), backward=backward)
+        causal = 2 * kernel.num_heads * lengths * kernel.head_dim
+        return time.seconds * kernel.computed_flops / causal / self.share.sustained
+
+
+def of_grid(kernels: KernelCost, grid: KernelGrid) -> KernelCost:
+    """Returns kernel costs of a GPU of the catalog with the rates of a grid.
+
+    Matmuls and fused attention take the time of the grid, memory-bound kernels their bytes at the bandwidth of the
+    largest copy. Timed alone, a kernel is faster than in a step, where clocks fall with power: the catalog's factors
+    for that apply. The host issues operations as fast as launches were timed.
+    """
+    elements = grid.largest("copy")
+    copied_bytes_per_s = _FP32_COPY_BYTES * elements / grid.time("copy", (elements,)).seconds
+    rates = kernels.matmuls.rates.model_copy(update={"kernel_overhead_s": grid.time("add", (1,)).seconds})
+    best = max(2 * math.prod(sizes) / seconds for sizes, seconds in grid.timings("linear"))
+    rate, num_sms = best * rates.matmul_efficiency, kernels.matmuls.num_sms
+    matmuls = _GridMatmuls(rate, copied_bytes_per_s, num_sms, rates, grid=grid)
+    own = kernels.attention
+    attention = _GridAttention(matmuls, own.flop_per_s, own.share, own.state, own.low, own.traffic, grid=grid)
+    return replace(
+        kernels,
+        matmuls=matmuls,
+        attention=attention,
+        provenance=Provenance.CALIBRATED,
+        relative_std=_SYSTEMATIC_STD,
+        host_call_s=_HOST_CALL_LAUNCHES * grid.time("launch", (1,)).seconds,
+    )
 
 
 def _gradient_elements(kernel: Kernel, layer: LayerSpec) -> int:

@@ -132,19 +132,26 @@ class KernelCost:
         low, wide = self._split(running_kernels(work), work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        memory_s, memory_launches = self._memory_bound(work)
-        device_s = self.slowest * (wide_s + memory_s + linear.matmuls_s + linear.casts_s)
-        calls = memory_launches + sum(self._host_calls(kernel, work.phase) for kernel in (*low, *wide))
-        return max(device_s, calls * self.host_call_s) + work.cuts * self.matmuls.rates.gemm_split_overhead_s
+        device_s = self.slowest * (wide_s + self._memory_bound_s(work) + linear.matmuls_s + linear.casts_s)
+        host_s = self.host_calls(work) * self.host_call_s
+        return max(device_s, host_s) + work.cuts * self.matmuls.rates.gemm_split_overhead_s
+
+    def host_calls(self, work: LayerWork) -> int:
+        """Returns the operations that the host issues, the larger part of which are launches of kernels."""
+        low, wide = self._split(running_kernels(work), work)
+        return self._memory_bound(work)[1] + sum(self._calls_of(kernel, work.phase) for kernel in (*low, *wide))
+
+    def _memory_bound_s(self, work: LayerWork) -> float:
+        """Returns seconds of memory-bound kernels, casts and sums of bias gradients."""
+        num_bytes, launches = self._memory_bound(work)
+        num_bytes *= work.microbatch_size * self.traffic
+        return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
 
     def _memory_bound(self, work: LayerWork) -> tuple[float, int]:
-        """Returns seconds and launches of memory-bound kernels, casts and sums of bias gradients."""
         widths = self.state.activation, self.state.residual
-        num_bytes, launches = _memory_bound(work.layer, work.phase, work.kernels, widths, self.kernel_set)
-        num_bytes *= work.microbatch_size * self.traffic
-        return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s, launches
+        return _memory_bound(work.layer, work.phase, work.kernels, widths, self.kernel_set)
 
-    def _host_calls(self, kernel: Kernel, phase: Phase) -> int:
+    def _calls_of(self, kernel: Kernel, phase: Phase) -> int:
         """Returns the operations that the host issues for a matmul, attention or lookup."""
         match kernel:
             case Gemm():

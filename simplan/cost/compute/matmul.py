@@ -93,14 +93,23 @@ class MatmulRates:
 
     def seconds(self, matmul: Matmul) -> float:
         """Returns the longer of compute time and memory time, plus the fixed kernel overhead."""
-        rate, rates = self.flop_per_s, self.rates
-        if matmul.operands != "padded" and any(size % rates.aligned for size in (matmul.columns, matmul.depth)):
-            rate *= rates.misaligned_slice_efficiency if matmul.operands == "slices" else rates.unaligned_efficiency
+        rate, rates = self.flop_per_s * self.alignment_efficiency(matmul), self.rates
         if self.num_sms is None:
             compute_s = matmul.flops / rate * (1 + rates.half_rate_k / matmul.depth)
         else:
             compute_s = self._tiled_s(matmul, rate / self.num_sms, self.num_sms)
         return max(compute_s, matmul.num_bytes / self.bytes_per_s) + rates.kernel_overhead_s
+
+    def alignment_efficiency(self, matmul: Matmul) -> float:
+        """Returns the rate of a matmul with these sizes as a fraction of the rate with aligned ones."""
+        rates, sizes = self.rates, (matmul.columns, matmul.depth)
+        if matmul.operands == "padded" or not any(size % rates.aligned for size in sizes):
+            return 1.0
+        if matmul.operands == "slices":
+            return rates.misaligned_slice_efficiency
+        if rates.odd_efficiency is not None and any(size % 2 for size in sizes):
+            return rates.odd_efficiency
+        return rates.unaligned_efficiency
 
     def _tiled_s(self, matmul: Matmul, flop_per_s: float, num_sms: int) -> float:
         """Returns the time with the fastest tile size, at a rate per SM.

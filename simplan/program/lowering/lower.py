@@ -83,7 +83,7 @@ def lower(job: Job, assignment: StageAssignment, table: Table, how: Lowering) ->
     broadcasts or all-gathers sharded updates (ZeRO-1).
 
     Args:
-        job: Training job; its cluster is ignored.
+        job: Training job; of its cluster, only the node groups count.
         table: A complete action table that ``check_table`` accepts.
     """
     return Lowerer(job, assignment, table, how).program(table)
@@ -103,14 +103,20 @@ class Lowerer:
         self._stages = Stages(job, assignment, table)
         self._folding = how.folding or unfolded(self._stages.mapping)
         self._builder = ProgramBuilder()
-        scripts = Scripts(self._stages)
+        by_size = {job.plan.microbatch_size: (self._stages, Scripts(self._stages))}
+        for size in {*job.plan.sizes_of_ranks} - by_size.keys():
+            own_stages = Stages(job.with_plan(job.plan.model_copy(update={"microbatch_size": size})), assignment, table)
+            by_size[size] = own_stages, Scripts(own_stages)
         # by rank, the lowering of a leader with the same work, and own stage -> corresponding stage of the leader
         self._ranks: dict[int, tuple[_RankLowering, dict[int, int]]] = {}
         leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}
+        sizes = job.plan.sizes_of_ranks
         for rank in self._folding.ranks:
-            key, own = _rank_key(self._stages, rank), self._stages.stages_of(self._stages.mapping.place(rank).pp)
+            mapping, group = self._stages.mapping, job.group_of(rank)
+            of_stages, scripts = by_size[sizes[mapping.dp_rank(rank)]]
+            key, own = (_rank_key(of_stages, rank), group), of_stages.stages_of(mapping.place(rank).pp)
             if key not in leaders:
-                leaders[key] = _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding), own
+                leaders[key] = _RankLowering(of_stages, scripts, rank, self._builder, how, self._folding, group), own
             leader, stages = leaders[key]
             self._ranks[rank] = leader, dict(zip(own, stages, strict=True))
 
@@ -174,6 +180,7 @@ class _RankLowering:
         builder: ProgramBuilder,
         how: Lowering,
         folding: Folding,
+        group: int | None,
     ) -> None:
         self.stages, self.scripts, self.rank, self.how = stages, scripts, rank, how
         self.pp_rank = stages.mapping.place(rank).pp
@@ -184,7 +191,12 @@ class _RankLowering:
         self.walker = Walker()
         self.numbers: dict[Hashable, int] = defaultdict(count().__next__)  # by key of a template
         self.writer = RankWriter(
-            rank, builder, folding, ordered_communications=ordered, prefetch_receive_schedules=ahead
+            rank,
+            builder,
+            folding,
+            ordered_communications=ordered,
+            prefetch_receive_schedules=ahead,
+            group=group,
         )
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)

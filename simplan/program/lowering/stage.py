@@ -82,7 +82,7 @@ class Stages:
         self.mapping = RankMapping.of(plan)
         self.placement = stage_to_rank(table)
         self.num_stages = assignment.num_stages
-        self.num_microbatches = training.global_batch_size // (plan.dp * plan.microbatch_size)
+        self.num_microbatches = job.num_microbatches
         built, joined = software.layers_of(model, plan), software.layers.fused_gemms
         made = {layer: keeping_quantized(layer, self.state.linear, joined=joined) for layer in {*built}}
         if not software.executable:  # the executor's RMSNorm has no kernel on CPUs

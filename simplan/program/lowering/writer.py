@@ -15,7 +15,10 @@ from simplan.program.program import (
     STREAMS,
     Communication,
     HostCopy,
+    HostWait,
+    LayerWork,
     MemoryEffect,
+    OverlapRemainder,
     Stream,
     Work,
 )
@@ -31,6 +34,7 @@ class RankWriter:
             because they share a communicator and its stream (NCCL).
         prefetch_receive_schedules: See ``SoftwareSpec``. If True, only transfers of one direction and sender are
             ordered, and a receive waits for no compute of the rank.
+        group: Node group of the rank's device; None for a cluster of equal nodes.
 
     Attributes:
         stage: Stage of the action being lowered.
@@ -48,8 +52,11 @@ class RankWriter:
         *,
         ordered_communications: bool,
         prefetch_receive_schedules: bool,
+        group: int | None = None,
     ) -> None:
         self.rank, self.stage = rank, 0
+        self._group = group
+        self._in_group: dict[int, tuple[tuple[Work, ...], tuple[Work, ...]]] = {}  # by identity of work, which is kept
         self._builder, self._folding = builder, folding
         self._ordered, self._ahead = ordered_communications, prefetch_receive_schedules
         self._last_communication: dict[
@@ -170,6 +177,14 @@ class RankWriter:
         """Returns the communication as work; equal ones share one object, by which later passes recognize them."""
         return self._works.setdefault(work, work)
 
+    def _of_group(self, work: tuple[Work, ...], group: int) -> tuple[Work, ...]:
+        """Returns work on a device of the rank's node group; the same object for the same work."""
+        found = self._in_group.get(id(work))
+        if found is None:
+            parts = tuple(_in_group(part, group) for part in work)
+            found = self._in_group[id(work)] = work, work if parts == work else parts
+        return found[1]
+
     def _add(
         self,
         action: Action,
@@ -190,10 +205,17 @@ class RankWriter:
                 action.stage - self.stage,
                 ACTION_KINDS.index(action.kind),
                 action.microbatch is not None,
-                builder.work(work),
+                builder.work(work if self._group is None else self._of_group(work, self._group)),
                 builder.effects[tuple(memory)],
                 -1 if meeting is None else builder.meeting(meeting),
                 tuple([wait for wait in waits if wait is not None]),
             )
         )
         return OpIndex(len(self._rows) - 1)
+
+
+def _in_group(part: Work, group: int) -> Work:
+    """Returns work of a device or its host as done in a node group; communication unchanged."""
+    if isinstance(part, OverlapRemainder):
+        return part._replace(beside=part.beside._replace(group=group))
+    return part._replace(group=group) if isinstance(part, LayerWork | HostCopy | HostWait) else part

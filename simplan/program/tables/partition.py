@@ -56,6 +56,57 @@ def balanced_assignment(
     return StageAssignment((0, *(block + 1 for block in inner), len(layer_times_s)))
 
 
+def balanced_unequal_assignment(
+    layer_times_s: Sequence[Sequence[float]],
+    stage_ranks: Sequence[int],
+    num_last: int = 1,
+    max_blocks: Sequence[int] | None = None,
+) -> StageAssignment:
+    """Returns the contiguous split whose slowest rank is fastest, for pipeline ranks on unequal devices.
+
+    With one stage per rank the result is exact, and among equally good splits the most even one. With several stages
+    per rank, the best split of single stages is improved until no shift of neighboring boundaries improves it further.
+
+    Args:
+        layer_times_s: By pipeline rank, the times of ``balanced_assignment`` on its devices.
+        stage_ranks: ``(num_stages,)`` Pipeline rank of every stage.
+        num_last: See ``balanced_assignment``.
+        max_blocks: ``(num_stages,)`` Most blocks of every stage, which its memory allows; None for no limit. Ignored
+            if no split is within the limits.
+
+    Complexity: as ``balanced_assignment``.
+    """
+    num_layers = len(layer_times_s[0])
+    num_blocks, num_stages = num_layers - 1 - num_last, len(stage_ranks)
+    intervals = [_intervals(tuple(layer_times_s[rank]), num_blocks) for rank in stage_ranks]
+    times_s = [each.times_s for each in intervals]
+    if max_blocks is not None and sum(max_blocks) >= num_blocks:
+        sizes = np.subtract.outer(np.arange(num_blocks + 1), np.arange(num_blocks + 1))
+        times_s = [np.where(sizes <= most, each, np.inf) for each, most in zip(times_s, max_blocks, strict=True)]
+    slowest_s = _smallest_slowest_of_unequal(times_s) * _ROUNDING
+    inner = np.array(_most_even([np.where(each <= slowest_s, each**2, np.inf) for each in times_s]), np.int64)
+    if len(set(stage_ranks)) < num_stages:
+        before_s = np.array([each.before_s for each in intervals])
+        while True:
+            shifted = _best_split(_with_shifts(inner, num_blocks), before_s, np.array(stage_ranks))
+            if (shifted == inner).all():
+                break
+            inner = shifted
+    return StageAssignment((0, *(block + 1 for block in inner.tolist()), num_layers))
+
+
+def _smallest_slowest_of_unequal(times_s: Sequence[_Floats]) -> float:
+    """Returns the smallest possible time of the slowest stage, by dynamic programming over the stages.
+
+    Args:
+        times_s: By stage, ``[end, start]`` seconds of its blocks.
+    """
+    slowest_s = times_s[0][:, 0]  # of the stages so far, by the end of the last of these
+    for stage_s in times_s[1:]:
+        slowest_s = np.maximum(slowest_s[None, :], stage_s).min(axis=1)
+    return float(slowest_s[-1])
+
+
 class _Intervals(NamedTuple):
     """Times of all contiguous ranges of blocks.
 
@@ -86,7 +137,7 @@ def _balanced_stages(intervals: _Intervals, num_stages: int) -> list[int]:
     The smallest possible slowest stage comes first, then the most even split in which no stage is slower.
     """
     slowest_s = _smallest_slowest(intervals, num_stages) * _ROUNDING
-    return _most_even(np.where(intervals.times_s <= slowest_s, intervals.times_s**2, np.inf), num_stages)
+    return _most_even([np.where(intervals.times_s <= slowest_s, intervals.times_s**2, np.inf)] * num_stages)
 
 
 def _smallest_slowest(intervals: _Intervals, num_stages: int) -> float:
@@ -107,19 +158,20 @@ def _smallest_slowest(intervals: _Intervals, num_stages: int) -> float:
     return float(sorted_s[low])
 
 
-def _most_even(squares: _Floats, num_stages: int) -> list[int]:
+def _most_even(squares: Sequence[_Floats]) -> list[int]:
     """Returns inner boundaries, in blocks, of the split with the least sum of squares, by dynamic programming.
 
     Args:
-        squares: ``[end, start]``, infinite for a stage that is not allowed.
+        squares: By stage, ``[end, start]``, infinite for a stage that is not allowed.
     """
+    num_stages = len(squares)
     # a stage starts at one of `places` blocks: each stage before it and after it needs a block
-    places = len(squares) - num_stages
+    places = len(squares[0]) - num_stages
     least = np.full(places, np.inf)
     least[0] = 0.0
     choices: list[NDArray[np.signedinteger[Any]]] = []
     for stage in range(num_stages):
-        sums = least + squares[stage + 1 : stage + 1 + places, stage : stage + places]
+        sums = least + squares[stage][stage + 1 : stage + 1 + places, stage : stage + places]
         choices.append(sums.argmin(axis=1))
         least = sums.min(axis=1)
     place, inner = places - 1, []
@@ -197,10 +249,18 @@ def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> _Indices:
 
 
 def _best_split(splits: _Indices, before_s: _Floats, stage_ranks: _Indices) -> _Indices:
-    """Returns the best of ``(splits, stages - 1)`` inner boundaries, the first of equally good ones."""
+    """Returns the best of ``(splits, stages - 1)`` inner boundaries, the first of equally good ones.
+
+    Args:
+        before_s: ``(blocks + 1,)`` Seconds before a block, or ``(stages, blocks + 1)`` for unequal devices.
+    """
     ends = [(0, 0), (1, 1)]
-    bounds = np.pad(splits, ends, constant_values=((0, 0), (0, len(before_s) - 1)))
-    stage_s = np.diff(before_s[bounds] / before_s[-1])
+    bounds = np.pad(splits, ends, constant_values=((0, 0), (0, before_s.shape[-1] - 1)))
+    if before_s.ndim == 1:
+        stage_s = np.diff(before_s[bounds] / before_s[-1])
+    else:
+        stages = np.arange(len(before_s))
+        stage_s = (before_s[stages, bounds[:, 1:]] - before_s[stages, bounds[:, :-1]]) / before_s[:, -1].max()
     rank_s = stage_s @ (stage_ranks[:, None] == np.arange(stage_ranks.max() + 1))
     squares = (stage_s**2).sum(axis=1) + (rank_s**2).sum(axis=1)
     order = np.lexsort(np.round((squares, stage_s.max(axis=1), rank_s.max(axis=1)), 9))

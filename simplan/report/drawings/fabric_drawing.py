@@ -142,8 +142,8 @@ def draw_fabric(cluster: ClusterSpec) -> FabricDrawing:
     fabric, topology = fabric_of(cluster), cluster.topology
     nodes = tuple(_nodes(cluster, fabric))
     layers, links = _above(fabric, nodes, cluster)
-    inside = dict.fromkeys(_kind(fabric, link.destination) for link in fabric.links if link.is_inside_node)
-    device_kind = _kind(fabric, 0)
+    inside = dict.fromkeys(kind_of(fabric, link.destination) for link in fabric.links if link.is_inside_node)
+    device_kind = kind_of(fabric, 0)
     torus, link = topology if isinstance(topology, Torus) else None, cluster.intra_link
     return FabricDrawing(
         title=f"{cluster.id}: {cluster.num_devices} x {cluster.device.id}, {counted(cluster.num_nodes, 'node')}",
@@ -183,7 +183,7 @@ def _each(group: LinkGroup) -> str:
     return f"{words}, {format_time(group.latency_s)}" if group.latency_s else words
 
 
-def _kind(fabric: Fabric, vertex: int) -> str:
+def kind_of(fabric: Fabric, vertex: int) -> str:
     """Kind of a vertex: its name without the indices of what it belongs to, and without its own.
 
     A link id such as ``nvlink4`` keeps its digits. All switches of a free graph are of one kind, whatever their names.
@@ -201,7 +201,7 @@ def _groups(fabric: Fabric) -> Iterator[LinkGroup]:
     found: dict[tuple[str, str], list[FabricLink]] = {}
     for link in fabric.links:
         if link.source < link.destination:
-            found.setdefault((_kind(fabric, link.source), _kind(fabric, link.destination)), []).append(link)
+            found.setdefault((kind_of(fabric, link.source), kind_of(fabric, link.destination)), []).append(link)
     for (lower, upper), links in found.items():
         rates = [link.bytes_per_s for link in links]
         latency_s = max(link.latency_s for link in links)
@@ -253,7 +253,7 @@ def _above(
     for layer in range(1, max(distance.values()) + 1):
         of_layer = [vertex for vertex, number in distance.items() if number == layer]
         switches = sorted(vertex for vertex in of_layer if vertex in seen)[:_MAX_SWITCHES]
-        kinds = dict.fromkeys(_kind(fabric, vertex) for vertex in of_layer)
+        kinds = dict.fromkeys(kind_of(fabric, vertex) for vertex in of_layer)
         drawn = tuple(DrawnSwitch(vertex, fabric.vertices[vertex]) for vertex in switches)
         layers.append(DrawnLayer(", ".join(kinds), len(of_layer), drawn))
         shown |= set(switches)

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.fabric_drawing import DrawnLink, DrawnNode, FabricDrawing, rate_words
+from simplan.report.drawings.link_load import load_color
 from simplan.report.drawings.svg import PAPER, SOFT, Element, line, picture, rect, text, written
-from simplan.units import counted, format_rate
+from simplan.units import counted, format_percent, format_rate
 
 _SWITCH, _CARD, _DEVICE, _NODE, _WIRE = "#1d5fa8", "#2e7d32", "#b9a6cf", "#eef0f3", "#8a8f98"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 116, 190, 76, 30
@@ -27,8 +28,14 @@ _MAX_LINE_PX, _MIN_LINE_PX = 4.0, 1.0
 _MAX_AXIS, _STEP = 8, 46  # of a torus: devices drawn along an axis, and their distance in px
 
 
-def fabric_svg(drawing: FabricDrawing) -> str:
-    """The drawing as an SVG document with a background."""
+def fabric_svg(drawing: FabricDrawing, busy_shares: Mapping[str, float] | None = None) -> str:
+    """The drawing as an SVG document with a background.
+
+    Args:
+        drawing: The drawing.
+        busy_shares: Mean busy share of each loaded link by name, as the color of its cable (a torus has no colors);
+            None for cables of one color.
+    """
     if drawing.shape:
         return _torus(drawing)
     nodes_at = _node_places(drawing.nodes)
@@ -41,7 +48,7 @@ def fabric_svg(drawing: FabricDrawing) -> str:
     width, height = _LEFT + content + _RIGHT, bottom + _NODE_HEIGHT + _BOTTOM
     root = _page(drawing, width, height)
     places = _places(drawing, nodes_at, content, bottom)
-    root.extend(_cables(drawing.links, places))
+    root.extend(_cables(drawing.links, places, busy_shares))
     for number, layer in enumerate(drawing.layers):
         y = bottom - _LAYER * (number + 1)
         for switch in layer.switches:
@@ -124,19 +131,26 @@ def _apart(wanted: Sequence[float], distance: float, low: float, high: float) ->
     return [min(max(place, low), most) + index * distance for index, place in enumerate(flat)]
 
 
-def _cables(links: Sequence[DrawnLink], places: Mapping[int, tuple[float, float]]) -> Iterator[Element]:
+def _cables(
+    links: Sequence[DrawnLink], places: Mapping[int, tuple[float, float]], busy_shares: Mapping[str, float] | None
+) -> Iterator[Element]:
     """Links as lines; those within a layer as arcs above it."""
     rates = [link.bytes_per_s for link in links]
     for link in links:
         (x1, y1), (x2, y2) = places[link.lower], places[link.upper]
+        color, words = _WIRE, ""
+        if busy_shares is not None:
+            lower, _, upper = link.name.partition(" -> ")
+            busy = max(busy_shares.get(name, 0.0) for name in (link.name, f"{upper} -> {lower}"))
+            color, words = load_color(min(1.0, busy)), f", {format_percent(busy)} busy"
         if y1 == y2:
             lift = 26 + min(34.0, abs(x2 - x1) / 12)
             path = f"M{x1:.1f} {y1 - 13:.1f}Q{(x1 + x2) / 2:.1f} {y1 - 13 - lift:.1f} {x2:.1f} {y2 - 13:.1f}"
-            cable = Element("path", {"d": path, "fill": "none", "stroke": _WIRE})
+            cable = Element("path", {"d": path, "fill": "none", "stroke": color})
         else:
-            cable = line(x1, y1, x2, y2, _WIRE)
+            cable = line(x1, y1, x2, y2, color)
         cable.set("stroke-width", f"{_line_px(link.bytes_per_s, min(rates), max(rates)):.1f}")
-        ElementTree.SubElement(cable, "title").text = f"{link.name}: {format_rate(link.bytes_per_s)} each way"
+        ElementTree.SubElement(cable, "title").text = f"{link.name}: {format_rate(link.bytes_per_s)} each way{words}"
         yield cable
 
 

@@ -100,7 +100,7 @@ def link_load_text(drawing: LinkLoadDrawing) -> str:
         more = f" (+{row.num_links - 1})" if row.num_links > 1 else ""
         lines.append(f"{_short(row.link.name) + more:>50} |{bar}| {format_percent(row.link.busy_share)} busy")
     if drawing.num_hidden:
-        lines.append(f"{counted(drawing.num_hidden, 'more link')} with less load")
+        lines.append(f"{counted(drawing.num_hidden, 'more link')} not drawn")
     return "\n".join([*lines, drawing.contention])
 
 
@@ -148,7 +148,7 @@ def _cells(row: LoadRow, drawing: LinkLoadDrawing, top: float) -> list[Element]:
                 f"{link.name} ({format_rate(link.bytes_per_s)}), {format_bytes(link.num_bytes)} a step: "
                 f"{step / _STEPS:.0%} busy from {format_time(begin_s)}"
             )
-            group.append(rect(_LEFT + width * place, top, width * number, _ROW_HEIGHT, _fill(step / _STEPS)))
+            group.append(rect(_LEFT + width * place, top, width * number, _ROW_HEIGHT, load_color(step / _STEPS)))
             found.append(group)
         place += number
     return found
@@ -158,19 +158,19 @@ def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
     parts = [text(_LEFT, top + 10, "busy", size=12, colour=SOFT)]
     left = _LEFT + 36.0
     for share in (0.1, 0.25, 0.5, 0.75, 1.0):
-        parts.append(rect(left, top, 12, 12, _fill(share), stroke=GRID))
+        parts.append(rect(left, top, 12, 12, load_color(share), stroke=GRID))
         parts.append(text(left + 17, top + 10, f"{share:.0%}", size=12))
         left += 62
     note = "delays: seconds that communications wait for the link, all groups of ranks together"
     parts.append(text(left + 20, top + 10, note, size=12, colour=SOFT))
     if drawing.num_hidden:
-        words = f"{counted(drawing.num_hidden, 'more link')} with less load"
+        words = f"{counted(drawing.num_hidden, 'more link')} not drawn"
         parts.append(text(16, top + 10, words, size=12, colour=SOFT))
     return parts
 
 
-def _fill(share: float) -> str:
-    """Color of a busy share, from pale blue over amber to dark red."""
+def load_color(share: float) -> str:
+    """Color of a busy share from 0 to 1: from pale blue over amber to dark red."""
     low, high, part = (_COOL, _MIDDLE, 2 * share) if share < 0.5 else (_MIDDLE, _HOT, 2 * share - 1)
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True))
 

@@ -11,6 +11,7 @@ from simplan.job import Job
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, Pipeline, StageSums
 from simplan.search.bounds.memory_bound import MemoryBound
+from simplan.search.bounds.mixed_bound import MixedBound
 from simplan.search.bounds.step_time_bound import StepTimeBound
 from simplan.search.candidates import Candidates, Column
 
@@ -40,6 +41,7 @@ class Bounds:
 
     def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
         self._job = job
+        self._mixed = MixedBound(job) if job.cluster.is_mixed else None
         self._sums = LayerSumsCache(job, calibration)
         self._memory = MemoryBound(job)
         self._times: StepTimeBound | None = None
@@ -55,6 +57,13 @@ class Bounds:
             rows: Candidates that violate no rule.
             max_bytes: Step times are computed only up to this memory bound; None for no limit.
         """
+        if self._mixed is not None:
+            num_bytes, seconds = self._mixed.of(rows)
+            alone = np.flatnonzero(rows["pp"] == 1)
+            if len(alone):  # every rank has all layers, however fast its device is
+                part = rows.take(alone)
+                num_bytes[alone] = np.maximum(num_bytes[alone], self._memory.bytes(part, *self._pipeline(part)))
+            return Bounded(num_bytes, seconds)
         num_bytes, seconds = np.zeros(len(rows), np.int64), np.full(len(rows), np.inf)
         shapes = np.stack([
             rows["pp"], rows["virtual_stages"], self._splits[rows["schedule"]], self._in_v[rows["schedule"]]

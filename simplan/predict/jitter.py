@@ -1,0 +1,132 @@
+"""Jitter: the durations of a step vary at random, and at every synchronization all ranks wait for the slowest.
+
+Seeded steps are simulated with durations of their own. The step nearest to their mean is the one that is shown, so that
+its timeline and its time splits are those of one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.cluster.hardware import Jitter
+from simplan.cost.program_costs import ProgramCosts
+from simplan.predict.stragglers import computing_parts
+from simplan.prediction import JitteredStep
+from simplan.program.action import ActionKind
+from simplan.program.program import Program
+from simplan.program.timeline import SpanKind
+from simplan.sim.compiled import compile_program, leaders_of
+
+_Floats = NDArray[np.float64]
+NUM_STEPS = 200
+"""Simulated steps: their mean has a standard error of 1/14 of the deviation of a step."""
+_BATCH = 8
+_COMPUTE, _COMMUNICATION = range(2)
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """Random factors of the operations of a Program.
+
+    The factors of a rank depend on the seed and its own actions, so that jobs with more ranks or more jitter have the
+    same luck as those with less.
+    """
+
+    program: Program
+    jitter: Jitter
+    computing: _Floats
+
+    @classmethod
+    def of(cls, program: Program, program_costs: ProgramCosts, jitter: Jitter) -> Factors:
+        """Factors of a Program with cost estimates."""
+        return cls(program, jitter, computing_parts(program, program_costs))
+
+    def batch(self, number: int) -> _Floats:
+        """``(_BATCH, num_ops)`` Factors of the durations in some steps; equal for the members of a meeting.
+
+        Args:
+            number: Number of the batch of steps, from 0.
+        """
+        columns = self.program.columns
+        actions, stages = len(ActionKind), int(columns.stage.max(initial=0)) + 1
+        microbatches = int(columns.microbatch.max(initial=0)) + 2
+        key = (columns.rank.astype(np.int64) * actions + columns.action) * stages + columns.stage
+        keys, action = np.unique(key * microbatches + columns.microbatch + 1, return_inverse=True)
+        ranks, counts = np.unique(keys // (actions * stages * microbatches), return_counts=True)
+        of_compute, of_communication = (
+            _with_mean_1(self._drawn(ranks, counts, number, what), self.jitter.distribution, relative_std)
+            for what, relative_std in (
+                (_COMPUTE, self.jitter.compute_relative_std),
+                (_COMMUNICATION, self.jitter.communication_relative_std),
+            )
+        )
+        communicates = self.program.of_kind(SpanKind.COMMUNICATION)
+        found = 1.0 + (of_compute[:, action] - 1.0) * self.computing
+        found[:, communicates] = of_communication[:, action[communicates]]
+        return np.asarray(found[:, leaders_of(self.program)])
+
+    def _drawn(self, ranks: NDArray[np.int64], counts: NDArray[np.int64], number: int, what: int) -> _Floats:
+        """``(_BATCH, num_actions)`` Standard samples of all actions of all ranks."""
+        parts = []
+        for rank, count in zip(ranks.tolist(), counts.tolist(), strict=True):
+            random = np.random.default_rng((self.jitter.seed, rank, number, what))
+            draw = random.standard_exponential if self.jitter.distribution == "exponential" else random.standard_normal
+            parts.append(draw((_BATCH, count)))
+        return np.concatenate(parts, axis=1)
+
+
+def _with_mean_1(drawn: _Floats, distribution: str, relative_std: float) -> _Floats:
+    """Factors with mean 1 and a standard deviation, from standard normal or exponential samples."""
+    if distribution == "lognormal":
+        variance = np.log1p(relative_std**2)
+        return np.asarray(np.exp(np.sqrt(variance) * drawn - variance / 2))
+    if distribution == "exponential":
+        return 1.0 + relative_std * (drawn - 1.0)
+    return np.maximum(0.0, 1.0 + relative_std * drawn)
+
+
+def apply_jitter(
+    program: Program, program_costs: ProgramCosts, jitter: Jitter
+) -> tuple[ProgramCosts, JitteredStep, _Floats]:
+    """Simulate steps with jitter.
+
+    Contention on links and the overlap slowdown are those of the step without jitter.
+
+    Args:
+        program: Program of all ranks: ranks with jitter are not alike.
+        program_costs: Its durations without jitter.
+        jitter: Distribution of the durations.
+
+    Returns:
+        Costs of the step nearest to the mean, step times of all simulated steps, and the ``(num_ops,)`` factors of the
+        durations of the returned step.
+    """
+    factors, compiled = Factors.of(program, program_costs, jitter), compile_program(program)
+    times_s = np.concatenate(
+        [
+            compiled.step_times_s(factors.batch(number) * program_costs.durations_s)
+            for number in range(NUM_STEPS // _BATCH)
+        ]
+    )
+    mean_s = float(times_s.mean())
+    number, row = divmod(int(np.abs(times_s - mean_s).argmin()), _BATCH)
+    chosen = factors.batch(number)[row]
+    uncontended_s = program_costs.uncontended_s
+    costs = replace(
+        program_costs,
+        durations_s=program_costs.durations_s * chosen,
+        deviations_s=program_costs.deviations_s * chosen,
+        uncontended_s=None if uncontended_s is None else uncontended_s * chosen,
+    )
+    low_s, median_s, high_s = np.quantile(times_s, (0.05, 0.5, 0.95)).tolist()
+    step = JitteredStep(
+        num_steps=NUM_STEPS,
+        without_s=compiled.step_times_s([program_costs.durations_s])[0],
+        mean_s=mean_s,
+        median_s=median_s,
+        range_s=(low_s, high_s),
+    )
+    return costs, step, chosen

@@ -1,0 +1,103 @@
+"""The page Network: slow links and placements cost what predictions of changed scenarios say; no input breaks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.figures.network import load_figure
+from app.results.network import network_result, placements, slow_link_costs, slow_link_step_time_s, topologies
+from app.state import document_text
+from simplan.predict import predict
+from simplan.scenario import parse_scenario
+from tests.app.figures.drawn import checked
+from tests.app.questions import TINY, text_of
+from tests.app.views.pages import assert_no_bug, complaints, opened, opened_in_session, query_of
+
+SHARED: dict[str, Any] = {
+    **TINY,
+    "cluster": {"preset": "dgx-h100", "num_nodes": 4, "topology": {"kind": "leaf_spine", "nodes_per_leaf": 2}},
+    "training": {"global_batch_size": 64},
+    "plan": {"dp_shard": 16, "pp": 2},
+}
+PLAIN = SHARED | {"cluster": {"preset": "dgx-h100", "num_nodes": 4}}
+
+
+def step_time_s(document: dict[str, Any]) -> float:
+    return predict(parse_scenario(document_text(document)).job).step_time_s
+
+
+def test_a_slow_link_costs_what_a_scenario_with_it_says() -> None:
+    text = document_text(SHARED)
+    costs = slow_link_costs(text, 0, 0.25)
+    assert {cost.kind for cost in costs} >= {"nic -> leaf", "leaf -> nic", "leaf -> spine", "spine -> leaf"}
+    assert costs[0].step_time_s == max(cost.step_time_s for cost in costs) > network_result(text, 0).step_time_s
+    for cost in costs[:2]:
+        slow = [{"link": cost.link, "bandwidth_share": 0.25}]
+        expected_s = step_time_s(SHARED | {"cluster": {**SHARED["cluster"], "slow_links": slow}})
+        assert cost.step_time_s == pytest.approx(expected_s, rel=1e-9)
+        assert slow_link_step_time_s(text, cost.link, 0.25) == cost.step_time_s
+
+
+def test_a_link_that_is_slow_becomes_slower() -> None:
+    cable = slow_link_costs(document_text(SHARED), 0, 0.5)[0].link
+    half = {**SHARED["cluster"], "slow_links": [{"link": cable, "bandwidth_share": 0.5}]}
+    quarter = {**SHARED["cluster"], "slow_links": [{"link": cable, "bandwidth_share": 0.25}]}
+    found_s = slow_link_step_time_s(document_text(SHARED | {"cluster": half}), cable, 0.5)
+    assert found_s == pytest.approx(step_time_s(SHARED | {"cluster": quarter}), rel=1e-9)
+
+
+def test_placements_are_all_orders_with_their_predictions() -> None:
+    found = placements(document_text(SHARED))
+    assert {one.name for one in found} == {"dp_shard, pp", "pp, dp_shard"}
+    assert [one.name for one in found if one.is_current] == ["dp_shard, pp"]
+    for one in found:
+        expected_s = step_time_s(SHARED | {"plan": {**SHARED["plan"], "placement": one.name}})
+        assert one.step_time_s == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_topologies_that_do_not_suit_are_refused_in_words() -> None:
+    found = {one.name: one for one in topologies(document_text(PLAIN))}
+    expected_s = step_time_s(PLAIN | {"cluster": {**PLAIN["cluster"], "topology": "one-switch"}})
+    assert found["one-switch"].step_time_s == pytest.approx(expected_s, rel=1e-9)
+    assert "makes 4096 devices" in found["tpu-v4-pod"].refused
+
+
+def test_the_busiest_links_are_drawn_beside_those_that_delay() -> None:
+    result = network_result(text_of("network/rails"), 0)
+    assert result.network is not None
+    busiest = max(result.network.links, key=lambda load: load.busy_share)
+    assert busiest.series in [row.link.series for row in result.rows]
+    figure = checked(load_figure(result.rows, result.length_s, busiest.name))
+    assert len(figure.data[0].z) == len(result.rows)
+
+
+def test_it_opens_with_a_link_chosen_in_the_address() -> None:
+    page = opened("network", SHARED, {"link": "leaf1 -> spine", "left": 25})
+    assert_no_bug(page)
+    assert complaints(page) == []
+    assert any("leaf1" in shown.value and "in place of" in shown.value for shown in page.markdown)
+    assert query_of(page)["v.link"] == "leaf1 -> spine"
+
+
+@pytest.mark.parametrize("document", [PLAIN, TINY, SHARED | {"cluster": {**PLAIN["cluster"], "topology": "geforce"}}])
+def test_it_opens_for_other_clusters(document: dict[str, Any]) -> None:
+    page = opened_in_session("network", document, {"link": 7, "left": "x"})
+    assert_no_bug(page)
+    assert complaints(page) == []
+
+
+@pytest.mark.parametrize("name", ["tpu-v4-pod", "nonsense"])
+def test_a_topology_that_cannot_be_leaves_the_choice_of_another(name: str) -> None:
+    page = opened("network", SHARED | {"cluster": {**PLAIN["cluster"], "topology": name}})
+    assert_no_bug(page)
+    assert next(box for box in page.selectbox if box.label == "Topology").value == name
+
+
+def test_alternatives_of_large_clusters_are_simulated_on_request() -> None:
+    large = {**SHARED, "cluster": {**SHARED["cluster"], "num_nodes": 64}, "plan": {"dp_shard": 512}}
+    page = opened("network", large | {"training": {"global_batch_size": 512}})
+    assert_no_bug(page)
+    assert [toggle.value for toggle in page.toggle if toggle.label.startswith("Simulate alternatives (512")] == [False]
+    assert "Slow link" not in [title.value for title in page.subheader]
