@@ -25,7 +25,11 @@ COUNTED = [
     (CollectiveKind.ALL_TO_ALL, 4, 0.75),
     (CollectiveKind.SEND, 2, 1.0),
 ]
-TURNS = {(CollectiveKind.ALL_GATHER, 2): 1.5, (CollectiveKind.ALL_TO_ALL, 2): 2.0, (CollectiveKind.ALL_TO_ALL, 4): 2.0}
+TURNS = {
+    (CollectiveKind.ALL_GATHER, 2): 1.5,
+    (CollectiveKind.ALL_TO_ALL, 2): 2.0,
+    (CollectiveKind.ALL_TO_ALL, 4): 4 / 3,
+}
 
 
 def nodes(number: int, gbit: float, ranks_per_node: int = 1) -> ClusterSpec:

@@ -5,18 +5,19 @@ throughout. A reduce-scatter is a full all-reduce of which every rank keeps its 
 sent per rank, as a fraction of the buffer size, for n ranks:
 
 - all-reduce and reduce-scatter: 2 (n-1)/n;
-- all-gather and all-to-all: (n-1)/n; an all-to-all takes twice the time of these bytes, an all-gather of two ranks 3/2
-  times (below);
+- all-gather and all-to-all: (n-1)/n; an all-to-all takes n/(n-1) times the time of these bytes, an all-gather of two
+  ranks 3/2 times (below);
 - broadcast: a binomial tree without chunks, in which a sender's transfers share its link: d (d+1)/2 times the
   buffer for depth d, sequentially.
 
 Two ranks share one connection. On it, a rank's ready-to-receive notice queues behind its own outgoing bytes, and a
 sender waits for that notice. The last rank to arrive knows that the others are ready and sends immediately. If that
-rank sends before its own notice, the others wait for its bytes. An all-to-all therefore transfers in one direction
-after the other (half duplex), as does a hop of a ring of two. An all-gather of two ranks (in halves) transfers in both
-directions during one third of its time. An all-reduce sends its notice first. P2P transfers in opposite directions
-between two ranks are serialized as well (``simplan.sim.engine``). In larger rings a rank receives from another rank
-than it sends to.
+rank sends before its own notice, the others wait for its bytes. An all-to-all of two ranks therefore transfers in one
+direction after the other (half duplex), as does a hop of a ring of two. In an all-to-all of more ranks, the last to
+arrive receives from its first partners while it sends to the next ones, and waits for the part of one. An all-gather
+of two ranks (in halves) transfers in both directions during one third of its time. An all-reduce sends its notice
+first. P2P transfers in opposite directions between two ranks are serialized as well (``simplan.sim.engine``). In larger
+rings a rank receives from another rank than it sends to.
 
 Source: pytorch/gloo at 70dc360272df, gloo/allreduce.cc (ring), allgather.cc, broadcast.cc, alltoall.cc,
 transport/tcp/pair.cc; torch 2.13, ProcessGroupGloo. Counted on links of 100, 400 and 1600 Mbit/s between 2 and 4 nodes
@@ -48,8 +49,8 @@ def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
             duplex = turns
         case CollectiveKind.ALL_TO_ALL:
             peers = n - route.local if route.between is not None else n - 1
-            steps, move = 1, TransferTerm(2 * peers / n, pair_bytes_per_s, f"2 x {peers}/{{n}} x ", n)
-            pattern, duplex = Pattern.PAIRWISE, 2.0
+            steps, move = 1, TransferTerm(peers / (n - 1), pair_bytes_per_s, f"{peers}/{n - 1} x ")
+            pattern, duplex = Pattern.PAIRWISE, 2.0 if n == 2 else 1.0  # others use a link on which one waits
         case CollectiveKind.BROADCAST:
             depth = (n - 1).bit_length()
             times = depth * (depth + 1) // 2

@@ -1,0 +1,230 @@
+"""Predictions next to measurements: errors, rankings and goals, as JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+from benchmarks.network.cases import COLLECTIVES, NETWORKS, SIZES_BYTES, STEPS, ShapedNetwork, ShapedPlan
+from benchmarks.network.measure import Measurements
+from simplan import load_scenario, predict
+from simplan.cost.calibration.format import Calibration
+from simplan.cost.calibration.store import load
+from simplan.cost.communication.collectives import algorithm_of
+from simplan.model.layer import CollectiveKind
+from simplan.network.build import fabric_of
+from simplan.network.usage import Usages
+from simplan.program.program import Communication
+from simplan.units import format_bytes, format_time
+from simplan.validate.compare import AT_THIS_SPEED
+
+COLLECTIVE_GOAL = 0.08
+STEP_GOAL = 0.12
+_ALIKE = 0.05
+"""Measurements that differ by less have no order."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """Prediction and measurement of one case.
+
+    Attributes:
+        network, what: Network, and collective or plan.
+        group: Cases of one group are ranked: the same work on other networks, or the same plan placed differently.
+        predicted_s: Predicted seconds.
+        measured_s: Measured seconds: median of steps, mean of collectives.
+        low_s, high_s: Spread of the measurement: extremes of steps, 10th and 90th percentile of collectives.
+    """
+
+    network: str
+    what: str
+    group: str
+    predicted_s: float
+    measured_s: float
+    low_s: float
+    high_s: float
+
+    @property
+    def error(self) -> float:
+        """Prediction over measurement, minus one."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkReport:
+    """All results, and whether they meet the goals.
+
+    Attributes:
+        machine: Machine, date and load.
+        missing: Cases without a measurement.
+    """
+
+    machine: str
+    collectives: tuple[CaseResult, ...]
+    steps: tuple[CaseResult, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def pairs(self) -> list[tuple[CaseResult, CaseResult]]:
+        """Pairs of one group whose measurements differ, the faster one first."""
+        return [*_pairs((*self.collectives, *self.steps))]
+
+    @property
+    def wrong(self) -> list[tuple[CaseResult, CaseResult]]:
+        """Pairs that are predicted in the reverse order."""
+        return [(fast, slow) for fast, slow in self.pairs if fast.predicted_s >= slow.predicted_s]
+
+    @property
+    def meets_goals(self) -> bool:
+        """True if every case was measured and all goals are met."""
+        return not self.missing and not self.wrong and all(ok for *_, ok in self.goals())
+
+    def goals(self) -> Iterator[tuple[str, str, str, bool]]:
+        """Yields name, goal, result, and whether the goal is met."""
+        for name, results, goal in (
+            ("collectives, mean error", self.collectives, COLLECTIVE_GOAL),
+            ("steps, mean error", self.steps, STEP_GOAL),
+        ):
+            if results:
+                mean = statistics.fmean(abs(result.error) for result in results)
+                yield name, f"at most {goal:.0%}", f"{mean:.1%} of {len(results)}", mean <= goal
+        if self.pairs:
+            right = len(self.pairs) - len(self.wrong)
+            yield "order of networks and placements", "always right", f"{right} of {len(self.pairs)}", not self.wrong
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self) | {"wrong": [[asdict(one) for one in pair] for pair in self.wrong]}
+
+    def to_markdown(self) -> str:
+        """Page with goals and all cases."""
+        lines = [
+            "# Results of `make netbench`",
+            "",
+            self.machine,
+            "",
+            "| what | goal | found | met |",
+            "|---|---|---|---|",
+            *(f"| {name} | {goal} | {found} | {'yes' if ok else '**no**'} |" for name, goal, found, ok in self.goals()),
+            "",
+            "A host has one link of 100 Mbit/s in each direction. Predicted steps are those with computing as fast as",
+            "in the run, because the hosts share the cores of one machine: the network is under test.",
+            "",
+            *_table("collective", self.collectives, "mean, 10th to 90th percentile"),
+            *_table("step", self.steps, "median, least to most"),
+        ]
+        for fast, slow in self.wrong:
+            lines.append(f"- Wrong order: {fast.what}, {fast.network} is faster than {slow.what}, {slow.network}.")
+        if self.missing:
+            lines += ["", f"Not measured: {'; '.join(self.missing)}."]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(name: str, results: Sequence[CaseResult], spread: str) -> Iterator[str]:
+    if not results:
+        return
+    yield f"| {name} | network | predicted | measured ({spread}) | error |"
+    yield "|---|---|---:|---:|---:|"
+    for one in results:
+        measured = f"{format_time(one.measured_s)} ({format_time(one.low_s)} to {format_time(one.high_s)})"
+        yield f"| {one.what} | {one.network} | {format_time(one.predicted_s)} | {measured} | {one.error:+.1%} |"
+    yield ""
+
+
+def _pairs(results: Iterable[CaseResult]) -> Iterator[tuple[CaseResult, CaseResult]]:
+    for pair in combinations(results, 2):
+        fast, slow = sorted(pair, key=lambda result: result.measured_s)
+        if fast.group == slow.group and slow.measured_s > (1 + _ALIKE) * fast.measured_s:
+            yield fast, slow
+
+
+def make_report(found: Measurements, machine: str) -> NetworkReport:
+    """Predicts all cases, and compares those that have been measured."""
+    collectives: list[CaseResult] = []
+    steps: list[CaseResult] = []
+    missing = []
+    for network in NETWORKS:
+        timed = load(found.collectives(network))
+        if timed is None:
+            missing.append(f"collectives, {network.words}")
+        else:
+            collectives += _collectives(network, timed, found)
+    for network, plan in STEPS:
+        if found.step(network, plan).exists():
+            steps.append(_step(network, plan, found))
+        else:
+            missing.append(f"{plan.words}, {network.words}")
+    return NetworkReport(machine, tuple(collectives), tuple(steps), tuple(missing))
+
+
+def _collectives(network: ShapedNetwork, timed: Calibration, found: Measurements) -> Iterator[CaseResult]:
+    """Yields the collectives over all hosts; a broadcast ends with its last receiver, so its 90th percentile counts."""
+    n, seconds = network.num_hosts, _alone(network, found)
+    for timing in sorted(timed.communication, key=lambda timing: (timing.kind, timing.num_bytes)):
+        kind, num_bytes = timing.kind, timing.num_bytes
+        size = next((size for size in SIZES_BYTES if 0 <= size - num_bytes < 4 * n), None)
+        if kind not in COLLECTIVES or size is None or (timing.num_ranks, timing.num_nodes) != (n, n):
+            continue
+        sample, what = timing.seconds, f"{kind} of {format_bytes(size)}"
+        measured_s = sample.high_s if kind is CollectiveKind.BROADCAST else sample.mean_s
+        group = f"{what} over {n}"
+        yield CaseResult(network.words, what, group, seconds(kind, num_bytes), measured_s, sample.low_s, sample.high_s)
+
+
+def _alone(network: ShapedNetwork, found: Measurements) -> Callable[[CollectiveKind, int], float]:
+    """Function from a collective over all hosts to its predicted seconds, with no other communication of the job.
+
+    A stream of another job takes its rate from every link on its path, or an equal part of a link that is full.
+    """
+    plan = next(plan for other, plan in STEPS if other is network)
+    cluster = load_scenario(found.scenario(network, plan)).job.cluster
+    fabric = fabric_of(cluster)
+    usages = Usages(cluster, fabric)
+    taken = {}
+    for flow in cluster.background:
+        for link in fabric.path(*flow.nodes):
+            taken[link] = flow.gbit * 1e9 / 8 / fabric.links[link].bytes_per_s
+
+    def seconds(kind: CollectiveKind, num_bytes: int) -> float:
+        communication = Communication(kind, num_bytes, tuple(range(cluster.num_devices)))
+        usage = usages.of(communication, algorithm_of(communication, cluster))
+        busy_s = [
+            alone_s / max(1 - taken.get(link, 0.0), connections / (connections + 1))
+            for link, alone_s, connections in zip(
+                usage.links.tolist(), usage.seconds.tolist(), usage.connections.tolist(), strict=True
+            )
+        ]
+        return float(usage.fixed_s + max(usage.transfer_s, *busy_s))
+
+    return seconds
+
+
+def _step(network: ShapedNetwork, plan: ShapedPlan, found: Measurements) -> CaseResult:
+    """Compares a step; the prediction is made now, and rescaled to the speed of computing in the run."""
+    document = json.loads(found.step(network, plan).read_text())
+    rows = {row["name"]: row["predicted"] for row in document["comparison"]["rows"]}
+    job = load_scenario(found.scenario(network, plan)).job
+    predicted_s = predict(job, calibration=load(found.calibration(network.mbit_per_s))).step_time_s
+    slower_s = rows.get(AT_THIS_SPEED, rows["step time"]) - rows["step time"]
+    times_s = document["measurement"]["step_times_s"]
+    group = plan.placed and f"{plan.placed}, {network.words}"
+    return CaseResult(
+        network.words,
+        plan.words,
+        group or f"{plan.words} over {network.num_hosts}",
+        predicted_s + slower_s,
+        statistics.median(times_s),
+        min(times_s),
+        max(times_s),
+    )
+
+
+def summary(report: NetworkReport) -> str:
+    """Goals in a few lines, for the terminal."""
+    return "\n".join(f"{name}: {found} ({goal})" for name, goal, found, _ in report.goals()) + (
+        f"\n{len(report.missing)} cases are not measured yet" if report.missing else ""
+    )
