@@ -179,7 +179,7 @@ class BackupStep:
 
     @property
     def words(self) -> str:
-        """What is dropped, and what that does to the step time and the throughput."""
+        """Dropped gradients, and their effect on step time and throughput."""
         change = self.throughput_ratio - 1
         step, without = format_time(self.step_time_s), format_time(self.without_s)
         last = f"{self.num_dropped} " if self.num_dropped > 1 else ""

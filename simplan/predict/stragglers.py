@@ -67,9 +67,9 @@ def apply_stragglers(
 class BackupWorkers:
     """Replicas of a Program, of which a step drops the last gradients (Chen et al. 2016, arXiv:1604.00981).
 
-    A dropped replica leaves its step and takes the parameters of the others, so that it delays nobody. In the simulated
-    step, each of its operations takes as long as that of the slowest replica that is kept. All replicas take part in
-    communication, as long as before.
+    A dropped replica leaves its step and takes the parameters of the others, so that it delays none of them. In the
+    simulated step, each of its operations has the duration of that of the slowest replica that is kept. Communication
+    costs the same as with all replicas.
 
     Attributes:
         num_dropped: Dropped gradients per step.
