@@ -147,8 +147,8 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
         )
     if job.training.backup_workers:
         yield (
-            "backup workers: a dropped replica delays no other and takes their parameters; communication costs the same "
-            "as with all replicas, and the effect of dropped gradients on the loss is not predicted"
+            "backup workers: a dropped replica delays no other and takes their parameters; communication costs the "
+            "same as with all replicas, and the effect of dropped gradients on the loss is not predicted"
         )
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield from _of_links(cluster)
