@@ -187,7 +187,7 @@ class Running(NamedTuple):
         return cls(op, usage, scale, left, rate, updated_s, np.full(size, np.inf), bottleneck, slot)
 
     def doubled(self) -> Running:
-        """The same communications, with as many free slots behind them."""
+        """Returns the communications with as many free slots behind them."""
         return Running(*map(np.concatenate, zip(self, Running.empty(len(self.op)), strict=True)))
 
 
@@ -251,7 +251,7 @@ class Segments(NamedTuple):
         return cls(np.zeros(size, np.int32), *(np.zeros(size) for _ in range(3)), np.zeros(size, np.int32))
 
     def doubled(self) -> Segments:
-        """The same intervals, with room for as many behind them."""
+        """Returns the intervals with room for as many behind them."""
         return Segments(*map(np.concatenate, zip(self, Segments.empty(len(self.op)), strict=True)))
 
 
