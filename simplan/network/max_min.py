@@ -181,14 +181,14 @@ class Running(NamedTuple):
     @classmethod
     def empty(cls, size: int) -> Running:
         """Free slots."""
-        (op, usage, bottleneck, slot), (scale, left, rate, updated_s) = (
-            [np.full(size, value, kind) for _ in range(4)] for value, kind in ((-1, np.int32), (0.0, np.float64))
-        )
-        return cls(op, usage, scale, left, rate, updated_s, np.full(size, np.inf), bottleneck, slot)
+        op, usage, bottleneck, next_slot = (np.full(size, -1, np.int32) for _ in range(4))
+        scale, left, rate, updated_s = (np.zeros(size) for _ in range(4))
+        return cls(op, usage, scale, left, rate, updated_s, np.full(size, np.inf), bottleneck, next_slot)
 
     def doubled(self) -> Running:
         """Returns the communications with as many free slots behind them."""
-        return Running(*map(np.concatenate, zip(self, Running.empty(len(self.op)), strict=True)))
+        more = Running.empty(len(self.op))
+        return Running._make(np.concatenate(columns) for columns in zip(self, more, strict=True))
 
 
 class LinkLists(NamedTuple):
@@ -248,11 +248,13 @@ class Segments(NamedTuple):
     @classmethod
     def empty(cls, size: int) -> Segments:
         """Room for some intervals."""
-        return cls(np.zeros(size, np.int32), *(np.zeros(size) for _ in range(3)), np.zeros(size, np.int32))
+        start_s, end_s, rate = (np.zeros(size) for _ in range(3))
+        return cls(np.zeros(size, np.int32), start_s, end_s, rate, np.zeros(size, np.int32))
 
     def doubled(self) -> Segments:
         """Returns the intervals with room for as many behind them."""
-        return Segments(*map(np.concatenate, zip(self, Segments.empty(len(self.op)), strict=True)))
+        more = Segments.empty(len(self.op))
+        return Segments._make(np.concatenate(columns) for columns in zip(self, more, strict=True))
 
 
 @jit

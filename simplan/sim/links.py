@@ -72,7 +72,7 @@ class SharedLinks:
         self._make_room()
         always = np.arange(self._num_always, dtype=np.int32)
         self._num_segments = advance(self._running, always, self._env.now, self._segments, self._num_segments)
-        return Segments(*(column[: self._num_segments] for column in self._segments))
+        return Segments._make(column[: self._num_segments] for column in self._segments)
 
     def _begin(self, done: Event, op: int, scale: float) -> None:
         if self._free:

@@ -107,7 +107,8 @@ def test_rates_after_every_change_are_those_of_all_communications_anew(
     slots: list[int] = []
     num_segments = 0
     for step, (begins, which, scale) in enumerate(changes):
-        joined, others = {}, dict.fromkeys(slots)
+        joined: dict[int, None] = {}
+        others = dict.fromkeys(slots)
         if begins or not slots:
             slots.append(step)
             running.usage[step], running.scale[step], running.left[step] = which % len(usages), scale, 1e6
