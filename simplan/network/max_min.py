@@ -13,7 +13,8 @@ are in one module because numba's cache notices changes of one file only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -187,8 +188,7 @@ class Running(NamedTuple):
 
     def doubled(self) -> Running:
         """Returns the communications with as many free slots behind them."""
-        more = Running.empty(len(self.op))
-        return Running._make(np.concatenate(columns) for columns in zip(self, more, strict=True))
+        return Running._make(_joined(self, Running.empty(len(self.op))))
 
 
 class LinkLists(NamedTuple):
@@ -253,8 +253,12 @@ class Segments(NamedTuple):
 
     def doubled(self) -> Segments:
         """Returns the intervals with room for as many behind them."""
-        more = Segments.empty(len(self.op))
-        return Segments._make(np.concatenate(columns) for columns in zip(self, more, strict=True))
+        return Segments._make(_joined(self, Segments.empty(len(self.op))))
+
+
+def _joined(first: Iterable[Any], second: Iterable[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Arrays of two tuples, pair by pair one behind the other."""
+    return (np.concatenate(pair) for pair in zip(first, second, strict=True))
 
 
 @jit
