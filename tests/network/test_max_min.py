@@ -90,10 +90,12 @@ def test_fair_rates_obey_the_bottleneck_law(usages: list[Usage], data: st.DataOb
         assert rate / weight == pytest.approx(max(sharing), rel=1e-9)
 
 
-_BEGIN_OR_END = st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.floats(1, 2)), min_size=1, max_size=30)
+_PATHS = st.lists(st.dictionaries(st.integers(0, 7), _ENTRY, min_size=1, max_size=2), min_size=4, max_size=9)
+_BEGINS = st.sampled_from([True, True, False])
+_BEGIN_OR_END = st.lists(st.tuples(_BEGINS, st.integers(0, 8), st.floats(1, 2)), min_size=8, max_size=30)
 
 
-@given(_USAGES, _BEGIN_OR_END)
+@given(_PATHS, _BEGIN_OR_END)
 def test_rates_after_every_change_are_those_of_all_communications_anew(
     usages: list[Usage], changes: list[tuple[bool, int, float]]
 ) -> None:
