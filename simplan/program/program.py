@@ -347,7 +347,7 @@ class Program:
         return np.asarray(chosen[self.columns.stream[indices]])
 
     def of_kind(self, *kinds: SpanKind, indices: NDArray[np.integer] | slice = _ALL) -> NDArray[np.bool_]:
-        """``(num_indices,)`` Returns True for operations, by default all, whose time counts as any of the given kinds."""
+        """``(num_indices,)`` Returns True for operations, by default all, whose time counts as any given kind."""
         chosen = np.array([kind in kinds for kind in SPAN_KINDS])
         return np.asarray(chosen[self.columns.kind[indices]])
 
