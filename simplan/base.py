@@ -11,7 +11,8 @@ from pydantic_core import to_jsonable_python
 
 from simplan.problems import parse_model
 
-Count = Annotated[int, Field(ge=1, le=10**12)]
+MAX_COUNT = 10**12
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 """A number of things, from 1 to 10**12."""
 MAX_DEVICES = 2**18
 NumDevices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
@@ -20,8 +21,9 @@ Rate = Annotated[float, Field(ge=1, le=1e21, allow_inf_nan=False)]
 """Bytes or FLOPs per second, from 1 to a thousand times what the fastest rack does."""
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 """Duration of one operation, up to an hour."""
-Gbit = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
-"""Bandwidth in Gbit/s, from 1 Mbit/s."""
+MIN_GBIT, MAX_GBIT = 1e-3, 1e6
+Gbit = Annotated[float, Field(ge=MIN_GBIT, le=MAX_GBIT, allow_inf_nan=False)]
+"""Bandwidth in Gbit/s, from 1 Mbit/s to 1 Pbit/s."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -68,10 +70,12 @@ class Spec(BaseModel):
 
         Args:
             deep: Without effect: values are immutable.
+
+        Raises:
+            SpecError: There is no such field, or a value is wrong; lists all problems.
         """
         del deep
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**(fields | dict(update or {})))
+        return self.from_fields({name: getattr(self, name) for name in type(self).model_fields} | dict(update or {}))
 
     def with_changes(self, **changes: Any) -> Self:
         """Copy with other values of some fields.
@@ -79,11 +83,21 @@ class Spec(BaseModel):
         Raises:
             SpecError: There is no such field, or a value is wrong; lists all problems.
         """
-        fields = self._without_defaults() | {k: tuple(v) if isinstance(v, list) else v for k, v in changes.items()}
+        return self.from_fields(
+            self._without_defaults() | {k: tuple(v) if isinstance(v, list) else v for k, v in changes.items()}
+        )
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Value with these fields, which may be derived from what a user wrote.
+
+        Raises:
+            SpecError: There is no such field, or a value is wrong; lists all problems.
+        """
         try:
-            return type(self)(**fields)
+            return cls(**fields)
         except ValidationError:
-            return parse_model(type(self), to_jsonable_python(fields))
+            return parse_model(cls, to_jsonable_python(fields))
 
     def _without_defaults(self) -> dict[str, Any]:
         """Values of the fields, except those with a default that depends on other fields."""

@@ -240,7 +240,7 @@ def _is_number(text: str) -> bool:
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) and value < 10**9 else f"{value:g}"
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e9 else f"{value:g}"
 
 
 def _annotation_at(model: type[BaseModel], loc: Path) -> Any:

@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from simplan.base import Count, NonNegative, NumDevices, Positive, Spec
+from simplan.base import Count, Gbit, NonNegative, NumDevices, Positive, Rate, Spec
 from simplan.cluster.hardware import Dtype
 from simplan.errors import Problem
+from simplan.model.model import MAX_LAYERS
 from simplan.plan.plan import Recompute
 from simplan.training import OptimizerName, Precision
 
@@ -130,7 +131,7 @@ class RunModel(Spec):
     num_key_value_heads: Zero
     intermediate_size: Zero
     vocab_size: Zero
-    seq_len: Zero
+    seq_len: Annotated[int, Field(ge=0, le=10**8)]
     gated_mlp: bool
     tied_embeddings: bool | None
     head_dim: Count | None = None
@@ -171,8 +172,8 @@ class RunCluster(Spec):
     num_devices: NumDevices
     devices_per_node: NumDevices
     intra_link: str | None
-    inter_link_gbit_per_device: Positive | None
-    matmul_flop_per_s: dict[Dtype, Positive] | None = None
+    inter_link_gbit_per_device: Gbit | None
+    matmul_flop_per_s: dict[Dtype, Rate] | None = None
 
 
 class RunPlan(Spec):
@@ -189,7 +190,7 @@ class RunPlan(Spec):
     tp: Count
     sequence_parallel: bool
     pp: Count
-    virtual_stages: Count
+    virtual_stages: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
     cp: Count
     ep: Count
     schedule: Literal[

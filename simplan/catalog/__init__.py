@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from simplan.base import MAX_GBIT, MIN_GBIT
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.cluster.topology import TOPOLOGIES, AnyTopology
@@ -55,6 +56,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
 _OF_KERNELS = ("rates", "reserve_fraction", "compiled_reserve_fraction")
 """Fields of a software profile that ``rates_of`` takes from another profile."""
+_MAX_SHOWN = 60
 _NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 
 
@@ -150,10 +152,22 @@ def link(name: str, *, textbook: bool = False) -> LinkSpec:
 
     With ``textbook``, the priors that a fit starts from, without fitted values (``links_fitted.yaml``).
     """
-    match = _NETWORK.fullmatch(name)
-    if match is not None and match[1] in _parsed("links")["networks"] and float(match[2]) > 0:
-        return network_link(float(match[2]), match[1], textbook=textbook)
+    network = _network_of(name)
+    if network is not None and not MIN_GBIT <= network[1] <= MAX_GBIT:
+        rule = f"must have a rate of {MIN_GBIT:g} to {MAX_GBIT:,.0f} Gbit/s"
+        shown = name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
+        raise SpecError(Problem(field="link", value=shown, rule=rule, fix=f"such as {network[0]}-100gbit"))
+    if network is not None:
+        return network_link(network[1], network[0], textbook=textbook)
     return _link(name, name, _entry("links", name), textbook=textbook)
+
+
+def _network_of(name: str) -> tuple[str, float] | None:
+    """Kind and Gbit/s of a network's name, such as ``tcp-10gbit``; None for other names."""
+    match = _NETWORK.fullmatch(name)
+    if match is None or match[1] not in _parsed("links")["networks"] or float(match[2]) <= 0:
+        return None
+    return match[1], float(match[2])
 
 
 def network_of_node(name: str, devices_per_node: int, nics_per_node: int = 1) -> LinkSpec | None:
@@ -162,11 +176,12 @@ def network_of_node(name: str, devices_per_node: int, nics_per_node: int = 1) ->
     Args:
         name: ``tcp-<n>gbit``.
     """
-    match = _NETWORK.fullmatch(name)
-    networks = _parsed("links")["networks"]
-    if match is None or not networks.get(match[1], {}).get("per_node") or float(match[2]) <= 0:
+    network = _network_of(name)
+    if network is None or not MIN_GBIT <= network[1] <= MAX_GBIT:  # ``link`` tells the rule
         return None
-    shared = network_link(float(match[2]) * nics_per_node / devices_per_node, match[1])
+    if not _parsed("links")["networks"][network[0]].get("per_node"):
+        return None
+    shared = network_link(network[1] * nics_per_node / devices_per_node, network[0])
     return shared.model_copy(update={"id": name})
 
 
@@ -192,7 +207,7 @@ def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> Lin
         values |= {**unmeasured_link(entry.get("library", "nccl")), **known, **own}
         if "launch_s" in values:
             values["sources"]["launch_s"] = "fitted, one value for all links of GPUs"
-    return LinkSpec.model_validate(values)
+    return LinkSpec.from_fields(values)
 
 
 def unmeasured_link(library: str = "nccl") -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from simplan.document import Document, Place
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.model.model import MAX_LAYERS
 from simplan.problems import Path, in_file_order, render_value
 
 _ABSENT: Any = object()
@@ -246,6 +247,17 @@ class Reading:
     def contradiction(self, key: str, rule: str, fix: str = "") -> None:
         """Record a setting that contradicts others."""
         self._problems.append(self._problem(key, rule, fix))
+
+    def can_split(self, num_layers: int, num_stages: int, key: str) -> bool:
+        """True for stages that a model may have: every one but the first and the last needs a block.
+
+        More stages are recorded as a contradiction of ``key``, before anyone lists their blocks.
+        """
+        most = min(num_layers, MAX_LAYERS) + 2
+        if num_stages > most:
+            rule = f"makes {num_stages:,} pipeline stages, and {num_layers:,} blocks make at most {most:,}"
+            self.contradiction(key, rule, "use fewer stages")
+        return num_stages <= most
 
     def ask(self, *keys: str, what: str, fix: str) -> None:
         """Note something that the file does not say.

@@ -17,6 +17,8 @@ from simplan.wording import either
 
 _OF_ALL = frozenset({"name", "family", "packs", "sources"})
 _LARGEST_VOCABULARY = 10**8
+MAX_LAYERS = 2_000
+"""Blocks of the largest model, more than ten times as many as any model has that was published."""
 _TUPLES = ("depths", "document_lengths", "lora_targets")
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class ModelSpec(Spec):
     name: str = "inline"
     family: FamilyName
     # the limits are written inside Annotated: after an equals sign they would lose against those of the type
-    num_hidden_layers: Annotated[int, Field(le=2_000)]
+    num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)]
     hidden_size: Annotated[int, Field(le=10**6)]
     num_attention_heads: Annotated[int, Field(le=10**5)]
     num_key_value_heads: Annotated[int, Field(le=10**5)]
@@ -127,7 +129,7 @@ class ModelSpec(Spec):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     sliding_window: Annotated[Count, Field(le=10**8)] | None = None
     sliding_window_pattern: Annotated[int, Field(ge=0, le=2_000)] = 0
-    num_decoder_layers: Annotated[int, Field(le=2_000)]
+    num_decoder_layers: Annotated[int, Field(le=MAX_LAYERS)]
     decoder_seq_len: Annotated[int, Field(le=10**8)]
     gated_mlp: bool = False
     relative_attention_buckets: Annotated[int, Field(le=10**6)]
@@ -143,7 +145,7 @@ class ModelSpec(Spec):
     num_experts: Annotated[int, Field(le=10**5)]
     top_k: Annotated[int, Field(le=10**4)]
     moe_intermediate_size: Annotated[int, Field(le=10**7)]
-    num_dense_layers: Annotated[int, Field(ge=0, le=2_000)] = 0
+    num_dense_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS)] = 0
     shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=10**7)] = 0
     shared_expert_gate: bool = False
     router_bias: bool = False

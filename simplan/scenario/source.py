@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from simplan import catalog
-from simplan.base import Spec
+from simplan.base import MAX_COUNT, Spec
 from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
@@ -334,6 +334,9 @@ def read_source(
         assumptions += rounded
         if configuration is not None and batch == (NUM_MICROBATCHES, configuration.num_microbatches):
             _check_batch(configuration, data)
+    read_names = configuration.names if configuration is not None else {}
+    if not {"training.global_batch_size"} & {*given, *read_names}:
+        _check_derived_batch(data, {**read_names, **typed}, file)
     if configuration is not None and searches:
         ranges = ((f"search.{key}", value) for key, value in configuration.search.items())
         why = f"no others in {configuration.title}"
@@ -352,6 +355,22 @@ def _check_batch(configuration: Configuration, data: dict[str, Any]) -> None:
         fix = "give the devices that it is for, or --num-microbatches"
         field = configuration.names[key]
         raise SpecError(Problem(field=field, value=str(written), rule=rule, fix=fix), file=configuration.file)
+
+
+def _check_derived_batch(data: Any, names: Mapping[str, str], file: str) -> None:
+    """Check that a global batch which nobody wrote is not too large, and name the largest of its factors."""
+    sections = [data.get(section) if isinstance(data, dict) else None for section in ("training", "plan")]
+    training, plan = (section if isinstance(section, dict) else {} for section in sections)
+    size = training.get("global_batch_size")
+    if not isinstance(size, int) or size <= MAX_COUNT:
+        return
+    factors = {f"plan.{key}": plan.get(key, 1) for key in ("microbatch_size", "dp_replicate", "dp_shard")}
+    factors = {key: value for key, value in factors.items() if isinstance(value, int) and value > 0}
+    factors[NUM_MICROBATCHES] = size // math.prod(factors.values())
+    key = max(factors, key=lambda key: factors[key])
+    rule = f"makes a global batch of {size:,}, and the largest is {MAX_COUNT:,}"
+    problem = Problem(field=names.get(key, key), value=str(factors[key]), rule=rule, fix="use a smaller one")
+    raise SpecError(problem, file=file)
 
 
 def _current(
@@ -607,10 +626,10 @@ def _num_violations(data: dict[str, Any], file: str) -> int:
         parts = parts_of(Document({**data, "training": {"global_batch_size": 1} | data["training"]}, {}), file)
         parts.sections.raise_problems()
         job = parts.job(ParallelPlan.model_validate(data["plan"]))
+        size = job.plan.dp * job.plan.microbatch_size * job.plan.pp * _MICROBATCHES_PER_STAGE
+        batch = job.training.with_changes(global_batch_size=size)
     except ValueError:  # SpecError and pydantic's
         return 0
-    size = job.plan.dp * job.plan.microbatch_size * job.plan.pp * _MICROBATCHES_PER_STAGE
-    batch = job.training.model_copy(update={"global_batch_size": size})
     return len(violations(replace(job, training=batch)))
 
 

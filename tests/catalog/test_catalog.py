@@ -187,6 +187,7 @@ def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> Non
         ("device", "MTT-S4000", "device = MTT-S4000: is not in the catalog; `simplan show devices` lists them; "),
         ("link", "nvlink", "link = nvlink: is not in the catalog; did you mean nvlink5"),
         ("link", "network-0gbit", "link = network-0gbit: is not in the catalog; did you mean network-50gbit"),
+        ("link", "tcp-9999999gbit", "link = tcp-9999999gbit: must have a rate of 0.001 to 1,000,000 Gbit/s"),
         ("model", "zzzzz", "model = zzzzz: is not in the catalog; `simplan show models` lists them"),
         ("cluster", "dgx-h10", "cluster = dgx-h10: is not in the catalog; did you mean dgx-h100"),
         ("cluster", "p6", "cluster = p6: is not in the catalog; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, "

@@ -180,6 +180,8 @@ def test_layout_of_stages(layout: Any, blocks: tuple[int, ...] | None) -> None:
     [
         ({"model.tensor_model_parallel_size": 3}, SpecError, "model.tensor_model_parallel_size = 3"),
         ({"model.pipeline_model_parallel_layout": "Et|tL"}, SpecError, "has 2 stages, and the pipeline has 1"),
+        ({"model.pipeline_model_parallel_size": 10**12, "model.num_layers_in_first_pipeline_stage": 16}, SpecError,
+         "model.pipeline_model_parallel_size = 1000000000000: makes 1,000,000,000,000 pipeline stages, and 16 blocks"),
         ({"optimizer.optimizer": "muon"}, NotModelledError, 'optimizer.optimizer = "muon": is not modeled yet'),
         ({"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "custom"}, NotModelledError, "fp8_recipe"),
         ({"model.is_hybrid_model": True}, NotModelledError, "model.is_hybrid_model: Mamba layers are not modeled yet"),

@@ -114,6 +114,15 @@ def test_script_of_another_job_is_refused_with_its_reason(configuration: dict[st
         scenario_from(script(configuration, tmp_path), _CLUSTER | configuration.get("add", {}))
 
 
+def test_stages_of_which_most_would_be_empty_are_refused(tmp_path: Path) -> None:
+    settings = {
+        "--num-layers": 70, "--hidden-size": 64, "--num-attention-heads": 4, "--seq-length": 32,
+        "--micro-batch-size": 1, "--pipeline-model-parallel-size": 10**12, "--account-for-loss-in-pipeline-split": True,
+    }  # fmt: skip
+    with pytest.raises(SpecError, match=r"-parallel-size = 10{12}: makes .* stages, and 70 blocks make at most 72"):
+        scenario_from(script({"name": "train", "settings": settings}, tmp_path), _CLUSTER)
+
+
 @pytest.mark.parametrize("configuration", PUBLISHED, ids=lambda each: each["name"])
 def test_script_of_a_published_run_is_predicted_as_the_run(configuration: dict[str, Any], tmp_path: Path) -> None:
     runs = read_published([ROOT / "scenarios" / "published" / "megatron_sc21_and_2020.yaml"])

@@ -157,6 +157,19 @@ def test_errors_name_overrides_as_they_were_typed(tmp_path: Path) -> None:
     assert "num_microbatches = 2: is given twice, with training.global_batch_size" in refusal(file, both)
 
 
+@pytest.mark.parametrize("key", ["plan.microbatch_size", "num_microbatches"])
+def test_batch_that_is_too_large_names_its_largest_factor(key: str) -> None:
+    sentence = f"{key} = 1000000000000: makes a global batch of 8,000,000,000,000, and the largest is 1,000,000,000,000"
+    assert sentence in refusal("gpt2-124m", {key: 10**12, "cluster.num_devices": 8})
+
+
+def test_batch_that_is_too_large_names_the_setting_of_a_framework(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1_000_000_000_000\n')
+    given = {"cluster.preset": "dgx-h100", "cluster.num_devices": 4}
+    assert "training.local_batch_size = 1000000000000: makes a global batch of 4,000," in refusal(file, given)
+
+
 @pytest.mark.parametrize(
     ("tokens", "changes", "sequences"),
     [

@@ -99,7 +99,7 @@ TORUS = {"device": "tpu-v4", "devices_per_node": 64, "num_nodes": 1}
             "cluster.topology.global_gbit = 0: must be at least 0.001",
         ),
         ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": -1}, "gbit_per_site = -1: must be at least 0.001"),
-        ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 1e9}, "must be at most 1e+06"),
+        ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 1e9}, "must be at most 1,000,000"),
         (
             {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 1, "inside": {"kind": "sites"}},
             'cluster.topology.inside.kind = "sites": is not possible here; one of switch, leaf_spine, rail, fat_tree',

@@ -99,6 +99,14 @@ def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
     assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
 
 
+def test_bound_of_many_stages_has_their_sends() -> None:
+    """With two microbatches, a step of 64 stages is little more than the way of one through all of them."""
+    job = small_job("llama", 2, batch=2, num_hidden_layers=64)
+    job = job.with_plan(ParallelPlan(pp=2, schedule="interleaved_1f1b", virtual_stages=32))
+    seconds = float(Bounds(job).of(table_of(job.plan)).step_time_s[0])
+    assert 0.97 < seconds / predict(job).step_time_s <= 1 + 1e-9
+
+
 @pytest.mark.parametrize("order", [*itertools.permutations(("tp", "dp", "pp"))])
 @pytest.mark.parametrize("degrees", [{"dp_shard": 4, "tp": 2}, {"dp_replicate": 4, "tp": 2}, {"dp_shard": 4, "pp": 2}])
 def test_bounds_follow_the_placement(degrees: dict[str, int], order: tuple[str, ...]) -> None:

@@ -229,7 +229,8 @@ def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> _Indices:
         return int(np.minimum(to_ranks, np.bincount(stage_ranks, to_stages)).sum()) if fits else -1
 
     def limits_s(used_s: _Floats) -> list[float]:
-        return [float(limit_s) for limit_s in np.unique(used_s[:, None] + added_s * np.arange(num_added + 1))]
+        distinct_s = np.unique(used_s)  # few, as most stages begin with an equal block
+        return [float(limit_s) for limit_s in np.unique(distinct_s[:, None] + added_s * np.arange(num_added + 1))]
 
     limits = limits_s(rank_s)
     rank_limit_s = limits[bisect_left(limits, num_added, key=lambda limit_s: most_added(limit_s, math.inf))]

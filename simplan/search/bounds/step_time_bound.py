@@ -37,7 +37,8 @@ class StepTimeBound:
 
     A pipeline rank starts when the first microbatch has passed the first stages of the previous ranks. It computes all
     microbatches sequentially with the collectives inside layers, and waits for P2P sends where the software does.
-    Unless backward is split, the last backward then passes back through those stages.
+    Unless backward is split, the last backward then passes back through those stages. Nor is a step shorter than the
+    way of one microbatch forward and backward through all stages, with a send wherever the rank changes.
 
     Exposed gradient reductions, the optimizer and the all-gather of updated parameters follow. FSDP's all-gathers and
     reduce-scatters are serialized on one stream.
@@ -94,8 +95,18 @@ class StepTimeBound:
         ends_s = done_s + tail.reduce_s + tail.first_reduce_s + tail.update_s
         if pipeline.splits:
             return np.asarray(ends_s.max(axis=1))
-        last_s = (done_s + tail.reduce_s + back_s).max(axis=1) + tail.first_reduce_s[:, 0] + tail.update_s[:, 0]
+        last_s = np.maximum((done_s + tail.reduce_s + back_s).max(axis=1), self._path_s(pipeline, hops_s)[ways])
+        last_s = last_s + tail.first_reduce_s[:, 0] + tail.update_s[:, 0]
         return np.asarray(np.maximum(ends_s.max(axis=1), last_s))
+
+    def _path_s(self, pipeline: Pipeline, hops_s: Floats) -> Floats:
+        """``(ways,)`` Seconds in which one microbatch passes forward and backward through all stages.
+
+        With many stages and few microbatches, latencies of sends are most of what a plan takes beyond its compute.
+        """
+        stages = pipeline.stages
+        num_sends = np.count_nonzero(np.diff(pipeline.placement))
+        return np.asarray((stages.forward_s + stages.backward_s).sum(axis=1) + 2 * num_sends * hops_s.min(axis=1))
 
     def _hops_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(ways, ranks)`` Seconds of one microbatch's P2P send from the first stage of each rank to the next rank."""

@@ -175,6 +175,8 @@ def _put_stages(reading: Reading, num_stages: int) -> None:
         said = next(each for each in ends if reading.value(each) is not None)
         reading.contradiction(said, "leaves blocks that the other stages cannot share equally")
         return
+    if not reading.can_split(layers, num_stages, "model.pipeline_model_parallel_size"):
+        return
     each = (layers - sum(given)) // others
     blocks = (*([first] if first is not None else []), *[each] * others, *([last] if last is not None else []))
     reading.put("plan.stage_layers", list(blocks), ends[0] if first is not None else ends[1])

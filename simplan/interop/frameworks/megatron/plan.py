@@ -114,6 +114,8 @@ def _read_uneven_stages(reader: MegatronReader, layers: int, pp: int, virtual: i
             reading.not_modeled("--pipeline-model-parallel-size", what)
         return
     keys = keys or [parts]
+    if not reading.can_split(layers, pp * virtual, "--pipeline-model-parallel-size"):
+        return
     by_rank: list[int | None] = [None] * pp
     if first in reading or last in reading:
         for key, rank in ((first, 0), (last, -1)):
