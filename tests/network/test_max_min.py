@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from simplan.network.max_min import LinkLists, Paths, Running, Segments, begin, end, fair_rates, settle, weights_of
@@ -95,7 +95,11 @@ _BEGINS = st.sampled_from([True, True, False])
 _BEGIN_OR_END = st.lists(st.tuples(_BEGINS, st.integers(0, 8), st.floats(1, 2)), min_size=8, max_size=30)
 
 
+_CHAIN: list[Usage] = [{0: (1.0, 1.0)}, {0: (1.0, 1.0), 1: (1.0, 1.0)}, {1: (1.0, 1.0)}]
+
+
 @given(_PATHS, _BEGIN_OR_END)
+@example(_CHAIN, [(True, 0, 1.0), (True, 1, 1.0), (True, 2, 1.0)])
 def test_rates_after_every_change_are_those_of_all_communications_anew(
     usages: list[Usage], changes: list[tuple[bool, int, float]]
 ) -> None:
