@@ -5,9 +5,16 @@ the share r x seconds of the time. Rates rise together, per connection, until a 
 fast as it is alone; what is frozen leaves the rest to the others (progressive filling: Bertsekas and Gallager, Data
 Networks, 2nd edition, section 6.5.2). Rates are unique: every communication is as fast as alone, or crosses a full link
 on which no other has more per connection.
+
+A change reaches the communications that share links with it, directly or through others. Lists of the communications on
+each link find them, so the cost of a change depends on their number and not on the size of the cluster. All functions
+are in one module because numba's cache notices changes of one file only.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -126,30 +133,286 @@ def _set_lowest(
             least[link[entry]] = min(least[link[entry]], lowest[k])
 
 
+class Paths(NamedTuple):
+    """Links of every usage; never written to.
+
+    Attributes:
+        first, link, seconds, weights, limits: As for ``fair_rates``.
+        owner: ``(num_entries,)`` Usage of each entry of ``link``.
+    """
+
+    first: Ints
+    link: Ints
+    seconds: Floats
+    weights: Floats
+    limits: Floats
+    owner: Ints
+
+    @classmethod
+    def of(cls, first: Ints, link: Ints, seconds: Floats, connections: Floats, transfer_s: Floats) -> Paths:
+        """Links of usages, of which a communication that runs alone takes ``transfer_s``, ``(num_usages,)`` seconds."""
+        with np.errstate(divide="ignore"):
+            limits = 1.0 / transfer_s
+        owner = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
+        return cls(first, link, seconds, weights_of(first, seconds, connections), limits, owner)
+
+
+class Running(NamedTuple):
+    """Running communications, one per slot. Free slots end at infinity.
+
+    Attributes:
+        op, usage: ``(num_slots,)`` Operation and usage.
+        scale: Seconds alone over those of the usage: an uncertain or slow operation takes longer.
+        left, rate: Fraction left at ``updated_s``, and progress since then, 1/s.
+        updated_s, end_s: Time of the last change of the rate, and the end if it does not change again.
+        bottleneck: Link that limits the rate; -1 if the communication is as fast as alone.
+        next_slot: Next slot of the same usage; -1 for none.
+    """
+
+    op: Ints
+    usage: Ints
+    scale: Floats
+    left: Floats
+    rate: Floats
+    updated_s: Floats
+    end_s: Floats
+    bottleneck: Ints
+    next_slot: Ints
+
+    @classmethod
+    def empty(cls, size: int) -> Running:
+        """Free slots."""
+        op, usage, bottleneck, next_slot = (np.full(size, -1, np.int32) for _ in range(4))
+        scale, left, rate, updated_s = (np.zeros(size) for _ in range(4))
+        return cls(op, usage, scale, left, rate, updated_s, np.full(size, np.inf), bottleneck, next_slot)
+
+    def doubled(self) -> Running:
+        """Returns the communications with as many free slots behind them."""
+        return Running._make(_joined(self, Running.empty(len(self.op))))
+
+
+class LinkLists(NamedTuple):
+    """Running communications on each link, and the links on which communications began or ended.
+
+    Attributes:
+        entry: ``(num_links,)`` First entry of ``Paths.link`` on each link whose usage runs; -1 for none.
+        next_entry, previous_entry: ``(num_entries,)`` The other entries of the list; -1 for none.
+        slot: ``(num_usages,)`` First slot of each usage; -1 if it does not run.
+        changed: ``(num_links,)`` Changed links, each once.
+        num_changed: ``(1,)`` Number of changed links.
+        is_changed: ``(num_links,)`` True for changed links.
+        is_reached: ``(num_usages,)`` Working memory, False between calls.
+        scratch: ``(4, num_links)`` Working memory.
+    """
+
+    entry: Ints
+    next_entry: Ints
+    previous_entry: Ints
+    slot: Ints
+    changed: Ints
+    num_changed: Ints
+    is_changed: Bools
+    is_reached: Bools
+    scratch: Floats
+
+    @classmethod
+    def empty(cls, num_links: int, paths: Paths) -> LinkLists:
+        """Lists of links on which nothing runs."""
+        num_entries, num_usages = len(paths.link), len(paths.weights)
+        entry, following, previous, slot, changed = (
+            np.full(size, -1, np.int32) for size in (num_links, num_entries, num_entries, num_usages, num_links)
+        )
+        is_changed, is_reached = np.zeros(num_links, np.bool_), np.zeros(num_usages, np.bool_)
+        num_changed = np.zeros(1, np.int32)
+        return cls(
+            entry, following, previous, slot, changed, num_changed, is_changed, is_reached, np.zeros((4, num_links))
+        )
+
+
+class Segments(NamedTuple):
+    """Intervals in which a communication transfers at a constant rate.
+
+    Attributes:
+        op: ``(num_segments,)`` Operation, or leader of the meeting; constant flows follow the operations.
+        start_s, end_s: ``(num_segments,)`` Seconds from the start of the step.
+        rate: ``(num_segments,)`` Progress per second, where the transfer alone takes ``LinkUse.transfer_s``.
+        bottleneck: ``(num_segments,)`` Link that limits the rate; -1 if the communication is as fast as alone.
+    """
+
+    op: Ints
+    start_s: Floats
+    end_s: Floats
+    rate: Floats
+    bottleneck: Ints
+
+    @classmethod
+    def empty(cls, size: int) -> Segments:
+        """Room for some intervals."""
+        start_s, end_s, rate = (np.zeros(size) for _ in range(3))
+        return cls(np.zeros(size, np.int32), start_s, end_s, rate, np.zeros(size, np.int32))
+
+    def doubled(self) -> Segments:
+        """Returns the intervals with room for as many behind them."""
+        return Segments._make(_joined(self, Segments.empty(len(self.op))))
+
+
+def _joined(first: Iterable[Any], second: Iterable[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Arrays of two tuples, pair by pair one behind the other."""
+    return (np.concatenate(pair) for pair in zip(first, second, strict=True))
+
+
 @jit
-def connected(first: Ints, link: Ints, usages: Ints, is_changed: Bools) -> Ints:
-    """Returns the positions of the communications that a change on some links may reach through shared links.
+def mark(lists: LinkLists, link: int) -> None:
+    """Notes that a link has changed."""
+    if not lists.is_changed[link]:
+        lists.is_changed[link] = True
+        lists.changed[lists.num_changed[0]] = link
+        lists.num_changed[0] += 1
+
+
+@jit
+def begin(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
+    """Adds the communication of a slot to the lists of its links, which it changes."""
+    usage = running.usage[slot]
+    is_first = lists.slot[usage] < 0
+    running.next_slot[slot] = lists.slot[usage]
+    lists.slot[usage] = slot
+    for entry in range(paths.first[usage], paths.first[usage + 1]):
+        link = paths.link[entry]
+        mark(lists, link)
+        if is_first:
+            following = lists.entry[link]
+            lists.next_entry[entry], lists.previous_entry[entry] = following, -1
+            if following >= 0:
+                lists.previous_entry[following] = entry
+            lists.entry[link] = entry
+
+
+@jit
+def _remove(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
+    """Removes the communication of a slot from the lists of its links, which it changes."""
+    usage = running.usage[slot]
+    if lists.slot[usage] == slot:
+        lists.slot[usage] = running.next_slot[slot]
+    else:
+        before = lists.slot[usage]
+        while running.next_slot[before] != slot:
+            before = running.next_slot[before]
+        running.next_slot[before] = running.next_slot[slot]
+    is_last = lists.slot[usage] < 0
+    for entry in range(paths.first[usage], paths.first[usage + 1]):
+        link = paths.link[entry]
+        mark(lists, link)
+        if is_last:
+            following, before = lists.next_entry[entry], lists.previous_entry[entry]
+            if before < 0:
+                lists.entry[link] = following
+            else:
+                lists.next_entry[before] = following
+            if following >= 0:
+                lists.previous_entry[following] = before
+
+
+@jit
+def advance(running: Running, slots: Ints, now_s: float, segments: Segments, num_segments: int) -> int:
+    """Subtracts the progress since the last change, and records it.
+
+    Returns:
+        Number of segments, which grows by at most ``len(slots)``.
+    """
+    for slot in slots:
+        start_s, rate = running.updated_s[slot], running.rate[slot]
+        running.left[slot] -= rate * (now_s - start_s)
+        running.updated_s[slot] = now_s
+        if rate > 0 and now_s > start_s:
+            segments.op[num_segments], segments.bottleneck[num_segments] = running.op[slot], running.bottleneck[slot]
+            segments.start_s[num_segments], segments.end_s[num_segments] = start_s, now_s
+            segments.rate[num_segments] = rate * running.scale[slot]
+            num_segments += 1
+    return num_segments
+
+
+@jit
+def reached_slots(paths: Paths, running: Running, lists: LinkLists) -> Ints:
+    """Returns the slots that the changes reach through shared links, and forgets the changes."""
+    slots, done = [np.int32(0) for _ in range(0)], 0
+    usages = [np.int32(0) for _ in range(0)]
+    while done < lists.num_changed[0]:
+        at = lists.entry[lists.changed[done]]
+        done += 1
+        while at >= 0:
+            usage = paths.owner[at]
+            at = lists.next_entry[at]
+            if lists.is_reached[usage]:
+                continue
+            lists.is_reached[usage] = True
+            usages.append(usage)
+            for entry in range(paths.first[usage], paths.first[usage + 1]):
+                mark(lists, paths.link[entry])
+            slot = lists.slot[usage]
+            while slot >= 0:
+                slots.append(slot)
+                slot = running.next_slot[slot]
+    for usage in usages:
+        lists.is_reached[usage] = False
+    for k in range(done):
+        lists.is_changed[lists.changed[k]] = False
+    lists.num_changed[0] = 0
+    return np.array(slots, np.int32)
+
+
+@jit
+def settle(
+    paths: Paths,
+    running: Running,
+    lists: LinkLists,
+    capacity: Floats,
+    now_s: float,
+    segments: Segments,
+    num_segments: int,
+) -> int:
+    """Gives new rates to the communications that the changes reach.
 
     Args:
-        first, link, usages: As for ``fair_rates``.
-        is_changed: ``(num_links,)`` True for links on which a communication began or ended; written to: True for all
-            links of the returned communications.
+        paths, running, lists: Communications.
+        capacity: ``(num_links,)`` Fraction of its bandwidth that each link has now, above 0.
+        now_s: Time.
+        segments: Receives the intervals that end now; with room for one of each slot.
+        num_segments: Number of segments recorded before.
+
+    Returns:
+        Number of segments.
     """
-    num = len(usages)
-    is_reached = np.zeros(num, np.bool_)
-    grows = True
-    while grows:
-        grows = False
-        for c in range(num):
-            if is_reached[c]:
-                continue
-            begin, end = first[usages[c]], first[usages[c] + 1]
-            for entry in range(begin, end):
-                if is_changed[link[entry]]:
-                    is_reached[c] = True
-                    break
-            if is_reached[c]:
-                grows = True
-                for entry in range(begin, end):
-                    is_changed[link[entry]] = True
-    return np.flatnonzero(is_reached).astype(np.int32)
+    slots = reached_slots(paths, running, lists)
+    num_segments = advance(running, slots, now_s, segments, num_segments)
+    rates, bottleneck = fair_rates(
+        paths.first,
+        paths.link,
+        paths.seconds,
+        paths.weights,
+        paths.limits,
+        capacity,
+        running.usage[slots],
+        lists.scratch,
+    )
+    for k, slot in enumerate(slots):
+        running.bottleneck[slot] = bottleneck[k]
+        running.rate[slot] = rates[k] / running.scale[slot]
+        running.end_s[slot] = now_s + running.left[slot] / running.rate[slot]
+    return num_segments
+
+
+@jit
+def end(
+    paths: Paths, running: Running, lists: LinkLists, slots: Ints, now_s: float, segments: Segments, num_segments: int
+) -> int:
+    """Ends the communications of some slots, which become free.
+
+    Returns:
+        Number of segments.
+    """
+    num_segments = advance(running, slots, now_s, segments, num_segments)
+    for slot in slots:
+        _remove(paths, running, lists, slot)
+        running.end_s[slot] = np.inf
+    return num_segments

@@ -23,13 +23,14 @@ from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network
+from simplan.network.max_min import Segments
 from simplan.network.usage import Flap, LinkUsage, LinkUse, Usages, in_sequence, link_use, together
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import compile_program, leaders_of
 from simplan.sim.engine import CoreUse, simulate
-from simplan.sim.links import Progress, Segments
+from simplan.sim.links import Progress
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int32]
@@ -204,7 +205,7 @@ def apply_contention(
         times = compile_program(program).times(alone_s)
     else:
         times = simulate(program, alone_s, sharing, use, progress)
-    segments = times.segments or Segments.none()
+    segments = times.segments or Segments.empty(0)
     taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
     realized_s = np.where(use.usage[leaders] >= 0, taken_s, alone_s)
     given_s = program_costs.durations_s

@@ -344,7 +344,9 @@ def _through_ranks_s(step: Simulated, vectors_s: _Floats) -> _Floats:
 def _last_forward(program: Program, rank: int) -> int:
     """Index of the first compute operation of the last forward of a rank."""
     indices = program.rank_indices[rank]
-    forward = program.of_action(ActionKind.FORWARD)[indices] & program.on_stream(Stream.COMPUTE)[indices]
+    forward = program.of_action(ActionKind.FORWARD, indices=indices) & program.on_stream(
+        Stream.COMPUTE, indices=indices
+    )
     c = program.columns
     last = indices[np.flatnonzero(forward)[-1]]
     same = forward & (c.stage[indices] == c.stage[last]) & (c.microbatch[indices] == c.microbatch[last])

@@ -25,6 +25,8 @@ from simplan.model.layer import CollectiveKind, ExpertDraw, LayerSpec
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.timeline import LazySequence, SpanKind
 
+_ALL = slice(None)
+
 
 class Stream(StrEnum):
     """Streams of a rank. Operations of one stream run sequentially, in the order of issue.
@@ -339,20 +341,20 @@ class Program:
             memory=self.effects[c.memory[index]],
         )
 
-    def on_stream(self, *streams: Stream) -> NDArray[np.bool_]:
-        """``(num_ops,)`` Returns True for operations on any of the given streams."""
+    def on_stream(self, *streams: Stream, indices: NDArray[np.integer] | slice = _ALL) -> NDArray[np.bool_]:
+        """``(num_indices,)`` Returns True for operations, by default all, on any of the given streams."""
         chosen = np.array([stream in streams for stream in STREAMS])
-        return np.asarray(chosen[self.columns.stream])
+        return np.asarray(chosen[self.columns.stream[indices]])
 
-    def of_kind(self, *kinds: SpanKind) -> NDArray[np.bool_]:
-        """``(num_ops,)`` Returns True for operations whose time counts as any of the given kinds."""
+    def of_kind(self, *kinds: SpanKind, indices: NDArray[np.integer] | slice = _ALL) -> NDArray[np.bool_]:
+        """``(num_indices,)`` Returns True for operations, by default all, whose time counts as any given kind."""
         chosen = np.array([kind in kinds for kind in SPAN_KINDS])
-        return np.asarray(chosen[self.columns.kind])
+        return np.asarray(chosen[self.columns.kind[indices]])
 
-    def of_action(self, *kinds: ActionKind) -> NDArray[np.bool_]:
-        """``(num_ops,)`` Returns True for operations that are part of an action of any of the given kinds."""
+    def of_action(self, *kinds: ActionKind, indices: NDArray[np.integer] | slice = _ALL) -> NDArray[np.bool_]:
+        """``(num_indices,)`` Returns True for operations, by default all, of an action of any of the given kinds."""
         chosen = np.array([kind in kinds for kind in ACTION_KINDS])
-        return np.asarray(chosen[self.columns.action])
+        return np.asarray(chosen[self.columns.action[indices]])
 
     @cached_property
     def effect_bytes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

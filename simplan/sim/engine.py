@@ -19,8 +19,9 @@ from simplan.program.program import Program
 from simplan.program.timeline import LazySequence, Span, Timeline
 
 if TYPE_CHECKING:
+    from simplan.network.max_min import Segments
     from simplan.network.usage import LinkUse
-    from simplan.sim.links import Progress, Segments
+    from simplan.sim.links import Progress
 
 _Process = Generator[Event, object, None]
 

@@ -105,7 +105,7 @@ def step_peaks(program: Program, rank: int) -> StepPeaks:
     """Returns the peak transient bytes of a rank in a step."""
     during, after = _device_effects(program, rank)
     totals = np.cumsum(after) - after + during
-    updates = program.of_action(ActionKind.OPTIM)[program.rank_indices[rank]]
+    updates = program.of_action(ActionKind.OPTIM, indices=program.rank_indices[rank])
     return StepPeaks(int(totals[~updates].max(initial=0)), int(totals[updates].max(initial=0)))
 
 
@@ -163,13 +163,13 @@ def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySa
 def _in_flight(program: Program, rank: int) -> dict[int, int]:
     """Returns, per stage, the maximum number of microbatches between forward and the end of backward."""
     c, indices = program.columns, program.rank_indices[rank]
-    indices = indices[program.on_stream(Stream.COMPUTE)[indices]]
+    indices = indices[program.on_stream(Stream.COMPUTE, indices=indices)]
     stage, action, microbatch = c.stage[indices], c.action[indices].astype(np.int64), c.microbatch[indices]
     # an action is several operations at Level 2; it counts once
     begins = np.ones(len(indices), np.bool_)
     begins[1:] = (np.diff(stage) != 0) | (np.diff(action) != 0) | (np.diff(microbatch) != 0)
-    forward = program.of_action(ActionKind.FORWARD)[indices] & begins
-    backward = program.of_action(ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)[indices] & begins
+    forward = program.of_action(ActionKind.FORWARD, indices=indices) & begins
+    backward = program.of_action(ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT, indices=indices) & begins
     change = forward.astype(np.int64) - backward
     return {int(each): int(np.cumsum(change[stage == each]).max()) for each in dict.fromkeys(stage[forward].tolist())}
 

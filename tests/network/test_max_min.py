@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from simplan.network.max_min import connected, fair_rates, weights_of
+from simplan.network.max_min import LinkLists, Paths, Running, Segments, begin, end, fair_rates, settle, weights_of
 
 Usage = dict[int, tuple[float, float]]  # link -> busy seconds, connections
 
@@ -90,9 +90,55 @@ def test_fair_rates_obey_the_bottleneck_law(usages: list[Usage], data: st.DataOb
         assert rate / weight == pytest.approx(max(sharing), rel=1e-9)
 
 
-def test_changes_reach_only_communications_joined_by_links() -> None:
-    first, link = np.array([0, 2, 3, 5, 6], np.int32), np.array([0, 1, 1, 2, 3, 4], np.int32)
-    is_changed = np.zeros(5, np.bool_)
-    is_changed[0] = True
-    assert connected(first, link, np.arange(4, dtype=np.int32), is_changed).tolist() == [0, 1]
-    assert is_changed.tolist() == [True, True, False, False, False]
+_PATHS = st.lists(st.dictionaries(st.integers(0, 7), _ENTRY, min_size=1, max_size=2), min_size=4, max_size=9)
+_BEGINS = st.sampled_from([True, True, False])
+_BEGIN_OR_END = st.lists(st.tuples(_BEGINS, st.integers(0, 8), st.floats(1, 2)), min_size=8, max_size=30)
+
+
+_CHAIN: list[Usage] = [{0: (1.0, 1.0)}, {0: (1.0, 1.0), 1: (1.0, 1.0)}, {1: (1.0, 1.0)}]
+
+
+@given(_PATHS, _BEGIN_OR_END)
+@example(_CHAIN, [(True, 0, 1.0), (True, 1, 1.0), (True, 2, 1.0)])
+def test_rates_after_every_change_are_those_of_all_communications_anew(
+    usages: list[Usage], changes: list[tuple[bool, int, float]]
+) -> None:
+    """Communications that a change does not reach keep their rates, which are still the fair ones."""
+    first = np.cumsum([0, *map(len, usages)]).astype(np.int32)
+    link = np.array([each for usage in usages for each in usage], np.int32)
+    seconds, connections = (np.array([p[k] for u in usages for p in u.values()], np.float64) for k in range(2))
+    transfer_s = np.array([max(s for s, _ in usage.values()) for usage in usages])
+    paths = Paths.of(first, link, seconds, connections, transfer_s)
+    running, lists, segments = Running.empty(32), LinkLists.empty(8, paths), Segments.empty(32 * 61)
+    slots: list[int] = []
+    num_segments = 0
+    for step, (begins, which, scale) in enumerate(changes):
+        joined: dict[int, None] = {}
+        others = dict.fromkeys(slots)
+        if begins or not slots:
+            slots.append(step)
+            running.usage[step], running.scale[step], running.left[step] = which % len(usages), scale, 1e6
+            begin(paths, running, lists, step)
+            joined[step] = None
+        else:
+            ended = slots.pop(which % len(slots))
+            del others[ended]
+            joined[ended] = None
+            num_segments = end(paths, running, lists, np.array([ended], np.int32), float(step), segments, num_segments)
+        while grown := [s for s in others if any(_meet(usages, running, s, other) for other in joined)]:
+            joined.update(dict.fromkeys(grown))
+            others = {slot: None for slot in others if slot not in joined}
+        before = num_segments
+        num_segments = settle(paths, running, lists, np.ones(8), float(step), segments, num_segments)
+        assert num_segments - before <= len(joined)  # the others keep their rates
+        rates, _ = fair_rates(
+            first, link, seconds, paths.weights, paths.limits, np.ones(8), running.usage[slots], lists.scratch
+        )
+        assert running.rate[slots] == pytest.approx(rates / running.scale[slots], rel=1e-9)
+        assert all(running.updated_s[slot] == step for slot in slots if slot in joined)
+        assert all(running.updated_s[slot] < step for slot in others)
+
+
+def _meet(usages: list[Usage], running: Running, one: int, other: int) -> bool:
+    """True if the communications of two slots share a link."""
+    return bool(usages[running.usage[one]].keys() & usages[running.usage[other]].keys())
