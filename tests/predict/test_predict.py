@@ -222,7 +222,7 @@ def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:
         name: predict(job_of(model, {"pp": 2}, software=name)).assignment.boundaries
         for name in ("torch", "megatron-lm-2022", "megatron-core", "megatron-bridge", "nemo")
     }
-    assert found.pop("torch") == (0, 5, 8), "the head counts for blocks"
+    assert found.pop("torch") == (0, 6, 8), "the head counts for blocks: its 50,257 tokens are odd"
     assert {*found.values()} == {(0, 4, 8)}
 
 

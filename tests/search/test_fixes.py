@@ -114,7 +114,10 @@ def test_changed_settings_are_those_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"plan.microbatch": 2}, "plan.microbatch: is not a known key; did you mean microbatch_size?"),
+        (
+            {"plan.microbatch": 2},
+            "plan.microbatch: is not a known key; did you mean microbatch_size or microbatch_sizes?",
+        ),
         ({"plan.tp": "two"}, 'plan.tp = "two": must be a whole number'),
         ({"plans.tp": 2}, "plans: is no setting of a job; did you mean plan?"),
         ({"plan": 2}, "plan: is no setting of a job; write plan.KEY"),
