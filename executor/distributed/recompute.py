@@ -129,7 +129,7 @@ class _EverySecondProduct:
 
     def __init__(self, uncounted: tuple[int, int] | None) -> None:
         self._uncounted = uncounted
-        self._num_matmuls = {False: 0, True: 0}  # in recomputation too, about which torch before 2.13 asks again
+        self._num_matmuls = {False: 0, True: 0}  # in recomputation too, about which torch 2.11 asks again
 
     def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any

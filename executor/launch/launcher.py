@@ -50,7 +50,7 @@ _RANK_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 
-# A rank takes at most 15 s to stop. Agents before torch 2.13 have no such setting and wait 30 s.
+# A rank takes at most 15 s to stop. The agent of torch 2.11 has no such setting and waits 30 s.
 _SHUTDOWN: dict[str, Any] = {"shutdown_timeout": 20} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 _LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # the interface that ranks listen at

@@ -78,6 +78,14 @@ class KernelGrid:
         """Returns the time of a timed kernel, or of its backward, at any size; for ``sizes`` see ``KernelTiming``."""
         return self._tables[kernel, backward].at(sizes)
 
+    def attention(self, kernel: Attention, b: int, *, backward: bool) -> GridTime:
+        """Returns the timed case (causal, equal numbers of queries and keys), scaled by the FLOPs of the kernel."""
+        lengths = kernel.seq_len * (kernel.num_keys or kernel.seq_len)
+        time = self.time("attention", (b * kernel.num_heads, lengths**0.5, kernel.head_dim), backward=backward)
+        factor = kernel.computed_flops / (2 * kernel.num_heads * lengths * kernel.head_dim)
+        usual = not (kernel.eager or kernel.masked) and 0.5 <= factor <= 2
+        return time._replace(seconds=time.seconds * factor, inside=time.inside and usual)
+
     def timings(self, kernel: KernelName) -> Iterable[tuple[tuple[int, ...], float]]:
         """Returns sizes and seconds of a kernel as they were timed."""
         return self._tables[kernel, False].times.items()
@@ -203,7 +211,7 @@ class GridCost:
                 yield from self._matmuls(kernel, b, phase)
             case Attention():
                 if phase is not Phase.BACKWARD_WEIGHT:
-                    yield self._attention(kernel, b, backward)
+                    yield self._grid.attention(kernel, b, backward=backward)
             case Pointwise():
                 if phase is not Phase.BACKWARD_WEIGHT:
                     name, elements = _pointwise(kernel)
@@ -222,21 +230,11 @@ class GridCost:
             inside = time.inside and not kernel.image_elements
             yield time._replace(seconds=kernel.num_groups * time.seconds, inside=inside)
 
-    def _attention(self, kernel: Attention, b: int, backward: bool) -> GridTime:
-        """Returns the timed case (causal, equal numbers of queries and keys), scaled by the FLOPs of the kernel."""
-        lengths = kernel.seq_len * (kernel.num_keys or kernel.seq_len)
-        sizes = (b * kernel.num_heads, lengths**0.5, kernel.head_dim)
-        time = self._grid.time("attention", sizes, backward=backward)
-        causal = 2 * kernel.num_heads * lengths * kernel.head_dim
-        factor = kernel.computed_flops / causal
-        usual = not (kernel.eager or kernel.masked) and 0.5 <= factor <= 2
-        return time._replace(seconds=time.seconds * factor, inside=time.inside and usual)
-
 
 _FP32_COPY_BYTES = 8  # read and written per element
 _HOST_CALL_LAUNCHES = 1.6
-"""Time in which the host issues an operation of a module under autograd, over the time of a bare launch: 39 to 45 us
-over 21 us on the virtual machine of an H200 (scenarios/measured), 8 us (fitted) over 4 us on bare metal."""
+"""Time in which the host issues an operation of a module under autograd, over the time of a bare launch. Chosen on runs
+of one H200 (scenarios/measured): about 2 in forward, 39 to 45 us over 21 us, and less in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,10 +257,7 @@ class _GridAttention(AttentionRates):
     grid: KernelGrid
 
     def _fused_s(self, kernel: Attention, b: int, backward: bool) -> float:
-        lengths = kernel.seq_len * (kernel.num_keys or kernel.seq_len)
-        time = self.grid.time("attention", (b * kernel.num_heads, lengths**0.5, kernel.head_dim), backward=backward)
-        causal = 2 * kernel.num_heads * lengths * kernel.head_dim
-        return time.seconds * kernel.computed_flops / causal / self.share.sustained
+        return self.grid.attention(kernel, b, backward=backward).seconds / self.share.sustained
 
 
 def of_grid(kernels: KernelCost, grid: KernelGrid) -> KernelCost:
