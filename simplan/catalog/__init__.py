@@ -326,8 +326,11 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
         same = software(entry["rates_of"], textbook=textbook)
         fields |= {field: getattr(same, field) for field in _OF_KERNELS}
         own = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
-        fields["rates"] = same.rates.model_copy(update=own)
-        fields["sources"] |= {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS}
+        fields["rates"] = same.rates.model_copy(update=entry.get("rates", {}) | own)
+        inherited = {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS}
+        if "rates" in entry:
+            inherited["rates"] = f"{fields['sources']['rates']}; otherwise {inherited['rates']}"
+        fields["sources"] |= inherited
         return SoftwareSpec.model_validate(fields)
     fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
     if fitted:
