@@ -11,6 +11,7 @@ from simplan import catalog
 from simplan.cli.calibrations import read
 from simplan.cli.terminal.definitions import definitions
 from simplan.cli.terminal.output import print_json, print_result
+from simplan.cli.terminal.scenario_keys import MINIMAL_SCENARIO, expectation_fields, scenario_sections
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.measured_links import catalog_cluster, measured_collectives
@@ -18,11 +19,8 @@ from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import (
-    MINIMAL_SCENARIO,
     cluster_fields,
-    expectation_fields,
     model_fields,
-    scenario_sections,
     search_space,
     topology_fields,
     training_fields,

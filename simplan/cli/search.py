@@ -303,7 +303,7 @@ def _why_not(request: ScenarioRequest, result: SearchResult) -> list[str]:
     other = next((each for each in degrees if each != degrees[0]), None)
     if other is None or any(key.startswith("plan.") for key in request.overrides):
         return []
-    changes = {key: degree for key, degree in other.items() if degree > 1} or {"plan.tp": 1}
+    changes = {key: degree for key, degree in other.items() if degree > 1 or degree != degrees[0][key]}
     return [
         "why another plan is slower, here with the degrees of one of the ranking:",
         f"simplan search {request.with_overrides(changes).argument()} --from-current",

@@ -1,4 +1,4 @@
-"""Sections of a scenario, and their fields: ``model:``, ``cluster:``, ``training:``, ``search:``, ``expect:``."""
+"""Fields of the scenario sections ``model:``, ``cluster:``, ``training:`` and ``search:``, and of topologies."""
 
 from __future__ import annotations
 
@@ -12,37 +12,9 @@ from simplan.documentation import documentation
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
-from simplan.scenario.expectation import METRICS, Expectation
 from simplan.search.enumeration import DEFAULT_SCHEDULES, LONG_SEQUENCE
 from simplan.search.space import OBJECTIVES, RANGES, SOFTWARE_RANGES, SearchSpace
 from simplan.training import TrainingSection
-
-MINIMAL_SCENARIO = """\
-model: {preset: llama3-8b}
-cluster: {preset: dgx-h100}
-training: {global_batch_size: 16}
-plan: {dp_shard: 8, recompute: full}"""
-"""Complete scenario without optional sections, as a file."""
-
-_SECTIONS = {
-    "name": ("the file's name", "title of reports", ""),
-    "model": ("required", "preset, config.json of Hugging Face, or sizes", "simplan show model, models"),
-    "cluster": ("required", "devices, nodes and links", "simplan show cluster, clusters, devices, links, topologies"),
-    "training": ("required", "batch, precision, optimizer and task", "simplan show training"),
-    "software": ("torch", "framework profile: a name, or a mapping of preset and options", "simplan show software"),
-    "plan": ("required without search", "one parallel plan", "simplan show plan"),
-    "search": ("required without plan", "ranges of plans for simplan search; {} for all", "simplan show search-space"),
-    "expect": ("none", "expectations for simplan check, with plan only", "simplan show expect"),
-}
-_OPERATORS = {
-    "metric": "one of the metrics below; required",
-    "value": "required value: a number, or true or false for fits and host_fits",
-    "min": "lower bound, inclusive; instead of value",
-    "max": "upper bound, inclusive; instead of value",
-    "rel_tol": "allowed deviation from value, excess over max or shortfall from min, as a fraction of it",
-    "abs_tol": "the same in the unit of the metric; with both, the larger counts",
-    "why": "source of the expectation, printed if it fails",
-}
 
 _TRAINING = {
     "global_batch_size": "sequences (or images) of an optimizer step, over all devices",
@@ -306,21 +278,3 @@ def search_space() -> list[dict[str, str]]:
     return [
         {"name": name, "default": _DEFAULTS[name][0], "description": _DEFAULTS[name][1]} for name in (*ranges, *others)
     ]
-
-
-def scenario_sections() -> list[dict[str, str]]:
-    """Every section of a scenario file, with its default and the command that lists its keys."""
-    return [
-        {"name": name, "default": default, "what for": about, "more": more}
-        for name, (default, about, more) in _SECTIONS.items()
-    ]
-
-
-def expectation_fields() -> list[dict[str, str]]:
-    """Every key of an entry of ``expect:``, then every metric with its unit."""
-    keys = [{"name": key, "kind": "key", "unit": "", "what for": _OPERATORS[key]} for key in Expectation.model_fields]
-    metrics = [
-        {"name": name, "kind": "metric", "unit": metric.unit, "what for": metric.definition}
-        for name, metric in METRICS.items()
-    ]
-    return [*keys, *metrics]
