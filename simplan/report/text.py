@@ -212,6 +212,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     if prediction.network is not None:
         yield f"  {prediction.network.label} {prediction.network.slowest_words()}"
         yield f"  contention   {prediction.network.contention_words()}"
+        if words := prediction.network.background_words():
+            yield f"  other jobs   {words}"
     if prediction.jitter is not None:
         yield f"  jitter       {prediction.jitter.words}"
     if prediction.backup_workers is not None:
