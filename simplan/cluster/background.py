@@ -12,7 +12,8 @@ from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 
-_Node = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
+Nodes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_DEVICES)], ...], Field(min_length=1)]
+"""Nodes of the topology, numbered from 0."""
 
 
 class BackgroundJob(Spec):
@@ -31,5 +32,5 @@ class BackgroundJob(Spec):
     training: TrainingSpec
     plan: ParallelPlan
     software: SoftwareSpec
-    nodes: Annotated[tuple[_Node, ...], Field(min_length=1)]
+    nodes: Nodes
     offset_s: Seconds = 0.0

@@ -28,7 +28,7 @@ from simplan.network.max_min import Segments
 from simplan.network.usage import Flap, LinkUsage, LinkUse, Usages, in_sequence, link_use, together
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
-from simplan.predict.background import background_steps
+from simplan.predict.background import background_steps, refuse_too_many_steps
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import compile_program, leaders_of
 from simplan.sim.engine import CoreUse, RepeatedProgram, Repetitions, Times, simulate
@@ -223,17 +223,19 @@ def apply_contention(
     ]
     programs, found = [program, *(step.program for step in steps)], [own, *others]
     use, numbers = _link_use(programs, found, [flow for _, flow in constant], cluster, fabric)
-    quiet = replace(use, always=())
+    quiet, without_s, step_s = replace(use, always=()), None, 0.0
+    realize = partial(_realize, program, alone_s, sharing)
+    if cluster.background:  # first without other jobs; these communications are not counted as progress
+        times, without_s = realize(quiet, None, ())
+        step_s = times.step_time_s
     repeated, other_jobs_alone_s = [], []
     for step, each, usage in zip(steps, others, numbers[1:], strict=True):
         seconds, crosses = each.alone_s(step.program, step.program_costs), np.diff(use.first)[usage] > 0
         links = replace(quiet, usage=np.where((usage >= 0) & crosses, usage, -1).astype(np.int32))
-        step_s = simulate(step.program, seconds, None, links).step_time_s
-        other_jobs_alone_s.append(step_s)
-        repeated.append(RepeatedProgram(step.program, seconds, usage.tolist(), step.background.offset_s % step_s))
-    realize = partial(_realize, program, alone_s, sharing)
-    # without other jobs first, whose communications are not counted as progress
-    without_s = realize(quiet, None, ())[1] if cluster.background else None
+        other_s = simulate(step.program, seconds, None, links).step_time_s
+        refuse_too_many_steps(step, other_s, step_s)
+        other_jobs_alone_s.append(other_s)
+        repeated.append(RepeatedProgram(step.program, seconds, usage.tolist(), step.background.offset_s % other_s))
     times, realized_s = realize(use, progress, repeated)
     given_s = program_costs.durations_s
     longer = np.divide(realized_s, given_s, out=np.ones_like(given_s), where=given_s > 0)
