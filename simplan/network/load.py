@@ -70,7 +70,7 @@ class OtherJob:
         """Step times in words."""
         alone, number = format_time(self.alone_s), len(self.step_times_s)
         if not number:
-            return f"{self.name} takes {alone} a step alone, and ends none inside this step"
+            return f"{self.name} takes {alone} a step alone, and no whole step of it is inside this one"
         mean_s = sum(self.step_times_s) / number
         which = "its step" if number == 1 else f"the mean of its {number} steps"
         return f"{self.name} takes {format_time(mean_s)} ({which} inside this one) and {alone} alone"

@@ -322,7 +322,10 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{trained}, "
         f"{model.num_blocks} layers{mtp}, {_inputs(model)}"
     )
-    yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}")
+    place = ""
+    if cluster.background_jobs:
+        place = f" ({format_ranks(cluster.fabric_nodes)} of {cluster.num_fabric_nodes} that share the topology)"
+    yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}{place}")
     if links := links_words(cluster.links):
         yield f"  links        {'the slowest of all nodes: ' if cluster.is_mixed else ''}{links}"
     yield (
