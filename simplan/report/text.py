@@ -324,7 +324,7 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     )
     place = ""
     if cluster.background_jobs:
-        place = f" ({format_ranks(cluster.fabric_nodes)} of {cluster.num_fabric_nodes} that share the topology)"
+        place = f" (nodes {format_ranks(cluster.fabric_nodes)} of {cluster.num_fabric_nodes} on the topology)"
     yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}{place}")
     if links := links_words(cluster.links):
         yield f"  links        {'the slowest of all nodes: ' if cluster.is_mixed else ''}{links}"
