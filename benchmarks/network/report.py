@@ -185,7 +185,7 @@ def _alone(network: ShapedNetwork, found: Measurements) -> Callable[[CollectiveK
     fabric = fabric_of(cluster)
     usages = Usages(cluster, fabric)
     taken = {}
-    for flow in cluster.background:
+    for flow in cluster.background_flows:
         for link in fabric.path(*flow.nodes):
             taken[link] = flow.gbit * 1e9 / 8 / fabric.links[link].bytes_per_s
 

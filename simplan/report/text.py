@@ -221,6 +221,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     if prediction.network is not None:
         yield f"  {prediction.network.label} {prediction.network.slowest_words()}"
         yield f"  contention   {prediction.network.contention_words()}"
+        if words := prediction.network.background_words():
+            yield f"  other jobs   {words}"
     if prediction.jitter is not None:
         yield f"  jitter       {prediction.jitter.words}"
     if prediction.backup_workers is not None:
@@ -329,7 +331,10 @@ def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterato
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{trained}, "
         f"{model.num_blocks} layers{mtp}, {_inputs(model)}"
     )
-    yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}")
+    place = ""
+    if cluster.background_jobs:
+        place = f" (nodes {format_ranks(cluster.fabric_nodes)} of {cluster.num_fabric_nodes} on the topology)"
+    yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}{place}")
     if links := links_words(cluster.links):
         yield f"  links        {'the slowest of all nodes: ' if cluster.is_mixed else ''}{links}"
     per_step = "per step" + " (assumed; give --global-batch-size)" * batch_is_assumed
