@@ -115,7 +115,8 @@ def test_rates_after_every_change_are_those_of_all_communications_anew(
     for step, (begins, which, scale) in enumerate(changes):
         joined: dict[int, None] = {}
         others = dict.fromkeys(slots)
-        begun, ended = [], []
+        begun: list[int] = []
+        ended: list[int] = []
         if begins or not slots:
             slots.append(step)
             running.usage[step], running.scale[step], running.left[step] = which % len(usages), scale, 1e6
@@ -134,7 +135,10 @@ def test_rates_after_every_change_are_those_of_all_communications_anew(
             paths, running, lists, np.ones(8), *changed, float(step), segments, num_segments
         )
         assert num_segments - before <= len(joined)  # the others keep their rates
-        ends_s = {slot: step_s + running.left[slot] / running.rate[slot] for slot, step_s in zip(slots, running.updated_s[slots])}
+        ends_s = {
+            slot: step_s + running.left[slot] / running.rate[slot]
+            for slot, step_s in zip(slots, running.updated_s[slots], strict=True)
+        }
         assert next_s == min(ends_s.values(), default=np.inf)
         assert ending.tolist() == [slot for slot in sorted(slots) if ends_s[slot] <= next_s * (1 + 1e-14)]
         rates, _ = fair_rates(
