@@ -230,7 +230,7 @@ def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> _Indices:
 
     def limits(used: _Indices) -> list[int]:
         distinct = np.unique(used)  # few, as most stages begin with an equal block
-        return np.unique(distinct[:, None] + _UNITS * np.arange(num_added + 1)).tolist()
+        return [int(limit) for limit in np.unique(distinct[:, None] + _UNITS * np.arange(num_added + 1))]
 
     of_ranks, of_stages = limits(ranks), limits(stages)
     rank_limit = of_ranks[bisect_left(of_ranks, num_added, key=lambda limit: most_added(limit, of_stages[-1]))]
