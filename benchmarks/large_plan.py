@@ -1,6 +1,7 @@
-"""Full prediction of one large plan in a separate process, and a schedule computed from stage times.
+"""Full predictions of large plans, each in a separate process, and a schedule computed from stage times.
 
-``python -m benchmarks.large_plan`` measures the plan and prints the result as JSON.
+``python -m benchmarks.large_plan`` measures one plan and prints the result as JSON; with a number of ranks, it measures
+the plan of this size on a network of shared links.
 """
 
 from __future__ import annotations
@@ -8,19 +9,23 @@ from __future__ import annotations
 import json
 import resource
 import statistics
+import sys
 import time
 from typing import Any
 
 from benchmarks.alone import alone
 from benchmarks.table import BenchmarkRow
 from simplan import catalog
+from simplan.cluster.topology import LeafSpine
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.predict import build_program, cost_model, predict, simulate_program
+from simplan.predict import build_program, cost_model, predict, predict_step, simulate_program
 from simplan.program.schedules import PipelineShape, StageTimes, zb_2p
 from simplan.training import TrainingSpec
 
 _ROUNDS = 3
+_NUM_RANKS = (256, 1024, 4096, 16384)
+_MICROBATCHES = 32
 
 
 def large_plan() -> list[BenchmarkRow]:
@@ -38,7 +43,30 @@ def large_plan() -> list[BenchmarkRow]:
             step_s < 3 and peak_bytes < 2**30,
         ),
         _found_schedule(),
+        *_contended_rows(),
     ]
+
+
+def _contended_rows() -> list[BenchmarkRow]:
+    """Rows for all ranks of Llama 3 70B on shared links: the CPU time per operation hardly grows with the cluster."""
+    rows: list[BenchmarkRow] = []
+    first_s = 0.0
+    for num_ranks in _NUM_RANKS:
+        run = alone("benchmarks.large_plan", str(num_ranks))
+        per_op_s = run["cpu_s"] / run["ops"]
+        first_s = first_s or per_op_s
+        is_named = num_ranks == 1024
+        rows.append(
+            BenchmarkRow(
+                f"the same without folding on shared links (ECMP), dp {num_ranks // 32}: {num_ranks:,} ranks, CPU time",
+                "under 60 s, under 4 GiB" if is_named else "about linear",
+                f"{run['cpu_s']:.0f} s, {run['peak_bytes'] / 2**30:.1f} GiB ({run['ops']:,} operations, "
+                f"{run['segments']:,} intervals of constant rates); {per_op_s / first_s:.2f} times the CPU time per "
+                f"operation of {_NUM_RANKS[0]} ranks",
+                per_op_s < 2 * first_s and (not is_named or (run["cpu_s"] < 60 and run["peak_bytes"] < 2**32)),
+            )
+        )
+    return rows
 
 
 def _found_schedule() -> BenchmarkRow:
@@ -71,5 +99,27 @@ def _measured() -> dict[str, Any]:
             "ranks": len(program.ranks)}  # fmt: skip
 
 
+def _contended(num_ranks: int) -> dict[str, Any]:
+    """CPU time of a prediction with its interval, of which the longer of two truncated steps has ``ops`` operations."""
+    predict_step(_on_shared_links(64))  # compiles, and loads numba
+    start_s = time.process_time()
+    _, step = predict_step(_on_shared_links(num_ranks))
+    cpu_s = time.process_time() - start_s
+    assert step.contention is not None
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert len(step.program.ranks) == num_ranks
+    return {"cpu_s": cpu_s, "peak_bytes": peak_bytes, "ops": len(step.program),
+            "segments": len(step.contention.segments.op)}  # fmt: skip
+
+
+def _on_shared_links(num_ranks: int) -> Job:
+    """Llama 3 70B, tp 8, pp 4, on leaf switches of 4 nodes with an oversubscription of 2:1."""
+    dp = num_ranks // 32
+    topology = LeafSpine(kind="leaf_spine", nodes_per_leaf=4, oversubscription=2, spines=8, routing="ecmp")
+    cluster = catalog.cluster("dgx-h100", num_devices=num_ranks).model_copy(update={"topology": topology})
+    training, plan = TrainingSpec(global_batch_size=dp * _MICROBATCHES), ParallelPlan(tp=8, pp=4, dp_replicate=dp)
+    return Job(catalog.model("llama3-70b"), cluster, training, plan, catalog.software("torch"))
+
+
 if __name__ == "__main__":
-    print(json.dumps(_measured()))
+    print(json.dumps(_contended(int(sys.argv[1])) if len(sys.argv) > 1 else _measured()))

@@ -7,8 +7,9 @@ Networks, 2nd edition, section 6.5.2). Rates are unique: every communication is 
 on which no other has more per connection.
 
 A change reaches the communications that share links with it, directly or through others. Lists of the communications on
-each link find them, so the cost of a change depends on their number and not on the size of the cluster. All functions
-are in one module because numba's cache notices changes of one file only.
+each link find them, and a tree of the ends finds the next one, so the cost of a change depends on their number and only
+as a logarithm on the size of the cluster. All functions are in one module because numba's cache notices changes of one
+file only.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _EQUAL = 1e-12  # relative difference below which two levels are equal
+TOGETHER = 1e-14
+"""Relative difference of times below which transfers end together: rounding separates equal ones."""
 
 
 @jit
@@ -158,13 +161,15 @@ class Paths(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Running communications, one per slot. Free slots end at infinity.
+    """Running communications, one per slot; the number of slots is a power of 2. Free slots end at infinity.
 
     Attributes:
         op, usage: ``(num_slots,)`` Operation and usage.
         scale: Seconds alone over those of the usage: an uncertain or slow operation takes longer.
         left, rate: Fraction left at ``updated_s``, and progress since then, 1/s.
-        updated_s, end_s: Time of the last change of the rate, and the end if it does not change again.
+        updated_s: Time of the last change of the rate.
+        end_s: ``(2 * num_slots,)`` Entry ``num_slots + slot`` is the end of a slot if its rate does not change again.
+            Entry ``k`` below is the earlier of entries ``2 * k`` and ``2 * k + 1``, so entry 1 is the earliest of all.
         bottleneck: Link that limits the rate; -1 if the communication is as fast as alone.
         next_slot: Next slot of the same usage; -1 for none.
     """
@@ -184,11 +189,16 @@ class Running(NamedTuple):
         """Free slots."""
         op, usage, bottleneck, next_slot = (np.full(size, -1, np.int32) for _ in range(4))
         scale, left, rate, updated_s = (np.zeros(size) for _ in range(4))
-        return cls(op, usage, scale, left, rate, updated_s, np.full(size, np.inf), bottleneck, next_slot)
+        return cls(op, usage, scale, left, rate, updated_s, np.full(2 * size, np.inf), bottleneck, next_slot)
 
     def doubled(self) -> Running:
         """Returns the communications with as many free slots behind them."""
-        return Running._make(_joined(self, Running.empty(len(self.op))))
+        size = len(self.op)
+        levels = [np.concatenate([self.end_s[size:], np.full(size, np.inf)])]
+        while len(levels[-1]) > 1:
+            levels.append(np.minimum(levels[-1][::2], levels[-1][1::2]))
+        joined = Running._make(_joined(self, Running.empty(size)))
+        return joined._replace(end_s=np.concatenate([[np.inf], *reversed(levels)]))
 
 
 class LinkLists(NamedTuple):
@@ -278,7 +288,7 @@ def mark(lists: LinkLists, link: int) -> None:
 
 
 @jit
-def begin(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
+def _add(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
     """Adds the communication of a slot to the lists of its links, which it changes."""
     usage = running.usage[slot]
     is_first = lists.slot[usage] < 0
@@ -340,7 +350,42 @@ def advance(running: Running, slots: Ints, now_s: float, segments: Segments, num
 
 
 @jit
-def reached_slots(paths: Paths, running: Running, lists: LinkLists) -> Ints:
+def _set_end(running: Running, slot: int, end_s: float) -> None:
+    """Sets the end of a slot, and the entries above it that change."""
+    ends_s = running.end_s
+    at = len(running.op) + slot
+    ends_s[at] = end_s
+    while at > 1:
+        at //= 2
+        earlier_s = min(ends_s[2 * at], ends_s[2 * at + 1])
+        if ends_s[at] == earlier_s:
+            return
+        ends_s[at] = earlier_s
+
+
+@jit
+def _next_slots(running: Running) -> Ints:
+    """Returns the slots that end first, and together, ascending; none if nothing ends."""
+    ends_s, size = running.end_s, len(running.op)
+    slots = [np.int32(0) for _ in range(0)]
+    if ends_s[1] == np.inf:
+        return np.array(slots, np.int32)
+    until_s = ends_s[1] * (1.0 + TOGETHER)
+    entries = [1]
+    while len(entries):
+        at = entries.pop()
+        if ends_s[at] > until_s:
+            continue
+        if at >= size:
+            slots.append(np.int32(at - size))
+        else:
+            entries.append(2 * at + 1)
+            entries.append(2 * at)
+    return np.array(slots, np.int32)
+
+
+@jit
+def _reached_slots(paths: Paths, running: Running, lists: LinkLists) -> Ints:
     """Returns the slots that the changes reach through shared links, and forgets the changes."""
     slots, done = [np.int32(0) for _ in range(0)], 0
     usages = [np.int32(0) for _ in range(0)]
@@ -374,23 +419,36 @@ def settle(
     running: Running,
     lists: LinkLists,
     capacity: Floats,
+    ended: Ints,
+    begun: Ints,
     now_s: float,
     segments: Segments,
     num_segments: int,
-) -> int:
-    """Gives new rates to the communications that the changes reach.
+) -> tuple[int, float, Ints]:
+    """Ends and begins communications, and gives new rates to those that the changes reach.
+
+    All in one call, since a call with so many arrays takes longer than most of the changes.
 
     Args:
         paths, running, lists: Communications.
         capacity: ``(num_links,)`` Fraction of its bandwidth that each link has now, above 0.
+        ended: Slots whose communications end now, and which become free.
+        begun: Slots whose communications begin now, with ``op``, ``usage``, ``scale`` and ``left``.
         now_s: Time.
         segments: Receives the intervals that end now; with room for one of each slot.
         num_segments: Number of segments recorded before.
 
     Returns:
-        Number of segments.
+        Number of segments; the time of the next end, infinite for none; the slots that then end together.
     """
-    slots = reached_slots(paths, running, lists)
+    num_segments = advance(running, ended, now_s, segments, num_segments)
+    for slot in ended:
+        _remove(paths, running, lists, slot)
+        _set_end(running, slot, np.inf)
+    for slot in begun:
+        running.rate[slot], running.updated_s[slot] = 0.0, now_s
+        _add(paths, running, lists, slot)
+    slots = _reached_slots(paths, running, lists)
     num_segments = advance(running, slots, now_s, segments, num_segments)
     rates, bottleneck = fair_rates(
         paths.first,
@@ -405,21 +463,5 @@ def settle(
     for k, slot in enumerate(slots):
         running.bottleneck[slot] = bottleneck[k]
         running.rate[slot] = rates[k] / running.scale[slot]
-        running.end_s[slot] = now_s + running.left[slot] / running.rate[slot]
-    return num_segments
-
-
-@jit
-def end(
-    paths: Paths, running: Running, lists: LinkLists, slots: Ints, now_s: float, segments: Segments, num_segments: int
-) -> int:
-    """Ends the communications of some slots, which become free.
-
-    Returns:
-        Number of segments.
-    """
-    num_segments = advance(running, slots, now_s, segments, num_segments)
-    for slot in slots:
-        _remove(paths, running, lists, slot)
-        running.end_s[slot] = np.inf
-    return num_segments
+        _set_end(running, slot, now_s + running.left[slot] / running.rate[slot])
+    return num_segments, running.end_s[1], _next_slots(running)

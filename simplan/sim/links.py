@@ -8,14 +8,13 @@ import numpy as np
 from simpy import Environment, Event
 from simpy.events import EventPriority
 
-from simplan.network.max_min import LinkLists, Paths, Running, Segments, advance, begin, end, mark, settle
+from simplan.network.max_min import TOGETHER, LinkLists, Paths, Running, Segments, advance, mark, settle
 from simplan.network.usage import LinkUse
 
 Progress = Callable[[int, int], None]
 _SETTLE = EventPriority(2)
 """Priority of settling, after all other events (simpy: 0 and 1) of the same time."""
-_TOGETHER = 1e-14
-"""Relative difference of times below which transfers end together: rounding separates equal ones."""
+_NO_SLOTS = np.zeros(0, np.int32)
 
 
 class SharedLinks:
@@ -42,11 +41,14 @@ class SharedLinks:
         self._settles = False
         self._version = 0
         self._num_always = num = len(use.always)  # constant flows have the first slots and never end
-        self._running = Running.empty(max(64, 2 * num))
+        self._running = Running.empty(64 << num.bit_length())
         self._done: list[Event | None] = [None] * len(self._running.op)
         self._num_slots = num  # used or free again
         self._free: list[int] = []
-        self._segments, self._num_segments = Segments.empty(max(64, 2 * num)), 0
+        self._begun: list[int] = []  # slots of communications that begin now
+        self._ended = _NO_SLOTS  # slots of communications that have ended now
+        self._next, self._next_s = _NO_SLOTS, np.inf  # slots that end next, and when
+        self._segments, self._num_segments = Segments.empty(len(self._done)), 0
         for slot, usage in enumerate(use.always):
             self._put(slot, len(use.usage) + usage - use.num_usages_of_ops, usage, 1.0, np.inf)
 
@@ -93,8 +95,7 @@ class SharedLinks:
         """Starts a communication in a free slot."""
         running = self._running
         running.op[slot], running.usage[slot], running.scale[slot], running.left[slot] = op, usage, scale, left
-        running.rate[slot], running.updated_s[slot], running.end_s[slot] = 0.0, self._env.now, np.inf
-        begin(self._paths, running, self._lists, slot)
+        self._begun.append(slot)
         self._settle_soon()
 
     def _make_room(self) -> None:
@@ -118,21 +119,31 @@ class SharedLinks:
         now_s = self._env.now
         change_s = self._flap() if self._flaps else np.inf
         self._make_room()
-        self._num_segments = settle(
-            self._paths, self._running, self._lists, self._capacity, now_s, self._segments, self._num_segments
+        begun, ended = np.array(self._begun, np.int32), self._ended
+        self._num_segments, self._next_s, self._next = settle(
+            self._paths,
+            self._running,
+            self._lists,
+            self._capacity,
+            ended,
+            begun,
+            now_s,
+            self._segments,
+            self._num_segments,
         )
+        self._free += ended.tolist()
+        self._begun, self._ended = [], _NO_SLOTS
         self._version += 1
-        if self._num_slots - len(self._free) == self._num_always:
+        if not len(self._next):
             return
         version = self._version
-        end_s = float(self._running.end_s[: self._num_slots].min())
-        alarm = self._env.timeout(max(0.0, min(change_s, end_s) - now_s))
+        alarm = self._env.timeout(max(0.0, min(change_s, self._next_s) - now_s))
         assert alarm.callbacks is not None
         alarm.callbacks.append(lambda _: self._complete() if version == self._version else None)
 
     def _flap(self) -> float:
         """Sets the bandwidth that flapping links have now, marks those that changed, and returns the next change."""
-        flaps, until_s = self._flaps, self._env.now * (1 + _TOGETHER)
+        flaps, until_s = self._flaps, self._env.now * (1 + TOGETHER)
         for number, flap in enumerate(flaps):
             before = self._num_changes[number]
             while flap.change_s(self._num_changes[number]) <= until_s:
@@ -146,20 +157,15 @@ class SharedLinks:
         return min(flap.change_s(changes) for flap, changes in zip(flaps, self._num_changes, strict=True))
 
     def _complete(self) -> None:
-        now_s = self._env.now
-        ended = np.flatnonzero(self._running.end_s[: self._num_slots] <= now_s * (1 + _TOGETHER)).astype(np.int32)
-        self._make_room()
-        self._num_segments = end(
-            self._paths, self._running, self._lists, ended, now_s, self._segments, self._num_segments
-        )
+        if self._next_s <= self._env.now * (1 + TOGETHER):  # else a flapping link changes
+            self._ended = self._next
         if self._progress is not None:
-            num_own = int((self._running.op[ended] < len(self._use.usage)).sum())
+            num_own = int((self._running.op[self._ended] < len(self._use.usage)).sum())
             before, self._num_ended = self._num_ended, self._num_ended + num_own
             if 100 * self._num_ended // self._num_ops > 100 * before // self._num_ops:
                 self._progress(self._num_ended, self._num_ops)
-        for slot in ended.tolist():
+        for slot in self._ended.tolist():
             done, self._done[slot] = self._done[slot], None
             assert done is not None
             done.succeed()
-            self._free.append(slot)
-        self._settle_soon()  # also if none has ended, since a flapping link changes
+        self._settle_soon()

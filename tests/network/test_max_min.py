@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from simplan.network.max_min import LinkLists, Paths, Running, Segments, begin, end, fair_rates, settle, weights_of
+from simplan.network.max_min import LinkLists, Paths, Running, Segments, fair_rates, settle, weights_of
 
 Usage = dict[int, tuple[float, float]]  # link -> busy seconds, connections
 
@@ -115,22 +115,32 @@ def test_rates_after_every_change_are_those_of_all_communications_anew(
     for step, (begins, which, scale) in enumerate(changes):
         joined: dict[int, None] = {}
         others = dict.fromkeys(slots)
+        begun: list[int] = []
+        ended: list[int] = []
         if begins or not slots:
             slots.append(step)
             running.usage[step], running.scale[step], running.left[step] = which % len(usages), scale, 1e6
-            begin(paths, running, lists, step)
+            begun = [step]
             joined[step] = None
         else:
-            ended = slots.pop(which % len(slots))
-            del others[ended]
-            joined[ended] = None
-            num_segments = end(paths, running, lists, np.array([ended], np.int32), float(step), segments, num_segments)
+            ended = [slots.pop(which % len(slots))]
+            del others[ended[0]]
+            joined[ended[0]] = None
         while grown := [s for s in others if any(_meet(usages, running, s, other) for other in joined)]:
             joined.update(dict.fromkeys(grown))
             others = {slot: None for slot in others if slot not in joined}
         before = num_segments
-        num_segments = settle(paths, running, lists, np.ones(8), float(step), segments, num_segments)
+        changed = np.array(ended, np.int32), np.array(begun, np.int32)
+        num_segments, next_s, ending = settle(
+            paths, running, lists, np.ones(8), *changed, float(step), segments, num_segments
+        )
         assert num_segments - before <= len(joined)  # the others keep their rates
+        ends_s = {
+            slot: step_s + running.left[slot] / running.rate[slot]
+            for slot, step_s in zip(slots, running.updated_s[slots], strict=True)
+        }
+        assert next_s == min(ends_s.values(), default=np.inf)
+        assert ending.tolist() == [slot for slot in sorted(slots) if ends_s[slot] <= next_s * (1 + 1e-14)]
         rates, _ = fair_rates(
             first, link, seconds, paths.weights, paths.limits, np.ones(8), running.usage[slots], lists.scratch
         )

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from simplan.plan.plan import StageAssignment
 
 _ROUNDING = 1 + 1e-9  # sums of equal layers at different positions differ by rounding, which must not choose the split
 
+_UNITS = 10**9  # of a block's time: integers of equal sums are equal
 _FEW_SPLITS = 2000  # so many are all compared
 _MAX_ELEMENTS = 1_000_000  # of an array of splits
 
@@ -211,40 +213,45 @@ def _with_equal_blocks(block_s: _Floats, stage_ranks: _Indices) -> _Indices:
         block_s: ``(blocks,)`` Seconds of every block; the mean of the inner ones counts for all of them.
         stage_ranks: See ``balanced_assignment``.
     """
-    num_added = len(block_s) - len(stage_ranks)
-    counts = np.ones(len(stage_ranks), np.int64)
+    num_stages = len(stage_ranks)
+    num_added = len(block_s) - num_stages
+    counts = np.ones(num_stages, np.int64)
     if num_added == 0:
         return counts.cumsum()[:-1]
-    added_s = float(block_s[1:-1].mean())
-    stage_s = np.array([block_s[0], *(added_s,) * (len(stage_ranks) - 2), block_s[-1]])
-    rank_s: _Floats = np.bincount(stage_ranks, stage_s).astype(np.float64)
+    first, last = (round(_UNITS * seconds / block_s[1:-1].mean()) for seconds in (block_s[0], block_s[-1]))
+    stages = np.array([first, *(_UNITS,) * (num_stages - 2), last])
+    ranks = np.bincount(stage_ranks, stages).astype(np.int64)
 
-    def most_added(rank_limit_s: float, stage_limit_s: float) -> int:
+    def most_added(rank_limit: int, stage_limit: int) -> int:
         """Number of blocks that fit; -1 if the first ones do not fit."""
-        to_ranks, to_stages = (
-            np.floor((limit_s * _ROUNDING - used_s) / added_s)
-            for limit_s, used_s in ((rank_limit_s, rank_s), (stage_limit_s, stage_s))
-        )
+        to_ranks, to_stages = (rank_limit - ranks) // _UNITS, (stage_limit - stages) // _UNITS
         fits = to_ranks.min() >= 0 and to_stages.min() >= 0
         return int(np.minimum(to_ranks, np.bincount(stage_ranks, to_stages)).sum()) if fits else -1
 
-    def limits_s(used_s: _Floats) -> list[float]:
-        distinct_s = np.unique(used_s)  # few, as most stages begin with an equal block
-        return [float(limit_s) for limit_s in np.unique(distinct_s[:, None] + added_s * np.arange(num_added + 1))]
+    def limits(used: _Indices) -> list[int]:
+        distinct = np.unique(used)  # few, as most stages begin with an equal block
+        return [int(limit) for limit in np.unique(distinct[:, None] + _UNITS * np.arange(num_added + 1))]
 
-    limits = limits_s(rank_s)
-    rank_limit_s = limits[bisect_left(limits, num_added, key=lambda limit_s: most_added(limit_s, math.inf))]
-    limits = limits_s(stage_s)
-    stage_limit_s = limits[bisect_left(limits, num_added, key=lambda limit_s: most_added(rank_limit_s, limit_s))]
-    for _ in range(num_added):
-        allowed = rank_s[stage_ranks] + added_s <= rank_limit_s * _ROUNDING
-        allowed &= stage_s + added_s <= stage_limit_s * _ROUNDING
-        growth = np.where(allowed, rank_s[stage_ranks] + stage_s, np.inf)
-        # among equals the last stage: earlier ones keep the activations of more microbatches
-        stage = np.flatnonzero(growth <= growth.min() * _ROUNDING)[-1]
-        stage_s[stage] += added_s
-        rank_s[stage_ranks[stage]] += added_s
-        counts[stage] += 1
+    of_ranks, of_stages = limits(ranks), limits(stages)
+    rank_limit = of_ranks[bisect_left(of_ranks, num_added, key=lambda limit: most_added(limit, of_stages[-1]))]
+    stage_limit = of_stages[bisect_left(of_stages, num_added, key=lambda limit: most_added(rank_limit, limit))]
+    # among equals the last stage: earlier ones keep the activations of more microbatches
+    shortest: list[list[tuple[int, int]]] = [[] for _ in ranks]
+    for stage, (rank, time) in enumerate(zip(stage_ranks.tolist(), stages.tolist(), strict=True)):
+        heappush(shortest[rank], (time, -stage))
+    least = [(time + of_rank[0][0], of_rank[0][1], rank, time)
+             for rank, (time, of_rank) in enumerate(zip(ranks.tolist(), shortest, strict=True))]  # fmt: skip
+    heapify(least)
+    while num_added:
+        _, minus_stage, rank, of_all = heappop(least)
+        time = shortest[rank][0][0] + _UNITS
+        of_all += _UNITS
+        if of_all > rank_limit or time > stage_limit:
+            continue  # the other stages of the rank take no less
+        heapreplace(shortest[rank], (time, minus_stage))
+        heappush(least, (of_all + shortest[rank][0][0], shortest[rank][0][1], rank, of_all))
+        counts[-minus_stage] += 1
+        num_added -= 1
     return counts.cumsum()[:-1]
 
 
