@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from simplan.model.layer import CollectiveKind
+from simplan.units import MIB
 from tests.hosts import Wire
 
 BASE_MBIT_PER_S = 100.0
@@ -21,8 +22,8 @@ COLLECTIVES = (
     CollectiveKind.ALL_TO_ALL,
     CollectiveKind.BROADCAST,
 )
-SIZES_BYTES = (256 * 1024, 1024 * 1024, 4096 * 1024)
-"""Sizes that are judged; smaller ones are a matter of latency, which shaping does not change."""
+SIZES_BYTES = (1 * MIB, 4 * MIB)
+"""Sizes; smaller ones are a matter of latency, which shaping does not change."""
 
 
 @dataclass(frozen=True, slots=True)

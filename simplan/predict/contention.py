@@ -193,7 +193,7 @@ def apply_contention(
     usages, names, usage, groups = found.of_ops()
     distances_s = np.array([*(each.distance_s for each in usages), 0.0])  # the last for no usage
     alone_s = program_costs.durations_s + distances_s[usage][leaders]
-    constant = [*_flows_of_other_jobs(cluster, fabric)]
+    constant = [*flows_of_other_jobs(cluster, fabric)]
     place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
     flaps = [
         Flap(fabric.link_named(slow.link), slow.bandwidth_share, slow.first_s, slow.slow_s, slow.period_s)
@@ -230,7 +230,7 @@ def apply_contention(
     )
 
 
-def _flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[str, LinkUsage]]:
+def flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[str, LinkUsage]]:
     """Yield name and usage per second of every constant flow; all network cards of both nodes carry equal parts."""
     for flow in cluster.background:
         sources, destinations = (np.flatnonzero(fabric.node_of_device == node).tolist() for node in flow.nodes)
