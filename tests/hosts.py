@@ -21,7 +21,7 @@ from typing import NamedTuple
 BURST_BYTES = 64 * 1024  # most that a link lets through at once after a pause: one segment that is not cut
 _LEAST_BURST_BYTES = 16 * 1024
 _BURST_S = 1e-3
-_LATENCY = "20ms"  # longer in the queue, and a packet is dropped
+_LATENCY = "1s"  # longer in the queue, and a packet is dropped: rarely, as on a fabric that marks or pauses instead
 _COUNTED = 1514 / 1538  # tbf counts an Ethernet frame without preamble, checksum and gap: so payload is as on Ethernet
 _CONGESTION_CONTROL = "reno"  # every kernel allows it, so that results do not depend on the default of a machine
 _NUMBER = itertools.count()
