@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from simplan import catalog
+from simplan.cluster.background import BackgroundJob
 from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
@@ -151,3 +152,10 @@ class Job:
                 problems = [replace(each, field=f"{section}.{each.field}") for each in error.problems]
                 raise type(error)(problems) from None
         return replace(job, **changed)
+
+
+def background_job(cluster: ClusterSpec, background: BackgroundJob) -> Job:
+    """Job of an entry of ``ClusterSpec.background``, on a cluster of its nodes alone, without a topology."""
+    alone = {"background": (), "stragglers": (), "slow_links": (), "jitter": None, "topology": None}
+    own = cluster.model_copy(update={**alone, "num_devices": background.plan.num_devices})
+    return Job(background.model, own, background.training, background.plan, background.software)

@@ -517,4 +517,4 @@ class Prediction:
 def _place_json(job: Job, placement: Placement, rank: int) -> dict[str, int]:
     """Node of a rank, and its device in that node."""
     node, device = divmod(placement.device_of(rank), job.cluster.devices_per_node)
-    return {"node": node, "device": device}
+    return {"node": job.cluster.fabric_nodes[node], "device": device}

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from simplan.base import MAX_DEVICES, Count, NonNegative, NumDevices, Rate, Seconds, Spec
+from simplan.cluster.background import BackgroundJob
 from simplan.cluster.topology import Topology, node_of_name
 from simplan.software.rates import KernelRates
 from simplan.units import MIB, format_percent
@@ -244,12 +245,13 @@ class ClusterSpec(Spec):
         id: Catalog name, or ``inline``.
         device: Device of all nodes; with ``node_groups``, of the first group.
         devices_per_node: Devices in one ``intra_link`` domain; need not divide ``num_devices``.
-        num_devices: All devices of the job.
+        num_devices: All devices of the job; those of background jobs are further ones.
         intra_link: Link between devices of one node; None for a node of one device.
         inter_link: Link between nodes, with bandwidth per device; None for a single node.
         nics_per_node: Network cards of one node that ``inter_link`` stands for; None for unknown, or a single node.
         host_link: Link between each device and host memory; None for unknown, or a CPU.
-        background: Traffic of other jobs on the links of ``topology``.
+        background: Other jobs on the links of ``topology``, or their traffic. The nodes of the topology are then those
+            of all jobs, and this job has those that no other names.
         stragglers: Ranks that compute more slowly than the others.
         slow_links: Links of ``topology`` with less bandwidth than the others of their kind.
         jitter: Random variation of durations; None for none.
@@ -269,7 +271,7 @@ class ClusterSpec(Spec):
     intra_link: LinkSpec | None = None
     inter_link: LinkSpec | None = None
     host_link: LinkSpec | None = None
-    background: tuple[BackgroundFlow, ...] = ()
+    background: tuple[BackgroundFlow | BackgroundJob, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
     jitter: Jitter | None = None
@@ -346,6 +348,35 @@ class ClusterSpec(Spec):
     def network_ports_per_node(self) -> int:
         """Network cards of a node that are told apart in a topology: at most one per device, which may be several."""
         return min(self.nics_per_node or self.devices_per_node, self.devices_per_node)
+
+    @property
+    def background_jobs(self) -> tuple[BackgroundJob, ...]:
+        """Jobs of ``background``."""
+        return tuple(each for each in self.background if isinstance(each, BackgroundJob))
+
+    @property
+    def background_flows(self) -> tuple[BackgroundFlow, ...]:
+        """Constant traffic of ``background``."""
+        return tuple(each for each in self.background if isinstance(each, BackgroundFlow))
+
+    @property
+    def num_fabric_nodes(self) -> int:
+        """Nodes of the topology: those of the job and of all background jobs."""
+        return self.num_nodes + sum(len(job.nodes) for job in self.background_jobs)
+
+    @property
+    def fabric_nodes(self) -> tuple[int, ...]:
+        """Node of the topology of each node of the job: those that no background job names."""
+        taken = {node for job in self.background_jobs for node in job.nodes}
+        return tuple(node for node in range(self.num_fabric_nodes) if node not in taken)
+
+    @property
+    def fabric_cluster(self) -> ClusterSpec:
+        """Cluster of all nodes of the topology, full ones if there are background jobs; without other jobs."""
+        if not self.background_jobs:
+            return self
+        num_devices = self.num_fabric_nodes * self.devices_per_node
+        return self.model_copy(update={"num_devices": num_devices, "background": ()})
 
     @property
     def links(self) -> dict[str, dict[str, Any] | None]:

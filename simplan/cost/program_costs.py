@@ -55,6 +55,7 @@ class ProgramCosts:
         overlap_slowdown: See ``CostModel``.
         beside: Time that the overlap slowdown adds, mean over ranks; None if durations do not include it.
         uncontended_s: ``(num_ops,)`` Durations without contention on the links of a topology; None without a topology.
+        without_background_s: ``(num_ops,)`` Durations if no other job used these links; None without other jobs.
     """
 
     durations_s: NDArray[np.float64]
@@ -64,6 +65,7 @@ class ProgramCosts:
     overlap_slowdown: float
     beside: CostTerm | None = None
     uncontended_s: NDArray[np.float64] | None = None
+    without_background_s: NDArray[np.float64] | None = None
 
     @property
     def terms(self) -> tuple[CostTerm, ...]:

@@ -32,6 +32,7 @@ class Explanation:
         figures: Derived figures with their formulas.
         links: ``ClusterSpec.links``.
         contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
+        background: Cost of other jobs on these links, as a sentence; empty without any.
         placement: ``Job.placement_words``.
         stragglers: What slow ranks cost, as a sentence; empty without any.
         jitter: What jitter costs, as a sentence; empty without any.
@@ -53,6 +54,7 @@ class Explanation:
     stragglers: str = ""
     jitter: str = ""
     backup_workers: str = ""
+    background: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -89,6 +91,7 @@ def explain(
         stragglers=_stragglers(prediction, calibration),
         jitter="" if prediction.jitter is None else f"jitter {prediction.jitter.words}",
         backup_workers="" if prediction.backup_workers is None else prediction.backup_workers.words,
+        background="" if prediction.network is None else prediction.network.background_words(),
     )
 
 

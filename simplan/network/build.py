@@ -37,9 +37,12 @@ _BYTES_PER_GBIT = 1e9 / 8
 def fabric_of(cluster: ClusterSpec) -> Fabric:
     """Links, switches and routes of a cluster; without a topology, of one switch for all nodes.
 
+    The nodes of background jobs are included: device numbers are those of ``ClusterSpec.fabric_cluster``.
+
     Raises:
         SpecError: The cluster cannot have its topology, or lacks a link.
     """
+    cluster = cluster.fabric_cluster
     problems = [*topology_problems(cluster), *_missing_links(cluster)]
     if problems:
         raise SpecError(problems)

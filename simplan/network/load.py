@@ -52,6 +52,31 @@ class LinkLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherJob:
+    """Steps of a background job.
+
+    Attributes:
+        name: Name of the job.
+        alone_s: Seconds of its step if no other job used the links.
+        step_times_s: Seconds of each of its steps that lies inside the predicted step.
+    """
+
+    name: str
+    alone_s: float
+    step_times_s: tuple[float, ...]
+
+    @property
+    def words(self) -> str:
+        """Step times in words."""
+        alone, number = format_time(self.alone_s), len(self.step_times_s)
+        if not number:
+            return f"{self.name} takes {alone} a step alone, and no whole step of it is inside this one"
+        mean_s = sum(self.step_times_s) / number
+        which = "its step" if number == 1 else f"the mean of its {number} steps"
+        return f"{self.name} takes {format_time(mean_s)} ({which} inside this one) and {alone} alone"
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """Load of the links of a fabric in a step.
 
@@ -61,6 +86,8 @@ class Network:
         links: Links with any load, those that delay communications most first, then the busiest.
         num_links: All links of the fabric.
         interval_s: Seconds of each interval of ``LinkLoad.series``, from the start of the simulated step.
+        without_background_s: Seconds of the step if no other job used the links; None without other jobs.
+        other_jobs: Background jobs; none for constant traffic.
     """
 
     step_time_s: float
@@ -68,6 +95,8 @@ class Network:
     links: tuple[LinkLoad, ...]
     num_links: int
     interval_s: float
+    without_background_s: float | None = None
+    other_jobs: tuple[OtherJob, ...] = ()
 
     @property
     def slowest(self) -> LinkLoad | None:
@@ -111,10 +140,21 @@ class Network:
         words = f"{of}, {where}: {' and '.join(delayed[:_MAX_NAMED])}"
         return f"{words}, delayed by {' and '.join(others)}" if others else f"{words} fill it"
 
+    def background_words(self) -> str:
+        """Cost of other jobs in words, and of this one to background jobs; empty without other jobs."""
+        if self.without_background_s is None:
+            return ""
+        longer = self.step_time_s / self.without_background_s - 1
+        cost = f"{format_percent(longer)} longer" if longer > _LEAST else "no longer"
+        words = f"the step takes {format_time(self.step_time_s)}, {cost} than {format_time(self.without_background_s)} "
+        return "; ".join([f"{words}without them", *(job.words for job in self.other_jobs)])
+
     def to_json(self) -> dict[str, Any]:
         """As JSON: the links that delay most and the busiest, at most 64."""
+        others = {"without_background_s": self.without_background_s, "other_jobs": [*map(asdict, self.other_jobs)]}
         return {
             "contention_s": self.contention_s,
+            **({} if self.without_background_s is None else others),
             "num_links": self.num_links,
             "num_loaded_links": len(self.links),
             "interval_s": self.interval_s,

@@ -233,7 +233,8 @@ class Segments(NamedTuple):
     """Intervals in which a communication transfers at a constant rate.
 
     Attributes:
-        op: ``(num_segments,)`` Operation, or leader of the meeting; constant flows follow the operations.
+        op: ``(num_segments,)`` Operation, or leader of the meeting; constant flows follow the operations, and then the
+            communications of other jobs.
         start_s, end_s: ``(num_segments,)`` Seconds from the start of the step.
         rate: ``(num_segments,)`` Progress per second, where the transfer alone takes ``LinkUse.transfer_s``.
         bottleneck: ``(num_segments,)`` Link that limits the rate; -1 if the communication is as fast as alone.
@@ -250,6 +251,12 @@ class Segments(NamedTuple):
         """Room for some intervals."""
         start_s, end_s, rate = (np.zeros(size) for _ in range(3))
         return cls(np.zeros(size, np.int32), start_s, end_s, rate, np.zeros(size, np.int32))
+
+    def since(self, begin_s: float) -> Segments:
+        """Returns the intervals after a time, in seconds from it."""
+        kept = self.end_s > begin_s
+        starts_s, ends_s = np.maximum(self.start_s[kept], begin_s) - begin_s, self.end_s[kept] - begin_s
+        return Segments(self.op[kept], starts_s, ends_s, self.rate[kept], self.bottleneck[kept])
 
     def doubled(self) -> Segments:
         """Returns the intervals with room for as many behind them."""

@@ -200,7 +200,7 @@ class LinkUse:
         link: Links of each usage, each once.
         seconds: Busy seconds of these links.
         connections: Connections on these links.
-        num_usages_of_ops: Usages of operations; those of constant flows follow.
+        num_usages_of_ops: Usages of operations, of other jobs as well; those of constant flows follow.
         always: Usages of constant flows, such as those of other jobs, that cross a link which can be full.
         flaps: Links that are slow for a part of the time.
     """
@@ -216,6 +216,11 @@ class LinkUse:
     num_usages_of_ops: int
     always: tuple[int, ...] = ()
     flaps: tuple[Flap, ...] = ()
+
+    @property
+    def num_entries(self) -> int:
+        """Operations and constant flows, which are numbered in this order; communications of other jobs follow."""
+        return len(self.usage) + len(self.transfer_s) - self.num_usages_of_ops
 
 
 def link_use(

@@ -167,6 +167,11 @@ def _of_links(cluster: ClusterSpec) -> Iterator[str]:
             for slow in flapping
         )
         yield f"flapping links: {listed}, from a fixed time of the step on; no packet is lost or sent again"
+    if cluster.background_jobs:
+        yield (
+            "background jobs repeat their steps, as estimated from datasheets; this step begins with one of theirs, or "
+            "offset_s into it, and takes another time at another offset"
+        )
     others = "with the background traffic" if cluster.background else "with no other job"
     yield (
         f"communications share the links of the topology max-min fairly, {others}; latency does not grow with load, "

@@ -446,9 +446,12 @@ def _kept_for_weight(stages: Stages, stage: int) -> float:
 
 def expands_for_links(job: Job) -> bool:
     """True if collectives inside layers leave a node of a topology: they load links when their layer runs."""
+    return not is_static(job.cluster) and collectives_of_layers_leave_nodes(job)
+
+
+def collectives_of_layers_leave_nodes(job: Job) -> bool:
+    """True if ranks of several nodes communicate inside layers."""
     plan = job.plan
-    if is_static(job.cluster):
-        return False
     groups = RankMapping.of(plan).layer_collective_groups(plan.num_devices - 1).values()
     return any(len({*map(job.node_of, group)}) > 1 for group in groups)
 

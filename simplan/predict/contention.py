@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,15 @@ from simplan.cost.program_costs import ProgramCosts
 from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric
-from simplan.network.load import LinkLoad, LinkShare, Network
+from simplan.network.load import LinkLoad, LinkShare, Network, OtherJob
 from simplan.network.max_min import Segments
 from simplan.network.usage import Flap, LinkUsage, LinkUse, Usages, in_sequence, link_use, together
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.predict.background import background_steps, refuse_too_many_steps
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import compile_program, leaders_of
-from simplan.sim.engine import CoreUse, simulate
+from simplan.sim.engine import CoreUse, RepeatedProgram, Repetitions, Times, simulate
 from simplan.sim.links import Progress
 
 _Floats = NDArray[np.float64]
@@ -37,6 +39,7 @@ _Ints = NDArray[np.int32]
 _Group = tuple[int, ...]
 NUM_INTERVALS = 200
 """Intervals of a step in which the load of links is drawn."""
+_LEAST_S = 1e-30
 _MAX_DRAWN = 24
 """Links with a drawn load: so many of those that delay communications most, and of the busiest."""
 
@@ -49,12 +52,14 @@ class Contention:
         fabric: Links of the cluster.
         usages: Different usages of links; those of other jobs last.
         names: Name of each usage.
-        usage: ``(num_ops + num_flows,)`` Usage of each operation, then of each flow of other jobs; -1 for operations
-            that cross no link, or follow the first of their meeting.
-        groups: ``(num_ops + num_flows,)`` Groups of ranks that the operation stands for.
+        usage: ``(num_entries,)`` Usage of each operation, then of each constant flow of other jobs, then of each
+            communication of background jobs; -1 for operations that cross no link, or follow the first of their
+            meeting.
+        groups: ``(num_ops,)`` Groups of ranks that the operation stands for.
         use: Links that can be full.
-        start_s, end_s: ``(num_ops + num_flows,)`` Start and end of each operation, in seconds.
+        start_s, end_s: ``(num_entries,)`` Start and end of each communication, in seconds.
         segments: Rates of the communications that cross links which can be full, over time.
+        other_jobs: Steps of background jobs.
     """
 
     fabric: Fabric
@@ -66,6 +71,7 @@ class Contention:
     start_s: _Floats
     end_s: _Floats
     segments: Segments
+    other_jobs: tuple[OtherJob, ...] = ()
 
     def totals(self, names: Sequence[str], step_time_s: float) -> tuple[_Floats, _Floats, _Floats]:
         """Busy and lost seconds of each link by name of the communication, ``(num_links, num_names)``, and its bytes.
@@ -78,9 +84,8 @@ class Contention:
         number = np.array([numbers[name] for name in self.names], np.int64)
         first, link, seconds, num_bytes = self._entries
         owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
-        counts = np.bincount(self.usage[self.usage >= 0], minlength=len(self.usages)).astype(np.float64)
-        constant = len(self.usage) - self.num_ops
-        counts[len(counts) - constant :] = step_time_s  # usages of other jobs are those of one second
+        used = self.usage >= 0
+        counts = np.bincount(self.usage[used], self._fractions(step_time_s)[used], len(self.usages))
         key, size = link * len(names) + number[owner], num_links * len(names)
         busy_s = np.bincount(key, seconds * counts[owner], size).astype(np.float64).reshape(num_links, len(names))
         moved = np.asarray(np.bincount(link, num_bytes * counts[owner], num_links), np.float64)
@@ -89,13 +94,28 @@ class Contention:
             lost_s[full, number[one]] += late_s / len(full)
         return busy_s, lost_s, moved
 
+    def _fractions(self, step_time_s: float) -> _Floats:
+        """``(num_entries,)`` Part of each communication inside the step, and the seconds of constant flows."""
+        found, first, (op, start_s, end_s, rate, _) = np.ones(len(self.usage)), self.use.num_entries, self.segments
+        found[self.num_ops : first] = step_time_s  # usages of constant flows are those of one second
+        if len(found) == first:
+            return found
+        usage = self.usage[first:]
+        shared = np.bincount(op, (end_s - start_s) * rate, len(found))[first:]
+        fixed_s, transfer_s = (np.array([each[column] for each in self.usages])[usage] for column in (3, 4))
+        begin_s, end_s = self.start_s[first:] + fixed_s, self.end_s[first:]
+        inside_s = np.minimum(end_s, step_time_s) - np.maximum(begin_s, 0.0)
+        alone = np.clip(inside_s / np.maximum(transfer_s, _LEAST_S), 0.0, 1.0)
+        found[first:] = np.where(np.diff(self.use.first)[usage] > 0, np.minimum(shared, 1.0), alone)
+        return found
+
     def _delays(self) -> Iterator[tuple[int, float, _Ints]]:
         """Yield usages, the seconds by which full links delay them, and these links.
 
         Sharing names one link of those that are full. On a symmetric fabric, all links that a communication loads
         equally are full together, such as one per leaf switch.
         """
-        is_symmetric = self.fabric.is_symmetric and not self.use.always
+        is_symmetric = self.fabric.is_symmetric and not self.use.always and not self.other_jobs
         use = self.use
         op, start_s, end_s, rate, bottleneck = self.segments
         kept = (bottleneck >= 0) & (op < self.num_ops)
@@ -121,13 +141,16 @@ class Contention:
         first, link, seconds, _ = self._entries
         op, start_s, end_s, rate, _ = self.segments
         # a communication that cannot be delayed transfers at a constant rate after its latency
-        flows = self.usage[self.num_ops :]
-        is_simulated = np.concatenate([self.use.usage >= 0, np.isin(flows, self.use.always)])
+        num_ops, first_other = self.num_ops, self.use.num_entries
+        flows, others = self.usage[num_ops:first_other], self.usage[first_other:]
+        can_be_full = np.diff(self.use.first) > 0
+        is_simulated = np.concatenate([self.use.usage >= 0, np.isin(flows, self.use.always), can_be_full[others]])
         ops = np.flatnonzero((self.usage >= 0) & ~is_simulated)
         fixed_s = np.array([usage.fixed_s for usage in self.usages])[self.usage[ops]]
         stop_s = self.end_s[ops]
         begin_s = np.minimum(self.start_s[ops] + fixed_s, stop_s)
-        length_s = np.where(ops < self.num_ops, stop_s - begin_s, 1.0)  # usages of other jobs are those of one second
+        is_flow = (ops >= num_ops) & (ops < first_other)
+        length_s = np.where(is_flow, 1.0, stop_s - begin_s)  # usages of constant flows are those of one second
         op = np.concatenate([op, ops])
         start_s, end_s = np.concatenate([start_s, begin_s]), np.concatenate([end_s, stop_s])
         steady = np.divide(1.0, length_s, out=np.zeros_like(length_s), where=length_s > 0)
@@ -188,26 +211,32 @@ def apply_contention(
     Returns:
         Costs with longer durations and deviations, and the load of the links.
     """
-    fabric, columns, leaders = fabric_of(cluster), program.columns, leaders_of(program)
-    found = _ProgramUsages(program, program_costs, Usages(cluster, fabric), plan)
-    usages, names, usage, groups = found.of_ops()
-    distances_s = np.array([*(each.distance_s for each in usages), 0.0])  # the last for no usage
-    alone_s = program_costs.durations_s + distances_s[usage][leaders]
-    constant = [*flows_of_other_jobs(cluster, fabric)]
-    place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
-    flaps = [
-        Flap(fabric.link_named(slow.link), slow.bandwidth_share, slow.first_s, slow.slow_s, slow.period_s)
-        for slow in cluster.slow_links
-        if slow.slow_s is not None and slow.period_s is not None
+    fabric = fabric_of(cluster)
+    own = _ProgramUsages(program, program_costs, Usages(cluster, fabric), plan, cluster.fabric_nodes).of_ops()
+    alone_s = own.alone_s(program, program_costs)
+    steps, constant = background_steps(cluster), [*flows_of_other_jobs(cluster, fabric)]
+    others = [
+        _ProgramUsages(
+            step.program, step.program_costs, Usages(step.job.cluster, fabric), step.job.plan, step.background.nodes
+        ).of_ops()
+        for step in steps
     ]
-    use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant], flaps)
-    if sharing is None and not (use.usage >= 0).any():
-        times = compile_program(program).times(alone_s)
-    else:
-        times = simulate(program, alone_s, sharing, use, progress)
-    segments = times.segments or Segments.empty(0)
-    taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
-    realized_s = np.where(use.usage[leaders] >= 0, taken_s, alone_s)
+    programs, found = [program, *(step.program for step in steps)], [own, *others]
+    use, numbers = _link_use(programs, found, [flow for _, flow in constant], cluster, fabric)
+    quiet, without_s, step_s = replace(use, always=()), None, 0.0
+    realize = partial(_realize, program, alone_s, sharing)
+    if cluster.background:  # first without other jobs; these communications are not counted as progress
+        times, without_s = realize(quiet, None, ())
+        step_s = times.step_time_s
+    repeated, other_jobs_alone_s = [], []
+    for step, each, usage in zip(steps, others, numbers[1:], strict=True):
+        seconds, crosses = each.alone_s(step.program, step.program_costs), np.diff(use.first)[usage] > 0
+        links = replace(quiet, usage=np.where((usage >= 0) & crosses, usage, -1).astype(np.int32))
+        other_s = simulate(step.program, seconds, None, links).step_time_s
+        refuse_too_many_steps(step, other_s, step_s)
+        other_jobs_alone_s.append(other_s)
+        repeated.append(RepeatedProgram(step.program, seconds, usage.tolist(), step.background.offset_s % other_s))
+    times, realized_s = realize(use, progress, repeated)
     given_s = program_costs.durations_s
     longer = np.divide(realized_s, given_s, out=np.ones_like(given_s), where=given_s > 0)
     costs = replace(
@@ -215,24 +244,82 @@ def apply_contention(
         durations_s=realized_s,
         deviations_s=program_costs.deviations_s * longer,
         uncontended_s=alone_s,
+        without_background_s=without_s,
     )
-    step_time_s, num_flows = times.step_time_s, len(constant)
+    usages, names = [*own.usages], [*own.names]
+    for step, each in zip(steps, others, strict=True):
+        usages += each.usages
+        names += [f"{step.background.name}: {name}" for name in each.names]
+    repetitions = times.repetitions or Repetitions.none()
+    num_flows, step_time_s = len(constant), times.step_time_s
+    pairs = zip(steps, other_jobs_alone_s, repetitions.step_times_s, strict=True)
     return costs, Contention(
         fabric=fabric,
         usages=[*usages, *(flow for _, flow in constant)],
         names=[*names, *(name for name, _ in constant)],
-        usage=np.concatenate([usage, len(usages) + np.arange(num_flows)]),
-        groups=np.concatenate([groups, np.ones(num_flows)]),
+        usage=np.concatenate([own.usage, len(usages) + np.arange(num_flows), repetitions.usage]),
+        groups=own.groups,
         use=use,
-        start_s=np.concatenate([times.start_s, np.zeros(num_flows)]),
-        end_s=np.concatenate([times.end_s, np.full(num_flows, step_time_s)]),
-        segments=segments._replace(end_s=np.minimum(segments.end_s, step_time_s)),
+        start_s=np.concatenate([times.start_s, np.zeros(num_flows), repetitions.start_s]),
+        end_s=np.concatenate([times.end_s, np.full(num_flows, step_time_s), repetitions.end_s]),
+        segments=(times.segments or Segments.empty(0)),
+        other_jobs=tuple(OtherJob(step.background.name, alone_s, inside) for step, alone_s, inside in pairs),
     )
+
+
+def _realize(
+    program: Program,
+    alone_s: _Floats,
+    sharing: CoreUse | None,
+    use: LinkUse,
+    progress: Progress | None,
+    others: Sequence[RepeatedProgram],
+) -> tuple[Times, _Floats]:
+    """Times of a step on shared links, and the durations that its operations have there."""
+    if sharing is None and not others and not (use.usage >= 0).any():
+        times = compile_program(program).times(alone_s)
+    else:
+        times = simulate(program, alone_s, sharing, use, progress, others)
+    leaders = leaders_of(program)
+    taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
+    return times, np.where(use.usage[leaders] >= 0, taken_s, alone_s)
+
+
+def _link_use(
+    programs: Sequence[Program],
+    found: Sequence[_OpUsages],
+    constant: Sequence[LinkUsage],
+    cluster: ClusterSpec,
+    fabric: Fabric,
+) -> tuple[LinkUse, list[NDArray[np.int64]]]:
+    """Links that can be full, with the operations of the first Program; and the usages of all operations by Program.
+
+    Args:
+        programs, found: Programs that run at the same time, and usages of their operations.
+        constant: Usages of constant flows.
+        cluster, fabric: Cluster, and its links.
+    """
+    usages: list[LinkUsage] = []
+    numbers, places, first_place = [], [], 0
+    for program, each in zip(programs, found, strict=True):
+        numbers.append(np.where(each.usage >= 0, each.usage + len(usages), -1))
+        usages += each.usages
+        place = program.columns.rank.astype(np.int64) * len(STREAMS) + program.columns.stream
+        places.append(first_place + place)
+        first_place += 1 + int(place.max(initial=0))
+    flaps = [
+        Flap(fabric.link_named(slow.link), slow.bandwidth_share, slow.first_s, slow.slow_s, slow.period_s)
+        for slow in cluster.slow_links
+        if slow.slow_s is not None and slow.period_s is not None
+    ]
+    of_all, place_of_all = np.concatenate(numbers), np.concatenate(places)
+    use = link_use(usages, of_all, place_of_all, len(fabric.links), constant, flaps)
+    return replace(use, usage=use.usage[: len(programs[0])]), numbers
 
 
 def flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[str, LinkUsage]]:
     """Yield name and usage per second of every constant flow; all network cards of both nodes carry equal parts."""
-    for flow in cluster.background:
+    for flow in cluster.background_flows:
         sources, destinations = (np.flatnonzero(fabric.node_of_device == node).tolist() for node in flow.nodes)
         pairs = [*zip(sources, destinations, strict=False)]
         bytes_per_s = flow.gbit * 1e9 / 8 / len(pairs)
@@ -245,21 +332,46 @@ def flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[
         yield f"other jobs, {flow.source} to {flow.destination}", together(parts)
 
 
+class _OpUsages(NamedTuple):
+    """Usages of the operations of a Program.
+
+    Attributes:
+        usages, names: Different usages, and their names.
+        usage: ``(num_ops,)`` Index of the usage of each operation; -1 for operations that cross no link, or follow the
+            first of their meeting.
+        groups: ``(num_ops,)`` Groups of ranks that the operation stands for.
+    """
+
+    usages: list[LinkUsage]
+    names: list[str]
+    usage: NDArray[np.int64]
+    groups: _Floats
+
+    def alone_s(self, program: Program, program_costs: ProgramCosts) -> _Floats:
+        """``(num_ops,)`` Durations without contention, with the latency of long distances."""
+        distances_s = np.array([*(each.distance_s for each in self.usages), 0.0])  # the last for no usage
+        return np.asarray(program_costs.durations_s + distances_s[self.usage][leaders_of(program)])
+
+
 @dataclass(frozen=True, eq=False)
 class _ProgramUsages:
     """Usages of the communications of a Program.
 
     A simulated group stands for all groups whose members its ranks stand for; they run at the same time.
+
+    Attributes:
+        nodes: Node of the fabric of each node of the job.
     """
 
     program: Program
     program_costs: ProgramCosts
     usages: Usages
     plan: ParallelPlan
+    nodes: tuple[int, ...]
     _ways: dict[tuple[object, ...], CommAlgorithm] = field(default_factory=dict)
 
-    def of_ops(self) -> tuple[list[LinkUsage], list[str], NDArray[np.int64], _Floats]:
-        """Different usages and their names, and by operation its usage and the groups of ranks that it stands for."""
+    def of_ops(self) -> _OpUsages:
+        """Usages of all operations."""
         program = self.program
         columns = program.columns
         moves = np.array([any(isinstance(part, Communication) for part in work) for work in program.works], np.bool_)
@@ -284,7 +396,7 @@ class _ProgramUsages:
                 found.append(usage)
                 names.append(self._name(work, STREAMS[columns.stream[index]]))
         usage_of[indices], groups[indices] = numbers[which], counts[which]
-        return found, names, usage_of, groups
+        return _OpUsages(found, names, usage_of, groups)
 
     def _name(self, work: tuple[Work, ...], stream: Stream) -> str:
         """Name of the first communication, and its stream."""
@@ -337,8 +449,16 @@ class _ProgramUsages:
         return np.array(self.program.stands_for)
 
     def _devices(self, group: _Group) -> _Group:
-        """Devices of the ranks of a group."""
-        return group if self.placement is None else self.placement.devices_of(group)
+        """Devices of the fabric that the ranks of a group have."""
+        devices = group if self.placement is None else self.placement.devices_of(group)
+        if self._fills_first_nodes:
+            return devices
+        per_node = self.usages.cluster.devices_per_node
+        return tuple(self.nodes[device // per_node] * per_node + device % per_node for device in devices)
+
+    @cached_property
+    def _fills_first_nodes(self) -> bool:
+        return self.nodes == tuple(range(len(self.nodes)))
 
     def _members(self, group: _Group) -> set[int]:
         """Simulated ranks of a group."""
@@ -374,6 +494,7 @@ def network_of(
     extrapolated: Callable[..., _Floats],
     step_time_s: float,
     uncontended_s: float,
+    without_background_s: float | None,
 ) -> Network:
     """Load of all links in a step.
 
@@ -382,6 +503,7 @@ def network_of(
         extrapolated: From sums over each simulated step to those of the whole step.
         step_time_s: Seconds of the whole step.
         uncontended_s: Seconds of the whole step if communications took as long as alone.
+        without_background_s: Seconds of the whole step if no other job used the links; None without other jobs.
     """
     names = tuple(dict.fromkeys(name for contention, _ in steps for name in contention.names))
     busy_s, lost_s, num_bytes = (
@@ -420,6 +542,8 @@ def network_of(
         links=tuple(load(link) for link in order.tolist()),
         num_links=len(links),
         interval_s=simulated_s / NUM_INTERVALS,
+        without_background_s=without_background_s,
+        other_jobs=contention.other_jobs,
     )
 
 

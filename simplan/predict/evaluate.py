@@ -79,6 +79,7 @@ def predict_step(
             check_executable(step.tables[0], plan, job.software)
     simulated, fine = step.simulated[0], step.programs[0]
     step_time_s, *moved_s = step.seconds(_vectors).tolist()
+    without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
     memory = step.memory()
     splits = step.splits(step_time_s)
@@ -123,7 +124,7 @@ def predict_step(
             *_packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
             *_simulation_assumptions(job, extent, calibration),
         ),
-        network=step.network(step_time_s, uncontended_s),
+        network=step.network(step_time_s, uncontended_s, without_background_s),
         jitter=simulated.jitter,
         backup_workers=_backup_step(job, step_time_s, calibration),
     )
@@ -143,9 +144,9 @@ def _backup_step(job: Job, step_time_s: float, calibration: Calibration | None) 
 
 
 def _vectors(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:
-    """Durations with errors of each source, then those without contention if links are shared."""
-    vectors = moved_durations_s(program, program_costs)
-    return vectors if program_costs.uncontended_s is None else [*vectors, program_costs.uncontended_s]
+    """Durations with errors of each source, then those without contention, and without other jobs, if there are any."""
+    others = (program_costs.uncontended_s, program_costs.without_background_s)
+    return [*moved_durations_s(program, program_costs), *(each for each in others if each is not None)]
 
 
 def _simulation_assumptions(job: Job, extent: Extent, calibration: Calibration | None) -> Iterator[str]:

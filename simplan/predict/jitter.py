@@ -121,12 +121,13 @@ def apply_jitter(
     chosen, before_s = factors.batch(number)[row], program_costs.durations_s
     if replicas is not None:
         chosen = np.divide(steps_s(chosen[None])[0], before_s, out=np.ones_like(before_s), where=before_s > 0)
-    uncontended_s = program_costs.uncontended_s
+    uncontended_s, without_s = program_costs.uncontended_s, program_costs.without_background_s
     costs = replace(
         program_costs,
         durations_s=program_costs.durations_s * chosen,
         deviations_s=program_costs.deviations_s * chosen,
         uncontended_s=None if uncontended_s is None else uncontended_s * chosen,
+        without_background_s=None if without_s is None else without_s * chosen,
     )
     low_s, median_s, high_s = np.quantile(times_s, (0.05, 0.5, 0.95)).tolist()
     step = JitteredStep(

@@ -30,10 +30,11 @@ def slowdowns(cluster: ClusterSpec, plan: ParallelPlan) -> dict[int, float]:
     if not cluster.stragglers:
         return {}
     placement, found = Placement.of(plan), dict.fromkeys(range(plan.num_devices), 1.0)
+    nodes = cluster.fabric_nodes
     for straggler in cluster.stragglers:
         for rank in found:
             device = rank if placement is None else placement.device_of(rank)
-            if straggler.rank == rank or straggler.node == f"node{cluster.node_of(device)}":
+            if straggler.rank == rank or straggler.node == f"node{nodes[cluster.node_of(device)]}":
                 found[rank] *= straggler.slowdown
     return {rank: slowdown for rank, slowdown in found.items() if slowdown > 1}
 

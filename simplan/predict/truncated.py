@@ -82,11 +82,12 @@ def extent_of(job: Job) -> Extent:
 
     A pipeline of p ranks fills within p microbatches, drains within the last p, and needs two more in between. An
     interleaved one needs three rounds, since the first may differ. Custom schedules and schedules that depend on stage
-    times change with the number of microbatches, so they are simulated in full. So are steps with jitter
-    or flapping links, in which no microbatch is like another.
+    times change with the number of microbatches, so they are simulated in full. So are steps with jitter, flapping
+    links or background jobs, in which no microbatch is like another.
     """
-    plan, whole = job.plan, job.num_microbatches
-    if job.cluster.jitter is not None or any(slow.period_s is not None for slow in job.cluster.slow_links):
+    plan, cluster, whole = job.plan, job.cluster, job.num_microbatches
+    flaps = any(slow.period_s is not None for slow in cluster.slow_links)
+    if cluster.jitter is not None or flaps or cluster.background_jobs:
         return Extent(whole, 0, whole)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     if plan.pp == 1:
@@ -276,12 +277,15 @@ class TruncatedStep:
             found[rank] = Split(**parts, wait_s=max(0.0, step_time_s - sum(parts.values())))
         return found
 
-    def network(self, step_time_s: float, uncontended_s: float) -> Network | None:
+    def network(
+        self, step_time_s: float, uncontended_s: float, without_background_s: float | None = None
+    ) -> Network | None:
         """Load of the links in the full step; None for a cluster without a topology.
 
         Args:
             step_time_s: Seconds of the full step.
             uncontended_s: Seconds of the full step if communications took as long as alone.
+            without_background_s: Seconds of the full step if no other job used the links; None without other jobs.
         """
         steps = [(step.contention, step.times.step_time_s) for step in self.simulated if step.contention is not None]
         if not steps:
@@ -291,7 +295,7 @@ class TruncatedStep:
         def extrapolated(longer: _Floats, *shorter: _Floats) -> _Floats:
             return self._extrapolated(longer, shorter[0]) if shorter else longer
 
-        return network_of(steps, extrapolated, step_time_s, uncontended_s)
+        return network_of(steps, extrapolated, step_time_s, uncontended_s, without_background_s)
 
     def idle_fraction(self) -> float:
         """Bubble fraction: idle fraction between the first and the last compute of any rank, mean over ranks.
@@ -300,7 +304,7 @@ class TruncatedStep:
         """
         longer, *shorter = (_busy_and_total_s(step.program, step.times) for step in self.simulated)
         busy_s, total_s = map(self._extrapolated, longer, shorter[0]) if shorter else longer
-        return 1.0 - busy_s / len(self.programs[0].ranks) / total_s
+        return max(0.0, 1.0 - busy_s / len(self.programs[0].ranks) / total_s)  # not -1e-16 by rounding
 
 
 def _splits_of_ranks(program: Program, times: Times) -> dict[int, Split]:

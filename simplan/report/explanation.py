@@ -38,11 +38,13 @@ def explanation_text(explanation: Explanation) -> str:
 
 
 def _links(explanation: Explanation) -> Iterator[str]:
-    """Paragraph on the links and what contention on them costs."""
+    """Paragraph on the links, contention on them, and other jobs."""
     links = links_words(explanation.links)
     lines = [f"  {links}"] if links else []
     if explanation.contention is not None:
         lines += wrap(explanation.contention, _WRAP, initial_indent="  ", subsequent_indent="  ")
+    if explanation.background:
+        lines += wrap(f"other jobs: {explanation.background}", _WRAP, initial_indent="  ", subsequent_indent="  ")
     if lines:
         yield "\n".join(["Links", *lines])
 

@@ -58,7 +58,11 @@ _CLUSTER = {
         "how nodes are joined: a name of `simplan show topologies`, or kind and keys (`simplan show topology`)",
         "name, or mapping",
     ),
-    "background": ("other jobs on the topology: [{from: node0, to: node4, gbit: 100}], constant rates", "list"),
+    "background": (
+        "other jobs on the topology: constant rates, [{from: node0, to: node4, gbit: 100}], or jobs on nodes of their "
+        f"own ({documentation('how-to/network')}), [{{nodes: [1, 3], offset_s: 0.1, job: {{model: ...}}}}]",
+        "list",
+    ),
     "stragglers": ("ranks that compute more slowly: [{rank: 17, slowdown: 1.3}, {node: node2, slowdown: 1.1}]", "list"),
     "slow_links": (
         "links of the topology: [{link: leaf0 -> spine, bandwidth_share: 0.5}]; flapping with slow_s and period_s",

@@ -6,11 +6,13 @@ option that is not modeled yet raises ``NotModelledError``, which names the opti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
+from simplan.cluster.background import BackgroundJob
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.job import Job
+from simplan.job import Job, background_job
 from simplan.rules import cluster, collectives, experts, mixed, model, parallel, recompute, schedule, sharding, training
 from simplan.rules.rule import Rule
 
@@ -21,7 +23,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.lora_targets_exist, model.top_k_within_experts, model.dense_layers_within_layers,
     model.gate_needs_shared_expert, model.capacity_for_tokens, training.lora_needs_adapters,
     training.adapters_need_lora, cluster.link_within_nodes, cluster.network_between_nodes, cluster.topology_of_cluster,
-    cluster.background_traffic, cluster.stragglers_of_cluster, cluster.slow_links_of_topology,
+    cluster.background_traffic, cluster.background_jobs, cluster.stragglers_of_cluster, cluster.slow_links_of_topology,
     cluster.jitter_of_cluster,
     cluster.devices, cluster.precision_of_cpus, training.recipe_of_fp8,
     training.pure_bf16_of_bf16, training.microbatch_sizes_of_ranks, training.batch_divides, mixed.libraries_of_nodes,
@@ -59,7 +61,8 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     recompute.recompute_modules_modelled, parallel.cp_of_documents, model.documents_modelled,
     schedule.split_backward_of_adapters, training.adapters_in_low_precision, sharding.offload_with_adapters,
     training.training_modelled, training.sharded_training_modelled, training.pure_bf16_modelled,
-    cluster.software_of_this_machine, mixed.groups_of_equal_devices, mixed.microbatch_sizes_of_experts,
+    cluster.background_jobs_modelled, cluster.software_of_this_machine, mixed.groups_of_equal_devices,
+    mixed.microbatch_sizes_of_experts,
     mixed.microbatch_sizes_modelled,
     training.fused_optimizer_of_torch, training.layerwise_optimizer_modelled, training.norms_modelled,
     training.low_precision_modelled, schedule.split_backward_in_low_precision, schedule.split_backward_compiled,
@@ -93,6 +96,8 @@ def check_job(job: Job, rules: Sequence[Rule] = RULES) -> None:
         SpecError: Lists every violation, including options that are not modeled.
     """
     violated = _violated(job, rules)
+    if not violated and rules is RULES:
+        violated = [*_violated_in_background(job)]
     if not violated:
         return
     problems = [problem for _, problem in violated]
@@ -102,3 +107,11 @@ def check_job(job: Job, rules: Sequence[Rule] = RULES) -> None:
 def _violated(job: Job, rules: Sequence[Rule]) -> list[tuple[Rule, Problem]]:
     first = [(rule, problem) for rule in rules if not rule.after_others for problem in rule.problems(job)]
     return first or [(rule, problem) for rule in rules if rule.after_others for problem in rule.problems(job)]
+
+
+def _violated_in_background(job: Job) -> Iterator[tuple[Rule, Problem]]:
+    """Violations of background jobs, as fields of the scenario."""
+    for index, background in enumerate(job.cluster.background):
+        if isinstance(background, BackgroundJob):
+            for rule, problem in _violated(background_job(job.cluster, background), RULES):
+                yield rule, replace(problem, field=f"cluster.background.{index}.job.{problem.field}")

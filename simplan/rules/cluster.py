@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from simplan.cluster.topology import topology_problems
+from simplan.cluster.background import BackgroundJob
+from simplan.cluster.hardware import BackgroundFlow, ClusterSpec
+from simplan.cluster.topology import Torus, topology_problems
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.plan.placement import DEFAULT_ORDER, Placement, axes_of, placed_order
 from simplan.rules.rule import problem_of, rule, unmodelled
+from simplan.units import counted
 from simplan.wording import either
 
 
@@ -41,15 +44,92 @@ def background_traffic(job: Job) -> Iterator[Problem]:
         yield Problem(field="cluster.background", rule="needs links to share, and the cluster has no topology", fix=fix)
         return
     for index, flow in enumerate(cluster.background):
+        if not isinstance(flow, BackgroundFlow):
+            continue
         field = f"cluster.background.{index}"
         for key, name, node in zip(("from", "to"), (flow.source, flow.destination), flow.nodes, strict=True):
-            if node >= cluster.num_nodes:
-                there = f"node0 to node{cluster.num_nodes - 1}" if cluster.num_nodes > 1 else "node0"
-                rule_words = f"is not in the cluster, whose nodes are {there}"
+            if node >= cluster.num_fabric_nodes:
+                rule_words = f"is not in the cluster, whose nodes are {_nodes_of(cluster)}"
                 yield Problem(field=f"{field}.{key}", value=f'"{name}"', rule=rule_words, fix="name one of these")
         if flow.source == flow.destination:
             words = "sends from a node to itself"
             yield Problem(field=field, value=f'"{flow.source}"', rule=words, fix="name two nodes")
+
+
+def _nodes_of(cluster: ClusterSpec) -> str:
+    last = cluster.num_fabric_nodes - 1
+    return f"node0 to node{last}" if last else "node0"
+
+
+@rule("background jobs have nodes of their own in the topology", reads_cluster=True)
+def background_jobs(job: Job) -> Iterator[Problem]:
+    cluster, taken = job.cluster, dict[int, str]()
+    if cluster.topology is None or not cluster.background_jobs:
+        return
+    if cluster.num_nodes == 1:
+        rule_words = "has jobs on other nodes, and this job has one node, so that they share no link"
+        yield Problem(field="cluster.background", rule=rule_words, fix="remove them")
+        return
+    problems = [
+        problem
+        for index, other in enumerate(cluster.background)
+        if isinstance(other, BackgroundJob)
+        for problem in _problems_of_nodes(other, f"cluster.background.{index}", cluster, taken)
+    ]
+    yield from problems
+    if problems or topology_problems(cluster):
+        return
+    for problem in topology_problems(cluster.fabric_cluster):
+        words = f"makes {counted(cluster.num_fabric_nodes, 'node')} of all jobs, which the topology cannot have: "
+        words += f"{problem.field} {problem.rule}"
+        yield Problem(field="cluster.background", rule=words, fix="use fewer nodes, or another topology")
+
+
+def _problems_of_nodes(
+    other: BackgroundJob, field: str, cluster: ClusterSpec, taken: dict[int, str]
+) -> Iterator[Problem]:
+    """Problems of the nodes of a background job, which are added to ``taken``."""
+    total, needed = cluster.num_fabric_nodes, -(-other.plan.num_devices // cluster.devices_per_node)
+    nodes, value = counted(len(other.nodes), "node"), _list(other.nodes)
+    for node in other.nodes:
+        if node in taken:
+            words = f"names node {node}, which {taken[node]} names already"
+            yield Problem(field=f"{field}.nodes", value=value, rule=words, fix="give each node to one job")
+        taken[node] = f"{field}.nodes"
+        if node >= total:
+            words = f"names node {node}, and the {total} nodes of all jobs are node 0 to {total - 1}"
+            fix = f"name {nodes} of these; this job has those that no other job names"
+            yield Problem(field=f"{field}.nodes", value=value, rule=words, fix=fix)
+    if needed != len(other.nodes):
+        devices = counted(other.plan.num_devices, "device")
+        words = f"names {nodes}, and the plan of the job needs {devices}, {cluster.devices_per_node} a node"
+        yield Problem(field=f"{field}.nodes", value=value, rule=words, fix=f"name {counted(needed, 'node')}")
+
+
+def _list(nodes: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, nodes[:16]))}{', ...' if len(nodes) > 16 else ''}]"
+
+
+@unmodelled("background jobs need nodes with devices of their own, and links that jobs share", reads_cluster=True)
+def background_jobs_modelled(job: Job) -> Iterator[Problem]:
+    cluster = job.cluster
+    if not cluster.background_jobs:
+        return
+    if cluster.cores_per_node is not None:
+        words = "has jobs, whose time to compute on this machine is not known: not modeled yet"
+        yield Problem(
+            field="cluster.background", rule=words, fix="use constant traffic: {from: node0, to: node1, gbit: 1}"
+        )
+    if isinstance(cluster.topology, Torus):
+        words = "has jobs, and several jobs on one torus are not modeled yet"
+        yield Problem(
+            field="cluster.background", rule=words, fix="remove them: jobs have slices with links of their own"
+        )
+    for index, other in enumerate(cluster.background):
+        if isinstance(other, BackgroundJob) and other.training.backup_workers:
+            words = "is not modeled yet for a background job"
+            field = f"cluster.background.{index}.job.training.backup_workers"
+            yield Problem(field=field, value=str(other.training.backup_workers), rule=words, fix="remove it")
 
 
 @rule("stragglers are ranks or nodes of the cluster", reads_cluster=True)
@@ -67,8 +147,10 @@ def stragglers_of_cluster(job: Job) -> Iterator[Problem]:
                 rule=f"is not in the job, whose ranks are 0 to {last}",
                 fix="name one of these",
             )
-        elif straggler.node is not None and int(straggler.node.removeprefix("node")) >= cluster.num_nodes:
-            words = f"is not in the cluster, whose last node is node{cluster.num_nodes - 1}"
+        elif straggler.node is not None and int(straggler.node.removeprefix("node")) not in cluster.fabric_nodes:
+            words = f"is not in the cluster, whose last node is node{cluster.fabric_nodes[-1]}"
+            if cluster.background_jobs:
+                words = f"is no node of this job, which has nodes {_list(cluster.fabric_nodes)}"
             yield Problem(field=f"{field}.node", value=f'"{straggler.node}"', rule=words, fix="name a node of it")
 
 

@@ -35,7 +35,6 @@ from pydantic import Field
 from simplan import catalog
 from simplan.base import MAX_DEVICES, Gbit, NumDevices, Rate, Spec
 from simplan.cluster.hardware import (
-    BackgroundFlow,
     ClusterSpec,
     DeviceSpec,
     HostBytes,
@@ -49,6 +48,7 @@ from simplan.cluster.hardware import (
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
 from simplan.problems import Path
+from simplan.scenario.background import read_background
 from simplan.scenario.collecting import Sections
 from simplan.scenario.topologies import with_topology
 from simplan.training import Price
@@ -132,7 +132,7 @@ def _refuse_faster_than_peak(sections: Sections, device: DeviceSpec) -> None:
 
 
 class ClusterSection(Spec):
-    """The section ``cluster`` as written; ``device``, ``topology`` and the links are a name or a mapping."""
+    """The section ``cluster`` as written; ``device``, ``topology``, ``background`` and links are read separately."""
 
     preset: Any = None
     nodes: Any = None
@@ -145,7 +145,7 @@ class ClusterSection(Spec):
     nics_per_node: Annotated[int, Field(ge=1, le=10_000)] | None = None
     nic_gbit: Gbit | None = None
     topology: Any = None
-    background: tuple[BackgroundFlow, ...] = ()
+    background: Any = ()
     stragglers: tuple[Straggler, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()
     jitter: Jitter | None = None
@@ -317,7 +317,8 @@ def _node_group(sections: Sections, place: int, data: Any) -> tuple[ClusterSpec,
 def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSection) -> ClusterSpec | None:
     """The cluster with its topology, the traffic of other jobs, slow ranks, slow links and jitter."""
     found = with_topology(sections, cluster, section.topology)
-    given = {name: getattr(section, name) for name in ("background", "stragglers", "slow_links", "jitter")}
+    given: dict[str, Any] = {name: getattr(section, name) for name in ("stragglers", "slow_links", "jitter")}
+    given["background"] = read_background(sections, section.background)
     given = {name: values for name, values in given.items() if values}
     return found if found is None or not given else found.with_changes(**given)
 

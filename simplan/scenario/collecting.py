@@ -114,7 +114,7 @@ class Sections:
 
     def in_file(self, error: SpecError) -> SpecError:
         """Copy of an error about fields of the file, with their lines, in the order of the file."""
-        placed = (problem.at(*find_place(self._lines, tuple(problem.field.split(".")))) for problem in error.problems)
+        placed = (problem.at(*find_place(self._lines, _keys(problem.field))) for problem in error.problems)
         return type(error)(sorted(placed, key=in_file_order), file=self.file)
 
     def raise_problems(self) -> None:
@@ -131,6 +131,11 @@ class Sections:
         self._problems.extend(problems)
         if problems and modelled:
             self._all_unmodelled = False
+
+
+def _keys(field: str) -> Path:
+    """Path of a field with dots, in which numbers are places in a list."""
+    return tuple(int(key) if key.isdecimal() else key for key in field.split("."))
 
 
 def _named_unmodeled(problem: Problem, data: Any) -> Problem:

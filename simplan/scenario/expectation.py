@@ -64,6 +64,11 @@ def _fits_safely(prediction: Mapping[str, Any]) -> bool | None:
     return None if verdict is None else verdict == "fits"
 
 
+def _background_s(prediction: Mapping[str, Any]) -> float | None:
+    network = prediction.get("network", {})
+    return prediction["step_time_s"] - network["without_background_s"] if "without_background_s" in network else None
+
+
 def _contention_s(prediction: Mapping[str, Any]) -> float | None:
     return prediction["network"]["contention_s"] if "network" in prediction else None
 
@@ -122,6 +127,7 @@ _ALL = (
     Metric("num_trained_parameters", "parameters that are not frozen", ""),
     Metric("worst_rank", "the rank that needs most device memory", ""),
     Metric("num_microbatches", "microbatches per step and data-parallel rank", ""),
+    Metric("background_s", "what the other jobs of cluster.background add to the step", "s", _background_s),
     Metric("contention_s", "what contention on the links of cluster.topology adds to the step", "s", _contention_s),
     Metric(
         "slowest_link_gib",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from simplan.program.timeline import LazySequence, Span, Timeline
 if TYPE_CHECKING:
     from simplan.network.max_min import Segments
     from simplan.network.usage import LinkUse
-    from simplan.sim.links import Progress
+    from simplan.sim.links import Progress, SharedLinks
 
 _Process = Generator[Event, object, None]
 
@@ -44,16 +44,57 @@ class CoreUse:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RepeatedProgram:
+    """Step of another job, which is repeated until the simulated step ends.
+
+    Attributes:
+        program: Its Program.
+        durations_s: ``(num_ops,)`` See ``simulate``.
+        usage: ``(num_ops,)`` Usage of each operation, an index into the usages of ``LinkUse``; -1 for an operation that
+            crosses no link, or that follows the leader of its meeting.
+        offset_s: Seconds for which it has run when the simulated step begins.
+    """
+
+    program: Program
+    durations_s: Sequence[float] | NDArray[np.float64]
+    usage: Sequence[int]
+    offset_s: float = 0.0
+
+
+class Repetitions(NamedTuple):
+    """Communications of repeated steps; they follow the constant flows in ``Segments.op``.
+
+    Attributes:
+        usage: ``(num_communications,)`` Usage of each communication.
+        start_s, end_s: ``(num_communications,)`` Seconds from the start of the simulated step; infinite for the end of
+            one that still waits for links when that step ends.
+        step_times_s: By job, seconds of each of its steps that lies inside the simulated step.
+    """
+
+    usage: NDArray[np.int64]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    step_times_s: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def none(cls) -> Repetitions:
+        """No other job."""
+        return cls(np.zeros(0, np.int64), np.zeros(0), np.zeros(0), ())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Times:
     """Start and end of every operation of a Program, ``(num_ops,)`` seconds; indices are those of ``Program.ops``.
 
     Attributes:
         segments: Rates of communications over time; None if links are not shared.
+        repetitions: Communications of other jobs; None for a step without them.
     """
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     segments: Segments | None = None
+    repetitions: Repetitions | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -68,6 +109,7 @@ def simulate(
     sharing: CoreUse | None = None,
     links: LinkUse | None = None,
     progress: Progress | None = None,
+    others: Sequence[RepeatedProgram] = (),
 ) -> Times:
     """Simulates one step.
 
@@ -81,16 +123,47 @@ def simulate(
         links: Links that communications share, which may lengthen durations; None for no sharing. A communication that
             keeps cores busy shares these instead.
         progress: Called with the number of ended and of all communications on shared links; None for no calls.
+        others: Steps of other jobs on the same links, which need ``links``.
 
     Returns:
         Start and end of every operation.
     """
-    run = _Run(program, np.asarray(durations_s, np.float64).tolist(), sharing, links, progress)
-    for indices in program.streams.values():
-        run.env.process(run.stream(indices))
-    run.env.run()
+    env, shared = Environment(), None
+    if links is not None:
+        from simplan.sim.links import SharedLinks  # imports numba
+
+        shared = SharedLinks(env, links, progress, max((other.offset_s for other in others), default=0.0))
+    usage: Sequence[int] = () if links is None else links.usage.tolist()
+
+    def communicate(completion: _Completion, leader: int, duration_s: float) -> None:
+        assert shared is not None, "only operations of links have usages"
+        shared.run(completion, leader, usage[leader], duration_s)
+
+    run = _Run(env, program, durations_s, sharing, usage, communicate)
+    begin_s, repetitions = 0.0, None
+    if others:
+        assert links is not None, "other jobs share links"
+        assert shared is not None, "other jobs share links"
+        begin_s = max(other.offset_s for other in others)
+        traffic = _OtherTraffic(env, links, shared, begin_s)
+        for number, other in enumerate(others):
+            env.process(traffic.repeat(number, other))
+        env.run(env.process(_one_step(run, begin_s)))
+        repetitions = traffic.repetitions(len(others))
+    else:
+        run.begin()
+        env.run()
     assert not any(run.missing), "deadlock in a checked Program"
-    return Times(np.array(run.start_s), np.array(run.end_s), None if run.links is None else run.links.segments)
+    segments = None if shared is None else shared.segments
+    if segments is not None and begin_s > 0:
+        segments = segments.since(begin_s)
+    return Times(np.array(run.start_s) - begin_s, np.array(run.end_s) - begin_s, segments, repetitions)
+
+
+def _one_step(run: _Run, begin_s: float) -> _Process:
+    """Runs one step that begins at ``begin_s``."""
+    yield run.env.timeout(begin_s)
+    yield run.env.all_of(run.begin())
 
 
 class _Completion(Event):
@@ -109,20 +182,26 @@ class _Run:
     The first member of a meeting runs the meeting: ``leader`` maps every operation to this member, and an operation
     without a meeting to itself. ``missing`` counts the events that a leader needs before it can start: each member's
     position at the head of its stream, and each operation that a member waits for.
+
+    Args:
+        usage: By operation, its usage of links that others use; -1 for none. Empty if links are not shared.
+        communicate: Starts an operation with a usage, given its completion, index and seconds.
     """
 
     def __init__(
         self,
+        env: Environment,
         program: Program,
-        durations_s: Sequence[float],
+        durations_s: Sequence[float] | NDArray[np.float64],
         sharing: CoreUse | None,
-        links: LinkUse | None,
-        progress: Progress | None,
+        usage: Sequence[int],
+        communicate: Callable[[_Completion, int, float], None],
     ) -> None:
         columns, num_ops = program.columns, len(program)
         assert len(durations_s) == num_ops
-        self.env = Environment()
-        self.durations_s = durations_s
+        self.env, self.program = env, program
+        self.durations_s = np.asarray(durations_s, np.float64).tolist()
+        self.usage, self.communicate = usage, communicate
         self.start_s = [0.0] * num_ops
         self.end_s = [0.0] * num_ops
         self.leader = list(range(num_ops))
@@ -141,13 +220,11 @@ class _Run:
         self.demand = self._leader_demand() if cores else []
         self.nodes = {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
         self.turns = cores.turns if cores else ()
-        self.links = None
-        self.crosses: Sequence[bool] = ()  # by operation, True if it crosses links that others use
-        if links is not None:
-            from simplan.sim.links import SharedLinks  # imports numba
-
-            self.links, self.crosses = SharedLinks(self.env, links, progress), (links.usage >= 0).tolist()
         self.waiting: dict[Hashable, deque[int]] = {}  # by exclusive resource, the operations that wait for it
+
+    def begin(self) -> list[Event]:
+        """Begins the step; returns a process for every stream."""
+        return [self.env.process(self.stream(indices)) for indices in self.program.streams.values()]
 
     def stream(self, indices: Sequence[int]) -> _Process:
         """Runs the operations of one stream."""
@@ -203,8 +280,8 @@ class _Run:
         duration_s = self.durations_s[leader]
         if self.cores is not None and duration_s > 0.0 and self.demand[leader] > 0.0:
             self.nodes[self.cores.node[leader]].run(completion, duration_s, self.demand[leader])
-        elif self.links is not None and duration_s > 0.0 and self.crosses[leader]:
-            self.links.run(completion, leader, duration_s)
+        elif self.usage and duration_s > 0.0 and self.usage[leader] >= 0:
+            self.communicate(completion, leader, duration_s)
         else:
             completion.after(duration_s)
 
@@ -215,6 +292,56 @@ class _Run:
         for index, leader in enumerate(self.leader):
             demand[leader] += self.cores.demand[index]
         return demand
+
+
+class _OtherTraffic:
+    """Steps of other jobs, one after another, and their communications."""
+
+    def __init__(self, env: Environment, use: LinkUse, links: SharedLinks, begin_s: float) -> None:
+        self._env, self._use, self._links, self._begin_s = env, use, links, begin_s
+        self._can_be_full = (np.diff(use.first) > 0).tolist()
+        self._usage: list[int] = []
+        self._start_s: list[float] = []
+        self._end_s: list[float] = []
+        self._step_times_s: list[tuple[int, float]] = []
+
+    def repeat(self, number: int, other: RepeatedProgram) -> _Process:
+        """Runs the steps of one job, until the simulation ends."""
+
+        def communicate(completion: _Completion, leader: int, duration_s: float) -> None:
+            self._communicate(completion, other.usage[leader], duration_s)
+
+        yield self._env.timeout(self._begin_s - other.offset_s)
+        while True:
+            since_s = self._env.now
+            step = _Run(self._env, other.program, other.durations_s, None, other.usage, communicate)
+            yield self._env.all_of(step.begin())
+            if since_s >= self._begin_s:
+                self._step_times_s.append((number, self._env.now - since_s))
+
+    def _communicate(self, completion: _Completion, usage: int, duration_s: float) -> None:
+        """Starts a communication; links that can never be full do not delay it."""
+        place, now_s = len(self._usage), self._env.now
+        self._usage.append(usage)
+        self._start_s.append(now_s)
+        self._end_s.append(np.inf)
+        if self._can_be_full[usage]:
+            assert completion.callbacks is not None
+            completion.callbacks.append(lambda _: self._end_s.__setitem__(place, self._env.now))
+            self._links.run(completion, self._use.num_entries + place, usage, duration_s)
+        else:
+            self._end_s[place] = now_s + duration_s
+            completion.after(duration_s)
+
+    def repetitions(self, num_jobs: int) -> Repetitions:
+        """Communications so far."""
+        by_job = [tuple(time_s for job, time_s in self._step_times_s if job == number) for number in range(num_jobs)]
+        return Repetitions(
+            np.array(self._usage, np.int64),
+            np.array(self._start_s) - self._begin_s,
+            np.array(self._end_s) - self._begin_s,
+            tuple(by_job),
+        )
 
 
 def timeline(program: Program, times: Times) -> Timeline:

@@ -28,14 +28,16 @@ class SharedLinks:
     Args:
         use: Usages of the operations.
         progress: Called with the number of ended and of all communications, a hundred times; None for no calls.
+        begin_s: Time at which the simulated step begins, from which flapping links change.
     """
 
-    def __init__(self, env: Environment, use: LinkUse, progress: Progress | None = None) -> None:
+    def __init__(self, env: Environment, use: LinkUse, progress: Progress | None = None, begin_s: float = 0.0) -> None:
         self._env, self._use, self._progress = env, use, progress
         self._num_ended, self._num_ops = 0, int((use.usage >= 0).sum())
         self._paths = Paths.of(use.first, use.link, use.seconds, use.connections, use.transfer_s)
         self._lists = LinkLists.empty(use.num_links, self._paths)
         self._capacity = np.ones(use.num_links)
+        self._flaps = [flap._replace(first_s=begin_s + flap.first_s) for flap in use.flaps]
         self._num_changes = [0] * len(use.flaps)
         self._settles = False
         self._version = 0
@@ -48,33 +50,34 @@ class SharedLinks:
         for slot, usage in enumerate(use.always):
             self._put(slot, len(use.usage) + usage - use.num_usages_of_ops, usage, 1.0, np.inf)
 
-    def run(self, done: Event, op: int, seconds: float) -> None:
+    def run(self, done: Event, op: int, usage: int, seconds: float) -> None:
         """Transfers; ``done`` is triggered at the end.
 
         Args:
             done: An event not yet triggered.
-            op: Operation, or leader of a meeting, with a usage.
+            op: Operation, or leader of a meeting, in ``Segments.op``.
+            usage: Its usage.
             seconds: Seconds of the operation alone, latency included.
         """
-        usage = int(self._use.usage[op])
         fixed_s = seconds * float(self._use.fixed_share[usage])
         scale = (seconds - fixed_s) / float(self._use.transfer_s[usage])
         if fixed_s <= 0.0:
-            self._begin(done, op, scale)
+            self._begin(done, op, usage, scale)
             return
         latency = self._env.timeout(fixed_s)
         assert latency.callbacks is not None
-        latency.callbacks.append(lambda _: self._begin(done, op, scale))
+        latency.callbacks.append(lambda _: self._begin(done, op, usage, scale))
 
     @property
     def segments(self) -> Segments:
-        """Intervals of constant rates of all communications that have ended, and of constant flows until now."""
+        """Intervals of constant rates of all communications until now."""
         self._make_room()
-        always = np.arange(self._num_always, dtype=np.int32)
-        self._num_segments = advance(self._running, always, self._env.now, self._segments, self._num_segments)
+        running = [slot for slot in range(self._num_slots) if slot < self._num_always or self._done[slot] is not None]
+        slots = np.array(running, np.int32)
+        self._num_segments = advance(self._running, slots, self._env.now, self._segments, self._num_segments)
         return Segments._make(column[: self._num_segments] for column in self._segments)
 
-    def _begin(self, done: Event, op: int, scale: float) -> None:
+    def _begin(self, done: Event, op: int, usage: int, scale: float) -> None:
         if self._free:
             slot = self._free.pop()
         else:
@@ -84,7 +87,7 @@ class SharedLinks:
                 self._running = self._running.doubled()
                 self._done += [None] * slot
         self._done[slot] = done
-        self._put(slot, op, int(self._use.usage[op]), scale, 1.0)
+        self._put(slot, op, usage, scale, 1.0)
 
     def _put(self, slot: int, op: int, usage: int, scale: float, left: float) -> None:
         """Starts a communication in a free slot."""
@@ -113,7 +116,7 @@ class SharedLinks:
         """Gives new rates to the communications that the changes reach, and sets the alarm for the next end."""
         self._settles = False
         now_s = self._env.now
-        change_s = self._flap() if self._use.flaps else np.inf
+        change_s = self._flap() if self._flaps else np.inf
         self._make_room()
         self._num_segments = settle(
             self._paths, self._running, self._lists, self._capacity, now_s, self._segments, self._num_segments
@@ -129,7 +132,7 @@ class SharedLinks:
 
     def _flap(self) -> float:
         """Sets the bandwidth that flapping links have now, marks those that changed, and returns the next change."""
-        flaps, until_s = self._use.flaps, self._env.now * (1 + _TOGETHER)
+        flaps, until_s = self._flaps, self._env.now * (1 + _TOGETHER)
         for number, flap in enumerate(flaps):
             before = self._num_changes[number]
             while flap.change_s(self._num_changes[number]) <= until_s:
@@ -150,7 +153,8 @@ class SharedLinks:
             self._paths, self._running, self._lists, ended, now_s, self._segments, self._num_segments
         )
         if self._progress is not None:
-            before, self._num_ended = self._num_ended, self._num_ended + len(ended)
+            num_own = int((self._running.op[ended] < len(self._use.usage)).sum())
+            before, self._num_ended = self._num_ended, self._num_ended + num_own
             if 100 * self._num_ended // self._num_ops > 100 * before // self._num_ops:
                 self._progress(self._num_ended, self._num_ops)
         for slot in ended.tolist():

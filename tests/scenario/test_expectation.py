@@ -91,7 +91,12 @@ def test_messages() -> None:
 def test_every_metric_reads_a_prediction() -> None:
     for name, metric in METRICS.items():
         assert metric.definition
-        assert metric.read(PREDICTION) is not None or name in ("mfu", "contention_s", "slowest_link_gib")
+        assert metric.read(PREDICTION) is not None or name in (
+            "mfu",
+            "background_s",
+            "contention_s",
+            "slowest_link_gib",
+        )
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def transfer(
 ) -> Generator[Event, object, None]:
     yield env.timeout(start_s)
     done = Event(env)
-    links.run(done, op, seconds)
+    links.run(done, op, op, seconds)
     yield done
     ended[op] = env.now
 

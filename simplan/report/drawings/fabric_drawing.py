@@ -134,11 +134,12 @@ class FabricDrawing:
 
 
 def draw_fabric(cluster: ClusterSpec) -> FabricDrawing:
-    """Drawing of the fabric of a cluster.
+    """Drawing of the fabric of a cluster, with the nodes of background jobs.
 
     Raises:
         SpecError: The cluster cannot have its topology, or lacks a link.
     """
+    cluster = cluster.fabric_cluster
     fabric, topology = fabric_of(cluster), cluster.topology
     nodes = tuple(_nodes(cluster, fabric))
     layers, links = _above(fabric, nodes, cluster)
