@@ -167,7 +167,7 @@ def make_report(found: Measurements, machine: str) -> NetworkReport:
 
 def _collectives(network: ShapedNetwork, found: Measurements) -> Iterator[CaseResult]:
     """Yields the collectives over all hosts of a network."""
-    n, seconds = network.num_hosts, _seconds_alone(network, found)
+    n, seconds = network.num_hosts, seconds_alone(network, found)
     for timed in json.loads(found.collectives(network).read_text()):
         kind, num_bytes, times_s = CollectiveKind(timed["kind"]), timed["num_bytes"], timed["seconds"]
         what = f"{kind} of {format_bytes(min(SIZES_BYTES, key=lambda size: abs(size - num_bytes)))}"
@@ -179,7 +179,7 @@ def _median_and_range(times_s: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(times_s), min(times_s), max(times_s)
 
 
-def _seconds_alone(network: ShapedNetwork, found: Measurements) -> Callable[[Communication], float]:
+def seconds_alone(network: ShapedNetwork, found: Measurements) -> Callable[[Communication], float]:
     """Function from a collective to its seconds in the simulator, with no other communication of the job."""
     plan = next(plan for other, plan in STEPS if other is network)
     cluster = load_scenario(found.scenario(network, plan)).job.cluster
@@ -195,7 +195,7 @@ def _seconds_alone(network: ShapedNetwork, found: Measurements) -> Callable[[Com
             return alone_s
         clock = Environment()
         done = Event(clock)
-        SharedLinks(clock, use).run(done, 0, alone_s)
+        SharedLinks(clock, use).run(done, 0, 0, alone_s)
         clock.run(done)
         return float(clock.now)
 
