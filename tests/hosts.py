@@ -21,7 +21,8 @@ from typing import NamedTuple
 BURST_BYTES = 64 * 1024  # most that a link lets through at once after a pause: one segment that is not cut
 _LEAST_BURST_BYTES = 16 * 1024
 _BURST_S = 1e-3
-_LATENCY = "50ms"  # longer in the queue, and a packet is dropped
+_LATENCY = "1s"  # longer in the queue, and a packet is dropped: rarely, as on a fabric that marks or pauses instead
+_COUNTED = 1514 / 1538  # tbf counts an Ethernet frame without preamble, checksum and gap: so payload is as on Ethernet
 _CONGESTION_CONTROL = "reno"  # every kernel allows it, so that results do not depend on the default of a machine
 _NUMBER = itertools.count()
 
@@ -99,7 +100,7 @@ class Wire(NamedTuple):
 
     Attributes:
         ends: Names of both: ``node0``, ``node1`` ... are hosts, all others are switches.
-        mbit_per_s: Rate of each direction; None for as fast as the machine is.
+        mbit_per_s: Ethernet line rate of each direction; None for as fast as the machine is.
     """
 
     ends: tuple[str, str]
@@ -214,7 +215,7 @@ def _set_routes(found: Sequence[Host], bridges: dict[str, str], ports: dict[tupl
 
 def _shape(mbit_per_s: float) -> list[str]:
     burst_bytes = min(max(_LEAST_BURST_BYTES, int(_BURST_S * mbit_per_s * 1e6 / 8)), BURST_BYTES)
-    return ["tbf", "rate", f"{mbit_per_s}mbit", "burst", f"{burst_bytes}b", "latency", _LATENCY]
+    return ["tbf", "rate", f"{_COUNTED * mbit_per_s:.3f}mbit", "burst", f"{burst_bytes}b", "latency", _LATENCY]
 
 
 def _remove(host: Host) -> None:

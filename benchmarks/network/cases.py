@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from simplan.model.layer import CollectiveKind
+from simplan.units import MIB
 from tests.hosts import Wire
 
 BASE_MBIT_PER_S = 100.0
@@ -21,8 +22,8 @@ COLLECTIVES = (
     CollectiveKind.ALL_TO_ALL,
     CollectiveKind.BROADCAST,
 )
-SIZES_BYTES = (256 * 1024, 1024 * 1024, 4096 * 1024)
-"""Sizes that are judged; smaller ones are a matter of latency, which shaping does not change."""
+SIZES_BYTES = (1 * MIB, 4 * MIB)
+"""Sizes; smaller ones are a matter of latency, which shaping does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +116,9 @@ NETWORKS = (
     two_tiers("uplink-4", 4),
     _slow_link(),
     _ring(),
-    two_tiers("two-jobs", 2, stream=Stream(1, 3, 60.0)),
+    two_tiers("two-jobs", 2, stream=Stream(1, 3, 40.0)),
 )
-_WIDE = "{family: gpt, num_hidden_layers: 2, hidden_size: 128, num_attention_heads: 2, vocab_size: 512, seq_len: 32}"
+_WIDE = "{family: gpt, num_hidden_layers: 2, hidden_size: 192, num_attention_heads: 2, vocab_size: 512, seq_len: 32}"
 _LONG = "{{family: gpt, num_hidden_layers: {}, hidden_size: 32, num_attention_heads: 1, vocab_size: 64, seq_len: 64}}"
 
 
@@ -146,6 +147,7 @@ _TIERS = ("uplink-4",)
 PLANS = (
     ShapedPlan("ddp", "DDP", True, "dp_replicate: {n}"),
     ShapedPlan("fsdp", "FSDP", True, "dp_shard: {n}"),
+    ShapedPlan("hsdp", "HSDP", True, "dp_replicate: 2, dp_shard: 2", ("star-100", "slow-link", "two-jobs")),
     ShapedPlan("1f1b", "1F1B", False, "pp: {n}, schedule: 1f1b"),
     *(
         ShapedPlan(
@@ -175,7 +177,9 @@ PLANS = (
 def scenario_text(network: ShapedNetwork, plan: ShapedPlan) -> str:
     """Scenario of a plan on a network, in YAML."""
     n = network.num_hosts
-    model, batch, size = (_WIDE, 4 * n, 2) if plan.wide else (_LONG.format(n), 8 * 16, 16)
+    model, batch, size = (
+        (_WIDE, 4 * n if "pp" in plan.degrees else 2 * n, 2) if plan.wide else (_LONG.format(n), 8 * 16, 16)
+    )
     return (
         f"name: {plan.name}-{network.name}\n"
         f"model: {model}\n"

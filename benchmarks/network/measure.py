@@ -9,11 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.network.cases import (
@@ -49,7 +50,7 @@ class Measurements:
         return self.folder / f"calibration-{mbit_per_s:.0f}.json"
 
     def collectives(self, network: ShapedNetwork) -> Path:
-        """Timed collectives of a network, as a calibration file."""
+        """Timed collectives of a network."""
         return self.folder / f"collectives-{network.name}.json"
 
     def step(self, network: ShapedNetwork, plan: ShapedPlan) -> Path:
@@ -72,7 +73,7 @@ class Measurements:
             if not core.exists():
                 files = [self.scenario(network, plan) for network, plan in steps]
                 args = ["--budget", _COMPUTE_BUDGET_S, "--calibration", core.with_suffix(".part")]
-                _finished(hosts[:1], [self._start(hosts[0], ["calibrate", *files, "--ranks", 1, *args])])
+                _finished(hosts[:1], [self._start(hosts[0], "simplan", ["calibrate", *files, "--ranks", 1, *args])])
                 core.with_suffix(".part").rename(core)
             self._time_links(hosts, done, since=core)
 
@@ -80,7 +81,13 @@ class Measurements:
         """Times collectives on a network."""
         if not self.collectives(network).exists():
             with _on(network) as hosts:
-                self._time_links(hosts, self.collectives(network))
+                meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": _PORT, "WORLD_SIZE": len(hosts)}
+                common = {**meeting, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
+                started = [
+                    self._start(host, "benchmarks.network.collectives", environment={**common, "RANK": k})
+                    for k, host in enumerate(hosts)
+                ]
+                _write(self.collectives(network), _finished(hosts, started))
 
     def run_steps(self, network: ShapedNetwork, plans: Sequence[ShapedPlan]) -> Iterator[ShapedPlan]:
         """Runs the steps of plans on a network, and yields each plan that has been run."""
@@ -115,14 +122,16 @@ class Measurements:
     def _on_all(self, hosts: list[Host], commands: list[list[Any]]) -> str:
         """Runs a simplan command on each host; returns the output of the first."""
         meeting = ["--nodes", len(hosts), "--rdzv", f"{hosts[0].address}:{_PORT}"]
-        started = [self._start(host, [*args, *meeting]) for host, args in zip(hosts, commands, strict=True)]
+        started = [self._start(host, "simplan", [*args, *meeting]) for host, args in zip(hosts, commands, strict=True)]
         return _finished(hosts, started)
 
-    def _start(self, host: Host, args: list[Any]) -> subprocess.Popen[str]:
+    def _start(
+        self, host: Host, module: str, args: Sequence[Any] = (), environment: Mapping[str, Any] = MappingProxyType({})
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            host.command([sys.executable, "-m", "simplan", *map(str, args)]),
+            host.command([sys.executable, "-m", module, *map(str, args)]),
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(_ROOT)},
+            env={**os.environ, "PYTHONPATH": str(_ROOT), **{name: str(value) for name, value in environment.items()}},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -142,7 +151,7 @@ def _finished(hosts: Sequence[Host], started: Sequence[subprocess.Popen[str]]) -
         try:
             for done in as_completed(waiting):
                 if (code := waiting[done].returncode) > 0:
-                    raise RuntimeError(f"simplan ended with exit code {code}: {done.result()[1]}")
+                    raise RuntimeError(f"a command ended with exit code {code}: {done.result()[1]}")
         except BaseException:  # after Ctrl-C too: readers wait for their commands
             for host in hosts:
                 host.kill_all()

@@ -9,16 +9,20 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-from benchmarks.network.cases import COLLECTIVES, NETWORKS, SIZES_BYTES, STEPS, ShapedNetwork, ShapedPlan
+import numpy as np
+from simpy import Environment, Event
+
+from benchmarks.network.cases import NETWORKS, SIZES_BYTES, STEPS, ShapedNetwork, ShapedPlan
 from benchmarks.network.measure import Measurements
 from simplan import load_scenario, predict
-from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import load
 from simplan.cost.communication.collectives import algorithm_of
 from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
-from simplan.network.usage import Usages
+from simplan.network.usage import Usages, link_use
+from simplan.predict.contention import flows_of_other_jobs
 from simplan.program.program import Communication
+from simplan.sim.links import SharedLinks
 from simplan.units import format_bytes, format_time
 from simplan.validate.compare import AT_THIS_SPEED
 
@@ -36,8 +40,8 @@ class CaseResult:
         network, what: Network, and collective or plan.
         group: Cases of one group are ranked: the same work on other networks, or the same plan placed differently.
         predicted_s: Predicted seconds.
-        measured_s: Measured seconds: median of steps, mean of collectives.
-        low_s, high_s: Spread of the measurement: extremes of steps, 10th and 90th percentile of collectives.
+        measured_s: Median of the measured seconds.
+        low_s, high_s: Least and most of them.
     """
 
     network: str
@@ -111,11 +115,12 @@ class NetworkReport:
             "|---|---|---|---|",
             *(f"| {name} | {goal} | {found} | {'yes' if ok else '**no**'} |" for name, goal, found, ok in self.goals()),
             "",
-            "A host has one link of 100 Mbit/s in each direction. Predicted steps are those with computing as fast as",
-            "in the run, because the hosts share the cores of one machine: the network is under test.",
+            "A host has one link of 100 Mbit/s in each direction. A collective begins when its last rank enters it,",
+            "and ends when its last rank has its result. Predicted steps are those with computing as fast as in the",
+            "run, because the hosts share the cores of one machine: the network is under test.",
             "",
-            *_table("collective", self.collectives, "mean, 10th to 90th percentile"),
-            *_table("step", self.steps, "median, least to most"),
+            *_table("collective", self.collectives),
+            *_table("step", self.steps),
         ]
         for fast, slow in self.wrong:
             lines.append(f"- Wrong order: {fast.what}, {fast.network} is faster than {slow.what}, {slow.network}.")
@@ -124,10 +129,10 @@ class NetworkReport:
         return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(name: str, results: Sequence[CaseResult], spread: str) -> Iterator[str]:
+def _table(name: str, results: Sequence[CaseResult]) -> Iterator[str]:
     if not results:
         return
-    yield f"| {name} | network | predicted | measured ({spread}) | error |"
+    yield f"| {name} | network | predicted | measured (least to most) | error |"
     yield "|---|---|---:|---:|---:|"
     for one in results:
         measured = f"{format_time(one.measured_s)} ({format_time(one.low_s)} to {format_time(one.high_s)})"
@@ -148,11 +153,10 @@ def make_report(found: Measurements, machine: str) -> NetworkReport:
     steps: list[CaseResult] = []
     missing = []
     for network in NETWORKS:
-        timed = load(found.collectives(network))
-        if timed is None:
-            missing.append(f"collectives, {network.words}")
+        if found.collectives(network).exists():
+            collectives += _collectives(network, found)
         else:
-            collectives += _collectives(network, timed, found)
+            missing.append(f"collectives, {network.words}")
     for network, plan in STEPS:
         if found.step(network, plan).exists():
             steps.append(_step(network, plan, found))
@@ -161,44 +165,39 @@ def make_report(found: Measurements, machine: str) -> NetworkReport:
     return NetworkReport(machine, tuple(collectives), tuple(steps), tuple(missing))
 
 
-def _collectives(network: ShapedNetwork, timed: Calibration, found: Measurements) -> Iterator[CaseResult]:
-    """Yields the collectives over all hosts; a broadcast ends with its last receiver, so its 90th percentile counts."""
-    n, seconds = network.num_hosts, _alone(network, found)
-    for timing in sorted(timed.communication, key=lambda timing: (timing.kind, timing.num_bytes)):
-        kind, num_bytes = timing.kind, timing.num_bytes
-        size = next((size for size in SIZES_BYTES if 0 <= size - num_bytes < 4 * n), None)
-        if kind not in COLLECTIVES or size is None or (timing.num_ranks, timing.num_nodes) != (n, n):
-            continue
-        sample, what = timing.seconds, f"{kind} of {format_bytes(size)}"
-        measured_s = sample.high_s if kind is CollectiveKind.BROADCAST else sample.mean_s
-        group = f"{what} over {n}"
-        yield CaseResult(network.words, what, group, seconds(kind, num_bytes), measured_s, sample.low_s, sample.high_s)
+def _collectives(network: ShapedNetwork, found: Measurements) -> Iterator[CaseResult]:
+    """Yields the collectives over all hosts of a network."""
+    n, seconds = network.num_hosts, seconds_alone(network, found)
+    for timed in json.loads(found.collectives(network).read_text()):
+        kind, num_bytes, times_s = CollectiveKind(timed["kind"]), timed["num_bytes"], timed["seconds"]
+        what = f"{kind} of {format_bytes(min(SIZES_BYTES, key=lambda size: abs(size - num_bytes)))}"
+        predicted_s = seconds(Communication(kind, num_bytes, tuple(range(n))))
+        yield CaseResult(network.words, what, f"{what} over {n}", predicted_s, *_median_and_range(times_s))
 
 
-def _alone(network: ShapedNetwork, found: Measurements) -> Callable[[CollectiveKind, int], float]:
-    """Function from a collective over all hosts to its predicted seconds, with no other communication of the job.
+def _median_and_range(times_s: Sequence[float]) -> tuple[float, float, float]:
+    return statistics.median(times_s), min(times_s), max(times_s)
 
-    A stream of another job takes its rate from every link on its path, or an equal part of a link that is full.
-    """
+
+def seconds_alone(network: ShapedNetwork, found: Measurements) -> Callable[[Communication], float]:
+    """Function from a collective to its seconds in the simulator, with no other communication of the job."""
     plan = next(plan for other, plan in STEPS if other is network)
     cluster = load_scenario(found.scenario(network, plan)).job.cluster
     fabric = fabric_of(cluster)
     usages = Usages(cluster, fabric)
-    taken = {}
-    for flow in cluster.background_flows:
-        for link in fabric.path(*flow.nodes):
-            taken[link] = flow.gbit * 1e9 / 8 / fabric.links[link].bytes_per_s
+    others = [usage for _, usage in flows_of_other_jobs(cluster, fabric)]
 
-    def seconds(kind: CollectiveKind, num_bytes: int) -> float:
-        communication = Communication(kind, num_bytes, tuple(range(cluster.num_devices)))
+    def seconds(communication: Communication) -> float:
         usage = usages.of(communication, algorithm_of(communication, cluster))
-        busy_s = [
-            alone_s / max(1 - taken.get(link, 0.0), connections / (connections + 1))
-            for link, alone_s, connections in zip(
-                usage.links.tolist(), usage.seconds.tolist(), usage.connections.tolist(), strict=True
-            )
-        ]
-        return float(usage.fixed_s + max(usage.transfer_s, *busy_s))
+        alone_s, only = usage.fixed_s + usage.transfer_s, np.zeros(1, np.int64)
+        use = link_use([usage], only, only, len(fabric.links), others)
+        if use.usage[0] < 0:
+            return alone_s
+        clock = Environment()
+        done = Event(clock)
+        SharedLinks(clock, use).run(done, 0, 0, alone_s)
+        clock.run(done)
+        return float(clock.now)
 
     return seconds
 
@@ -217,9 +216,7 @@ def _step(network: ShapedNetwork, plan: ShapedPlan, found: Measurements) -> Case
         plan.words,
         group or f"{plan.words} over {network.num_hosts}",
         predicted_s + slower_s,
-        statistics.median(times_s),
-        min(times_s),
-        max(times_s),
+        *_median_and_range(times_s),
     )
 
 

@@ -74,7 +74,7 @@ def time_links(
         for (_, nodes_of_group), groups in group_shapes(num_ranks, per_node).items():
             group = _my_group(groups)
             for whole, spare in buffers:
-                links += _collectives(kinds, group, nodes_of_group, whole, spare)
+                links += collectives_of(kinds, group, nodes_of_group, whole, spare)
     if CollectiveKind.SEND in kinds:
         for distance in [1, per_node] if 1 < per_node < num_ranks else [1]:
             links += (_send(whole, num_ranks, distance, per_node) for whole, _ in buffers)
@@ -193,7 +193,7 @@ def _my_group(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
     return group
 
 
-def _collectives(
+def collectives_of(
     kinds: Sequence[CollectiveKind], group: dist.ProcessGroup, num_nodes: int, whole: Tensor, spare: Tensor
 ) -> Iterator[TimedLink]:
     """Collectives of every kind on buffers of one size, cut to a multiple of the group's size."""

@@ -214,7 +214,7 @@ def apply_contention(
     fabric = fabric_of(cluster)
     own = _ProgramUsages(program, program_costs, Usages(cluster, fabric), plan, cluster.fabric_nodes).of_ops()
     alone_s = own.alone_s(program, program_costs)
-    steps, constant = background_steps(cluster), [*_flows_of_other_jobs(cluster, fabric)]
+    steps, constant = background_steps(cluster), [*flows_of_other_jobs(cluster, fabric)]
     others = [
         _ProgramUsages(
             step.program, step.program_costs, Usages(step.job.cluster, fabric), step.job.plan, step.background.nodes
@@ -317,7 +317,7 @@ def _link_use(
     return replace(use, usage=use.usage[: len(programs[0])]), numbers
 
 
-def _flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[str, LinkUsage]]:
+def flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[str, LinkUsage]]:
     """Yield name and usage per second of every constant flow; all network cards of both nodes carry equal parts."""
     for flow in cluster.background_flows:
         sources, destinations = (np.flatnonzero(fabric.node_of_device == node).tolist() for node in flow.nodes)
