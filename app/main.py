@@ -43,6 +43,10 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 [data-testid=stBaseButton-primary]:not(:disabled), [data-testid=stBaseButton-primary]:not(:disabled) *,
 [data-tag], [data-tag] * { color: light-dark(#ffffff, #12171d) !important; }
 @media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
+.st-key-fabric { overflow-x: auto; }
+.st-key-fabric img { min-width: 640px; max-width: none !important; }  /* its labels stay legible on a phone */
+/* Without a pointer, the buttons of a table are always there: above the table, not over what precedes it. */
+@media (hover: none) { [data-testid=stDataFrame] { margin-top: 2.2rem; } }
 @media (hover: none) { .js-plotly-plot:not(:hover) .modebar { opacity: 0; pointer-events: none; } }
 </style>
 """

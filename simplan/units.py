@@ -114,5 +114,7 @@ def format_percent(fraction: float, digits: int = 1) -> str:
 
     >>> format_percent(0.4567)
     '45.7 %'
+    >>> format_percent(-1e-9)
+    '0.0 %'
     """
-    return f"{100 * fraction:.{digits}f} %"
+    return f"{100 * fraction:z.{digits}f} %"

@@ -1,4 +1,4 @@
-"""One step as a Gantt chart: one row per rank and a thin lane for its communication; white space is the bubble.
+"""One step as a Gantt chart: one row per rank and a thin lane for its communication; gaps are the bubble.
 
 Several plans are stacked on one time axis. Memory over time is drawn below, on the same axis.
 """

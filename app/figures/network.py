@@ -66,12 +66,13 @@ def load_figure(rows: Sequence[LoadRow], length_s: float, chosen: str) -> Figure
         hovertemplate="mean %{x:.1%} busy<br>%{customdata[0]}<extra></extra>",
         showlegend=False,
     )
+    ends = [0, max(row.link.busy_share for row in rows)]
     return figure(
         [cells, means],
         height=140 + 24 * len(rows),
         bargap=0.25,
         xaxis={"title": f"time in the step, {unit}", "domain": [0, 0.78], "showgrid": False},
-        xaxis2={"title": "mean", "domain": [0.82, 1], "anchor": "y", "tickformat": ".0%", "nticks": 3, "tickangle": 0},
+        xaxis2={"title": "mean", "domain": [0.82, 1], "anchor": "y", "tickformat": ".0%", "tickvals": ends},
         yaxis=CATEGORIES,
     )
 
@@ -116,7 +117,7 @@ def slow_links_figure(costs: Sequence[SlowLinkCost], step_time_s: float) -> Figu
 
 
 def alternatives_figure(found: Sequence[Alternative], current_s: float) -> Figure:
-    """Step time with each value of a setting; a line at that of the scenario."""
+    """Step time with each value of a setting, and its change; a line at the step time of the scenario."""
     timed = [(one, one.step_time_s) for one in found if one.step_time_s is not None]
     if not timed:
         return empty("No value of this setting can be predicted.")
@@ -149,4 +150,4 @@ def alternatives_figure(found: Sequence[Alternative], current_s: float) -> Figur
 
 def _change(time_s: float, current_s: float) -> str:
     change = time_s / current_s - 1
-    return f"{format_time(time_s)} ({change:+.1%})" if abs(change) >= 5e-4 else format_time(time_s)
+    return f"{change:+.1%}" if abs(change) >= 5e-4 else format_time(time_s)

@@ -17,7 +17,6 @@ from app.components.verdict import budget_of, show_budget
 from app.fields import remembered_choice
 from app.figures.compared import memory_stacks, step_stacks
 from app.page import escaped, run_page, show_problems
-from app.pinned_scenarios import MAX_SCENARIOS, pin_scenario, pinned_scenarios, unpin_scenario
 from app.results.compared import ComparedPlan, compared_plan
 from app.results.plan import training_of
 from simplan.errors import SpecError
@@ -28,6 +27,10 @@ from simplan.report.text import plan_words
 from simplan.units import GIB, counted, format_bytes, format_count, format_number, format_percent, format_time
 
 Document = dict[str, Any]
+
+_MAX_PINNED = 3  # with the current one, four are compared
+_PINNED = "scenarios"
+_LEFT_OUT = ("search", "expect")
 
 
 def show() -> None:
@@ -64,13 +67,13 @@ def _chosen() -> list[tuple[str, Document]]:
     """Origin and data of the scenarios: the current one, pinned scenarios, pinned plans; four at most."""
     now = state.document()
     plans = [(words, pinned_plans.with_plan(now, plan)) for words, plan in pinned_plans.pinned().items()]
-    scenarios = [("pinned scenario", data) for data in pinned_scenarios()]
-    return [("current scenario", now), *scenarios, *plans][: MAX_SCENARIOS + 1]
+    scenarios = [("pinned scenario", data) for data in _pinned_scenarios()]
+    return [("current scenario", now), *scenarios, *plans][: _MAX_PINNED + 1]
 
 
 def _show_chosen() -> None:
     """The scenarios by letter, with buttons to add and remove some."""
-    num_scenarios = len(pinned_scenarios())
+    num_scenarios = len(_pinned_scenarios())
     for place, (letter, (origin, document)) in enumerate(zip(string.ascii_uppercase, _chosen(), strict=False)):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.markdown(f"**{letter}** {escaped(_description(document))}", width="content")
@@ -80,7 +83,7 @@ def _show_chosen() -> None:
                     icon=":material/keep_off:",
                     key=f"unpin scenario {place}",
                     type="tertiary",
-                    on_click=unpin_scenario,
+                    on_click=_unpin_scenario,
                     args=(place - 1,),
                 )
             elif place:
@@ -97,7 +100,7 @@ def _show_chosen() -> None:
             "Pin the current scenario",
             icon=":material/keep:",
             key="pin scenario",
-            on_click=pin_scenario,
+            on_click=_pin_scenario,
             args=(state.document(),),
             help="Keep it, and change the current scenario in the sidebar",
         )
@@ -131,7 +134,7 @@ def _upload() -> None:
         except SpecError as error:
             show_problems(error)
             return
-        pin_scenario(data)
+        _pin_scenario(data)
     if files:
         st.session_state["num uploaded scenarios"] = uploaded + 1  # an empty uploader: an unpinned file stays away
         st.rerun()
@@ -268,6 +271,26 @@ def _show_differences(documents: Mapping[str, Document], others: list[str]) -> N
     if len(others) > 1:
         letter = remembered_choice("Terms of A and", "terms_of", others, letter)
     show_difference(found[letter], f"terms of {letter}", ("A", letter))
+
+
+def _pinned_scenarios() -> list[Document]:
+    """Pinned scenarios as plain data, oldest first, of the page's address; skips entries that are no mappings."""
+    stored = state.view(_PINNED, [])
+    found = [data for data in stored if isinstance(data, dict)] if isinstance(stored, list) else []
+    return found[:_MAX_PINNED]
+
+
+def _pin_scenario(document: Document) -> None:
+    """Pins a scenario; removes the oldest one if there are ``_MAX_PINNED``."""
+    scenario = {key: value for key, value in document.items() if key not in _LEFT_OUT}
+    others = [other for other in _pinned_scenarios() if other != scenario]
+    state.set_view(_PINNED, [*others, scenario][-_MAX_PINNED:])
+
+
+def _unpin_scenario(place: int) -> None:
+    """Unpins the scenario at a place of the list."""
+    pinned = _pinned_scenarios()
+    state.set_view(_PINNED, pinned[:place] + pinned[place + 1 :] or None)
 
 
 if __name__ == "__main__":

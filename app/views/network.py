@@ -75,7 +75,8 @@ def _choose_topology() -> None:
                 help="cluster.topology: how nodes are joined; its links are simulated",
             )
         else:
-            st.text_input("Topology", "see YAML", disabled=True)
+            kind = topology.get("kind", "") if isinstance(topology, dict) else ""
+            st.text_input("Topology", f"{kind} (see Edit as YAML)", disabled=True)
 
 
 def _show_top(scenario: Scenario, result: NetworkResult) -> None:
@@ -109,7 +110,8 @@ def _show_top(scenario: Scenario, result: NetworkResult) -> None:
 def _show_fabric(scenario: Scenario, result: NetworkResult) -> None:
     drawing = result.drawing
     st.subheader("Fabric", help="Sample of the nodes and the switches above them, as `simplan draw --network` draws it")
-    st.image(result.svg)
+    with st.container(key="fabric"):
+        st.image(result.svg)
     groups = "; ".join(f"{group.lower} - {group.upper}: {rate_words(group)}" for group in drawing.groups)
     color = "" if result.network is None else " Color of a cable: mean load of its busier direction."
     st.caption(escaped(f"{drawing.words}. Links in each direction: {groups}.{color}"))

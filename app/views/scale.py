@@ -84,7 +84,7 @@ def _show_slow(text: str) -> None:
     show_figure(slow_figure(ranks, percent / 100), "slow ranks", alt="Step time increase by slow rank")
     st.caption(
         "One rank of each set of identical ranks is shown: they synchronize at every collective. Slow links are on the "
-        "page Network. Not modeled: jitter, and ranks that join or leave."
+        "page Network, random jitter is `cluster.jitter` in the YAML. Not modeled: ranks that join or leave."
     )
 
 

@@ -60,7 +60,7 @@ def show() -> None:
     ranks_per_lane = results[0].ranks_per_lane
     first = f"lanes show the first of {ranks_per_lane} ranks per pipeline stage; " if ranks_per_lane > 1 else ""
     st.caption(
-        f"White gaps are idle time (bubble); {first}thin lanes are communication; lighter shades are later stages of a "
+        f"Gaps are idle time (bubble); {first}thin lanes are communication; lighter shades are later stages of a "
         "rank. Drag to zoom, double-click to reset."
     )
     _select_window(results)

@@ -131,8 +131,8 @@ def search(
         bool,
         typer.Option(
             "--from-current",
-            help="Comparison of the best plan with that of SCENARIO, or of the options of a plan if it has none: "
-            "changed settings, main reason, gain and cost.",
+            help="Comparison of the best plan with that of SCENARIO, or if it has none with the best one that has the "
+            "given options of a plan: changed settings, main reason, gain and cost.",
         ),
     ] = False,
     largest: Annotated[

@@ -92,7 +92,9 @@ def predict_command(
         print_json(document)
         return 0
     warning = _warning(scenario, request, prediction)
-    text, line = prediction_text(prediction, _next(scenario, request, found), found or (), warning), verdict(prediction)
+    steps, line = _next(scenario, request, found), verdict(prediction)
+    assumed = {"plan": scenario.plan_is_assumed, "batch": scenario.batch_is_assumed}
+    text = prediction_text(prediction, steps, found or (), warning, assumed={key for key in assumed if assumed[key]})
     certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
     print_result(text.replace(line, emphasize(line, certain), 1))
     return 0
@@ -148,13 +150,17 @@ def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix
 
 
 def _warning(scenario: Scenario, request: ScenarioRequest, prediction: Prediction) -> str:
-    """Sentence on an assumed plan that mostly waits for communication; empty for any other."""
+    """Sentence on an assumed plan that does not fit or mostly waits for communication; empty for any other."""
     exposed_s = sum(split.exposed_communication_s for split in prediction.splits) / len(prediction.splits)
     share = exposed_s / prediction.step_time_s
-    if not scenario.plan_is_assumed or share <= _MOST_OF_A_STEP:
+    fits = prediction.fits is not False and prediction.host_fits is not False
+    if not scenario.plan_is_assumed or (fits and share <= _MOST_OF_A_STEP):
         return ""
+    words = f"{format_percent(share)} of the step is exposed communication. Find faster plans"
+    if not fits:
+        words = "other plans may fit. Find them"
     return (
-        f"The plan was assumed, and {format_percent(share)} of the step is exposed communication. Find faster plans:\n"
+        f"The plan was assumed, and {words}:\n"
         f"  simplan search {request.with_batch(scenario.job.training.global_batch_size).argument(without='plan')}"
     )
 

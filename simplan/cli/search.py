@@ -78,7 +78,8 @@ def search_command(
     scenario = request.search(from_current=options.from_current)
     command = f"simplan search {request.argument()}" + " --from-current" * options.from_current
     space = _space(scenario, options)
-    scenario = replace(scenario, space=space)
+    current_space = None if scenario.current_space is None else _space(scenario, options, scenario.current_space)
+    scenario = replace(scenario, space=space, current_space=current_space)
     _check_rank(options, space)
     refuse_unneeded(scenario, calibration_file)
     calibration = read(calibration_file) if scenario.job.cluster.cores_per_node is not None else None
@@ -96,7 +97,7 @@ def search_command(
             on_progress=watch.show,
         )
     result = replace(result, assumptions=scenario.assumptions)
-    switch = _switch(scenario, result, calibration) if options.from_current else None
+    switch = _switch(scenario, result, calibration, options.jobs) if options.from_current else None
     if options.from_current and result.best is None and scenario.current is not None:
         say(f"the current plan {verdict(predict(scenario.current.job, calibration=calibration))}")
     if as_json:
@@ -113,17 +114,29 @@ def search_command(
     return NoFeasiblePlanError.exit_code if result.best is None else 0
 
 
-def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibration | None) -> PlanSwitch | None:
+def _switch(
+    scenario: SearchScenario, result: SearchResult, calibration: Calibration | None, jobs: int
+) -> PlanSwitch | None:
     """Comparison of the current plan with the best one; None if no plan fits."""
     if scenario.current is None or result.best is None:
         return None
-    before = scenario.current.job
-    after = with_options(before.with_plan(result.best.plan), tuple(result.best.software.items()))
+    before, words = scenario.current.job, "the current plan"
+    after = _with(before, result.best)
+    if scenario.current_space is not None:
+        space = scenario.current_space
+        best = search(scenario.job, space, name=scenario.name, calibration=calibration, jobs=jobs).best
+        words = "the best plan with these options" if best else "the plan with these options (none that fits has them)"
+        before = _with(before, best) if best else before
     if scenario.configuration is not None:
         changes = changed_settings(scenario.configuration, before, after)
     else:
         changes = changed_keys(before, after)
-    return PlanSwitch(predict(before, calibration=calibration), predict(after, calibration=calibration), changes)
+    current, best_one = (predict(job, calibration=calibration) for job in (before, after))
+    return PlanSwitch(current, best_one, changes, words)
+
+
+def _with(job: Job, found: RankedPlan) -> Job:
+    return with_options(job.with_plan(found.plan), tuple(found.software.items()))
 
 
 def _reason(switch: PlanSwitch, calibration: Calibration | None) -> str:
@@ -193,8 +206,9 @@ def _listed(values: tuple[int, ...]) -> str:
     return ", ".join(f"{value:,}" for value in values) or "none"
 
 
-def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
-    """Search space of the scenario with the changes of the flags."""
+def _space(scenario: SearchScenario, options: SearchOptions, given: SearchSpace | None = None) -> SearchSpace:
+    """Search space, by default that of the scenario, with the changes of the flags."""
+    space = given or scenario.space
     update: dict[str, Any] = {}
     if options.top is not None:
         update["top"] = options.top
@@ -204,12 +218,12 @@ def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
         update |= {"objective": options.objectives[0], "objectives": None}
     elif options.objectives:
         update |= {"objective": options.objectives[0], "objectives": list(options.objectives)}
-    budget = chosen_budget(options.budget, scenario.job.model, scenario.space.token_budget)
+    budget = chosen_budget(options.budget, scenario.job.model, space.token_budget)
     update |= {_BUDGET_KEYS[name]: value for name, value in budget.items()}
     if not update:
-        return scenario.space
-    given = scenario.space.model_dump(mode="json", exclude_unset=True)
-    merged = {key: value for key, value in {**given, **update}.items() if value is not None}
+        return space
+    before = space.model_dump(mode="json", exclude_unset=True)
+    merged = {key: value for key, value in {**before, **update}.items() if value is not None}
     return parse_model(SearchSpace, merged, prefix=("search",))
 
 
@@ -289,7 +303,7 @@ def _why_not(request: ScenarioRequest, result: SearchResult) -> list[str]:
     other = next((each for each in degrees if each != degrees[0]), None)
     if other is None or any(key.startswith("plan.") for key in request.overrides):
         return []
-    changes = {key: degree for key, degree in other.items() if degree > 1} or {"plan.tp": 1}
+    changes = {key: degree for key, degree in other.items() if degree > 1 or degree != degrees[0][key]}
     return [
         "why another plan is slower, here with the degrees of one of the ranking:",
         f"simplan search {request.with_overrides(changes).argument()} --from-current",

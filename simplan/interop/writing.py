@@ -18,7 +18,10 @@ _SECTIONS = ("model", "training", "software", "plan")
 _DISPLAY = {"model.name", "model.sources", "model.packs", "software.sources"}
 """Fields that no framework needs."""
 _EQUAL_NODES = "use a cluster of equal nodes; simplan predict and search take different ones"
-_FIXES = {"plan.placement": "leave it out: its ranks fill nodes in the order tp, cp, dp, pp"}
+_FIXES = {
+    "plan.placement": "leave it out: its ranks fill nodes in the order tp, cp, dp, pp",
+    "plan.collectives": "leave it out, and set NCCL_ALGO where the run is started",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,7 +304,7 @@ class TruncatedStep:
         """
         longer, *shorter = (_busy_and_total_s(step.program, step.times) for step in self.simulated)
         busy_s, total_s = map(self._extrapolated, longer, shorter[0]) if shorter else longer
-        return 1.0 - busy_s / len(self.programs[0].ranks) / total_s
+        return max(0.0, 1.0 - busy_s / len(self.programs[0].ranks) / total_s)  # not -1e-16 by rounding
 
 
 def _splits_of_ranks(program: Program, times: Times) -> dict[int, Split]:

@@ -110,7 +110,7 @@ def switch_text(switch: PlanSwitch, reason: str = "") -> str:
     """
     before, after = switch.current, switch.best
     if not switch.changes:
-        return "The current plan is the best one"
+        return f"T{switch.current_words[1:]} is the best one"
     change = switch.step_time_change
     fraction, pairs = switch.right_order
     has_options = any(each.key.startswith("software.") for each in switch.changes)
@@ -118,7 +118,7 @@ def switch_text(switch: PlanSwitch, reason: str = "") -> str:
     faster = f"{abs(change):.1%} {'less' if change < 0 else 'more'}".replace("%", " %")
     low, high = (" to ".join(map(format_time, each.step_time_interval_s)) for each in (before, after))
     lines = [
-        f"From the current plan to the best one: {faster} time a step",
+        f"From {switch.current_words} to the best one: {faster} time a step",
         *([f"  why          {reason}"] if reason else []),
         f"  step time    {format_time(before.step_time_s)} ({low}) -> {format_time(after.step_time_s)} ({high})",
         f"  memory       {format_bytes(before.worst_memory.device_bytes)} ({before.memory_verdict}) -> "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -77,7 +77,12 @@ def short_of_reserve(short_bytes: int) -> str:
 
 
 def prediction_text(
-    prediction: Prediction, next_steps: Iterable[str] = (), fixes: Sequence[Fix] = (), warning: str = ""
+    prediction: Prediction,
+    next_steps: Iterable[str] = (),
+    fixes: Sequence[Fix] = (),
+    warning: str = "",
+    *,
+    assumed: Collection[str] = (),
 ) -> str:
     """Full report of a prediction as text.
 
@@ -86,11 +91,15 @@ def prediction_text(
         next_steps: Commands to suggest at the end.
         fixes: Changes with which the job fits.
         warning: Sentence below the verdict; empty for none.
+        assumed: ``plan``, ``batch`` or both, if they were not given, to say so.
     """
+    headline = verdict(prediction)
+    if "plan" in assumed and "does not fit" in headline.partition(":")[0]:
+        headline = f"the assumed plan {headline}"
     parts = [
-        f"{prediction.name}: {verdict(prediction)}" + (f"\n{warning}" if warning else ""),
+        f"{prediction.name}: {headline}" + (f"\n{warning}" if warning else ""),
         "\n".join(_headline(prediction)),
-        "\n".join(_inputs_of_job(prediction)),
+        "\n".join(_inputs_of_job(prediction, batch_is_assumed="batch" in assumed)),
         *([_node_groups_table(prediction)] if prediction.job.cluster.is_mixed else []),
         _split_table(prediction),
         _worst_memory_table(prediction),
@@ -308,7 +317,7 @@ def _inputs(model: ModelSpec) -> str:
     return f"sequences of {model.seq_len} tokens" + (f" with {counted(number, 'document')}" if number else "")
 
 
-def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
+def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterator[str]:
     job = prediction.job
     model, cluster, plan, training = job.model, job.cluster, job.plan, job.training
     named = "" if cluster.id == "inline" else f"{cluster.id}: "
@@ -328,8 +337,9 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}{place}")
     if links := links_words(cluster.links):
         yield f"  links        {'the slowest of all nodes: ' if cluster.is_mixed else ''}{links}"
+    per_step = "per step" + " (assumed; give --global-batch-size)" * batch_is_assumed
     yield (
-        f"  training     {counted(training.global_batch_size, model.sample)}{tokens} per step, {_precision(job)}, "
+        f"  training     {counted(training.global_batch_size, model.sample)}{tokens} {per_step}, {_precision(job)}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
     )
     of_rank = microbatch_words(job)

@@ -56,6 +56,7 @@ class Scenario:
         budget: Length and price of the full training.
         assumptions: Sentences about values that were not given.
         plan_is_assumed: True if a degree of data parallelism was not given, and all others are 1.
+        batch_is_assumed: True if the global batch size was not given.
 
     Raises:
         SpecError: The job violates rules; the error lists all violations.
@@ -68,6 +69,7 @@ class Scenario:
     budget: TrainingBudget = field(default_factory=TrainingBudget)
     assumptions: tuple[str, ...] = ()
     plan_is_assumed: bool = False
+    batch_is_assumed: bool = False
 
     def __repr__(self) -> str:
         """Name and job, in one line."""

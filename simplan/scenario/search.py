@@ -39,7 +39,8 @@ class SearchScenario:
         space: Plans to choose from.
         document: Data of the file; with a plan, it makes a scenario.
         assumptions: Sentences about values that were not given.
-        current: Scenario of the plan that the file has, if the search starts from it; else None.
+        current: Scenario of the plan that the file or options have, if the search starts from it; else None.
+        current_space: Plans with the options that ``current`` has, to start from the best one; None to start from it.
         configuration: Framework's file that the search comes from; None for scenarios and models.
     """
 
@@ -50,6 +51,7 @@ class SearchScenario:
     file: str
     assumptions: tuple[str, ...] = ()
     current: Scenario | None = None
+    current_space: SearchSpace | None = None
     configuration: Configuration | None = None
 
     def search(self, calibration: Calibration | None = None, *, jobs: int = 1) -> SearchResult:

@@ -158,7 +158,12 @@ class Source:
             raise self._as_typed(error) from None
         assumed = any(assumption.key in ("plan.dp_shard", "plan.dp_replicate") for assumption in self.assumptions)
         plan = scenario.job.plan
-        return replace(scenario, assumptions=self.notes, plan_is_assumed=assumed and plan.num_devices == plan.dp)
+        return replace(
+            scenario,
+            assumptions=self.notes,
+            plan_is_assumed=assumed and plan.num_devices == plan.dp,
+            batch_is_assumed=any(assumption.key == "training.global_batch_size" for assumption in self.assumptions),
+        )
 
     def search(self) -> SearchScenario:
         """Search of the document.
@@ -574,7 +579,10 @@ def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch:
 
     facts = SCHEDULE_FACTS.get(str(plan.get("schedule")))
     if facts is not None and facts.virtual_stages != 1 and plan.get("pp", 1) != 1:
-        assume("plan", "virtual_stages", facts.virtual_stages or 2, f"the fewest that {plan['schedule']} takes")
+        number, why = facts.virtual_stages or 2, f"the fewest that {plan['schedule']} takes"
+        if facts.virtual_stages is None and (equal := _equal_stages(found, file)) > 2:
+            number, why = equal, "the fewest with as many blocks in each stage"
+        assume("plan", "virtual_stages", number, why)
         plan = found["plan"]
 
     def degree(key: str) -> int:
@@ -599,6 +607,14 @@ def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch:
         microbatches = 1 if pp == 1 else _MICROBATCHES_PER_STAGE * pp
         why = f"{microbatches} microbatch{'es' * (microbatches > 1)} per data-parallel rank"
         assume("training", "global_batch_size", dp * size * microbatches, why)
+
+
+def _equal_stages(found: dict[str, Any], file: str) -> int:
+    """Fewest virtual stages above 1 that have as many blocks each; 0 if no number does, or the model is wrong."""
+    model, pp = parts_of(Document({**found, "training": {"global_batch_size": 1}}, {}), file).model, found["plan"]["pp"]
+    if model is None or not isinstance(pp, int) or pp < 1:
+        return 0
+    return next((number for number in range(2, model.num_blocks // pp + 1) if model.num_blocks % (pp * number) == 0), 0)
 
 
 def _shared_out(found: dict[str, Any], file: str, left: int, missing: list[str]) -> list[tuple[str, Any]]:

@@ -54,11 +54,13 @@ class PlanSwitch:
     Attributes:
         current, best: Predictions of both.
         changes: Settings that differ.
+        current_words: What the current plan is.
     """
 
     current: Prediction
     best: Prediction
     changes: tuple[ChangedSetting, ...]
+    current_words: str = "the current plan"
 
     @property
     def step_time_change(self) -> float:

@@ -371,12 +371,15 @@ def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simpla
     assert re.search(r"needs (\S+) GiB of 75\.67 GiB \(95 % of 79\.65 GiB\)", plain)
     suggested = simplan(*shlex.split(command)[1:]).stdout
     assert suggested.splitlines()[:4] == plain.splitlines()[:4], "all plans are searched"
-    assert "From the current plan to the best one" in suggested
+    assert "From the best plan with these options to the best one" in suggested
     document = json.loads(simplan("search", *job, "--tp", "8", "--from-current", "--json").stdout)
-    assert document["switch"]["current"]["plan"]["tp"] == 8
+    narrow = ["search", *job, "--tp", "8", "--save-plan", tmp_path / "mine.yaml"]
+    best_with_options = json.loads(simplan(*narrow, "--json").stdout)["best"]
+    assert document["switch"]["current"]["plan"] == best_with_options["plan"], "what is not given is searched"
+    assert best_with_options["plan"]["tp"] == 8
+    assert best_with_options["plan"]["microbatch_size"] > 1
     assert document["best"]["plan"]["tp"] < 8
     text = simplan("search", *job, "--tp", "8", "--from-current", "--save-plan", tmp_path / "best.yaml").stdout
-    simplan("predict", *job, "--tp", "8", "--write-scenario", tmp_path / "mine.yaml")
     explained = simplan("explain", tmp_path / "mine.yaml", tmp_path / "best.yaml").stdout.splitlines()[1]
     reason = explained.removeprefix("The second step")
     assert f"  why          The step of the best plan{reason}" in text.splitlines()
@@ -386,3 +389,5 @@ def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simpla
     assert of_file["switch"]["current"]["plan"]["pp"] == 2
     assert of_file["best"]["plan"]["pp"] == 1, "the ranges of the file hold"
     refused(simplan("search", file, "--from-current"), "compares with a plan, and SCENARIO has none; give the options")
+    none = simplan("search", "llama3-70b", "--gpus", "16", "--global-batch-size", "16", "--tp", "1", "--from-current")
+    assert "From the plan with these options (none that fits has them) to the best one" in none.stdout

@@ -326,3 +326,28 @@ def test_vocabulary_of_another_sentencepiece_file_is_asked_for(file: str, size: 
             read_source(script, _CLUSTER)
     else:
         assert scenario_from(script, _CLUSTER).job.model.vocab_size == size
+
+
+def test_prescribed_algorithms_are_nccls_variable_and_come_back(tmp_path: Path) -> None:
+    """The syntax by function is that of NCCL's environment variables; a choice between several is left to NCCL."""
+    plan = {"plan.tp": 4, "plan.dp_replicate": 4, "software": "megatron-core", "training.global_batch_size": 64}
+    forced = {"all_reduce": "tree", "all_gather": "nvls", "reduce_scatter": "ring"}
+    job = scenario_from("llama3-8b", _CLUSTER | plan | {"cluster.num_nodes": 2, "plan.collectives": forced}).job
+    target = formats()["megatron"]
+    assert target.export is not None
+
+    ((name, text),) = target.export(job, "out").files.items()
+
+    assert "export NCCL_ALGO='allreduce:tree;allgather:nvls;reducescatter:ring'  # plan.collectives\n" in str(text)
+    file = tmp_path / name
+    file.write_text(str(text))
+    assert scenario_from(file, _CLUSTER).job.plan.collectives == job.plan.collectives
+    for value, algorithms in (("Ring", ["ring"] * 3), ("Tree,Ring", None), ("^NVLS", None)):
+        file.write_text(re.sub("NCCL_ALGO=\\S+", f"NCCL_ALGO={value}", str(text)))
+        source = read_source(file, _CLUSTER)
+        read = source.scenario().job.plan.collectives
+        assert (read and [each for _, each in read.prescribed()]) == algorithms
+        assert any("NCCL_ALGO" in note and "not modeled" in note for note in source.notes) == (algorithms is None)
+    hierarchical = job.with_plan(job.plan.with_changes(collectives={"all_reduce": "hierarchical"}))
+    with pytest.raises(NotModelledError, match="NCCL_ALGO has no hierarchical"):
+        target.export(hierarchical, "out")

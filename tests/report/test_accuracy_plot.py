@@ -11,7 +11,8 @@ import pytest
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.result import Accuracy
 from simplan.report.drawings.accuracy_plot import AccuracyPlot, accuracy_plot, time_ticks
-from simplan.report.drawings.accuracy_svg import COLOURS, NIGHT, accuracy_svg
+from simplan.report.drawings.accuracy_svg import COLOURS, accuracy_svg
+from simplan.report.drawings.svg import NIGHT
 from tests.accuracy.runs import outcome, run
 from tests.report.contrast import channels, contrast
 

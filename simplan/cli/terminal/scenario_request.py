@@ -19,6 +19,7 @@ from simplan.errors import Problem, SpecError
 if TYPE_CHECKING:
     from simplan.scenario import Scenario, SearchScenario
     from simplan.scenario.source import Source
+    from simplan.search import SearchSpace
 
 NO_SCENARIO = Path()
 """Value of SCENARIO that is not given."""
@@ -187,7 +188,8 @@ class ScenarioRequest:
         """The search; writes it to the file of ``--write-scenario``.
 
         Args:
-            from_current: True to start from the plan of SCENARIO; from that of the options if SCENARIO has none.
+            from_current: True to start from the plan of SCENARIO; if SCENARIO has none, from the best plan with the
+                options of a plan.
 
         Raises:
             SpecError: See ``scenario``; or there is no plan to start from.
@@ -201,7 +203,7 @@ class ScenarioRequest:
             current = read_source(str(self.source), self.overrides, self.names).scenario()
             others = {key: value for key, value in self.overrides.items() if not key.startswith("plan.")}
             request = replace(self, overrides=others).with_batch(current.job.training.global_batch_size)
-            return replace(request.search(), current=current)
+            return replace(request.search(), current=current, current_space=request._space_of(self))
         overrides = self.overrides_for(searches=True)
         source = read_source(
             str(self.source), *overrides, searches=True, from_current=from_current, framework=self.framework
@@ -209,6 +211,18 @@ class ScenarioRequest:
         search = source.search()
         self._write(source)
         return search
+
+    def _space_of(self, options: ScenarioRequest) -> SearchSpace | None:
+        """Space of the plans that have the options of a plan; None for options that no search varies."""
+        from simplan.search import SearchSpace
+
+        fixed = {key.removeprefix("plan."): key for key in options.overrides if key.startswith("plan.")}
+        values = {name: options.overrides[key] for name, key in fixed.items()}
+        if not fixed.keys() <= SearchSpace.model_fields.keys() or any(isinstance(v, list) for v in values.values()):
+            return None
+        overrides = {**self.overrides, **{f"search.{name}": value for name, value in values.items()}}
+        names = {**self.names, **{f"search.{name}": options.names[key] for name, key in fixed.items()}}
+        return replace(self, overrides=overrides, names=names).search().space
 
     def overrides_for(self, *, searches: bool) -> tuple[dict[str, Any], dict[str, str]]:
         """Overrides and their names for one plan, or for a search, where options of a plan are ranges.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.tables.stalled import misordered_actions, missing_actions
 
 Unshard = Literal["none", "once", "window"]
 """Stages of a rank that FSDP keeps unsharded.
@@ -121,7 +120,7 @@ def run_rows(compute: Table, duration: Callable[[Action], float], send: float = 
                     runnable.append(waiting.pop(result))
     stuck = [(rank, row[position[rank]]) for rank, row in enumerate(compute) if position[rank] < len(row)]
     if stuck:
-        wrong = missing_actions(compute) or misordered_actions(compute) or [_deadlock(stuck, placement)]
+        wrong = _missing_actions(compute) or _misordered_actions(compute) or [_deadlock(stuck, placement)]
         raise ProgramError("\n".join(wrong[:_SHOWN]))
     return actions
 
@@ -208,3 +207,30 @@ def _coming_stages(row: Sequence[Action]) -> list[tuple[int, ...]]:
     for action in reversed(row):
         coming.append((action.stage, *(stage for stage in coming[-1] if stage != action.stage)))
     return coming[::-1]
+
+
+def _missing_actions(compute: Table) -> list[str]:
+    """Returns a sentence for every F, B, I or W that a stage lacks, of all microbatches in the table."""
+    found = {action for row in compute for action in row}
+    microbatches = sorted({action.microbatch for action in found if action.microbatch is not None})
+    expected = (
+        Action(stage, kind, microbatch)
+        for stage in range(1 + max(action.stage for action in found))
+        for microbatch in microbatches
+        for kind in (_F, *((_I, _W) if Action(stage, _I, microbatch) in found else (_B,)))
+    )
+    return [f"action {action} is missing" for action in expected if action not in found]
+
+
+def _misordered_actions(compute: Table) -> list[str]:
+    """Returns a sentence for every backward before its forward and every W before its I."""
+    return [sentence for row in compute for sentence in _misordered(row)]
+
+
+def _misordered(row: tuple[Action, ...]) -> Iterator[str]:
+    seen: set[Action] = set()
+    for action in row:
+        needed = {_B: _F, _I: _F, _W: _I}.get(action.kind)
+        if needed is not None and action._replace(kind=needed) not in seen:
+            yield f"action {action} comes before {action._replace(kind=needed)}"
+        seen.add(action)

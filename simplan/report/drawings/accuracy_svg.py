@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from simplan.report.drawings.accuracy_plot import ERRORS, AccuracyPlot, Panel, PlotPoint, time_ticks
 from simplan.report.drawings.drawing import clean
-from simplan.report.drawings.svg import PAPER, SOFT, Element, line, picture, rect, text, written
+from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, text, written
 from simplan.units import counted, format_percent, format_time
 
 COLOURS = (
@@ -15,9 +15,6 @@ COLOURS = (
     "#c2549d", "#7c7f86", "#86841a", "#1a8d9c", "#5f74e0", "#b57200",
 )  # fmt: skip
 """Colors of the files, in turn: legible on white and on black backgrounds."""
-
-NIGHT = {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9da7b3", "grid": "#30363d", "band": "#ffffff"}
-"""Colors of all other elements on dark pages, by class."""
 
 _GRID, _BAND, _BAND_OPACITY = "#d3d8de", "#000000", "0.1"
 _WITHIN = 0.1  # the band around no error
@@ -36,7 +33,7 @@ def accuracy_svg(plot: AccuracyPlot) -> str:
     bottom = _TOP + _DISTANCE * math.ceil(len(plot.panels) / columns)
     height = bottom + 64
     root = picture(_TITLE, _WIDTH, height)
-    root.append(_style())
+    root.append(night_style())
     root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
     root.append(text(_LEFT, 24, _TITLE, size=16, bold=True, css="ink"))
     for number, words in enumerate(plot.heading.splitlines()):
@@ -166,14 +163,6 @@ def _band(x: float, y: float, width: float, height: float) -> Element:
     element = rect(x, y, width, height, _BAND, css="band")
     element.set("fill-opacity", _BAND_OPACITY)
     return element
-
-
-def _style() -> Element:
-    """Style sheet: text and lines follow the reader's light or dark preference; the colors of files do not."""
-    style = Element("style")
-    rules = (f".{name}:not([fill=none]){{fill:{c}}}.{name}[stroke]{{stroke:{c}}}" for name, c in NIGHT.items())
-    style.text = "@media (prefers-color-scheme: dark) {" + "".join(rules) + "}"
-    return style
 
 
 def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:

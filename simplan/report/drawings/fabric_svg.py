@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.fabric_drawing import DrawnLink, DrawnNode, FabricDrawing, rate_words
 from simplan.report.drawings.link_load import load_color
-from simplan.report.drawings.svg import PAPER, SOFT, Element, line, picture, rect, text, written
+from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, text, written
 from simplan.units import counted, format_percent, format_rate
 
 _SWITCH, _CARD, _DEVICE, _NODE, _WIRE = "#1d5fa8", "#2e7d32", "#b9a6cf", "#eef0f3", "#8a8f98"
@@ -29,7 +29,7 @@ _MAX_AXIS, _STEP = 8, 46  # of a torus: devices drawn along an axis, and their d
 
 
 def fabric_svg(drawing: FabricDrawing, busy_shares: Mapping[str, float] | None = None) -> str:
-    """The drawing as an SVG document with a background.
+    """The drawing as an SVG document with a background, for light and dark pages.
 
     Args:
         drawing: The drawing.
@@ -71,8 +71,9 @@ def fabric_svg(drawing: FabricDrawing, busy_shares: Mapping[str, float] | None =
 
 def _page(drawing: FabricDrawing, width: float, height: float) -> Element:
     root = picture(f"{drawing.title}; {drawing.words}", width, height)
-    root.append(rect(0, 0, width, height, PAPER))
-    root.append(text(12, 26, clean(drawing.title), size=16, bold=True))
+    root.append(night_style())
+    root.append(rect(0, 0, width, height, PAPER, css="paper"))
+    root.append(text(12, 26, clean(drawing.title), size=16, bold=True, css="ink"))
     root.append(_soft(12, 46, drawing.words))
     return root
 
@@ -175,7 +176,7 @@ def _box(middle: float, top: float, name: str) -> Element:
 def _node(drawing: FabricDrawing, node: DrawnNode, left: float, top: float) -> Iterator[Element]:
     """A node: network cards, wiring and devices."""
     width = _node_width(node)
-    yield rect(left, top, width, _NODE_HEIGHT, _NODE, stroke=_WIRE)
+    yield rect(left, top, width, _NODE_HEIGHT, _NODE, stroke=_WIRE, css="node")
     for number in range(len(node.cards)):
         yield rect(left + width * (number + 0.5) / len(node.cards) - 6, top + 2, 12, 10, _CARD)
     shown = min(node.num_devices, 8)
@@ -188,7 +189,7 @@ def _node(drawing: FabricDrawing, node: DrawnNode, left: float, top: float) -> I
         yield rect(left + 6, top + 24, width - 12, 16, _WIRE)
         yield text(left + width / 2, top + 36, drawing.wiring, size=11, colour="#000000", anchor="middle")
     words = f"node{node.node}: {counted(node.num_devices, drawing.device_kind)}"
-    yield text(left + width / 2, top + _NODE_HEIGHT - 7, words, size=11, anchor="middle")
+    yield text(left + width / 2, top + _NODE_HEIGHT - 7, words, size=11, anchor="middle", css="ink")
 
 
 def _rates(drawing: FabricDrawing, left: float, bottom: float) -> Iterator[Element]:
@@ -196,7 +197,7 @@ def _rates(drawing: FabricDrawing, left: float, bottom: float) -> Iterator[Eleme
     y = bottom + 62.0
     for group in drawing.groups:
         yield _soft(left, y - 14, f"{group.lower} - {group.upper}")
-        yield text(left, y, rate_words(group), size=12)
+        yield text(left, y, rate_words(group), size=12, css="ink")
         y -= 40
 
 
@@ -257,4 +258,4 @@ def _torus_notes(drawing: FabricDrawing, across: int, down: int) -> Iterator[str
 
 
 def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:
-    return text(x, y, words, size=12, colour=SOFT, anchor=anchor)
+    return text(x, y, words, size=12, colour=SOFT, anchor=anchor, css="soft")

@@ -6,6 +6,16 @@ from xml.etree import ElementTree
 
 PAPER, DARK, SOFT = "#ffffff", "#000000", "#4a515c"
 
+NIGHT = {
+    "paper": "#0d1117",
+    "ink": "#e6edf3",
+    "soft": "#9da7b3",
+    "grid": "#30363d",
+    "band": "#ffffff",
+    "node": "#232b35",
+}
+"""Colors on dark pages, by class; elements without a class keep their color."""
+
 Element = ElementTree.Element
 
 _LIGHTEST = 0.5  # of the way to white, for the last shade
@@ -33,6 +43,14 @@ def picture(title: str, width: float, height: float) -> Element:
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", **size, "font-family": "sans-serif"})
     ElementTree.SubElement(root, "title").text = title
     return root
+
+
+def night_style() -> Element:
+    """Style sheet of a picture whose classes follow the reader's light or dark preference (``NIGHT``)."""
+    style = Element("style")
+    rules = (f".{name}:not([fill=none]){{fill:{c}}}.{name}[stroke]{{stroke:{c}}}" for name, c in NIGHT.items())
+    style.text = "@media (prefers-color-scheme: dark) {" + "".join(rules) + "}"
+    return style
 
 
 def rect(

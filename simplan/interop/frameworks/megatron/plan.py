@@ -13,6 +13,7 @@ from simplan.interop.frameworks.megatron.options import (
     PLAN,
 )
 from simplan.interop.frameworks.megatron_core import read_placement
+from simplan.interop.nccl import read_nccl_algo
 
 if TYPE_CHECKING:  # the reader calls these functions
     from simplan.interop.frameworks.megatron.reading import MegatronReader
@@ -48,6 +49,7 @@ def read_parallelism(reader: MegatronReader) -> None:
         reading.match([CONTEXT_PARALLEL])
     reading.no_effect("--cp-comm-type")
     read_placement(reading, "--use-tp-pp-dp-mapping")
+    read_nccl_algo(reading)
     own = "--expert-tensor-parallel-size"
     if is_above(reader.value("--num-experts"), 1) and tp != 1:
         if own in reading:

@@ -19,6 +19,7 @@ from simplan.interop.frameworks.megatron.options import (
     TRAINING,
 )
 from simplan.interop.frameworks.megatron_core import write_placement
+from simplan.interop.nccl import write_nccl_algo
 from simplan.interop.writing import Exported, Option, Writing
 from simplan.job import Job
 from simplan.predict.build import assign_layers, cost_model
@@ -43,6 +44,7 @@ _PRECISIONS: Mapping[str, tuple[tuple[str, str | bool], ...]] = {
     "nvfp4": (("--bf16", True), ("--fp4-format", "e2m1")),
 }
 _FP32_BYTES = 4
+_ENVIRONMENT = "environment"
 
 
 def settings(job: Job) -> tuple[Option, ...]:
@@ -60,7 +62,9 @@ def export(job: Job, name: str) -> Exported:
     Raises:
         NotModelledError: See ``settings``.
     """
-    sections = [(title, options) for title, options in _sections(job) if options]
+    all_sections = _sections(job)
+    sections = [(title, options) for title, options in all_sections if options and title != _ENVIRONMENT]
+    variables = [option for title, options in all_sections if title == _ENVIRONMENT for option in options]
     file = f"{name}.sh"
     arrays = "\n\n".join(_array(title, options) for title, options in sections)
     uses = " \\\n".join(
@@ -72,6 +76,7 @@ def export(job: Job, name: str) -> Exported:
         software=job.software.id,
         nodes=nodes,
         gpus=job.cluster.num_devices // nodes,
+        exports="".join(f"export {_variable(option)}\n" for option in variables),
         arrays=arrays,
         program=_PROGRAMS.get(job.model.family, "pretrain_gpt.py"),
         uses=uses,
@@ -104,7 +109,7 @@ MASTER_ADDR=${{MASTER_ADDR:-localhost}}
 MASTER_PORT=${{MASTER_PORT:-29500}}
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-
+{exports}
 {arrays}
 
 DATA_ARGS=(
@@ -134,6 +139,10 @@ torchrun \\
 """
 
 
+def _variable(option: Option) -> str:
+    return f"{option.setting.key}={shlex.quote(str(option.setting.value))}  # {option.comment}"
+
+
 def _array(title: str, options: tuple[Option, ...]) -> str:
     """Array of the shell with one argument a line."""
     lines = []
@@ -159,6 +168,7 @@ def _sections(job: Job) -> list[tuple[str, tuple[Option, ...]]]:
         "PARALLEL_ARGS": (writer.parallelism, writer.stages, writer.sharding, writer.overlap),
         "RECOMPUTE_ARGS": (writer.recompute,),
         "TRAINING_ARGS": (writer.training,),
+        _ENVIRONMENT: (lambda: write_nccl_algo(writer.writing),),
     }
     sections = []
     for title, parts in groups.items():
