@@ -23,8 +23,7 @@ class BackgroundJob(Spec):
         name: Display name.
         model, training, plan, software: As in ``simplan.job.Job``; its nodes are like those of the cluster.
         nodes: Nodes of the topology that its ranks fill, in this order.
-        offset_s: Seconds of its own step, as long as it is alone, that are over when the predicted step begins. More
-            than one step is the remainder.
+        offset_s: Seconds from the begin of one of its steps to that of the predicted step, modulo its step time alone.
     """
 
     name: Annotated[Line, Field(min_length=1, max_length=200)]
