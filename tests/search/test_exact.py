@@ -65,7 +65,7 @@ def test_the_space_is_worth_searching() -> None:
 
 
 @pytest.mark.parametrize("software", FRAMEWORKS)
-@pytest.mark.parametrize("num_devices", [4, 8])
+@pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_best_are_the_best_of_predict(software: str, num_devices: int) -> None:
     """Whatever the framework, and few plans are timed for it."""
     profile = catalog.software(software)
