@@ -259,7 +259,9 @@ def test_software_without_a_zero_stage_is_searched_without_it() -> None:
     assert {ranked.plan.zero_stage for ranked in result.ranked} <= {0, 1}
 
 
-@pytest.mark.parametrize(("software", "capacity"), [("torch", 1085), ("torchtitan", 1085)])
+@pytest.mark.parametrize(
+    ("software", "capacity"), [("torch", 1085), pytest.param("torchtitan", 1085, marks=pytest.mark.slow)]
+)
 def test_compiled_is_an_axis(software: str, capacity: int) -> None:
     """The best plans over both values are those of ``predict``; of both, some fit and some do not."""
     job = asked_for(4, software, capacity * MIB)
