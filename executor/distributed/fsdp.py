@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
-from executor.distributed.mesh import ParallelDims, Peers
+from executor.distributed.mesh import ParallelDims, Peers, fill_from_own
 from executor.distributed.recompute import hide_hooks
 from executor.models.model import Stage
 from executor.train.optimizers import local
@@ -167,6 +167,8 @@ class _Reduction(DefaultReduceScatter):
     ) -> Any:
         handle = self._peers.issue("reduce_scatter", input_tensor)
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        if self._peers.alone:
+            fill_from_own("reduce_scatter", output_tensor, input_tensor, self._peers.rank)
         self._peers.complete(handle)
         if self._replicate.size > 1:
             self._all_reduce = self._replicate.issue("all_reduce", output_tensor)

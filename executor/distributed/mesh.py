@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,11 @@ class Peers:
     def of(cls, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, recorder: Recorder | None) -> Peers:
         """The peers of a global rank in a process group of these ranks."""
         return cls(len(ranks), ranks.index(rank), ranks, group, recorder)
+
+    @property
+    def alone(self) -> bool:
+        """True if no other rank exists."""
+        return self.group is not None and dist.get_backend(self.group) == "fake"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums over the ranks, in place."""
@@ -271,6 +276,18 @@ def _peers(
     return peers
 
 
+def fill_from_own(kind: Literal["reduce_scatter", "all_to_all"], result: Tensor, given: Tensor, rank: int) -> None:
+    """Fills the result of a collective without other ranks from what this rank gave.
+
+    torch's fake process group leaves the result as it was allocated before torch 2.13. Weights trained on that are soon
+    not finite, and a GPU takes less power, so less time, for constants than for data.
+    """
+    own, given = result.view(-1), given.reshape(-1)
+    start = rank * own.numel() if kind == "reduce_scatter" else 0
+    found = given[start : start + own.numel()]
+    own[: found.numel()].copy_(found)
+
+
 class RecordedGroup(dist.ProcessGroup):
     """Ranks of one axis, for torch's functional collectives.
 
@@ -298,6 +315,7 @@ class RecordedGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = cast("GroupName", name)
         self._inner, self.ranks, self._recorder = inner, ranks, recorder
+        self._alone = inner is not None and dist.get_backend(inner) == "fake"
         _unregister_process_group(self._name)
         _register_process_group(self._name, self)
 
@@ -329,14 +347,21 @@ class RecordedGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, own: list[Tensor], parts: list[Tensor], opts: Any = None) -> dist.Work:
         """Own part of the sum."""
         names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
-        return self._issue("reduce_scatter", parts, names, own, parts, opts)
+        work = self._issue("reduce_scatter", parts, names, own, parts, opts)
+        if self._alone:
+            for part, whole in zip(own, parts, strict=True):
+                fill_from_own("reduce_scatter", part, whole, self.rank())
+        return work
 
     def all_to_all_single(
         self, received: Tensor, parts: Tensor, out_sizes: list[int], in_sizes: list[int], opts: Any = None
     ) -> dist.Work:
         """Part of every rank for this one."""
         names = "all_to_all_single", "alltoall_base"
-        return self._issue("all_to_all", [parts], names, received, parts, out_sizes, in_sizes, opts)
+        work = self._issue("all_to_all", [parts], names, received, parts, out_sizes, in_sizes, opts)
+        if self._alone:
+            fill_from_own("all_to_all", received, parts, self.rank())
+        return work
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]

@@ -125,9 +125,9 @@ def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
 def _timed_step(trainer: Trainer, recorder: Recorder, step: int) -> StepRecord:
     batch = trainer.batch(step)
     recorder.begin_step(step)
-    trainer.step(*batch)
+    losses = trainer.step(*batch)
     start_s, end_s = recorder.end_step()
-    return recorder.record(start_s, end_s, losses=())
+    return recorder.record(start_s, end_s, list(map(float, losses)))
 
 
 def _action_times(

@@ -115,7 +115,7 @@ def build_stage(
     A tied output head shares the embedding's tensor when both are in the stage; otherwise it has an equal copy.
 
     Args:
-        seed: Seed of the weights; None for arbitrary weights.
+        seed: Seed of the weights; None for weights of each rank's own, drawn on its device.
         recompute: ``none``, ``selective`` (the attention core), ``selective_op`` (every block except some matmuls),
             ``full`` (every block) or ``selective_layer`` (every second block, from the second on).
         recompute_layers: Number of the stage's first blocks that ``recompute`` applies to; None for all blocks.
@@ -142,8 +142,7 @@ def build_stage(
         if dims.tp.mesh is not None:
             split_layer(layer, dims)
         _materialize(layer, device, dtype)
-        if seed is not None:
-            _draw_weights(layer, spec, index, seed, dims)
+        _draw_weights(layer, spec, index, seed, dims)
         if spec.lora_rank:
             freeze(layer, spec.layers[index], frozen_dtype or dtype)
         if dims.tp.mesh is not None and dims.dp.size > 1:
@@ -222,7 +221,7 @@ def _materialize(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> 
                 setattr(module, name, made(buffer))
 
 
-def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int, dims: ParallelDims) -> None:
+def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int | None, dims: ParallelDims) -> None:
     """Norms 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator.
 
     Adapters too, of which a training would begin with B = 0: no gradient of A would then say anything.
@@ -237,11 +236,13 @@ def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int
             source = (0, 0)  # the embedding's wte.weight
         own = parameter.detach()
         own = own.to_local() if isinstance(own, DTensor) else own
-        if parameter.dim() > 1:
+        if parameter.dim() == 1:
+            own.fill_(1.0 if name.endswith("weight") else 0.0)
+        elif seed is None:
+            own.normal_(0.0, _INIT_STD)
+        else:
             generator = torch.Generator().manual_seed((seed * 100_003 + source[0]) * 101 + source[1])
             # expert-parallel experts are not DTensors
             shape = specs[number].shape if ".experts_" in name else parameter.shape
             whole = torch.empty(shape).normal_(0.0, _INIT_STD, generator=generator)
             own.copy_(own_weight(whole, name, own, dims))
-        else:
-            own.fill_(1.0 if name.endswith("weight") else 0.0)

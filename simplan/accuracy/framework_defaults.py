@@ -72,7 +72,7 @@ def profile_name(software: RunSoftware, plan: RunPlan) -> str:
 
     A version without a year, or year and month (23.08), counts as recent. If attention is not fused, it counts as 2021.
     """
-    framework, year = framework_defaults()[software.framework], _year(software)
+    framework, year = framework_defaults()[software.framework], year_of(software)
     combines = (plan.tp > 1 and plan.pp > 1) or plan.zero_stage == 1
     profiles = framework.combining if framework.combining and combines else framework.profiles
     return [name for first, name in profiles.items() if first <= year][-1]
@@ -81,10 +81,11 @@ def profile_name(software: RunSoftware, plan: RunPlan) -> str:
 def splits_experts(software: RunSoftware) -> bool:
     """True if tensor-parallel ranks shard every expert (etp = tp); False for unsharded experts (etp = 1)."""
     since = framework_defaults()[software.framework].whole_experts_since
-    return since is None or _year(software) < since
+    return since is None or year_of(software) < since
 
 
-def _year(software: RunSoftware) -> int:
+def year_of(software: RunSoftware) -> int:
+    """Year of the version; 9999 without one, 2021 if attention is not fused."""
     version = software.version or ""
     years = _YEAR.findall(version) or [f"20{year}" for year in _YEAR_AND_MONTH.findall(version)]
     return int(years[-1]) if years else 2021 if software.flash_attention is False else 9999

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from simplan import catalog
-from simplan.accuracy.framework_defaults import framework_defaults, profile_name, splits_experts
+from simplan.accuracy.framework_defaults import framework_defaults, profile_name, splits_experts, year_of
 from simplan.accuracy.recipe import NO_RECIPES, Recipes, Settings, recipes_of, settings_of, with_settings
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel, RunPlan
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
@@ -62,6 +62,7 @@ _UNFITTED = {
 _SIXTEEN_BITS = StateBytes(parameter=2, gradient=2, master=4, activation=2, boundary=2)
 """Widths of Apex's level O2, which patches no function (NVIDIA/apex, docs/source/amp.rst), and of llm.c
 (karpathy/llm.c, train_gpt2.cu: floatX is bf16, master weights are fp32)."""
+_CUDNN_FIRST = 2026  # torch 2.9 (October 2025) still prefers FlashAttention 2; see ``rates`` of the profile ``torch``
 _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise"}
 
 
@@ -106,7 +107,11 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     given = run.software
     framework = framework_defaults()[given.framework]
     profile = with_fallback_profiles(catalog.software(profile_name(given, run.plan)), run.plan, notes)
-    changes: dict[str, object] = {}
+    rates = profile.rates
+    if profile.rates_of is not None and year_of(given) < _CUDNN_FIRST:
+        earlier = catalog.software(profile.rates_of).rates.attention_kernel
+        rates = rates.model_copy(update={"attention_kernel": earlier})
+    changes: dict[str, object] = {"rates": rates}
     if given.grad_overlap is not None:
         changes["grad_overlap"] = given.grad_overlap
     if given.tp_comm_overlap:
@@ -124,7 +129,7 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         changes["channels_last"] = True
     if not framework.is_known:
         # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
-        changes |= {"rates": profile.rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}
+        changes |= {"rates": rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}
         changes |= {"memory_spread": catalog.unfitted_memory_spread()}
     fused = framework.fused_attention if given.flash_attention is None else given.flash_attention
     layers: dict[str, object] = {} if fused is None else {"attention": "fused" if fused else "unfused"}

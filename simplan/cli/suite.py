@@ -153,7 +153,10 @@ def _runs_here(file: Path) -> bool:
 def _case(
     file: Path, folder: Path, calibration: Path | None, deadline_s: float, options: SuiteOptions
 ) -> SuiteCase | None:
-    """Result of one scenario: from an earlier call, a run or a dry run; None when the time budget does not suffice."""
+    """Result of one scenario: from an earlier call, a run or a dry run; None when the time budget does not suffice.
+
+    A failure is not kept: the next call tries again, perhaps with a longer limit.
+    """
     kind: Literal["run", "rehearsal"] = "rehearsal" if file.stem.startswith(_REHEARSED) else "run"
     digest = hashlib.sha256(file.read_bytes() + simplan.__version__.encode()).hexdigest()[:16]
     kept = folder.with_name(f"{folder.name}.case.json")
@@ -170,9 +173,9 @@ def _case(
         if limit_s < options.limit_s:
             return None
         failure = f"it took more than {options.limit_s:g} s"
-        case = SuiteCase(name=file.stem, digest=digest, kind=kind, failure=failure)
+        return SuiteCase(name=file.stem, digest=digest, kind=kind, failure=failure)
     except SpecError as error:
-        case = SuiteCase(name=file.stem, digest=digest, kind=kind, failure=str(error))
+        return SuiteCase(name=file.stem, digest=digest, kind=kind, failure=str(error))
     write_model(kept, case)
     return case
 

@@ -157,11 +157,12 @@ def test_runs_on_a_gpu_take_what_its_calibration_predicts(device: str) -> None:
     for case in json.loads((folder / "report.json").read_text())["cases"]:
         job = load_scenario(ROOT / "scenarios" / "one-gpu" / f"{case['name']}.yaml").job
         found = predict(job, calibration=calibration if job.training.precision in timed else None)
-        errors_s.append(abs(found.step_time_s / case["measured_step_time_s"] - 1))
+        if case["measured_step_time_s"] is not None:
+            errors_s.append(abs(found.step_time_s / case["measured_step_time_s"] - 1))
         allocated_bytes = found.to_json()["ranks"][0]["peak_memory_gib"]["allocated"] * 2**30
         errors_bytes.append(abs(allocated_bytes / case["measured_allocated_bytes"] - 1))
-    assert len(errors_s) >= 17
-    assert statistics.median(errors_s) < 0.07
+    assert len(errors_s) >= 24
+    assert statistics.median(errors_s) < 0.05
     assert max(errors_bytes) < 0.035
 
 
