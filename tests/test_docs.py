@@ -36,7 +36,11 @@ from tests.cli.conftest import server
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-SLOW = ("tutorials/run-and-compare.md",)
+SLOW = (
+    "how-to/calibrate.md", "how-to/one-line.md", "how-to/rehearse.md", "how-to/search.md",
+    "tutorials/run-and-compare.md",
+)  # fmt: skip
+"""Pages whose commands take longest: they calibrate, run, or search whole spaces."""
 APART = ("how-to/custom-schedule.md",)
 """Pages whose snippets go together in a test of their own, below."""
 BASE = {

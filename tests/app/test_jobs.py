@@ -17,7 +17,7 @@ from simplan.search import SearchResult, search
 SMALL = """\
 model: {family: llama, num_hidden_layers: 4, hidden_size: 64, num_attention_heads: 4, intermediate_size: 128,
   vocab_size: 96, seq_len: 32}
-cluster: {preset: dgx-h100, num_devices: 4}
+cluster: {preset: dgx-h100, num_devices: 2}
 training: {global_batch_size: 8}
 search: {objectives: [step_time, memory], top: 3, microbatch_size: [1, 2]}
 """

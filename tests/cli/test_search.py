@@ -60,6 +60,7 @@ def test_the_report_says_what_is_best_and_why_not_the_others(simplan: Simplan, f
 
 
 def test_search_keeps_5_percent_of_memory_free(simplan: Simplan, file: Path) -> None:
+    file.write_text(SCENARIO.replace("[1f1b, zb-h1], recompute: [none, full]", "1f1b, recompute: none"))
     (best, *_) = json.loads(simplan("search", file, "--top", "1", "--json").stdout)["ranked"]
     needed = 2**30 * best["peak_memory_gib"]["device"]
     device = f"num_devices: 2, device: {{memory_bytes: {int(1.04 * needed)}}}"
@@ -200,14 +201,9 @@ def test_the_fewest_devices_for_a_deadline(simplan: Simplan, file: Path) -> None
 
 def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file: Path) -> None:
     """GPT has a row for every position."""
-    text = (
-        file.read_text()
-        .replace("device: ", "")
-        .replace("num_devices: 2", "num_devices: 2, device: {memory_bytes: 1500000000}")
-    )
-    file.write_text(
-        text.replace("{microbatch_size: [1, 2], schedule: [1f1b, zb-h1], recompute: [none, full], top: 3}", "{pp: 1}")
-    )
+    memory = "num_devices: 2, device: {memory_bytes: 1500000000}"
+    text = SCENARIO.partition("search: ")[0].replace("num_devices: 2", memory)
+    file.write_text(text + "search: {pp: 1, tp: 1, recompute: none}\n")
     result = simplan("search", file, "--largest", "seq_len", "--save-plan", "plan.yaml")
     assert result.returncode == 0
     assert result.stdout.endswith("Next\n  simplan predict plan.yaml\n")
@@ -330,11 +326,11 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
 
 
 TODAY = """name: today
-model: {preset: llama3-8b, seq_len: 2048}
-cluster: {preset: dgx-h100, num_nodes: 1}
-training: {global_batch_size: 64}
+model: {preset: llama3.2-1b, seq_len: 2048}
+cluster: {preset: dgx-h100, num_devices: 2}
+training: {global_batch_size: 8}
 software: megatron-core
-plan: {tp: 8}
+plan: {tp: 2}
 """
 
 
@@ -346,7 +342,7 @@ def test_a_search_from_the_plan_of_today_says_what_to_change(simplan: Simplan, t
     switch, best = document["switch"], document["best"]
     assert switch["best"]["step_time_s"] == pytest.approx(best["step_time_s"], rel=1e-9)
     assert switch["current"]["step_time_s"] == json.loads(simplan("predict", file, "--json").stdout)["step_time_s"]
-    assert switch["step_time_change"] < -0.2, "tensor parallelism over 8 ranks is far from the best for 8 B"
+    assert switch["step_time_change"] < -0.05, "a model of 1 B needs no tensor parallelism"
     changed = dict(switch["current"]["plan"])
     for each in switch["changes"]:
         section, _, key = each["key"].partition(".")
@@ -356,15 +352,16 @@ def test_a_search_from_the_plan_of_today_says_what_to_change(simplan: Simplan, t
     assert changed == switch["best"]["plan"]
     text = simplan(*arguments).stdout
     assert "less time a step" in text
-    assert "plan.tp 8 -> " in text
+    assert "plan.tp 2 -> " in text
     assert "can be resharded" in text
-    file.write_text(TODAY.replace("{tp: 8}", json.dumps({k: v for k, v in best["plan"].items() if v is not None})))
+    file.write_text(TODAY.replace("{tp: 2}", json.dumps({k: v for k, v in best["plan"].items() if v is not None})))
     assert "The current plan is the best one" in simplan(*arguments).stdout
 
 
 def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simplan, tmp_path: Path) -> None:
     """The command is the last one of the report without a plan; the reason is that of ``explain``."""
-    job = ["llama3-8b", "--gpus", "8", "--global-batch-size", "16", "--software", "megatron-core"]
+    job = ["llama3.2-1b", "--gpus", "2", "--seq-len", "1024", "--global-batch-size", "4"]
+    job += ["--software", "megatron-core"]
     plain = simplan("search", *job).stdout
     *_, heading, command = plain.splitlines()
     assert heading.strip().startswith("why another plan is slower")
@@ -372,20 +369,19 @@ def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simpla
     suggested = simplan(*shlex.split(command)[1:]).stdout
     assert suggested.splitlines()[:4] == plain.splitlines()[:4], "all plans are searched"
     assert "From the best plan with these options to the best one" in suggested
-    document = json.loads(simplan("search", *job, "--tp", "8", "--from-current", "--json").stdout)
-    narrow = ["search", *job, "--tp", "8", "--save-plan", tmp_path / "mine.yaml"]
+    document = json.loads(simplan("search", *job, "--pp", "2", "--from-current", "--json").stdout)
+    narrow = ["search", *job, "--pp", "2", "--save-plan", tmp_path / "mine.yaml"]
     best_with_options = json.loads(simplan(*narrow, "--json").stdout)["best"]
     assert document["switch"]["current"]["plan"] == best_with_options["plan"], "what is not given is searched"
-    assert best_with_options["plan"]["tp"] == 8
-    assert best_with_options["plan"]["microbatch_size"] > 1
-    assert document["best"]["plan"]["tp"] < 8
-    text = simplan("search", *job, "--tp", "8", "--from-current", "--save-plan", tmp_path / "best.yaml").stdout
+    assert best_with_options["plan"]["pp"] == 2
+    assert document["best"]["plan"]["pp"] == 1
+    text = simplan("search", *job, "--pp", "2", "--from-current", "--save-plan", tmp_path / "best.yaml").stdout
     explained = simplan("explain", tmp_path / "mine.yaml", tmp_path / "best.yaml").stdout.splitlines()[1]
     reason = explained.removeprefix("The second step")
     assert f"  why          The step of the best plan{reason}" in text.splitlines()
     file = tmp_path / "space.yaml"
-    file.write_text(TODAY.replace("plan: {tp: 8}", "search: {pp: [1]}"))
-    of_file = json.loads(simplan("search", file, "--tp", "4", "--pp", "2", "--from-current", "--json").stdout)
+    file.write_text(TODAY.replace("plan: {tp: 2}", "search: {pp: [1]}"))
+    of_file = json.loads(simplan("search", file, "--pp", "2", "--from-current", "--json").stdout)
     assert of_file["switch"]["current"]["plan"]["pp"] == 2
     assert of_file["best"]["plan"]["pp"] == 1, "the ranges of the file hold"
     refused(simplan("search", file, "--from-current"), "compares with a plan, and SCENARIO has none; give the options")

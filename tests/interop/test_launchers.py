@@ -171,6 +171,7 @@ def test_one_node_meets_nobody(launches: dict[str, Launch]) -> None:
     assert "torchrun --standalone --nproc-per-node 4" in slurm_script(launches["one"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path) -> None:
     """Two agents of torchrun with a rank each, of which rank 0 writes the measurement."""

@@ -21,14 +21,15 @@ ALL = [pytest.param(file, marks=[pytest.mark.slow] if file.stem in LARGE else []
 
 
 @pytest.mark.parametrize("file", ALL)
-def test_folded_is_unfolded(file: Path) -> None:
+def test_folded_is_unfolded_and_compiled_is_simulated(file: Path) -> None:
     scenario = load_scenario(file)
     prediction = scenario.predict()
     folded, level = build_program(prediction), 2
+    cost = cost_model(scenario.job, None)
+    check_engines(folded, estimate_program(folded, cost).durations_s)
     if len(folded.ops) / len(folded.ranks) * scenario.job.plan.num_devices > MAX_OPERATIONS:
         folded, level = build_program(prediction, level=1), 1
     whole = build_program(prediction, level=level, folded=False)
-    cost = cost_model(scenario.job, None)
     once, every = (
         simulate_program(program, cost, scenario.job.cluster).times.step_time_s for program in (folded, whole)
     )
@@ -38,11 +39,3 @@ def test_folded_is_unfolded(file: Path) -> None:
     if level == 2:
         assert prediction.step_time_s == pytest.approx(every, rel=1e-9)
         assert [memory.allocated_bytes for memory in prediction.memory] == peaks
-
-
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("file", ALL)
-def test_compiled_is_simulated(file: Path, level: int) -> None:
-    scenario = load_scenario(file)
-    program = build_program(scenario.predict(), level=level)
-    check_engines(program, estimate_program(program, cost_model(scenario.job, None)).durations_s)

@@ -62,7 +62,7 @@ def table_of(plan: ParallelPlan) -> Candidates:
 
 
 @given(jobs())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_prediction_is_below_its_bounds(job: Job) -> None:
     one = predict(job)
     table = table_of(job.plan)
@@ -91,7 +91,7 @@ def placed_jobs(draw: st.DrawFn) -> Job:
 
 
 @given(placed_jobs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
     one = predict(job)
     [num_bytes], [seconds] = Bounds(job).of(table_of(job.plan))

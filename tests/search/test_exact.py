@@ -65,7 +65,7 @@ def test_the_space_is_worth_searching() -> None:
 
 
 @pytest.mark.parametrize("software", FRAMEWORKS)
-@pytest.mark.parametrize("num_devices", [4, 8])
+@pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_best_are_the_best_of_predict(software: str, num_devices: int) -> None:
     """Whatever the framework, and few plans are timed for it."""
     profile = catalog.software(software)
@@ -259,7 +259,9 @@ def test_software_without_a_zero_stage_is_searched_without_it() -> None:
     assert {ranked.plan.zero_stage for ranked in result.ranked} <= {0, 1}
 
 
-@pytest.mark.parametrize(("software", "capacity"), [("torch", 1085), ("torchtitan", 1085)])
+@pytest.mark.parametrize(
+    ("software", "capacity"), [("torch", 1085), pytest.param("torchtitan", 1085, marks=pytest.mark.slow)]
+)
 def test_compiled_is_an_axis(software: str, capacity: int) -> None:
     """The best plans over both values are those of ``predict``; of both, some fit and some do not."""
     job = asked_for(4, software, capacity * MIB)

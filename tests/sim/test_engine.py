@@ -52,9 +52,9 @@ def durations(found: Program, forward_s: float, backward_s: float, send_s: float
     return [seconds(op) for op in found.ops]
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 32, 33])
-@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+@pytest.mark.parametrize("m", [1, 2, 8, 17])
+@pytest.mark.parametrize("ratio", [1, 2])
 def test_bubbles_are_the_closed_forms(p: int, m: int, ratio: int) -> None:
     """GPipe and 1F1B: (p-1)/(m+p-1); naive: (p-1)/p. Equal stages, free communication; integers, so exactly."""
     for schedule, makespan in (

@@ -17,11 +17,11 @@ from tests.app.views.pages import assert_no_bug, complaints, opened, opened_in_s
 
 SHARED: dict[str, Any] = {
     **TINY,
-    "cluster": {"preset": "dgx-h100", "num_nodes": 4, "topology": {"kind": "leaf_spine", "nodes_per_leaf": 2}},
-    "training": {"global_batch_size": 64},
-    "plan": {"dp_shard": 16, "pp": 2},
+    "cluster": {"preset": "dgx-h100", "num_nodes": 2, "topology": {"kind": "leaf_spine", "nodes_per_leaf": 1}},
+    "training": {"global_batch_size": 32},
+    "plan": {"dp_shard": 8, "pp": 2},
 }
-PLAIN = SHARED | {"cluster": {"preset": "dgx-h100", "num_nodes": 4}}
+PLAIN = SHARED | {"cluster": {"preset": "dgx-h100", "num_nodes": 2}}
 
 
 def step_time_s(document: dict[str, Any]) -> float:

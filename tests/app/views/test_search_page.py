@@ -26,6 +26,8 @@ from simplan.units import format_time
 from tests.app.questions import TINY
 from tests.app.views.pages import MAIN, complaints, opened_in_session
 
+TWO = {**TINY, "cluster": {"preset": "dgx-h100", "num_devices": 2}, "plan": {"dp_shard": 2}}
+"""What is searched: a space of few plans."""
 PLANS = [ParallelPlan(dp_replicate=4), ParallelPlan(dp_replicate=2, pp=2, schedule="1f1b"), ParallelPlan(tp=4)]
 
 
@@ -38,7 +40,7 @@ def no_jobs_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def opened(view: dict[str, Any] | None = None) -> AppTest:
-    return opened_in_session("search", TINY, view or {})
+    return opened_in_session("search", TWO, view or {})
 
 
 def button(page: AppTest, label: str) -> Any:
@@ -103,7 +105,7 @@ def test_compiled_plans_are_searched_pinned_and_opened() -> None:
 
 def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     section = {"objectives": ["step_time", "memory"], "top": 3}
-    text = yaml.safe_dump({**{key: TINY[key] for key in TINY if key != "plan"}, "search": section})
+    text = yaml.safe_dump({**{key: TWO[key] for key in TWO if key != "plan"}, "search": section})
     told: list[Update] = []
     whole = search_plans(text, told.append)
     later = [update for update in told if update.doing.startswith("explaining")]

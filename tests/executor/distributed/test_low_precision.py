@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
@@ -332,7 +330,7 @@ def test_peak_is_torchs(family: str, plan: dict[str, Any], recipe: Fp8Recipe) ->
 
 
 def larger(family: str) -> ModelSpec:
-    fields: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 128}
+    fields: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 128}
     if family in ("moe", "deepseek"):
         fields |= {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 512, "capacity_factor": 2.0}
         fields |= {"drop_tokens": True}
@@ -350,8 +348,3 @@ def test_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(NotModelledError, match=r"pip install 'simplan\[float8\]', or use bf16"):
         check_job(job)
     check_job(job.model_copy(update={"dtype": "fp64"}))
-
-
-def test_the_executor_needs_no_torchao_elsewhere() -> None:
-    script = "import sys; sys.modules['torchao'] = None; import executor.train.trainer, executor.run, executor.checks"
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -31,6 +31,7 @@ from simplan.program.memory.footprint import layer_footprint
 from simplan.program.memory.split_footprint import split_effects, split_footprint
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import MemoryEffect, Phase
+from tests.executor.conftest import slow_except
 from tests.executor.models.layer_runs import CPU, SCALARS, SHARDS, STATES, traced
 from tests.executor.rank_programs.exchanging_ranks import Listener
 
@@ -175,7 +176,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("precision", STATES)
+@pytest.mark.parametrize("precision", slow_except(["autocast"], STATES))
 @pytest.mark.parametrize(("family", "shard", "indices"), CASES)
 def test_bytes_between_the_parts_and_peaks_are_those_of_the_layers(
     family: str, shard: str, indices: tuple[int, ...], precision: str
@@ -193,7 +194,7 @@ def test_bytes_between_the_parts_and_peaks_are_those_of_the_layers(
     assert 0 <= found.end <= (SCALARS if run.has_loss else 0)
 
 
-@pytest.mark.parametrize("precision", STATES)
+@pytest.mark.parametrize("precision", slow_except(["cast"], STATES))
 @pytest.mark.parametrize(("indices", "batch"), [(BLOCK, 1), (BLOCKS, 2), (LAST, 2)])
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_peaks_where_weights_are_large_beside_activations(

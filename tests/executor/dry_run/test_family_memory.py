@@ -68,15 +68,11 @@ OF_PACKED = ("one-device", "ddp", "zero3", "full", "selective", "1f1b-first", "1
 OF_ADAPTERS = tuple(STRATEGIES.keys() - {"zb-h1-first", "zb-h1-last", "tp-full", "zero3"})
 OF_PACKED_ADAPTERS = ("one-device", "1f1b-first", "zero3", "tp-sequence", "full", "selective")
 QUICK = {
-    ("bert", "one-device", (), "bf16"),
     ("vit", "1f1b-last", (), "fp32"),
     ("mpt", "ddp", (), "fp32"),
-    ("llama", "zero3", (), "fp32"),
     ("neox", "zero3", (), "fp32"),
     ("gemma2", "one-device", (), "bf16"),
     ("llama-packed", "1f1b-last", (), "fp32"),
-    ("gpt-packed", "one-device", (), "bf16"),
-    ("llama-plain", "1f1b-last", ("all",), "bf16"),
     ("gpt-plain", "zero3-accumulation", ("qkv",), "fp32"),
     ("llama-packed", "tp-sequence", ("q", "v"), "fp32"),
 }

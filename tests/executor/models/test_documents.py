@@ -86,7 +86,7 @@ def test_the_table_of_scores_is_that_of_the_longest_document(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        (name, precision)
+        pytest.param(name, precision, marks=[] if precision == "autocast" else [pytest.mark.slow])
         for name in FAMILIES
         for precision in ("fp32", "autocast", "cast")
         if precision != "cast" or name not in ("gpt", "mpt")  # LayerNorm's statistics are fp32 on CUDA only

@@ -36,9 +36,16 @@ NAMES = (*PLAIN, *VARIANTS)
 
 
 def quick(name: str, shard: str, precision: str, recompute: str = "none") -> list[Any]:
-    """Marks: whole layers in every precision, and their parts in fp32, are looked at in every run of the tests."""
-    quickly = name in QUICK and (shard == "whole" or precision == "fp32") and recompute != "selective_op"
-    return [] if quickly or name in PLAIN else [pytest.mark.slow]
+    """Marks: in every run of the tests whole layers are looked at in mixed precision, and their parts in fp32.
+
+    GPT's and Llama's whole layers are in every precision, and their parts in mixed precision.
+    """
+    if name in PLAIN:
+        quickly = shard == "whole" or precision == "autocast"
+    else:
+        usual = precision == ("autocast" if shard == "whole" else "fp32")
+        quickly = name in QUICK and usual and recompute != "selective_op"
+    return [] if quickly else [pytest.mark.slow]
 
 
 AT_THE_LAST_SUM = ("bert", "tensor", "full", "autocast")

@@ -70,7 +70,7 @@ def layer_run(spec: ModelSpec, index: int, recompute: Recompute, precision: str,
     return LayerRun(spec, index, recompute, precision, SHARDS[shard], state=FROZEN_STATES[precision])
 
 
-@pytest.mark.parametrize("precision", FROZEN_STATES)
+@pytest.mark.parametrize("precision", slow_except(["autocast"], FROZEN_STATES))
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("shard", ["whole", "sequence"])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -81,7 +81,9 @@ def test_peak_is_that_of_the_layer(name: str, shard: str, index: int, recompute:
     layer_run(model_of(name), index, recompute, precision, shard).assert_peak(within=within)
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    "targets", [pytest.param(t, marks=[pytest.mark.slow] if t in TARGETS[2:] else []) for t in TARGETS]
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flops_are_those_that_torch_counts(name: str, targets: tuple[str, ...]) -> None:
     """Of either pass."""

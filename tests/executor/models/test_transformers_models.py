@@ -246,7 +246,7 @@ def predicted(name: str, plan: dict[str, Any], **training: Any) -> Any:
     ("name", "plan"),
     [
         pytest.param("gpt2", "ddp", marks=pytest.mark.slow),
-        ("gpt2", "1f1b"),
+        pytest.param("gpt2", "1f1b", marks=pytest.mark.slow),
         pytest.param("llama", "zero1", marks=pytest.mark.slow),
         pytest.param("qwen2", "fsdp-recompute", marks=pytest.mark.slow),
         pytest.param("qwen3", "ddp", marks=pytest.mark.slow),

@@ -57,7 +57,7 @@ CASES = [
         pytest.param(
             case,
             id=f"{case.num_ranks}-{case.num_microbatches}-{case.layers_per_rank}",
-            marks=[pytest.mark.slow] if case.num_ranks * case.num_microbatches > 2048 else [],
+            marks=[pytest.mark.slow] if case.num_ranks * case.num_microbatches >= 2048 else [],
         )
         for case in CASES
     ],

@@ -17,9 +17,9 @@ from simplan.program.tables.check import check_table
 from simplan.program.tables.complete import complete_table, stage_to_rank
 from tests.program.tables.tables import makespan_s, most_in_flight, stage_times
 
-RANKS, MICROBATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 33)
+RANKS, MICROBATCHES = (1, 2, 3, 5), (1, 2, 3, 4, 7, 10, 16)
 GRID = list(product(RANKS, MICROBATCHES))
-INTERLEAVED = [(p, m, v) for p, m, v in product((1, 2, 3, 4, 6), MICROBATCHES, (1, 2, 3, 5))]
+INTERLEAVED = [(p, m, v) for p, m, v in product((1, 2, 3, 4), MICROBATCHES, (1, 2, 3))]
 
 pipelines = st.builds(PipelineShape, st.integers(1, 7), st.integers(1, 30), st.integers(1, 5))
 
@@ -32,10 +32,10 @@ def bubble(table: Table) -> Fraction:
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULE_FACTS))
-@pytest.mark.parametrize(("p", "m"), GRID)
-def test_every_schedule_passes_the_check(name: str, p: int, m: int) -> None:
+def test_every_schedule_passes_the_check(name: str) -> None:
     v = SCHEDULE_FACTS[name].virtual_stages or 1
-    check_table(complete_table(SCHEDULES[name](PipelineShape(p, m, v))), p * v, m)
+    for p, m in GRID:
+        check_table(complete_table(SCHEDULES[name](PipelineShape(p, m, v))), p * v, m)
 
 
 @given(st.sampled_from(sorted(SCHEDULE_FACTS)), st.integers(1, 7), st.integers(1, 20), st.data())

@@ -12,7 +12,7 @@ from simplan.program.schedules import PipelineShape, StageTimes, dualpipe_v, zb_
 from simplan.program.schedules.shape import bubble_rate
 from tests.program.tables.tables import makespan_s, most_in_flight
 
-GRID = list(product((1, 2, 3, 4, 5, 8), (1, 2, 3, 6, 7, 8, 10, 15, 16, 20, 33)))
+GRID = list(product((1, 2, 3, 4), (1, 2, 5, 6, 7, 8, 16)))
 
 
 def torch_row(schedule: str, rank: int, p: int, m: int) -> list[str]:

@@ -15,7 +15,7 @@ from simplan.program.schedules.zero_bubble_search import Tactics, build
 from tests.program.tables.tables import most_in_flight, most_memory, stage_times
 
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
-GRID = list(product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 15, 16, 33)))
+GRID = list(product((1, 2, 3, 5), (1, 2, 4, 5, 9, 10, 16)))
 units = st.integers(1, 9)
 
 
