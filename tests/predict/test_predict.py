@@ -227,13 +227,16 @@ def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:
 
 
 def test_torch_and_torchtitan_differ_by_the_trainer() -> None:
-    """FSDP2 is the same code under both: same memory, and the same time except what torchtitan does between steps."""
+    """FSDP2 is the same code under both: same memory, and the same time except what torchtitan does between steps.
+
+    On an A100, where both have the same attention.
+    """
     plan = ParallelPlan(dp_shard=16, zero_stage=2)
     mine, theirs = (
-        predict(job_of("llama3-8b", plan, software=name, num_microbatches=4, precision="bf16"))
+        predict(job_of("llama3-8b", plan, cluster="dgx-a100-80gb", software=name, num_microbatches=4, precision="bf16"))
         for name in ("torch", "torchtitan")
     )
-    between_s = catalog.kernel_rates("hopper").host_step_overhead_s
+    between_s = catalog.kernel_rates("ampere").host_step_overhead_s
     assert theirs.step_time_s - mine.step_time_s == pytest.approx(between_s, rel=1e-6)
     assert mine.memory[0].by_category == theirs.memory[0].by_category
     assert (mine.fits, mine.memory[0].short_bytes) == (theirs.fits, theirs.memory[0].short_bytes)
