@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import streamlit as st
 
-from app.jobs.job import BackgroundJob, page_jobs
+from app.jobs.job import StartedJob, page_jobs
 from app.jobs.messages import TaskRequest
 from simplan.errors import SpecError
 
@@ -69,7 +69,7 @@ def give_way() -> None:
     st.session_state.get(_ANY)
 
 
-def _result(job: BackgroundJob) -> Any:
+def _result(job: StartedJob) -> Any:
     if job.error is not None:
         raise job.error
     return job.value
@@ -81,7 +81,7 @@ def _key(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @contextmanager
-def _asked(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[BackgroundJob]:
+def _asked(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[StartedJob]:
     """Context with a job that the caller waits for."""
     key = _key(task, args, kwargs)
     request = TaskRequest(task, args, kwargs)

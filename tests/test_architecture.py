@@ -242,7 +242,7 @@ def test_every_option_of_a_plan_is_read_where_steps_are_made_or_priced() -> None
 
 
 def test_a_rank_loads_what_its_plan_needs() -> None:
-    """Of a DDP run on one machine; every family, axis and kind of checkpoint was loaded before, 75 modules in all.
+    """A DDP run on one machine loads no module of another family, axis or kind of checkpoint (once 75 modules).
 
     Without torchao, which only float8 needs.
     """

@@ -14,7 +14,7 @@ from app.components.elements import csv_text, download, show_figure, show_metric
 from app.components.progress import Following, ProgressBar, follow, show_progress, stage
 from app.fields import remembered_choice
 from app.figures.validation import errors_figure, runs_figure
-from app.jobs.job import BackgroundJob, State, searches
+from app.jobs.job import StartedJob, State, searches
 from app.jobs.messages import TaskRequest
 from app.jobs.tasks import predict_published
 from app.page import escaped
@@ -136,7 +136,7 @@ def _start(key: Any, files: list[ReadFile]) -> None:
     searches().start(key, TaskRequest(predict_published, (files,), reports_progress=True))
 
 
-def _watch(job: BackgroundJob) -> Following:
+def _watch(job: StartedJob) -> Following:
     def look() -> ProgressBar | None:
         job.watch()
         return None if job.state is State.ENDED else _progress(job)
@@ -144,7 +144,7 @@ def _watch(job: BackgroundJob) -> Following:
     return partial(follow, show_progress(_progress(job), job.stop), look)
 
 
-def _progress(job: BackgroundJob) -> ProgressBar:
+def _progress(job: StartedJob) -> ProgressBar:
     update = job.update
     if update is None:
         return ProgressBar(0.0, "starting")

@@ -54,7 +54,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.communicate()
 
 
-class BackgroundJob:
+class StartedJob:
     """One task in a worker process. Pages read the attributes while the job's thread changes them.
 
     Attributes:
@@ -183,7 +183,7 @@ class Jobs:
     def __init__(self, max_running: int, *, keep: bool = False) -> None:
         self._max_running, self._keep = max_running, keep
         self._slots = threading.Semaphore(max_running)
-        self._jobs: OrderedDict[Hashable, BackgroundJob] = OrderedDict()
+        self._jobs: OrderedDict[Hashable, StartedJob] = OrderedDict()
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
@@ -194,7 +194,7 @@ class Jobs:
             while len(self._idle) < (self._max_running if self._keep else 1):
                 self._idle.append(_worker())
 
-    def find(self, key: Hashable) -> BackgroundJob | None:
+    def find(self, key: Hashable) -> StartedJob | None:
         """Job of a request; None if there is none."""
         with self._lock:
             return self._jobs.get(key)
@@ -216,14 +216,14 @@ class Jobs:
         with self._lock:
             return sum(job.state is State.WAITING for job in self._jobs.values())
 
-    def start(self, key: Hashable, request: TaskRequest) -> BackgroundJob:
+    def start(self, key: Hashable, request: TaskRequest) -> StartedJob:
         """Job of a request: the running or finished job with the key, else a new one."""
         with self._lock:
             job = self._jobs.get(key)
             if job is not None and (job.state is not State.ENDED or not (job.stopped or job.error)):
                 self._jobs.move_to_end(key)
                 return job
-            job = self._jobs[key] = BackgroundJob(request)
+            job = self._jobs[key] = StartedJob(request)
             self._jobs.move_to_end(key)
             for old in [old for old, other in self._jobs.items() if other.state is State.ENDED][:-_MAX_KEPT]:
                 del self._jobs[old]
@@ -245,7 +245,7 @@ class Jobs:
         for child in idle:
             _end(child)
 
-    def _run(self, job: BackgroundJob) -> None:
+    def _run(self, job: StartedJob) -> None:
         with self._slots:
             if job.state is State.ENDED:
                 return

@@ -16,7 +16,7 @@ from app.components.progress import Following, ProgressBar, follow, show_progres
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import TOKENS_START, show_budget
 from app.fields import get, remembered_choice, remembered_number, remembered_switch
-from app.jobs.job import BackgroundJob, State, searches
+from app.jobs.job import StartedJob, State, searches
 from app.jobs.messages import TaskRequest
 from app.jobs.tasks import SEARCHING, search_plans
 from app.page import escaped, run_page
@@ -121,7 +121,7 @@ def _restart_button(label: str, key: Any, text: str) -> None:
     st.button(label, icon=icon, key="search again", on_click=_start, args=(key, text), width="stretch")
 
 
-def _show_running(job: BackgroundJob) -> Following:
+def _show_running(job: StartedJob) -> Following:
     """Progress, updated often, and plans, which a browser draws more slowly, updated less often."""
     known = job.value
     had_plans = isinstance(known, SearchResult)
@@ -141,7 +141,7 @@ def _show_running(job: BackgroundJob) -> Following:
     return partial(follow, place, look)
 
 
-def _is_searched(job: BackgroundJob) -> bool:
+def _is_searched(job: StartedJob) -> bool:
     """True when the ranking is final and only explanations are missing; reads ``value`` once, as the job continues."""
     known = job.value
     return isinstance(known, SearchResult) and not known.interrupted
@@ -151,7 +151,7 @@ def _num_explained(result: SearchResult) -> int:
     return sum(plan.explanation is not None for plan in result.ranked)
 
 
-def _progress(job: BackgroundJob) -> ProgressBar:
+def _progress(job: StartedJob) -> ProgressBar:
     update = job.update
     if job.state is State.WAITING:
         return ProgressBar(0.0, f"waiting for other searches on this server to end ({searches().waiting()} wait)")
@@ -174,7 +174,7 @@ def _left(seconds: float | None) -> str:
     return f", {most} left; usually less, since bounds prune most of the rest together"
 
 
-def _show_found(asked: SearchScenario, job: BackgroundJob, key: Any, text: str) -> Following | None:
+def _show_found(asked: SearchScenario, job: StartedJob, key: Any, text: str) -> Following | None:
     """Result of a search; redrawn when more plans of the final ranking are explained."""
     job.watch()
     is_ended = job.state is State.ENDED

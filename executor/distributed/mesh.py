@@ -280,7 +280,7 @@ def fill_from_own(kind: Literal["reduce_scatter", "all_to_all"], result: Tensor,
     """Fills the result of a collective without other ranks from what this rank gave.
 
     torch's fake process group leaves the result as it was allocated before torch 2.13. Weights trained on that are soon
-    not finite, and a GPU takes less power, so less time, for constants than for data.
+    not finite, and times of such weights stand for no training.
     """
     own, given = result.view(-1), given.reshape(-1)
     start = rank * own.numel() if kind == "reduce_scatter" else 0

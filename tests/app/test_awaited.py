@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from app import awaited, result_cache
-from app.jobs.job import WORKERS, BackgroundJob, page_jobs
+from app.jobs.job import WORKERS, StartedJob, page_jobs
 from app.jobs.messages import Done, Report, TaskRequest
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from tests.app.views.pages import SMALL
@@ -96,7 +96,7 @@ def test_processes_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_nobody_waits_for_is_not_begun() -> None:
-    job = BackgroundJob(TaskRequest(double, (3,)))
+    job = StartedJob(TaskRequest(double, (3,)))
     assert job.join()
     assert job.join()
     job.leave()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from app.jobs.job import BackgroundJob, Jobs, State
+from app.jobs.job import Jobs, StartedJob, State
 from app.jobs.messages import Failed, TaskRequest
 from app.jobs.tasks import Pace, search_plans
 from simplan.errors import SpecError
@@ -41,7 +41,7 @@ def searching(text: str) -> TaskRequest:
     return TaskRequest(search_plans, (text,), reports_progress=True)
 
 
-def until(job: BackgroundJob, holds: Callable[[BackgroundJob], bool]) -> None:
+def until(job: StartedJob, holds: Callable[[StartedJob], bool]) -> None:
     deadline_s = time.monotonic() + 600
     while not holds(job):
         assert time.monotonic() < deadline_s

@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 
 from app import pinned_plans
 from app.figures.plans import AXES, COLOURS
-from app.jobs.job import BackgroundJob, Jobs, State, searches
+from app.jobs.job import Jobs, StartedJob, State, searches
 from app.jobs.messages import TaskRequest, Update
 from app.jobs.tasks import search_plans
 from app.pinned_plans import PinnedPlan
@@ -27,7 +27,7 @@ from tests.app.questions import TINY
 from tests.app.views.pages import MAIN, complaints, opened_in_session
 
 TWO = {**TINY, "cluster": {"preset": "dgx-h100", "num_devices": 2}, "plan": {"dp_shard": 2}}
-"""What is searched: a space of few plans."""
+"""Search space of few plans."""
 PLANS = [ParallelPlan(dp_replicate=4), ParallelPlan(dp_replicate=2, pp=2, schedule="1f1b"), ParallelPlan(tp=4)]
 
 
@@ -112,7 +112,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     assert [sum(plan.explanation is not None for plan in update.value.ranked) for update in later] == [0, 1, 2]
     assert all(not update.value.interrupted and update.value.space == whole.space for update in later)
     assert [plan.plan for plan in later[0].value.ranked] == [plan.plan for plan in whole.ranked]
-    job = BackgroundJob(TaskRequest(search_plans, (text,)))
+    job = StartedJob(TaskRequest(search_plans, (text,)))
     job.state, job.update, job.value = State.RUNNING, later[1], later[1].value
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     monkeypatch.setattr("app.components.progress.follow", lambda *_: None)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
 from app.components import published
-from app.jobs.job import BackgroundJob, Jobs, searches
+from app.jobs.job import Jobs, StartedJob, searches
 from app.jobs.messages import TaskRequest
 from app.jobs.run import Run, runs
 from app.jobs.tasks import predict_published
@@ -88,7 +88,7 @@ def test_published_runs_of_the_repository_are_offered() -> None:
 def test_a_source_is_said_to_be_fitted_or_held_out(source: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = published._read(source)
     assert read.runs
-    job = BackgroundJob(TaskRequest(predict_published, ([replace(read, runs=read.runs[:1])],), reports_progress=True))
+    job = StartedJob(TaskRequest(predict_published, ([replace(read, runs=read.runs[:1])],), reports_progress=True))
     job.run_here()
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     page = opened("validate", view={"source": source})
