@@ -14,7 +14,7 @@ It is a preset with overrides, or given inline::
       num_nodes: 2
 
 The network is that of a node (``inter_link_gbit_per_node``, or ``nics_per_node`` and ``nic_gbit``), or of one of its
-devices (``inter_link_gbit_per_device``): InfiniBand or RoCE. ``inter_link`` names another network, e.g. efa-400gbit, or
+devices (``inter_link_gbit_per_device``): of the kind of the preset, else InfiniBand or RoCE. ``inter_link`` names another network, e.g. efa-400gbit, or
 tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet with TCP. ``topology`` says how
 nodes are joined (``simplan.scenario.topologies``).
 
