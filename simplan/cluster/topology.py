@@ -265,8 +265,8 @@ class Dragonfly(_Topology):
         routers_per_group: Routers of a group.
         global_gbit: Bandwidth between two groups in one direction, Gbit/s.
         local_gbit: Bandwidth between two routers of a group in one direction, Gbit/s; None for ``global_gbit``.
-        routing: ``adaptive``, where traffic also takes detours over other routers and groups if its minimal path is full,
-            or ``minimal``.
+        routing: ``adaptive``, where traffic that would overload its minimal path takes detours over other routers and
+            groups, or ``minimal``.
 
     Source: Kim, Dally, Scott, Abts, "Technology-driven, highly-scalable dragonfly topology" (ISCA 2008).
     """

@@ -1,9 +1,9 @@
 """Adaptive routing with detours: traffic that would overload the minimal path also takes other paths.
 
-A router of a dragonfly chooses by load between the minimal path of a packet and detours over another router, or over
-another group (UGAL: Kim et al. 2008, ISCA, section 4.2; Slingshot compares up to four paths per packet: De Sensi et al.
-2020, SC, "An in-depth analysis of the Slingshot interconnect"). In a fluid, such routers even out the load: a link sends
-just so much of its traffic on detours that it is not full any more, or that it is as busy as they are.
+A router of a dragonfly chooses by load between the minimal path of a packet and detours over another router or group
+(UGAL: Kim, Dally, Scott, Abts, "Technology-driven, highly-scalable dragonfly topology", ISCA 2008; Slingshot: De Sensi
+et al., "An in-depth analysis of the Slingshot interconnect", arXiv 2008.08886). In a fluid, such routers even out the
+load: an overloaded link sends traffic on detours until it is not full any more, or as busy as they are.
 
 The split of each link is chosen once per step, for the traffic that could cross the fabric at the same time: every rank
 and stream runs its largest communication. A flow takes at most one detour in place of each link of its minimal path.

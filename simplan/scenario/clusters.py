@@ -14,9 +14,9 @@ It is a preset with overrides, or given inline::
       num_nodes: 2
 
 The network is that of a node (``inter_link_gbit_per_node``, or ``nics_per_node`` and ``nic_gbit``), or of one of its
-devices (``inter_link_gbit_per_device``): of the kind of the preset, else InfiniBand or RoCE. ``inter_link`` names another network, e.g. efa-400gbit, or
-tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet with TCP. ``topology`` says how
-nodes are joined (``simplan.scenario.topologies``).
+devices (``inter_link_gbit_per_device``): of the preset's kind, else InfiniBand or RoCE. ``inter_link`` names another
+network, e.g. efa-400gbit, or tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet
+with TCP. ``topology`` says how nodes are joined (``simplan.scenario.topologies``).
 
 Nodes that differ are listed in groups, each with the keys of a cluster::
 
@@ -259,9 +259,7 @@ def _of_node_groups(sections: Sections, section: ClusterSection) -> ClusterSpec 
             fix = f"write devices_per_node: {min(first.devices_per_node, other.devices_per_node)} in both groups"
             sections.refuse(("cluster", "nodes", place), rule, fix=fix)
         elif section.topology is not None and (unequal := _unequal_links(first, other)):
-            rule = (
-                f"has another {unequal} than the first group; a topology of nodes with different links is not modeled yet"
-            )
+            rule = f"has another {unequal} than the first group; a topology of different links is not modeled yet"
             sections.refuse(("cluster", "nodes", place), rule, fix="remove topology, or write nodes with equal links")
     num_devices = sum(each.num_devices for each, _ in groups)
     if num_devices > MAX_DEVICES:

@@ -1,4 +1,4 @@
-"""Adaptive routing on a dragonfly: closed forms of its capacity, and detours that lead from one end of a link to the other."""
+"""Adaptive routing on a dragonfly: closed forms of its capacity, and where detours lead."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_detours_take_no_more_than_what_overloads_the_minimal_path() -> None:
 
 @pytest.mark.parametrize("groups", [4, 8])
 def test_a_shift_by_one_group_has_half_of_the_bandwidth_of_all_groups(groups: int) -> None:
-    """Kim et al. 2008: the worst case of minimal paths; a detour crosses two links, so G links carry G / 2 of traffic."""
+    """The worst case of minimal paths (Kim et al. 2008). Detours cross two links, so G links carry G / 2 of traffic."""
     fabric = dragonfly(groups, 1)
     names = [f"group{group}.router0" for group in range(groups)]
     shift = {between(fabric, names[group], names[(group + 1) % groups]): 1.0 * groups for group in range(groups)}

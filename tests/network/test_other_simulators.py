@@ -1,6 +1,6 @@
 """Shared links against published results of other simulators: SimGrid and ASTRA-sim.
 
-SimGrid (simgrid/simgrid at 12a63c78cdaa): max-min systems of src/kernel/lmm/maxmin_test.cpp and bmf_test.cpp, and runs of
+SimGrid (simgrid/simgrid at 12a63c78cdaa): systems of src/kernel/lmm/maxmin_test.cpp and bmf_test.cpp, and runs of
 teshsuite/models, model ptask_L07, without TCP windows. A *consumption weight* over a capacity is our busy seconds, and
 the inverse of a *sharing penalty* is our connections. ASTRA-sim (astra-sim/astra-network-analytical at 599a0473a9a7):
 test/test_congestion_aware.cpp, which sends whole chunks from link to link, one after the other.
@@ -87,7 +87,7 @@ def ends_s(transfers: Sequence[Transfer], bytes_per_s: dict[str, float]) -> list
 
 
 def route(source: int, destination: int, num_bytes: float = 1.0) -> Transfer:
-    """Two hosts of SimGrid's platform ptask_L07.xml: a half-duplex link of 1 B/s and 0.5 s each, and a switch of 1 s."""
+    """Two hosts of SimGrid's ptask_L07.xml: a half-duplex link of 1 B/s and 0.5 s each, and a switch of 1 s."""
     return Transfer({f"link{source}": num_bytes, f"link{destination}": num_bytes}, 2.0)
 
 

@@ -128,9 +128,9 @@ def usages_named(simulated: Simulated) -> tuple[Any, Any]:
 
 
 def test_detours_of_a_dragonfly_avoid_the_one_link_between_two_routers() -> None:
-    """Two routers of a Cray EX with 16 ports each: the ring over eight nodes overloads their link, and detours relieve it."""
+    """Two routers of a Cray EX: the rings over eight nodes overload the link between them, and detours relieve it."""
     fields = catalog.topology_fields("cray-ex")
-    adaptive, minimal = (Dragonfly.model_validate({**fields, "routing": routing}) for routing in ("adaptive", "minimal"))
+    adaptive, minimal = (Dragonfly.model_validate({**fields, "routing": each}) for each in ("adaptive", "minimal"))
     one_router = Dragonfly.model_validate({**fields, "nodes_per_router": 8})
     steps = {}
     for name, topology in (("adaptive", adaptive), ("minimal", minimal), ("one router", one_router)):

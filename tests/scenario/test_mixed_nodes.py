@@ -50,8 +50,8 @@ def test_exports_refuse_different_nodes_by_name() -> None:
 @pytest.mark.parametrize("topology", ["{kind: switch}", "{kind: leaf_spine, nodes_per_leaf: 2, oversubscription: 8}"])
 def test_a_topology_joins_nodes_that_differ_in_their_devices(topology: str) -> None:
     """With equal devices in both groups, all is as for equal nodes."""
-    text = TEXT.replace("dgx-a100-80gb, price_per_device_hour: 1.5", "dgx-h200").replace("dp_shard: 32", "dp_shard: 32, "
-                        "zero_stage: 3, recompute: full")  # fmt: skip
+    text = TEXT.replace("dgx-a100-80gb, price_per_device_hour: 1.5", "dgx-h200")
+    text = text.replace("dp_shard: 32", "dp_shard: 32, recompute: full")
     with_topology = text.replace("  nodes:\n", f"  topology: {topology}\n  nodes:\n")
     mixed = predict(scenario(with_topology).job)
     assert mixed.network is not None
@@ -66,7 +66,7 @@ def test_a_topology_joins_nodes_that_differ_in_their_devices(topology: str) -> N
 
 
 def test_a_topology_of_nodes_with_different_links_is_refused_by_name() -> None:
-    with pytest.raises(SpecError, match=r"cluster\.nodes\.1: has another inter_link than the first group; a topology of"):
+    with pytest.raises(SpecError, match=r"cluster\.nodes\.1: has another intra_link than the first group; a topology"):
         scenario(TEXT.replace("  nodes:\n", "  topology: {kind: switch}\n  nodes:\n"))
 
 

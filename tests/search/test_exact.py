@@ -110,7 +110,7 @@ def test_so_they_are_with_prescribed_collectives(software: str) -> None:
 
 
 def test_plans_that_cannot_run_a_prescribed_collective_are_rejected() -> None:
-    """Recursive halving needs a power of two of ranks: of three devices, only those without data parallelism have it."""
+    """Recursive halving needs a power of two of ranks, so that three devices cannot be data-parallel."""
     job = small_job(num_devices=3, batch=12, memory_bytes=1150 * MIB, num_hidden_layers=6).with_plan(
         ParallelPlan(collectives=Collectives(all_reduce="halving_doubling"))
     )
