@@ -223,6 +223,48 @@ class LinkUse:
         return len(self.usage) + len(self.transfer_s) - self.num_usages_of_ops
 
 
+class _Entries(NamedTuple):
+    """Links of several usages, one after the other: ``(num_entries,)`` each.
+
+    Attributes:
+        owner: Index of the usage.
+        link, seconds, connections: As in ``LinkUsage``.
+        share: Fraction of the transfer alone for which the link is busy.
+    """
+
+    owner: NDArray[np.int64]
+    link: _Ints
+    seconds: _Floats
+    connections: _Floats
+    share: _Floats
+
+    @classmethod
+    def of(cls, usages: Sequence[LinkUsage]) -> _Entries:
+        """Entries of usages."""
+        owner = np.repeat(np.arange(len(usages)), [len(usage.links) for usage in usages])
+        link, seconds, connections = (
+            np.concatenate([np.zeros(0), *(usage[field] for usage in usages)]) for field in (0, 1, 2)
+        )
+        transfer_s = np.array([usage.transfer_s for usage in usages], np.float64)[owner]
+        share = np.divide(seconds, transfer_s, out=np.zeros_like(seconds), where=transfer_s > 0)
+        return cls(owner, link.astype(np.int32), seconds, connections, share)
+
+
+def loads_together(
+    usages: Sequence[LinkUsage],
+    usage_of: NDArray[np.integer],
+    place: NDArray[np.integer],
+    num_links: int,
+    always: Sequence[LinkUsage] = (),
+) -> _Floats:
+    """``(num_links,)`` Busy share of every link if all places that use it ran their largest communication together.
+
+    Args:
+        usages, usage_of, place, num_links, always: See ``link_use``.
+    """
+    return _busiest(usage_of, place, _Entries.of([*usages, *always]), len(usages), num_links)
+
+
 def link_use(
     usages: Sequence[LinkUsage],
     usage_of: NDArray[np.integer],
@@ -243,18 +285,13 @@ def link_use(
         flaps: Links that are slow for a part of the time.
     """
     every = [*usages, *always]
-    sizes = [len(usage.links) for usage in every]
-    owner = np.repeat(np.arange(len(every)), sizes)
-    link, seconds, connections = (
-        np.concatenate([np.zeros(0), *(usage[field] for usage in every)]) for field in (0, 1, 2)
-    )
-    link = link.astype(np.int32)
+    entries = _Entries.of(every)
+    owner, link, seconds, connections, _ = entries
     transfer_s, fixed_s = (np.array([usage[field] for usage in every], np.float64) for field in (4, 3))
-    share = np.divide(seconds, transfer_s[owner], out=np.zeros_like(seconds), where=transfer_s[owner] > 0)
     least = np.ones(num_links)
     for flap in flaps:
         least[flap.link] *= flap.share
-    crowded = _busiest(usage_of, place, owner, link, share, len(usages), num_links) > _FULL * least
+    crowded = _busiest(usage_of, place, entries, len(usages), num_links) > _FULL * least
     kept = crowded[link] & (seconds > 0)
     counts = np.bincount(owner[kept], minlength=len(every))
     usage = np.where((usage_of >= 0) & (counts[usage_of] > 0), usage_of, -1).astype(np.int32)
@@ -275,25 +312,18 @@ def link_use(
 
 
 def _busiest(
-    usage_of: NDArray[np.integer],
-    place: NDArray[np.integer],
-    owner: NDArray[np.integer],
-    link: _Ints,
-    share: _Floats,
-    num_usages: int,
-    num_links: int,
+    usage_of: NDArray[np.integer], place: NDArray[np.integer], entries: _Entries, num_usages: int, num_links: int
 ) -> _Floats:
-    """``(num_links,)`` Busy share of every link if all places that use it ran their largest communication together."""
+    """See ``loads_together``; entries of constant flows follow those of the usages."""
+    owner, link, _, _, share = entries
     uses = usage_of >= 0
     pairs = np.unique(np.stack([place[uses].astype(np.int64), usage_of[uses].astype(np.int64)]), axis=1)
     first = np.searchsorted(owner, np.arange(num_usages + 1))
     counts = np.diff(first)[pairs[1]]
-    entries = np.repeat(first[pairs[1]] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(
-        counts.sum()
-    )
-    key = np.repeat(pairs[0], counts) * num_links + link[entries]
+    used = np.repeat(first[pairs[1]] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum())
+    key = np.repeat(pairs[0], counts) * num_links + link[used]
     keys, where = np.unique(key, return_inverse=True)
     largest = np.zeros(len(keys))
-    np.maximum.at(largest, where, share[entries])
+    np.maximum.at(largest, where, share[used])
     constant = owner >= num_usages
     return _sums(keys % num_links, largest, num_links) + _sums(link[constant], share[constant], num_links)

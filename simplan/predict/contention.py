@@ -22,10 +22,20 @@ from simplan.cost.communication.route import route_of
 from simplan.cost.program_costs import ProgramCosts
 from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
+from simplan.network.detours import on_detours, splits_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network, OtherJob
 from simplan.network.max_min import Segments
-from simplan.network.usage import Flap, LinkUsage, LinkUse, Usages, in_sequence, link_use, together
+from simplan.network.usage import (
+    Flap,
+    LinkUsage,
+    LinkUse,
+    Usages,
+    in_sequence,
+    link_use,
+    loads_together,
+    together,
+)
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict.background import background_steps, refuse_too_many_steps
@@ -221,8 +231,9 @@ def apply_contention(
         ).of_ops()
         for step in steps
     ]
-    programs, found = [program, *(step.program for step in steps)], [own, *others]
-    use, numbers = _link_use(programs, found, [flow for _, flow in constant], cluster, fabric)
+    programs = [program, *(step.program for step in steps)]
+    (own, *others), flows = _routed(programs, [own, *others], [flow for _, flow in constant], fabric)
+    use, numbers = _link_use(programs, [own, *others], flows, cluster, fabric)
     quiet, without_s, step_s = replace(use, always=()), None, 0.0
     realize = partial(_realize, program, alone_s, sharing)
     if cluster.background:  # first without other jobs; these communications are not counted as progress
@@ -255,7 +266,7 @@ def apply_contention(
     pairs = zip(steps, other_jobs_alone_s, repetitions.step_times_s, strict=True)
     return costs, Contention(
         fabric=fabric,
-        usages=[*usages, *(flow for _, flow in constant)],
+        usages=[*usages, *flows],
         names=[*names, *(name for name, _ in constant)],
         usage=np.concatenate([own.usage, len(usages) + np.arange(num_flows), repetitions.usage]),
         groups=own.groups,
@@ -285,6 +296,48 @@ def _realize(
     return times, np.where(use.usage[leaders] >= 0, taken_s, alone_s)
 
 
+class _Together(NamedTuple):
+    """Usages of Programs that run at the same time.
+
+    Attributes:
+        usages: Usages of all Programs.
+        numbers: By Program, ``(num_ops,)`` index into ``usages``; -1 as in ``_OpUsages``.
+        usage_of, place: ``(num_ops of all Programs,)`` See ``link_use``.
+    """
+
+    usages: list[LinkUsage]
+    numbers: list[NDArray[np.int64]]
+    usage_of: NDArray[np.int64]
+    place: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, programs: Sequence[Program], found: Sequence[_OpUsages]) -> _Together:
+        """Usages of the operations of some Programs."""
+        usages: list[LinkUsage] = []
+        numbers, places, first_place = [], [], 0
+        for program, each in zip(programs, found, strict=True):
+            numbers.append(np.where(each.usage >= 0, each.usage + len(usages), -1))
+            usages += each.usages
+            place = program.columns.rank.astype(np.int64) * len(STREAMS) + program.columns.stream
+            places.append(first_place + place)
+            first_place += 1 + int(place.max(initial=0))
+        return cls(usages, numbers, np.concatenate(numbers), np.concatenate(places))
+
+
+def _routed(
+    programs: Sequence[Program], found: Sequence[_OpUsages], constant: Sequence[LinkUsage], fabric: Fabric
+) -> tuple[list[_OpUsages], list[LinkUsage]]:
+    """Usages of Programs and of constant flows, with the detours that adaptive routing takes around full links."""
+    between = fabric.interconnect
+    if between is None or not between.has_detours:
+        return [*found], [*constant]
+    usages, _, usage_of, place = _Together.of(programs, found)
+    load = loads_together(usages, usage_of, place, len(fabric.links), constant)
+    splits = splits_of(load, fabric.links, between.detours)
+    own = [each._replace(usages=[on_detours(usage, splits) for usage in each.usages]) for each in found]
+    return own, [on_detours(usage, splits) for usage in constant]
+
+
 def _link_use(
     programs: Sequence[Program],
     found: Sequence[_OpUsages],
@@ -299,21 +352,13 @@ def _link_use(
         constant: Usages of constant flows.
         cluster, fabric: Cluster, and its links.
     """
-    usages: list[LinkUsage] = []
-    numbers, places, first_place = [], [], 0
-    for program, each in zip(programs, found, strict=True):
-        numbers.append(np.where(each.usage >= 0, each.usage + len(usages), -1))
-        usages += each.usages
-        place = program.columns.rank.astype(np.int64) * len(STREAMS) + program.columns.stream
-        places.append(first_place + place)
-        first_place += 1 + int(place.max(initial=0))
+    usages, numbers, usage_of, place = _Together.of(programs, found)
     flaps = [
         Flap(fabric.link_named(slow.link), slow.bandwidth_share, slow.first_s, slow.slow_s, slow.period_s)
         for slow in cluster.slow_links
         if slow.slow_s is not None and slow.period_s is not None
     ]
-    of_all, place_of_all = np.concatenate(numbers), np.concatenate(places)
-    use = link_use(usages, of_all, place_of_all, len(fabric.links), constant, flaps)
+    use = link_use(usages, usage_of, place, len(fabric.links), constant, flaps)
     return replace(use, usage=use.usage[: len(programs[0])]), numbers
 
 
