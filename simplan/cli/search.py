@@ -125,7 +125,7 @@ def _switch(
     if scenario.current_space is not None:
         space = scenario.current_space
         best = search(scenario.job, space, name=scenario.name, calibration=calibration, jobs=jobs).best
-        words = "the best plan with these options" if best else "the plan with these options (none that fits has them)"
+        words = "the best plan with these options" if best else f"the plan with these options ({_none_fits(space)})"
         before = _with(before, best) if best else before
     if scenario.configuration is not None:
         changes = changed_settings(scenario.configuration, before, after)
@@ -133,6 +133,12 @@ def _switch(
         changes = changed_keys(before, after)
     current, best_one = (predict(job, calibration=calibration) for job in (before, after))
     return PlanSwitch(current, best_one, changes, words)
+
+
+def _none_fits(space: SearchSpace) -> str:
+    """Why no plan with the given options was found, with the headroom that the search keeps free."""
+    kept = space.max_memory_fraction
+    return "none with them fits" + (f" in {100 * kept:.3g} % of the device memory" if kept < 1 else "")
 
 
 def _with(job: Job, found: RankedPlan) -> Job:

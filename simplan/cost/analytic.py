@@ -101,7 +101,11 @@ class AnalyticCost:
         return self._slowdown(route) * communication_s(communication, self._cluster, route, self._collectives)
 
     def _slowdown(self, route: Route | None) -> float:
-        """Fitted slowdown, but never so small that a transfer is faster than the datasheet bandwidth of its links."""
+        """Fitted slowdown, but never so small that a transfer is faster than its links.
+
+        The bound is their datasheet bandwidth. TCP (gloo) gets no slowdown below 1: its ``bandwidth_share`` is what
+        headers leave of the line rate, and slowdowns below 1 were fitted on networks of NCCL.
+        """
         if route is None:
             return self._stack.intra_slowdown
         fitted = self._stack.intra_slowdown if route.between is None else self._stack.inter_slowdown

@@ -57,7 +57,8 @@ def search_verdict(result: SearchResult) -> str:
 
 def besides(space: SpaceCount) -> str:
     """Number of timed plans outside of the space."""
-    return f"and {counted_plans(space.some_blocks)} that recompute the fewest blocks that fit"
+    verb = "recomputes" if space.some_blocks == 1 else "recompute"
+    return f"and {counted_plans(space.some_blocks)} that {verb} the fewest blocks that fit"
 
 
 def unsearched_words(result: SearchResult) -> str:
@@ -137,7 +138,7 @@ def _change_words(change: ChangedSetting) -> str:
     if change.before is None or change.after is None:
         value = change.after if change.before is None else change.before
         shown = "" if value is True else f" {_word(value)}"  # a flag has no value
-        return f"{change.key}{shown}: {'add' if change.before is None else 'remove'}"
+        return f"{'add' if change.before is None else 'remove'} {change.key}{shown}"
     return f"{change.key} {_word(change.before)} -> {_word(change.after)}"
 
 

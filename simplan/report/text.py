@@ -29,6 +29,8 @@ from simplan.units import (
 )
 
 _MAX_TERMS = 8
+_SHOWN_S = 1e-7
+"""Parts of the step below it are rounding errors of the simulation; they print as 0.0 us."""
 _MAX_GROUPS = 16
 _STAGES_SHOWN = 16
 
@@ -479,7 +481,7 @@ def split_parts(split: Split) -> dict[str, float]:
 
 def _split_table(prediction: Prediction) -> str:
     splits = [split_parts(split) for split in prediction.splits]
-    names = [name for name in splits[0] if any(split[name] > 0 for split in splits)]
+    names = [name for name in splits[0] if any(split[name] >= _SHOWN_S for split in splits)]
     rows = _grouped(
         (
             memory.rank,

@@ -32,7 +32,8 @@ def network_between_nodes(job: Job) -> Iterator[Problem]:
         yield Problem(
             field="cluster.nic_gbit",
             rule=f"is missing: {job.cluster.num_nodes} nodes need a network",
-            fix="give nics_per_node and nic_gbit (Gbit/s of one network card), or inter_link_gbit_per_device",
+            fix="give inter_link_gbit_per_node (InfiniBand or RoCE; --gbit-per-node), or inter_link: tcp-10gbit "
+            "(one Ethernet card per node)",
         )
 
 

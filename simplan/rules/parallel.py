@@ -18,10 +18,15 @@ def tp_divides_heads(job: Job) -> Iterator[Problem]:
     yield from _tp_divides(job, *_HEADS)
 
 
-@rule("tp must divide intermediate_size, vocab_size and num_classes", reads="tp")
+@rule("tp must divide intermediate_size and num_classes", reads="tp")
 def tp_divides_sizes(job: Job) -> Iterator[Problem]:
+    yield from _tp_divides(job, "intermediate_size", "num_classes")
+
+
+@rule("tp must divide vocab_size, which this software does not pad; a larger model.vocab_size does", reads="tp")
+def tp_divides_vocabulary(job: Job) -> Iterator[Problem]:
     """It divides every vocabulary that the software pads."""
-    yield from _tp_divides(job, "intermediate_size", "vocab_size", "num_classes")
+    yield from _tp_divides(job, "vocab_size")
 
 
 def _tp_divides(job: Job, *keys: str) -> Iterator[Problem]:
