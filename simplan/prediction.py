@@ -111,7 +111,7 @@ class Term:
     """One cost term of a step, with its source.
 
     Attributes:
-        name: Name of the work, e.g. ``block forward``, ``all_reduce over 2 ranks``.
+        name: Name of the work, e.g. ``block forward``, ``all_reduce over 2 ranks (shard)``.
         kind: Part of the time split that the term counts as.
         seconds: Seconds of one occurrence.
         count: Occurrences per rank, mean over ranks.

@@ -108,8 +108,11 @@ class AnalyticCost:
         """
         if route is None:
             return self._stack.intra_slowdown
-        fitted = self._stack.intra_slowdown if route.between is None else self._stack.inter_slowdown
-        return max(fitted, *(tier.link.bandwidth_share for tier in (route.inside, route.between) if tier is not None))
+        between = route.between
+        fitted = self._stack.intra_slowdown if between is None else self._stack.inter_slowdown
+        least = 1.0 if between is not None and between.link.library == "gloo" else 0.0
+        tiers = (tier for tier in (route.inside, between) if tier is not None)
+        return max(fitted, least, *(tier.link.bandwidth_share for tier in tiers))
 
     def _route(self, ranks: tuple[int, ...]) -> Route | None:
         if len(ranks) == 1:

@@ -14,6 +14,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.program.lowering.script import Segment
 from simplan.program.program import (
     SPAN_KINDS,
+    STREAMS,
     Communication,
     HostCalls,
     HostCopy,
@@ -21,6 +22,7 @@ from simplan.program.program import (
     LayerWork,
     OverlapRemainder,
     Program,
+    Stream,
     Work,
 )
 from simplan.program.timeline import SpanKind
@@ -35,12 +37,19 @@ class CostTerm:
         name: Name, e.g. ``block forward``.
         cost_estimate: Cost estimate of one occurrence.
         count: Occurrences over all ranks of the Program.
+        stream: Stream of a collective; None for other work, and for collectives merged into a compute operation.
     """
 
     name: str
     kind: SpanKind
     cost_estimate: CostEstimate
     count: int = 0
+    stream: Stream | None = None
+
+    @property
+    def title(self) -> str:
+        """Name, of a collective with its axis: ``all_gather over 8 ranks (shard)``."""
+        return self.name if self.stream is None else f"{self.name} ({self.stream})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +98,9 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
             term = terms.get(part)
             if term is None:
                 term = terms[part] = _term(part, kind, cost)
+                if isinstance(part, Communication) and part.kind is not CollectiveKind.SEND:
+                    stream = STREAMS[columns.stream[first[place]]]
+                    term.stream = None if stream is Stream.COMPUTE else stream
                 group = getattr(part, "group", None)
                 if group is not None and isinstance(cost, MixedCost):
                     term.name = f"{term.name} on {cost.devices[group]}"

@@ -194,10 +194,10 @@ def _terms(step: TruncatedStep) -> tuple[Term, ...]:
         fewer = {key: term.count for key, term in merged.items()}
         merged = {}
         for term in simulated.program_costs.terms:
-            key = (term.name, term.cost_estimate.formula)
+            key = (term.title, term.cost_estimate.formula)
             count = term.count / num_ranks + (merged[key].count if key in merged else 0.0)
             merged[key] = Term(
-                name=term.name,
+                name=term.title,
                 kind=term.kind,
                 seconds=term.cost_estimate.seconds,
                 count=count,

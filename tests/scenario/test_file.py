@@ -188,8 +188,8 @@ def test_this_machine(tmp_path: Path) -> None:
         ("{device: mi250, devices_per_node: 2}", "case.yaml:2:1: cluster.intra_link: is missing: the catalog does "
          "not say what joins mi250 devices of one node; name a link, e.g. pcie4 (`simplan show links` lists them)"),
         ("{device: a100-sxm-80gb, devices_per_node: 1, num_nodes: 2}", "case.yaml:2:1: "
-         "cluster.nic_gbit: is missing: 2 nodes need a network; give nics_per_node and nic_gbit (Gbit/s of one network "
-         "card), or inter_link_gbit_per_device"),
+         "cluster.nic_gbit: is missing: 2 nodes need a network; give inter_link_gbit_per_node (InfiniBand or "
+         "RoCE; --gbit-per-node), or inter_link: tcp-10gbit (one Ethernet card per node)"),
         ("{preset: dgx-h100, device: {memory_byte: 3}, num_devices: 2}", "case.yaml:2:38: cluster.device.memory_byte: "
          "is not a known key; did you mean memory_bytes?"),
         ("{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}", "case.yaml:2:42: "
