@@ -143,7 +143,8 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     if cluster.is_mixed:
         yield "communication between different nodes moves at the rate of the slowest of their links"
     if cluster.stragglers:
-        yield f"slow ranks: {'; '.join(each.words for each in cluster.stragglers)} the time of the others to compute"
+        slow = "; ".join(each.words for each in cluster.stragglers)
+        yield f"slow ranks: {slow} the time of the others to compute; `simplan explain` says what they cost"
     if cluster.jitter is not None:
         yield (
             f"jitter: {cluster.jitter.words} time, independent for every rank and action (seed {cluster.jitter.seed}); "

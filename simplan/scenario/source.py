@@ -431,6 +431,10 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     if configuration is not None:
         named = Document({"name": path.stem} | configuration.document.data, configuration.document.lines)
         return named, file.name, False, configuration
+    if file.yaml is None and path.suffix == ".py":
+        rule = "is a Python script, which simplan does not run"
+        fix = "give the command that launches it, as a shell script, or its arguments as JSON or YAML"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     if file.yaml is None and path.suffix in _NOT_YAML:
         rule, fix = f"is no {_NOT_YAML[path.suffix]} that simplan knows", "--from NAME names its format"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)

@@ -126,6 +126,7 @@ _OTHER_WORDS = {
     "tokens_per_s_per_device": "tps tgs tokens_per_second_per_gpu tokens_per_s_per_gpu tokens_per_gpu_per_second",
     "tokens_per_s_per_device, a device's share": "tokens_per_s tokens_per_second throughput",
     "samples_per_s": "samples_per_second samples_per_sec train_samples_per_second sequences_per_s",
+    "step_time_s or tokens_per_s_per_device, since frameworks count FLOPs differently": "mfu hfu tflops",
     _WHICH_MEMORY: "peak_memory_gib peak_memory memory memory_gib max_memory_gib memory_kind",
     "peak_reserved_gib": "max_memory_reserved reserved_gib",
     "peak_allocated_gib": "max_memory_allocated allocated_gib",

@@ -386,4 +386,7 @@ def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simpla
     assert of_file["best"]["plan"]["pp"] == 1, "the ranges of the file hold"
     refused(simplan("search", file, "--from-current"), "compares with a plan, and SCENARIO has none; give the options")
     none = simplan("search", "llama3-70b", "--gpus", "16", "--global-batch-size", "16", "--tp", "1", "--from-current")
-    assert "From the plan with these options (none with them fits in 95 % of the device memory) to the best one" in none.stdout
+    assert (
+        "From the plan with these options (none with them fits in 95 % of the device memory) to the best one"
+        in none.stdout
+    )

@@ -227,12 +227,12 @@ def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration()
     model = catalog.model("gpt2-124m").model_copy(update={"num_hidden_layers": 2})
     prediction = predict(job_of(model, {"dp_shard": 8}, num_microbatches=2), name="x", calibration=CALIBRATION)
     by_name = {term.name: term.provenance for term in prediction.terms}
-    assert by_name["block forward"] == by_name["all_gather over 8 ranks"] == "calibrated"
+    assert by_name["block forward"] == by_name["all_gather over 8 ranks (shard)"] == "calibrated"
     assert prediction.memory[0].device_bytes - prediction.memory[0].reserved_bytes == 10**9
     assert not any("datasheet" in text for text in prediction.assumptions)
     prediction = predict(job_of(model, {"dp_shard": 16}, num_microbatches=1), name="x", calibration=CALIBRATION)
     by_name = {term.name: term.provenance for term in prediction.terms}
-    assert (by_name["block forward"], by_name["all_gather over 16 ranks"]) == ("calibrated", "published")
+    assert (by_name["block forward"], by_name["all_gather over 16 ranks (shard)"]) == ("calibrated", "published")
     said = "not timed, so estimated from datasheets: all_gather over 16"
     assert any(text.startswith(said) for text in prediction.assumptions)
 

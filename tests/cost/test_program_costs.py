@@ -156,6 +156,19 @@ def test_communications_in_training_take_so_many_times_as_long_as_alone(num_rank
     assert cost_estimate.relative_std == alone.relative_std
 
 
+def test_tcp_is_no_faster_in_training_than_its_headers_allow() -> None:
+    """A frame of 1,538 bytes on the wire carries 1,448 of data; a fitted slowdown below 1 is NCCL's."""
+    cluster = CLUSTER.with_changes(inter_link=catalog.network_of_node("tcp-10gbit", CLUSTER.devices_per_node))
+    cost = AnalyticCost(cluster, KERNELS, FrameworkRates(inter_slowdown=0.92))
+    num_bytes, ranks = 10**9, tuple(range(2 * CLUSTER.devices_per_node))
+    gather = Communication(CollectiveKind.ALL_GATHER, num_bytes, ranks)
+    goodput_bytes_per_s = 10e9 / 8 * 1448 / 1538
+    least_s = num_bytes / 2 / goodput_bytes_per_s  # the other node's half crosses the card
+    assert cost.communication_s(gather) >= 0.99 * least_s
+    ring_s = num_bytes * (len(ranks) - 1) / len(ranks) / goodput_bytes_per_s
+    assert cost.communication_s(gather) == pytest.approx(ring_s, rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["h100-sxm-80gb", "a100-sxm-80gb", "b200-sxm"])
 def test_a_device_of_an_unknown_architecture_is_unsure_enough_to_be_a_known_one(name: str) -> None:
     """With the same datasheet and nothing known of its kernels the interval holds what is predicted with that."""

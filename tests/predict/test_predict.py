@@ -132,6 +132,12 @@ def test_what_does_not_fit_still_has_a_time() -> None:
     assert prediction.step_time_s > 0
 
 
+def test_collectives_of_two_axes_are_terms_of_their_own() -> None:
+    """Both axes have two ranks."""
+    names = {term.name for term in ask(ParallelPlan(tp=2, dp_shard=2), batch=8, model=catalog.model("llama3-8b")).terms}
+    assert {"all_gather over 2 ranks (shard)", "all_gather over 2 ranks (tensor_parallel)"} <= names
+
+
 def test_terms_add_up_to_what_ranks_spend() -> None:
     """Seconds times occurrences a rank, over everything that computes, is the mean of the ranks' compute shares."""
     prediction = ask(ParallelPlan(pp=2), batch=8)

@@ -125,6 +125,8 @@ def test_unknown_names_are_compared_with_files_and_models(tmp_path: Path, monkey
         scenario_from("gemma-7b")
     Path("empty").mkdir()
     assert refusal("empty") == "empty: is a folder without config.json; name a scenario file in it"
+    Path("train.py").write_text("import os\ndef main(x):\n    return {x: [1\n")
+    assert refusal("train.py").startswith("train.py: is a Python script, which simplan does not run; give the command")
 
 
 def test_overrides_change_a_file_and_replace_what_contradicts_them(tmp_path: Path) -> None:

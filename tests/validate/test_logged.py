@@ -137,6 +137,7 @@ def test_both_may_be_given_when_they_agree(prediction: Prediction) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("mfu: 0.45", "log.yaml:1:1: mfu: is not a known key; write step_time_s or tokens_per_s_per_device"),
         ("peak_memory_gib: 70", "log.yaml:1:1: peak_memory_gib: is not a known key; write peak_reserved_gib"),
         ("step_time_ms: 70", "write step_time_s, in seconds"),
         ("tps: 70", "write tokens_per_s_per_device"),
