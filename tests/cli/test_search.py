@@ -59,6 +59,17 @@ def test_the_report_says_what_is_best_and_why_not_the_others(simplan: Simplan, f
     assert "5 % of the device memory is kept free; no plan is rejected for it" in result.stdout
 
 
+def test_plans_whose_tp_does_not_divide_the_vocabulary_are_counted(simplan: Simplan) -> None:
+    """50,257 is 29 times a prime. Megatron pads it, torch does not."""
+    job = ["gpt3-175b", "--cluster", "dgx-a100-80gb", "--num-nodes", "32", "--global-batch-size", "1536", "--pp", "1"]
+    unpadded, padded = (
+        json.loads(simplan("search", *job, "--json", *size).stdout)["space"]["rejected"]
+        for size in ([], ["--set", "model.vocab_size=50304"])
+    )
+    assert unpadded["tp_divides_vocabulary"] > 0
+    assert "tp_divides_vocabulary" not in padded
+
+
 def test_search_keeps_5_percent_of_memory_free(simplan: Simplan, file: Path) -> None:
     file.write_text(SCENARIO.replace("[1f1b, zb-h1], recompute: [none, full]", "1f1b, recompute: none"))
     (best, *_) = json.loads(simplan("search", file, "--top", "1", "--json").stdout)["ranked"]
