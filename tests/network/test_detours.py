@@ -16,7 +16,6 @@ from simplan.network.usage import LinkUsage
 from tests.network.test_fabric import cluster_with
 
 
-
 def dragonfly(groups: int, routers: int, **fields: Any) -> Fabric:
     """One node per router, and so a link between each two groups."""
     topology = {"kind": "dragonfly", "nodes_per_router": 1, "routers_per_group": routers, "global_gbit": 100} | fields
@@ -107,6 +106,8 @@ def test_detours_lead_from_one_end_of_a_link_to_the_other(groups: int, routers: 
             legs = [fabric.links[leg] for leg in detour]
             assert all(a.destination == b.source for a, b in zip(legs, legs[1:], strict=False))
             reached = [fabric.vertices[vertex] for vertex in (legs[0].source, legs[-1].destination)]
-            assert reached == ends if local else [r.partition(".")[0] for r in reached] == [
-                end.partition(".")[0] for end in ends
-            ]
+            assert (
+                reached == ends
+                if local
+                else [r.partition(".")[0] for r in reached] == [end.partition(".")[0] for end in ends]
+            )
