@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def test_detours_lead_from_one_end_of_a_link_to_the_other(groups: int, routers: 
         assert len(detours) == (routers if local else groups) - 2
         for detour in detours:
             legs = [fabric.links[leg] for leg in detour]
-            assert all(a.destination == b.source for a, b in zip(legs, legs[1:], strict=False))
+            assert all(before.destination == after.source for before, after in pairwise(legs))
             reached = [fabric.vertices[vertex] for vertex in (legs[0].source, legs[-1].destination)]
             assert (
                 reached == ends
