@@ -62,7 +62,7 @@ class Contention:
         fabric: Links of the cluster.
         usages: Different usages of links; those of other jobs last.
         names: Name of each usage.
-        usage: ``(num_entries,)`` Usage of each operation, then of each constant flow of other jobs, then of each
+        usage: ``(num_entries,)`` First usage of each operation, then of each constant flow of other jobs, then of each
             communication of background jobs; -1 for operations that cross no link, or follow the first of their
             meeting.
         groups: ``(num_ops,)`` Groups of ranks that the operation stands for.
@@ -95,7 +95,7 @@ class Contention:
         first, link, seconds, num_bytes = self._entries
         owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
         used = self.usage >= 0
-        counts = np.bincount(self.usage[used], self._fractions(step_time_s)[used], len(self.usages))
+        counts = np.bincount(self.usage[used], self._fractions(step_time_s)[used], len(self.usages))[self.use.head]
         key, size = link * len(names) + number[owner], num_links * len(names)
         busy_s = np.bincount(key, seconds * counts[owner], size).astype(np.float64).reshape(num_links, len(names))
         moved = np.asarray(np.bincount(link, num_bytes * counts[owner], num_links), np.float64)
@@ -106,17 +106,19 @@ class Contention:
 
     def _fractions(self, step_time_s: float) -> _Floats:
         """``(num_entries,)`` Part of each communication inside the step, and the seconds of constant flows."""
-        found, first, (op, start_s, end_s, rate, _) = np.ones(len(self.usage)), self.use.num_entries, self.segments
+        found, first, use = np.ones(len(self.usage)), self.use.num_entries, self.use
+        op, part, start_s, end_s, rate, _ = self.segments
         found[self.num_ops : first] = step_time_s  # usages of constant flows are those of one second
         if len(found) == first:
             return found
         usage = self.usage[first:]
-        shared = np.bincount(op, (end_s - start_s) * rate, len(found))[first:]
-        fixed_s, transfer_s = (np.array([each[column] for each in self.usages])[usage] for column in (3, 4))
+        moved = (end_s - start_s) * rate * use.transfer_s[part] / np.maximum(use.sequence_s[part], _LEAST_S)
+        shared = np.bincount(op, moved, len(found))[first:]
+        fixed_s, transfer_s = np.array([each.fixed_s for each in self.usages])[usage], use.sequence_s[usage]
         begin_s, end_s = self.start_s[first:] + fixed_s, self.end_s[first:]
         inside_s = np.minimum(end_s, step_time_s) - np.maximum(begin_s, 0.0)
         alone = np.clip(inside_s / np.maximum(transfer_s, _LEAST_S), 0.0, 1.0)
-        found[first:] = np.where(np.diff(self.use.first)[usage] > 0, np.minimum(shared, 1.0), alone)
+        found[first:] = np.where(np.diff(use.first)[usage] > 0, np.minimum(shared, 1.0), alone)
         return found
 
     def _delays(self) -> Iterator[tuple[int, float, _Ints]]:
@@ -127,10 +129,9 @@ class Contention:
         """
         is_symmetric = self.fabric.is_symmetric and not self.use.always and not self.other_jobs
         use = self.use
-        op, start_s, end_s, rate, bottleneck = self.segments
+        op, usage, start_s, end_s, rate, bottleneck = self.segments
         kept = (bottleneck >= 0) & (op < self.num_ops)
-        op, bottleneck = op[kept], bottleneck[kept]
-        usage = self.usage[op]
+        op, usage, bottleneck = op[kept], usage[kept], bottleneck[kept]
         late_s = (end_s - start_s)[kept] * (1 - rate[kept] * use.transfer_s[usage]) * self.groups[op]
         keys, which = np.unique(usage * len(self.fabric.links) + bottleneck, return_inverse=True)
         sums_s = np.bincount(which, np.maximum(late_s, 0.0), len(keys))
@@ -149,22 +150,30 @@ class Contention:
         """``(num_chosen, NUM_INTERVALS)`` Busy share of chosen links in equal intervals of the simulated step."""
         edges_s = np.linspace(0.0, step_time_s, NUM_INTERVALS + 1)
         first, link, seconds, _ = self._entries
-        op, start_s, end_s, rate, _ = self.segments
+        _, usage, start_s, end_s, rate, _ = self.segments
         # a communication that cannot be delayed transfers at a constant rate after its latency
         num_ops, first_other = self.num_ops, self.use.num_entries
         flows, others = self.usage[num_ops:first_other], self.usage[first_other:]
         can_be_full = np.diff(self.use.first) > 0
         is_simulated = np.concatenate([self.use.usage >= 0, np.isin(flows, self.use.always), can_be_full[others]])
         ops = np.flatnonzero((self.usage >= 0) & ~is_simulated)
-        fixed_s = np.array([usage.fixed_s for usage in self.usages])[self.usage[ops]]
-        stop_s = self.end_s[ops]
-        begin_s = np.minimum(self.start_s[ops] + fixed_s, stop_s)
-        is_flow = (ops >= num_ops) & (ops < first_other)
-        length_s = np.where(is_flow, 1.0, stop_s - begin_s)  # usages of constant flows are those of one second
-        op = np.concatenate([op, ops])
-        start_s, end_s = np.concatenate([start_s, begin_s]), np.concatenate([end_s, stop_s])
+        heads = self.usage[ops]
+        fixed_s = np.array([usage.fixed_s for usage in self.usages])[heads]
+        begin_s = np.minimum(self.start_s[ops] + fixed_s, self.end_s[ops])
+        # the usages of a sequence one after the other
+        num_parts = np.bincount(self.use.head, minlength=len(self.usages))[heads]
+        which = np.repeat(np.arange(len(ops)), num_parts)
+        parts = heads[which] + np.arange(len(which)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+        ends = np.cumsum(self.use.transfer_s) - (np.cumsum(self.use.transfer_s) - self.use.transfer_s)[self.use.head]
+        until = np.divide(ends[parts], self.use.sequence_s[parts], out=np.ones(len(parts)), where=ends[parts] > 0)
+        since = until - self.use.transfer_s[parts] / np.maximum(self.use.sequence_s[parts], _LEAST_S)
+        whole_s = (self.end_s[ops] - begin_s)[which]
+        is_flow = ((ops >= num_ops) & (ops < first_other))[which]
+        length_s = np.where(is_flow, 1.0, (until - since) * whole_s)  # usages of constant flows are those of one second
+        start_s = np.concatenate([start_s, begin_s[which] + since * whole_s])
+        end_s = np.concatenate([end_s, begin_s[which] + until * whole_s])
         steady = np.divide(1.0, length_s, out=np.zeros_like(length_s), where=length_s > 0)
-        rate, usage = np.concatenate([rate, steady]), self.usage[op]
+        rate, usage = np.concatenate([rate, steady]), np.concatenate([usage, parts])
         owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
         shares = []
         for one in links.tolist():
@@ -382,8 +391,8 @@ class _OpUsages(NamedTuple):
 
     Attributes:
         usages, names: Different usages, and their names.
-        usage: ``(num_ops,)`` Index of the usage of each operation; -1 for operations that cross no link, or follow the
-            first of their meeting.
+        usage: ``(num_ops,)`` Index of the first usage of each operation; -1 for operations that cross no link, or
+            follow the first of their meeting.
         groups: ``(num_ops,)`` Groups of ranks that the operation stands for.
     """
 
@@ -430,16 +439,16 @@ class _ProgramUsages:
         numbers, counts = np.full(len(first), -1), np.zeros(len(first))
         for key, index in enumerate(indices[first].tolist()):
             work = program.works[columns.work[index]]
-            usage, counts[key] = self._of_op(
+            usages, counts[key] = self._of_op(
                 work,
                 int(columns.rank[index]),
                 meets=bool(columns.meeting[index] >= 0),
                 seconds=float(self.program_costs.durations_s[index]),
             )
-            if len(usage.links):
+            if usages:
                 numbers[key] = len(found)
-                found.append(usage)
-                names.append(self._name(work, STREAMS[columns.stream[index]]))
+                found += usages
+                names += [self._name(work, STREAMS[columns.stream[index]])] * len(usages)
         usage_of[indices], groups[indices] = numbers[which], counts[which]
         return _OpUsages(found, names, usage_of, groups)
 
@@ -449,10 +458,12 @@ class _ProgramUsages:
         name = self.program_costs.by_work[part].name
         return name if part.kind is CollectiveKind.SEND else f"{name} ({stream})"
 
-    def _of_op(self, work: tuple[Work, ...], rank: int, *, meets: bool, seconds: float) -> tuple[LinkUsage, float]:
-        """Usage of an operation, and the number of groups that it stands for."""
+    def _of_op(
+        self, work: tuple[Work, ...], rank: int, *, meets: bool, seconds: float
+    ) -> tuple[list[LinkUsage], float]:
+        """Usages of an operation, and the number of groups that it stands for."""
         moved = Counter(part for part in work if isinstance(part, Communication) and len(part.ranks) > 1)
-        usages, num_groups, first = [], 1.0, next(iter(moved), None)
+        usages, num_groups, first = list[LinkUsage](), 1.0, next(iter(moved), None)
         for part, times in moved.items():
             assert first is not None
             groups = [*self._groups(part.ranks, rank)]
@@ -461,14 +472,14 @@ class _ProgramUsages:
             num_groups = len(groups) / apart
             way = self._way(part)
             each = [self.usages.of(part._replace(ranks=self._devices(group)), way) for group in groups]
-            usage = (together(each) if len(each) > 1 else each[0]).times(1 / apart)
-            alone_s = usage.fixed_s + usage.transfer_s
+            phases = [together(phase).times(1 / apart) for phase in zip(*each, strict=True)]
+            alone_s = sum(phase.fixed_s + phase.transfer_s for phase in phases)
             slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
-            usages.append(usage.repeated(times, slowdown))
+            usages += [phase.repeated(times, slowdown) for phase in phases if phase.transfer_s > 0 and len(phase.links)]
         if not usages:
-            return LinkUsage.none(), 0.0
-        usage = in_sequence(usages) if len(usages) > 1 else usages[0]
-        return usage._replace(fixed_s=max(0.0, seconds + usage.distance_s - usage.transfer_s)), num_groups
+            return [], 0.0
+        free_s = seconds + sum(usage.distance_s - usage.transfer_s for usage in usages)
+        return in_sequence(usages, max(0.0, free_s)), num_groups
 
     def _way(self, part: Communication) -> CommAlgorithm:
         """Algorithm of a communication; of equal ones of other ranks it is the same."""
