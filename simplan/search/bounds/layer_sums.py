@@ -105,8 +105,8 @@ class Way(NamedTuple):
     Attributes:
         ranks: Layers on each pipeline rank; the same unless their devices differ.
         devices: Device of each pipeline rank.
-        boundaries: ``(stages + 1,)`` First layer of each stage, then the number of layers. ``(0, layers)`` for an unknown
-            split: that over unequal devices depends on their memory.
+        boundaries: ``(stages + 1,)`` First layer of each stage, then the number of layers. ``(0, layers)`` if the split is
+            unknown: over unequal devices it depends on their memory.
     """
 
     ranks: Sequence[LayerSums]
@@ -187,8 +187,8 @@ class LayerSumsCache:
         facts, cluster = SCHEDULE_FACTS.get(plan.schedule), self._job.cluster
         splits = facts is not None and facts.splits_backward
         groups = {axis: groups_of(plan, cluster, axis, node_group) for axis in LAYER_AXES}
-        key = self._split_of(plan), plan.recompute, plan.recompute_modules, splits, microbatch_size, node_group
-        key = *key, *groups.values()
+        of_plan = self._split_of(plan), plan.recompute, plan.recompute_modules
+        key = (*of_plan, splits, microbatch_size, node_group, *groups.values())
         if (layer_sums := self._sums.get(key)) is None:
             layer_sums = self._sums[key] = self._made(plan, microbatch_size, node_group, groups, splits=splits)
         return layer_sums

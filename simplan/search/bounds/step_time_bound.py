@@ -106,10 +106,19 @@ class StepTimeBound:
         return np.asarray(np.maximum(ends_s.max(axis=1), last_s))
 
     def _of_any_split_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
-        """``(rows,)`` Bounds for every split of layers: all ranks compute all the time, each at its speed."""
+        """``(rows,)`` Bounds for every split of layers over the ranks, one stage each with all layers.
+
+        For m microbatches, rank r needs m w(r) + w(0) + ... + w(r-1), where w is the time of the layers that a rank has.
+        That is its share of the layers times the time of all layers; shares sum to 1. The least possible maximum is a
+        linear program. Any multipliers of its constraints are a bound; these are exact for ranks of similar speed.
+        """
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
+        fills = not pipeline.splits and int(rows["virtual_stages"][0]) == 1
         speeds = 1 / (pipeline.stages.forward_s + pipeline.stages.backward_s)
-        return np.asarray(many / speeds.sum(axis=1)[ways])
+        total = np.zeros(len(rows))
+        for speed in speeds[ways].T[::-1]:
+            total += np.maximum(0.0, speed - fills * total) / many
+        return np.asarray(1 / total)
 
     def _path_s(self, pipeline: Pipeline, hops_s: Floats) -> Floats:
         """``(ways,)`` Seconds in which one microbatch passes forward and backward through all stages.
