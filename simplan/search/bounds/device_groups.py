@@ -26,12 +26,13 @@ def groups_of(plan: ParallelPlan, cluster: ClusterSpec, kind: str, node_group: i
         kind: Name of the group in ``RankMapping``, e.g. ``shard``.
         node_group: Only groups with a device of this node group; None for all.
     """
-    groups = _groups(RankMapping.of(plan), Placement.of(plan), cluster, kind)
-    return tuple(of for of in groups if node_group is None or any(cluster.group_of(each) == node_group for each in of))
+    return _groups(RankMapping.of(plan), Placement.of(plan), cluster, kind, node_group)
 
 
 @lru_cache(maxsize=4096)
-def _groups(mapping: RankMapping, placement: Placement | None, cluster: ClusterSpec, kind: str) -> Groups:
+def _groups(
+    mapping: RankMapping, placement: Placement | None, cluster: ClusterSpec, kind: str, node_group: int | None
+) -> Groups:
     group_of = getattr(mapping, f"{kind}_group")
     if placement is None and _is_aligned(mapping, cluster):
         return (group_of(0),)
@@ -42,8 +43,9 @@ def _groups(mapping: RankMapping, placement: Placement | None, cluster: ClusterS
             ranks = group_of(first)
             seen.update(ranks)
             devices = ranks if placement is None else placement.devices_of(ranks)
-            by_node = Counter((cluster.group_of(device), cluster.node_of(device)) for device in devices)
-            found.setdefault(tuple(sorted((group, size) for (group, _), size in by_node.items())), devices)
+            nodes = Counter((cluster.group_of(device), cluster.node_of(device)) for device in devices)
+            if node_group is None or any(group == node_group for group, _ in nodes):
+                found.setdefault(tuple(sorted((group, size) for (group, _), size in nodes.items())), devices)
     return tuple(found.values())
 
 

@@ -178,7 +178,7 @@ class LayerSumsCache:
         """Layer configuration of a plan on the devices of a replica."""
         cluster = self._job.cluster
         groups = [cluster.group_of(device) if cluster.is_mixed else None for device in replica.devices]
-        by_group = {group: self._of(plan, replica.microbatch_size, group) for group in groups}
+        by_group = {group: self._of(plan, replica.microbatch_size, group) for group in {*groups}}
         ranks = [by_group[group] for group in groups]
         return Way(ranks, replica.devices, self._boundaries_of(plan, ranks[0].balance_s))
 
