@@ -116,7 +116,9 @@ def mixed_jobs(draw: st.DrawFn) -> Job:
     software = draw(st.sampled_from(["torch", "torchtitan", "megatron-core", "megatron-lm-2022"]))
     batch = cluster.num_devices * draw(st.sampled_from([4, 12]))
     sizes = LARGE | {"hidden_size": draw(st.sampled_from([512, 2048]))}
-    job = small_job(draw(st.sampled_from(["llama", "moe"])), batch=batch, software=software, num_hidden_layers=8, **sizes)
+    job = small_job(
+        draw(st.sampled_from(["llama", "moe"])), batch=batch, software=software, num_hidden_layers=8, **sizes
+    )
     job = replace(job, cluster=cluster)
     orders = draw(st.sampled_from([None, (("pp", "tp", "cp", "dp"), ("tp", "dp", "pp"))]))
     space = SearchSpace(tp=(1, 2), cp=(1, 2), cp_comm=("all_gather",), schedule=("1f1b", "interleaved_1f1b", "gpipe"),
@@ -139,10 +141,10 @@ def test_no_prediction_on_unequal_devices_is_below_its_bounds(job: Job) -> None:
 @pytest.mark.parametrize(
     ("degrees", "at_least"),
     [
-        ({"dp_shard": 16, "microbatch_size": 2}, 0.95),
+        ({"dp_shard": 16, "microbatch_size": 2}, 0.85),
         ({"dp_replicate": 16, "microbatch_size": 8, "microbatch_sizes": "balanced"}, 0.9),
         ({"dp_replicate": 8, "pp": 2, "stage_layers": (10, 6)}, 0.95),
-        ({"dp_replicate": 8, "pp": 2}, 0.8),
+        ({"dp_replicate": 8, "pp": 2}, 0.9),
     ],
 )
 def test_bounds_on_unequal_devices_are_close(degrees: dict[str, Any], at_least: float) -> None:
