@@ -105,8 +105,8 @@ class Way(NamedTuple):
     Attributes:
         ranks: Layers on each pipeline rank; the same unless their devices differ.
         devices: Device of each pipeline rank.
-        boundaries: ``(stages + 1,)`` First layer of each stage, then the number of layers. ``(0, layers)`` if the split is
-            unknown: over unequal devices it depends on their memory.
+        boundaries: ``(stages + 1,)`` First layer of each stage, then the number of layers; ``(0, layers)`` if the split
+            is unknown: over unequal devices it depends on their memory.
     """
 
     ranks: Sequence[LayerSums]

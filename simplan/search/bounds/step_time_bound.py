@@ -15,7 +15,6 @@ from simplan.search.bounds.layer_sums import CostCache, Floats, Pipeline
 from simplan.search.bounds.sharding_times import ShardingTimes
 from simplan.search.candidates import Candidates, Column
 
-
 _HOST = "host_step_overhead_s", "host_batch_overhead_s"
 
 
@@ -108,9 +107,9 @@ class StepTimeBound:
     def _of_any_split_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(rows,)`` Bounds for every split of layers over the ranks, one stage each with all layers.
 
-        For m microbatches, rank r needs m w(r) + w(0) + ... + w(r-1), where w is the time of the layers that a rank has.
-        That is its share of the layers times the time of all layers; shares sum to 1. The least possible maximum is a
-        linear program. Any multipliers of its constraints are a bound; these are exact for ranks of similar speed.
+        For m microbatches, rank r needs m w(r) + w(0) + ... + w(r-1), where w(r) is the time of its layers: the time of
+        all layers times the share that it has. Shares sum to 1. The least possible maximum is a linear program. Any
+        multipliers of its constraints give a bound; these are exact for ranks of similar speed.
         """
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
         fills = not pipeline.splits and int(rows["virtual_stages"][0]) == 1
