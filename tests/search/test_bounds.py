@@ -121,8 +121,8 @@ def mixed_jobs(draw: st.DrawFn) -> Job:
     )
     job = replace(job, cluster=cluster)
     orders = draw(st.sampled_from([None, (("pp", "tp", "cp", "dp"), ("tp", "dp", "pp"))]))
-    space = SearchSpace(tp=(1, 2), cp=(1, 2), cp_comm=("all_gather",), schedule=("1f1b", "interleaved_1f1b", "gpipe"),
-                        placement=orders, tp_across_nodes=True)  # fmt: skip
+    degrees = {"tp": (1, 2), "cp": (1, 2), "cp_comm": ("all_gather",), "placement": orders, "tp_across_nodes": True}
+    space = SearchSpace.model_validate({**degrees, "schedule": ("1f1b", "interleaved_1f1b", "gpipe")})
     if job.software.layers.attention == "unfused":
         space = space.model_copy(update={"cp": None})
     return job.with_plan(draw(st.sampled_from(plans_of(job, that_it_has(job.software, space)))))

@@ -58,15 +58,11 @@ class LayerSums(NamedTuple):
         Args:
             starts, ends: ``(stages,)`` First layer of each stage, and the one after its last.
         """
-        last = ends - 1
-        return np.vstack([
-            self.summed[:, ends] - self.summed[:, starts],
-            self.input_bytes[starts],
-            self.output_bytes[last],
-            self.backward_bytes[last],
-            self.summed[1, ends] - self.summed[1, last],
-            np.full(len(starts), self.update_s),
-        ])  # fmt: skip
+        last, found = ends - 1, np.empty((12, len(starts)))
+        found[:7] = self.summed[:, ends] - self.summed[:, starts]
+        found[7], found[8], found[9] = self.input_bytes[starts], self.output_bytes[last], self.backward_bytes[last]
+        found[10], found[11] = self.summed[1, ends] - self.summed[1, last], self.update_s
+        return found
 
 
 class StageSums(NamedTuple):

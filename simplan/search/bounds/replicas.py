@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from simplan.job import Job
+from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping
 from simplan.predict.balance import balanced_sizes
 from simplan.predict.build import cost_model, layer_times_s
@@ -35,17 +36,22 @@ def replicas_of(job: Job) -> tuple[Replica, ...]:
     them. Replicas that are never that slow are left out.
     """
     plan, cluster = job.plan, job.cluster
-    mapping, placement = RankMapping.of(plan), job.placement
-    width = plan.tp * plan.cp
-    pipelines = [mapping.pp_group(width * place) for place in range(plan.dp if cluster.is_mixed else 1)]
-    if placement is not None:
-        pipelines = [placement.devices_of(ranks) for ranks in pipelines]
+    pipelines = _pipelines(RankMapping.of(plan), job.placement, 1 if not cluster.is_mixed else plan.dp)
+    if not cluster.is_mixed:
+        return (Replica(pipelines[0], plan.microbatch_size),)
     groups = [tuple(map(cluster.group_of, devices)) for devices in pipelines]
     sizes = dict.fromkeys(groups, plan.microbatch_size)
-    if plan.microbatch_sizes is not None and cluster.is_mixed:
+    if plan.microbatch_sizes is not None:
         sizes = _least_sizes(job, groups)
     devices = dict(zip(groups, pipelines, strict=True))
     return tuple(Replica(devices[of], size) for of, size in sizes.items())
+
+
+@lru_cache(maxsize=1024)
+def _pipelines(mapping: RankMapping, placement: Placement | None, number: int) -> tuple[tuple[int, ...], ...]:
+    """Devices of one pipeline of each of the first data-parallel ranks."""
+    pipelines = (mapping.pp_group(mapping.tp * mapping.cp * place) for place in range(number))
+    return tuple(ranks if placement is None else placement.devices_of(ranks) for ranks in pipelines)
 
 
 def _least_sizes(job: Job, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
