@@ -213,8 +213,10 @@ def test_search_finds_the_best_of_predict() -> None:
     space = SearchSpace(tp=(1, 2), pp=(1, 2), zero_stage=(0, 3), schedule=("1f1b",), recompute=("none",),
                         dp_replicate=(1, 16, 8, 4), reshard_after_forward=(True,), grad_sync=("step",),
                         microbatch_size=(1, 2, 4), sequence_parallel=(True,), top=1)  # fmt: skip
-    best = search(job, space).best
+    result = search(job, space)
+    best = result.best
     assert best is not None
+    assert 0 < result.space.timed < result.space.bounded
     found: list[tuple[float, ParallelPlan]] = []
     shares: tuple[Literal["balanced"] | None, ...] = (None, "balanced")
     for tp, pp, size, sizes, shard in itertools.product((1, 2), (1, 2), (1, 2, 4), shares, (False, True)):
