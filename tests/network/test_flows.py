@@ -29,7 +29,7 @@ BYTES = st.integers(1, 10**10)
 def link_bytes(way: CommAlgorithm, communication: Communication, cluster: ClusterSpec) -> dict[int, float]:
     """Bytes over each link of the fabric."""
     fabric, loads = fabric_of(cluster), defaultdict[int, float](float)
-    for source, destination, share in flows_of(way, communication, communication.ranks, cluster, fabric).each():
+    for source, destination, share, _ in flows_of(way, communication, communication.ranks, cluster, fabric).each():
         for link in fabric.path(source, destination):
             loads[link] += share * communication.num_bytes
     return loads

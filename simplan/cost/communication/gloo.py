@@ -26,7 +26,10 @@ transport/tcp/pair.cc; torch 2.13, ProcessGroupGloo. Counted on links of 100, 40
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
 
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, TransferTerm
 from simplan.cost.communication.route import Route
@@ -54,7 +57,7 @@ def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
             steps, move = 1, TransferTerm(peers / (n - 1), pair_bytes_per_s, f"{peers}/{n - 1} x ")
             pattern, duplex = Pattern.PAIRWISE, n / (n - 1)
         case CollectiveKind.BROADCAST:
-            times = _broadcast_times(n)
+            times = sum(phase.duration for phase in broadcast_phases(n))
             steps = (n - 1).bit_length()
             move = TransferTerm(times, pair_bytes_per_s, f"{times} x " if times > 1 else "")
             pattern = Pattern.BINOMIAL_TREE
@@ -72,19 +75,43 @@ def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
     return CommAlgorithm("gloo", 0.0, ((steps, tier.latency_s),), (move,), pattern, inside, between)
 
 
+class BroadcastPhase(NamedTuple):
+    """Part of a broadcast in which the same ranks send.
+
+    Attributes:
+        duration: Its time, over that of one transfer of the buffer.
+        sends: Places of sender and receiver in the group, and the fraction of the buffer that is sent.
+    """
+
+    duration: int
+    sends: Sequence[tuple[int, int, float]]
+
+
 @cache
-def _broadcast_times(num_ranks: int) -> int:
-    """Returns the time of a broadcast, over that of one transfer.
+def broadcast_phases(num_ranks: int) -> tuple[BroadcastPhase, ...]:
+    """Returns the phases of a broadcast from the first rank, in sequence.
 
     A rank that gets the buffer in round r sends to the ranks 2**r, 2**(r+1) ... places later, all together.
 
-    >>> [_broadcast_times(n) for n in (2, 3, 4, 5, 6, 8, 16)]
+    >>> [sum(phase.duration for phase in broadcast_phases(n)) for n in (2, 3, 4, 5, 6, 8, 16)]
     [1, 2, 3, 4, 5, 6, 10]
     """
-
-    def until_all_have(place: int) -> int:
-        children = [place + (1 << r) for r in range(place.bit_length(), num_ranks.bit_length())]
-        children = [child for child in children if child < num_ranks]
-        return len(children) + max(map(until_all_have, children), default=0)
-
-    return until_all_have(0)
+    has, sends = [0] * num_ranks, list[tuple[int, int, int, int]]()
+    for place in range(num_ranks):
+        later = [place + (1 << bit) for bit in range(place.bit_length(), num_ranks.bit_length())]
+        receivers = [receiver for receiver in later if receiver < num_ranks]
+        for receiver in receivers:
+            has[receiver] = has[place] + len(receivers)
+            sends.append((has[place], has[receiver], place, receiver))
+    times = sorted({time for begin, end, *_ in sends for time in (begin, end)})
+    return tuple(
+        BroadcastPhase(
+            until - since,
+            [
+                (sender, receiver, (until - since) / (end - begin))
+                for begin, end, sender, receiver in sends
+                if begin <= since and until <= end
+            ],
+        )
+        for since, until in pairwise(times)
+    )

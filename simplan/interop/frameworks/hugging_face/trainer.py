@@ -21,6 +21,7 @@ from simplan.interop.frameworks.hugging_face.script import (
 )
 from simplan.interop.frameworks.hugging_face.writing import trainer_options
 from simplan.interop.frameworks.shell import TrainingCommand
+from simplan.interop.nccl import nccl_settings
 
 Named = list[tuple[str, Setting]]
 """Settings with their keys within their file."""
@@ -87,6 +88,7 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
         title, own, _ = _arguments([*flattened(found[1], found[0])])
         settings += own
     settings += _arguments(arguments_of(launch.arguments))[1]
+    settings += [(setting.key, setting) for setting in nccl_settings(launch.environment)]
     devices, per_node = launch.num_devices, launch.ranks_per_node
     key = launch.launcher[0].key if launch.launcher else ""
     options = options_of(launch)

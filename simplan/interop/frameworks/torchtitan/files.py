@@ -16,6 +16,7 @@ from simplan.interop.frameworks.torchtitan.facts import facts
 from simplan.interop.frameworks.torchtitan.python import read_function
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
 from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, RunSettings
+from simplan.interop.nccl import nccl_settings
 from simplan.io import MAX_YAML_BYTES, read_text
 
 _TOML_TITLE, _SCRIPT_TITLE = "job configuration of torchtitan", "launch script of torchtitan"
@@ -126,6 +127,7 @@ def _read_script(file: ConfigFile) -> Configuration:
     ]
     if problems:
         raise SpecError(problems, file=file.name)
+    settings = (*settings, *nccl_settings(launch.environment))
     return configuration_of(RunSettings.of(_SCRIPT_TITLE, file.name, settings, named, name), *_ranks(launch))
 
 
