@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from simplan import catalog
-from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.hardware import ClusterSpec, NodeGroup, slowest_link
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -21,6 +22,32 @@ from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 
 Plan = ParallelPlan | Mapping[str, Any]
+
+
+H100, A100 = catalog.node("dgx-h100"), catalog.node("dgx-a100-80gb")
+
+
+def node_group(entry: catalog.NodeEntry, num_nodes: int = 1, **device: object) -> NodeGroup:
+    """Nodes of a preset, with the links of an H100 node, so that groups differ in their devices alone."""
+    return NodeGroup(
+        id=entry.id,
+        num_nodes=num_nodes,
+        device=entry.device.model_copy(update=device),
+        intra_link=H100.intra_link,
+        inter_link=H100.inter_link,
+    )
+
+
+def mixed_cluster(*groups: NodeGroup, devices_per_node: int = 8) -> ClusterSpec:
+    """Nodes of some groups, in their order."""
+    number = devices_per_node * sum(group.num_nodes for group in groups)
+    equal = catalog.make_cluster(replace(H100, devices_per_node=devices_per_node), number)
+    links = {
+        "intra_link": slowest_link([group.intra_link for group in groups]),
+        "inter_link": slowest_link([group.inter_link for group in groups]),
+    }
+    update = {"device": groups[0].device, "host_link": None, "node_groups": groups, **links}
+    return equal.model_copy(update=update)
 
 
 def tiny_model(family: str = "gpt", **fields: Any) -> ModelSpec:

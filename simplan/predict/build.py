@@ -332,7 +332,7 @@ def assign_layers(job: Job, cost: CostModel, max_blocks: Sequence[int] | None = 
         max_blocks: ``(num_stages,)`` Most blocks of each stage, for pipeline ranks on unequal devices; None: no limit.
     """
     model, plan = job.model, job.plan
-    given = _given_stage_layers(job)
+    given = given_stage_layers(job)
     if given is not None:
         return assign_stage_layers(given, model.num_last_layers)
     ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages)
@@ -343,7 +343,7 @@ def assign_layers(job: Job, cost: CostModel, max_blocks: Sequence[int] | None = 
     return balanced_assignment(_layer_times_s(job, cost), plan.num_stages, model.num_last_layers, ranks)
 
 
-def _given_stage_layers(job: Job) -> Sequence[int] | None:
+def given_stage_layers(job: Job) -> Sequence[int] | None:
     """Blocks of each stage that the plan or the software prescribes; None for stages that simplan balances."""
     plan = job.plan
     return plan.stage_layers or job.software.equal_stage_layers(job.model.num_blocks, plan.num_stages)
@@ -351,7 +351,7 @@ def _given_stage_layers(job: Job) -> Sequence[int] | None:
 
 def balances_unequal_stages(job: Job) -> bool:
     """True if the numbers of blocks of stages follow from the speed and memory of unequal devices."""
-    return len(set(job.stage_groups)) > 1 and _given_stage_layers(job) is None
+    return len(set(job.stage_groups)) > 1 and given_stage_layers(job) is None
 
 
 def _slowest_times_s(job: Job, cost: CostModel, groups: Sequence[int]) -> list[float]:

@@ -95,7 +95,7 @@ def search(
         jobs: Worker processes; -1 for one per core. Under ``joblib.parallel_config``, workers of that backend (Dask,
             Ray).
         explain: Report bottleneck and sensitivities of ranked plans, and feasible changes when no plan fits.
-        on_progress: Called after every batch, in this process.
+        on_progress: Called after every evaluated plan, in this process.
 
     Raises:
         SpecError: The job is invalid for every plan, the ranges have no plan in common, or cost is not available as an

@@ -17,6 +17,8 @@ from simplan.sim.engine_choice import load_compiled
 
 _ALONE_S = 4.0  # seconds in this process before workers start: workers take about 4 s to start
 
+_PER_WORKER = 4  # plans that a worker evaluates before the next ones are chosen
+
 _LOADING_S = 0.4  # seconds to load the compiled engine
 
 Numbers = tuple[int, float | None]
@@ -36,10 +38,23 @@ class Evaluator:
         self._spent_s = 0.0
         self._token = ""
 
+    @property
+    def batch_size(self) -> int:
+        """Number of plans to evaluate at a time: 1 in this process, several per worker process."""
+        if self._is_alone:
+            return 1
+        from joblib import effective_n_jobs
+
+        return _PER_WORKER * int(effective_n_jobs(self._jobs))
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._jobs == 1 or self._spent_s <= _ALONE_S
+
     def numbers(self, plans: Sequence[ParallelPlan], max_bytes: int | None, *, whole: bool = False) -> list[Numbers]:
         """Memory and step time of plans that violate no rule; see ``evaluate_step``."""
         job, calibration = self._job, self._calibration
-        if self._jobs == 1 or self._spent_s <= _ALONE_S:
+        if self._is_alone:
             if self._spent_s > _LOADING_S:
                 load_compiled()
             start_s = time.monotonic()

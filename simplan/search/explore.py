@@ -1,15 +1,17 @@
 """Main loop of a search: rules and bounds of all candidates, then truncated steps, most promising first.
 
 The loop is exact: it excludes a candidate only if the candidate violates a rule, does not fit, or is pruned by its
-bound. Only plans that survive pruning are simulated, so it is unknown if pruned plans fit. Pruning happens between
-batches of fixed size, and so depends neither on the number of processes nor on their speed.
+bound. Only plans that survive pruning are simulated, so it is unknown if pruned plans fit. Each candidate is compared
+with the best plans of all candidates before it. Worker processes evaluate the next ones meanwhile, and what pruning
+excludes in the end is dropped. So the result depends neither on the number of processes nor on their speed.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -23,13 +25,11 @@ from simplan.search.bounds.candidate_bounds import Bounds
 from simplan.search.bounds.layer_sums import Floats
 from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration, Mesh
-from simplan.search.evaluate import Evaluator
+from simplan.search.evaluate import Evaluator, Numbers
 from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace, SoftwareOptions, capacity_bytes
 from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics, Waiting, rounded
 
-_BATCHES = (2, 4, 8, 16, 32)
-"""Candidates per batch; further batches have the last size."""
 _MAX_BEYOND = 256
 """Candidates over memory that are considered as near misses."""
 _FEW_MISSES = 16
@@ -59,8 +59,8 @@ class Exploration:
         space: Ranges and limits of the search.
         jobs: Worker processes; see ``Evaluator``.
         incumbents: Best plans, updated; they also prune candidates.
-        statistics: Counts, updated. Both are consistent up to the last batch after an interruption.
-        on_progress: Called after each batch.
+        statistics: Counts, updated. Both are consistent up to the last candidate after an interruption.
+        on_progress: Called after each evaluated candidate.
         options: Searched options of the software, as the job has them.
     """
 
@@ -84,10 +84,10 @@ class Exploration:
         self._rows: Candidates | None = None  # candidates that fit by their bounds, most promising first
         self._least_bytes: Column = np.zeros(0, np.int64)
         self._least_s: Floats = np.zeros(0)
-        self._left: list[int] = []  # rows not evaluated yet
+        self._left: list[int] = []  # rows not evaluated yet, ascending
+        self._ahead: dict[int, Numbers] = {}  # by row, numbers of the last rows evaluated together
         self._has_explored = False
         self._beyond: list[_Beyond] = []
-        self._num_batches = 0
 
     def bound(self) -> None:
         """Compute bounds of all candidates; reject those over memory, and queue the others."""
@@ -112,15 +112,13 @@ class Exploration:
         self._left = list(range(len(order)))
 
     def explore(self) -> None:
-        """Evaluate the candidates that are not pruned, batch by batch.
+        """Evaluate the candidates that are not pruned, most promising first.
 
         A second call, after corrections made incumbents slower, resumes with the pruned candidates.
         """
         cut: list[int] = []
-        hopeful = self._hopeful(self._left, cut)
-        while batch := list(islice(hopeful, _BATCHES[min(self._num_batches, len(_BATCHES) - 1)])):
-            self._take(batch)
-            self._num_batches += 1
+        for row in self._hopeful(cut):
+            self._take(row)
             self._told()
         self._left, self._has_explored = cut, True
 
@@ -144,18 +142,17 @@ class Exploration:
                 [(size, _)] = self.evaluator.numbers([one.plan], 0)
             statistics.missed(InfeasiblePlan(size - capacity, one.order, one.plan, size, options=self.options))
 
-    def _hopeful(self, rows: Sequence[int], cut: list[int]) -> Iterator[int]:
-        """Yield rows that are not pruned by the current incumbents; append pruned rows to ``cut``."""
+    def _hopeful(self, cut: list[int]) -> Iterator[int]:
+        """Yield remaining rows that are not pruned by the incumbents of that time; append pruned rows to ``cut``."""
         deadline_s = np.inf if self.deadline_s is None else self.deadline_s
-        incumbents, statistics, num_devices = self._incumbents, self._statistics, self.enumeration.num_devices
+        incumbents, statistics, rows = self._incumbents, self._statistics, self._left
         one_objective, num_new = len(incumbents.goal.objectives) == 1, int(not self._has_explored)
-        assert self._rows is not None or not rows
         for place, row in enumerate(rows):
             least_s = float(self._least_s[row])
             if least_s > deadline_s and (incumbents.ranked or statistics.is_later(least_s - deadline_s)):
                 statistics.rejected["max_step_time_s"] += 1
                 statistics.bounded -= 1 - num_new
-            elif not incumbents.is_hopeless(num_devices, int(self._least_bytes[row]), least_s):
+            elif not self._is_hopeless(row):
                 statistics.bounded -= 1 - num_new
                 yield row
             elif one_objective:  # all later rows are pruned too
@@ -169,29 +166,41 @@ class Exploration:
                 statistics.bounded += num_new
                 cut.append(row)
 
-    def _take(self, rows: Sequence[int]) -> None:
-        """Evaluate rows: memory of each, and step time of those that fit."""
+    def _take(self, row: int) -> None:
+        """Evaluate a row: its memory, and its step time if it fits."""
         assert self._rows is not None
         capacity, deadline_s, statistics = self.capacity_bytes, self.deadline_s, self._statistics
-        plans = [self._rows.plan(row) for row in rows]
-        numbers = self.evaluator.numbers(plans, capacity)
-        for row, plan, (size, exact_s) in zip(rows, plans, numbers, strict=True):
-            if exact_s is None:
-                assert capacity is not None
-                statistics.rejected["memory"] += 1
-                statistics.in_headroom += size <= self._memory_bytes
-                least_s = float(self._least_s[row])
-                self._add_beyond([_Beyond(size - capacity, plan_order(plan), plan, least_s, True)])
-                if size <= MORE * capacity:
-                    statistics.almost([self._waiting(plan, size, least_s)])
-                continue
-            step_time_s = rounded(exact_s)
-            if deadline_s is not None and step_time_s * ROUNDING > deadline_s:
-                late_s = step_time_s - deadline_s
-                statistics.too_late(InfeasiblePlan(late_s, plan_order(plan), plan, size, step_time_s, self.options))
-            else:
-                statistics.timed += 1
-                self._incumbents.add(plan, size, step_time_s, self.options)
+        plan, (size, exact_s) = self._rows.plan(row), self._numbers(row)
+        if exact_s is None:
+            assert capacity is not None
+            statistics.rejected["memory"] += 1
+            statistics.in_headroom += size <= self._memory_bytes
+            least_s = float(self._least_s[row])
+            self._add_beyond([_Beyond(size - capacity, plan_order(plan), plan, least_s, True)])
+            if size <= MORE * capacity:
+                statistics.almost([self._waiting(plan, size, least_s)])
+            return
+        step_time_s = rounded(exact_s)
+        if deadline_s is not None and step_time_s * ROUNDING > deadline_s:
+            late_s = step_time_s - deadline_s
+            statistics.too_late(InfeasiblePlan(late_s, plan_order(plan), plan, size, step_time_s, self.options))
+        else:
+            statistics.timed += 1
+            self._incumbents.add(plan, size, step_time_s, self.options)
+
+    def _numbers(self, row: int) -> Numbers:
+        """Memory and step time of a row; worker processes evaluate the next rows with it."""
+        if row not in self._ahead:
+            assert self._rows is not None
+            later = self._left[bisect_left(self._left, row) :]
+            batch = list(islice((each for each in later if not self._is_hopeless(each)), self.evaluator.batch_size))
+            numbers = self.evaluator.numbers([self._rows.plan(each) for each in batch], self.capacity_bytes)
+            self._ahead = dict(zip(batch, numbers, strict=True))
+        return self._ahead[row]
+
+    def _is_hopeless(self, row: int) -> bool:
+        least_bytes, least_s = int(self._least_bytes[row]), float(self._least_s[row])
+        return self._incumbents.is_hopeless(self.enumeration.num_devices, least_bytes, least_s)
 
     def _note_beyond(
         self, table: Candidates, least_bytes: Column, least_s: Floats, outside: NDArray[np.bool_], capacity: int

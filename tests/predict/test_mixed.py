@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from simplan import catalog
-from simplan.cluster.hardware import ClusterSpec, NodeGroup, slowest_link
+from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -20,34 +20,11 @@ from simplan.prediction import Prediction
 from simplan.program.tables.partition import balanced_assignment, balanced_unequal_assignment
 from simplan.search import SearchSpace, search
 from simplan.training import TrainingSpec
-from tests.jobs import tiny_model
-
-H100, A100 = catalog.node("dgx-h100"), catalog.node("dgx-a100-80gb")
-
-
-def group_of(entry: catalog.NodeEntry, num_nodes: int = 1, **device: object) -> NodeGroup:
-    """Nodes of a preset, with the links of an H100 node, so that groups differ in their devices alone."""
-    return NodeGroup(
-        id=entry.id,
-        num_nodes=num_nodes,
-        device=entry.device.model_copy(update=device),
-        intra_link=H100.intra_link,
-        inter_link=H100.inter_link,
-    )
-
-
-def cluster_of(*groups: NodeGroup) -> ClusterSpec:
-    number = 8 * sum(group.num_nodes for group in groups)
-    equal = catalog.make_cluster(H100, number).model_copy(update={"device": groups[0].device, "host_link": None})
-    links = {
-        "intra_link": slowest_link([group.intra_link for group in groups]),
-        "inter_link": slowest_link([group.inter_link for group in groups]),
-    }
-    return equal.model_copy(update={"node_groups": groups, **links})
+from tests.jobs import A100, H100, mixed_cluster, node_group, tiny_model
 
 
 def equal_nodes(entry: catalog.NodeEntry, num_nodes: int) -> ClusterSpec:
-    return cluster_of(group_of(entry, num_nodes)).as_group(0)
+    return mixed_cluster(node_group(entry, num_nodes)).as_group(0)
 
 
 def step_of(cluster: ClusterSpec, plan: ParallelPlan, batch: int = 128, **model: object) -> Prediction:
@@ -74,7 +51,7 @@ def step_of(cluster: ClusterSpec, plan: ParallelPlan, batch: int = 128, **model:
     ],
 )
 def test_groups_of_equal_nodes_are_as_equal_nodes(plan: ParallelPlan) -> None:
-    mixed, equal = (step_of(c, plan) for c in (cluster_of(group_of(H100), group_of(H100)), equal_nodes(H100, 2)))
+    mixed, equal = (step_of(c, plan) for c in (mixed_cluster(node_group(H100), node_group(H100)), equal_nodes(H100, 2)))
     assert mixed.step_time_s == pytest.approx(equal.step_time_s, rel=1e-9)
     assert [m.device_bytes for m in mixed.memory] == [m.device_bytes for m in equal.memory]
     assert mixed.assignment == equal.assignment
@@ -87,7 +64,7 @@ def test_step_of_replicas_is_that_of_the_slowest(plan: ParallelPlan) -> None:
     """Every replica does the same, so those on A100s take as long as if all devices were A100s."""
     mixed, slow, fast = (
         step_of(cluster, plan)
-        for cluster in (cluster_of(group_of(H100), group_of(A100)), equal_nodes(A100, 2), equal_nodes(H100, 2))
+        for cluster in (mixed_cluster(node_group(H100), node_group(A100)), equal_nodes(A100, 2), equal_nodes(H100, 2))
     )
     assert mixed.step_time_s == pytest.approx(slow.step_time_s, rel=1e-3)
     assert mixed.step_time_s >= fast.step_time_s
@@ -100,7 +77,7 @@ def test_step_of_replicas_is_that_of_the_slowest(plan: ParallelPlan) -> None:
 
 def test_ranks_compute_as_their_device_does_with_their_microbatch() -> None:
     plan = ParallelPlan(dp_replicate=16, microbatch_sizes=(3,) * 8 + (1,) * 8)
-    mixed = step_of(cluster_of(group_of(H100), group_of(A100)), plan)
+    mixed = step_of(mixed_cluster(node_group(H100), node_group(A100)), plan)
     for place, entry, size in ((0, H100, 3), (8, A100, 1)):
         alone = step_of(equal_nodes(entry, 2), ParallelPlan(dp_replicate=16, microbatch_size=size), batch=64 * size)
         assert mixed.splits[place].compute_s == pytest.approx(alone.splits[0].compute_s, rel=0.02)
@@ -109,7 +86,7 @@ def test_ranks_compute_as_their_device_does_with_their_microbatch() -> None:
 
 
 def test_balanced_microbatches_take_all_work_over_all_speed() -> None:
-    cluster = cluster_of(group_of(H100), group_of(A100))
+    cluster = mixed_cluster(node_group(H100), node_group(A100))
     equal, shared = (
         step_of(cluster, ParallelPlan(dp_replicate=16, microbatch_size=16, microbatch_sizes=sizes), batch=1024)
         for sizes in (None, "balanced")
@@ -175,8 +152,8 @@ def test_pipeline_of_two_stages_is_the_closed_form_of_1f1b() -> None:
     link = H100.intra_link
     assert link is not None
     free = link.model_copy(update={"bytes_per_s": 1e18, "latency_s": 0.0, "launch_s": 0.0, "bandwidth_share": 1.0})
-    groups = [group_of(entry).model_copy(update={"inter_link": free}) for entry in (H100, A100)]
-    step = step_of(cluster_of(*groups), ParallelPlan(pp=2, dp_replicate=8, stage_layers=(5, 3)), batch=8 * 16)
+    groups = [node_group(entry).model_copy(update={"inter_link": free}) for entry in (H100, A100)]
+    step = step_of(mixed_cluster(*groups), ParallelPlan(pp=2, dp_replicate=8, stage_layers=(5, 3)), batch=8 * 16)
     number = step.job.num_microbatches
     each_s = [step.splits[rank].compute_s / number for rank in (0, 8)]
     slower, other = max(each_s), min(each_s)
@@ -188,11 +165,11 @@ def test_pipeline_of_two_stages_is_the_closed_form_of_1f1b() -> None:
 def test_stages_take_layers_by_speed_and_memory() -> None:
     plan = ParallelPlan(pp=2, dp_replicate=8, microbatch_size=4)
     shape = {"num_hidden_layers": 24}
-    fast = step_of(cluster_of(group_of(H100), group_of(A100)), plan, **shape)
+    fast = step_of(mixed_cluster(node_group(H100), node_group(A100)), plan, **shape)
     first, second = fast.assignment.stage_layers()
     assert first > second  # an H100 is two to three times as fast
     used = fast.memory[0].device_bytes
-    small = step_of(cluster_of(group_of(H100, memory_bytes=int(0.7 * used)), group_of(A100)), plan, **shape)
+    small = step_of(mixed_cluster(node_group(H100, memory_bytes=int(0.7 * used)), node_group(A100)), plan, **shape)
     assert small.assignment.stage_layers()[0] < first
     assert small.fits
     assert small.step_time_s > fast.step_time_s
@@ -200,9 +177,9 @@ def test_stages_take_layers_by_speed_and_memory() -> None:
 
 def test_fit_is_that_of_each_device() -> None:
     plan = ParallelPlan(dp_replicate=16)
-    whole = step_of(cluster_of(group_of(H100), group_of(A100)), plan)
+    whole = step_of(mixed_cluster(node_group(H100), node_group(A100)), plan)
     needs = whole.worst_memory.device_bytes
-    little = step_of(cluster_of(group_of(H100), group_of(A100, memory_bytes=needs // 2)), plan)
+    little = step_of(mixed_cluster(node_group(H100), node_group(A100, memory_bytes=needs // 2)), plan)
     assert whole.fits
     assert not little.fits
     assert (little.worst_rank, little.capacity_bytes) == (8, needs // 2)
@@ -210,34 +187,36 @@ def test_fit_is_that_of_each_device() -> None:
 
 
 def test_mfu_counts_the_peak_of_every_device() -> None:
-    step = step_of(cluster_of(group_of(H100, 2), group_of(A100)), ParallelPlan(dp_shard=24), batch=24 * 4)
+    step = step_of(mixed_cluster(node_group(H100, 2), node_group(A100)), ParallelPlan(dp_shard=24), batch=24 * 4)
     peaks = 16 * H100.device.peak_flop_per_s["bf16"] + 8 * A100.device.peak_flop_per_s["bf16"]
     flops = step.job.model.flops_per_sequence(full_attention=False) * 24 * 4
     assert step.mfu == pytest.approx(flops / step.step_time_s / peaks, rel=1e-12)
 
 
 def test_communication_between_groups_is_that_of_the_slower_network() -> None:
-    slow = group_of(A100).model_copy(update={"inter_link": A100.inter_link})
+    slow = node_group(A100).model_copy(update={"inter_link": A100.inter_link})
     names = [
         {term.formula for term in step_of(cluster, ParallelPlan(dp_shard=16)).terms if "over 16" in term.name}
-        for cluster in (cluster_of(group_of(H100), slow), cluster_of(slow, group_of(H100)))
+        for cluster in (mixed_cluster(node_group(H100), slow), mixed_cluster(slow, node_group(H100)))
     ]
     assert names[0] == names[1]
-    alone = step_of(cluster_of(slow).as_group(0).with_changes(num_devices=16), ParallelPlan(dp_shard=16))
+    alone = step_of(mixed_cluster(slow).as_group(0).with_changes(num_devices=16), ParallelPlan(dp_shard=16))
     assert names[0] == {term.formula for term in alone.terms if "over 16" in term.name}
 
 
 def test_search_finds_the_best_of_predict() -> None:
     small = int(9e9)
-    cluster = cluster_of(group_of(H100, memory_bytes=int(1.5 * small)), group_of(A100, memory_bytes=small))
+    cluster = mixed_cluster(node_group(H100, memory_bytes=int(1.5 * small)), node_group(A100, memory_bytes=small))
     model = tiny_model(num_hidden_layers=16, hidden_size=2048, seq_len=1024, tied_embeddings=False)
     training = TrainingSpec(global_batch_size=64, precision="bf16")
     job = Job(model, cluster, training, ParallelPlan(), catalog.software("torch"))
     space = SearchSpace(tp=(1, 2), pp=(1, 2), zero_stage=(0, 3), schedule=("1f1b",), recompute=("none",),
                         dp_replicate=(1, 16, 8, 4), reshard_after_forward=(True,), grad_sync=("step",),
                         microbatch_size=(1, 2, 4), sequence_parallel=(True,), top=1)  # fmt: skip
-    best = search(job, space).best
+    result = search(job, space)
+    best = result.best
     assert best is not None
+    assert 0 < result.space.timed < result.space.bounded
     found: list[tuple[float, ParallelPlan]] = []
     shares: tuple[Literal["balanced"] | None, ...] = (None, "balanced")
     for tp, pp, size, sizes, shard in itertools.product((1, 2), (1, 2), (1, 2, 4), shares, (False, True)):

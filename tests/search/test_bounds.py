@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
+from simplan.predict.step_summary import evaluate_step
 from simplan.rules import violations
 from simplan.search import SearchSpace
 from simplan.search.bounds.candidate_bounds import Bounds
 from simplan.search.candidates import FIELDS, Candidates, categories
 from simplan.search.space import that_it_has
+from simplan.units import GIB
+from tests.jobs import A100, H100, mixed_cluster, node_group
 from tests.search.jobs import FAMILIES, plans_of, small_job
 
 FRAMEWORKS = (
@@ -97,6 +101,62 @@ def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
     [num_bytes], [seconds] = Bounds(job).of(table_of(job.plan))
     assert 0 < num_bytes <= max(rank.wanted_bytes for rank in one.memory)
     assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
+
+
+@st.composite
+def mixed_jobs(draw: st.DrawFn) -> Job:
+    """A job on nodes of H100s and of A100s, in any order, which have links of their own and maybe less memory."""
+    per_node = draw(st.sampled_from([2, 4]))
+    slow = A100.device.model_copy(update={"memory_bytes": draw(st.sampled_from([80, 40])) * GIB})
+    a100 = node_group(A100, draw(st.integers(1, 2))).model_copy(
+        update={"device": slow, "intra_link": A100.intra_link, "inter_link": A100.inter_link}
+    )
+    groups = draw(st.permutations([node_group(H100, draw(st.integers(1, 2))), a100]))
+    cluster = mixed_cluster(*groups, devices_per_node=per_node)
+    software = draw(st.sampled_from(["torch", "torchtitan", "megatron-core", "megatron-lm-2022"]))
+    batch = cluster.num_devices * draw(st.sampled_from([4, 12]))
+    sizes = LARGE | {"hidden_size": draw(st.sampled_from([512, 2048]))}
+    job = small_job(
+        draw(st.sampled_from(["llama", "moe"])), batch=batch, software=software, num_hidden_layers=8, **sizes
+    )
+    job = replace(job, cluster=cluster)
+    orders = draw(st.sampled_from([None, (("pp", "tp", "cp", "dp"), ("tp", "dp", "pp"))]))
+    degrees = {"tp": (1, 2), "cp": (1, 2), "cp_comm": ("all_gather",), "placement": orders, "tp_across_nodes": True}
+    space = SearchSpace.model_validate({**degrees, "schedule": ("1f1b", "interleaved_1f1b", "gpipe")})
+    if job.software.layers.attention == "unfused":
+        space = space.model_copy(update={"cp": None})
+    return job.with_plan(draw(st.sampled_from(plans_of(job, that_it_has(job.software, space)))))
+
+
+@given(mixed_jobs())
+@settings(max_examples=30, deadline=None)
+def test_no_prediction_on_unequal_devices_is_below_its_bounds(job: Job) -> None:
+    [least_bytes], [least_s] = Bounds(job).of(table_of(job.plan))
+    num_bytes, seconds = evaluate_step(job, whole=True)
+    assert seconds is not None
+    assert 0 < least_bytes <= num_bytes
+    assert 0 < least_s <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "at_least"),
+    [
+        ({"dp_shard": 16, "microbatch_size": 2}, 0.85),
+        ({"dp_replicate": 16, "microbatch_size": 8, "microbatch_sizes": "balanced"}, 0.9),
+        ({"dp_replicate": 8, "pp": 2, "stage_layers": (10, 6)}, 0.95),
+        ({"dp_replicate": 8, "pp": 2}, 0.9),
+    ],
+)
+def test_bounds_on_unequal_devices_are_close(degrees: dict[str, Any], at_least: float) -> None:
+    """The slowest replica decides; a split of layers that depends on memory is bounded by the speed of all ranks."""
+    cluster = mixed_cluster(node_group(H100), node_group(A100))
+    sizes = {**LARGE, "hidden_size": 2048, "seq_len": 1024, "num_hidden_layers": 16, "intermediate_size": 8192}
+    job = replace(small_job("llama", batch=256, **sizes), cluster=cluster)
+    job = job.with_plan(ParallelPlan.model_validate(degrees))
+    [least_s] = Bounds(job).of(table_of(job.plan)).step_time_s
+    _, seconds = evaluate_step(job, whole=True)
+    assert seconds is not None
+    assert at_least < least_s / seconds <= 1 + 1e-9
 
 
 def test_bound_of_many_stages_has_their_sends() -> None:

@@ -9,22 +9,25 @@ import numpy as np
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
-from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, Pipeline, StageSums
+from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, Pipeline
 from simplan.search.bounds.memory_bound import MemoryBound
-from simplan.search.bounds.mixed_bound import MixedBound
+from simplan.search.bounds.replicas import Replica, replicas_of
 from simplan.search.bounds.step_time_bound import StepTimeBound
 from simplan.search.candidates import Candidates, Column
 
+_MESH = "dp_replicate", "dp_shard", "placement"
 _WAY = (
     "tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size", "recompute", "recompute_modules"
 )  # fmt: skip
+_REPLICA = *_MESH, "pp", "zero_stage", "microbatch_sizes", *_WAY[:-2]
 
 
 class Bounded(NamedTuple):
     """Lower bounds, one per candidate row.
 
     Attributes:
-        device_bytes: ``(rows,)`` Lower bound on the memory of the worst device.
+        device_bytes: ``(rows,)`` Lower bound on the memory of the worst device. If devices differ, bytes on smaller
+            ones are scaled to the largest.
         step_time_s: ``(rows,)`` Lower bound on the step time; infinite where the memory bound exceeds ``max_bytes``.
     """
 
@@ -41,7 +44,6 @@ class Bounds:
 
     def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
         self._job = job
-        self._mixed = MixedBound(job) if job.cluster.is_mixed else None
         self._sums = LayerSumsCache(job, calibration)
         self._memory = MemoryBound(job)
         self._times: StepTimeBound | None = None
@@ -51,19 +53,41 @@ class Bounds:
         self._in_v = np.array([of is not None and of.placement == "v" for of in facts])
 
     def of(self, rows: Candidates, max_bytes: float | None = None) -> Bounded:
-        """Bounds of candidates.
+        """Bounds of candidates: those of the slowest and the fullest replica, or of the least one if any may be it.
 
         Args:
             rows: Candidates that violate no rule.
             max_bytes: Step times are computed only up to this memory bound; None for no limit.
         """
-        if self._mixed is not None:
-            num_bytes, seconds = self._mixed.of(rows)
-            alone = np.flatnonzero(rows["pp"] == 1)
-            if len(alone):  # every rank has all layers, however fast its device is
-                part = rows.take(alone)
-                num_bytes[alone] = np.maximum(num_bytes[alone], self._memory.bytes(part, *self._pipeline(part)))
-            return Bounded(num_bytes, seconds)
+        limit = np.inf if max_bytes is None else max_bytes
+        if not self._job.cluster.is_mixed or not len(rows):
+            return self._of_replicas(rows, np.zeros(len(rows), np.int64), (None,), limit)
+        _, first, kind = np.unique(
+            np.stack([rows[name] for name in _REPLICA]), axis=1, return_index=True, return_inverse=True
+        )
+        kind = kind.reshape(-1)
+        by_kind = [replicas_of(self._job.with_plan(rows.plan(row))) for row in first.tolist()]
+        replicas = tuple(dict.fromkeys(replica for of in by_kind for replica in of))
+        numbers = {replica: number for number, replica in enumerate(replicas)}
+        counts = np.array([len(of) for of in by_kind])[kind]
+        which = np.array([numbers[replica] for each in kind.tolist() for replica in by_kind[each]])
+        found = self._of_replicas(rows.take(np.repeat(np.arange(len(rows)), counts)), which, replicas, limit)
+        starts, every = counts.cumsum() - counts, rows.has("microbatch_sizes", None)
+        return Bounded(
+            np.where(every, *(of.reduceat(found.device_bytes, starts) for of in (np.maximum, np.minimum))),
+            np.where(every, *(of.reduceat(found.step_time_s, starts) for of in (np.maximum, np.minimum))),
+        )
+
+    def _of_replicas(
+        self, rows: Candidates, which: Column, replicas: tuple[Replica | None, ...], limit: float
+    ) -> Bounded:
+        """Bounds of single replicas of candidates.
+
+        Args:
+            which: ``(rows,)`` Index of the replica.
+            replicas: Replicas; None for the only one of equal nodes.
+            limit: Memory bound up to which step times are computed.
+        """
         num_bytes, seconds = np.zeros(len(rows), np.int64), np.full(len(rows), np.inf)
         shapes = np.stack([
             rows["pp"], rows["virtual_stages"], self._splits[rows["schedule"]], self._in_v[rows["schedule"]]
@@ -72,26 +96,39 @@ class Bounds:
         order = np.argsort(place.reshape(-1), kind="stable")
         for here in np.split(order, np.flatnonzero(np.diff(place.reshape(-1)[order])) + 1) if len(rows) else ():
             part = rows.take(here)
-            pipeline, ways = self._pipeline(part)
-            of_part = self._memory.bytes(part, pipeline, ways)
+            pipeline, ways = self._pipeline(part, which[here], replicas)
+            of_part = (self._memory.bytes(part, pipeline, ways) * self._least_scales(pipeline)[ways]).astype(np.int64)
             num_bytes[here] = of_part
-            near = np.flatnonzero(of_part <= (np.inf if max_bytes is None else max_bytes))
+            near = np.flatnonzero(of_part <= limit)
             if len(near):
                 if self._times is None:
                     self._times = StepTimeBound(self._job, self._sums.cost_cache(part.plan(0)))
                 seconds[here[near]] = self._times.seconds(part.take(near), pipeline, ways[near])
         return Bounded(num_bytes, seconds)
 
-    def _pipeline(self, rows: Candidates) -> tuple[Pipeline, Column]:
+    def _pipeline(
+        self, rows: Candidates, which: Column, replicas: tuple[Replica | None, ...]
+    ) -> tuple[Pipeline, Column]:
         """The pipeline that all rows share, and by row the index of its layer configuration."""
-        columns = [rows[name] for name in _WAY] + [rows.shards_parameters]
-        if (placed := rows["placement"]).any():  # it decides with the data-parallel degrees which groups cross nodes
-            columns += [placed, np.where(placed, rows["dp_replicate"], 0), np.where(placed, rows["dp_shard"], 0)]
+        columns = [*(rows[name] for name in _WAY), rows.shards_parameters, which]
+        if self._job.cluster.is_mixed or rows["placement"].any():  # the mesh decides which groups cross nodes
+            columns += [rows[name] for name in _MESH]
         if self._sums.in_low_precision:
             columns.append(self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"]))
         _, first, ways = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
         plans = [rows.plan(row) for row in first.tolist()]
-        layers, boundaries = [self._sums.of(plan) for plan in plans], [self._sums.boundaries(plan) for plan in plans]
-        placement = np.array(stage_ranks(plans[0].schedule, plans[0].pp, plans[0].num_stages))
-        splits = bool(self._splits[rows["schedule"][0]])
-        return Pipeline(layers, boundaries, StageSums.of(layers, boundaries), placement, splits), ways.reshape(-1)
+        found = [
+            self._sums.way(plan, replicas[number] or replicas_of(self._job.with_plan(plan))[0])
+            for plan, number in zip(plans, which[first].tolist(), strict=True)
+        ]
+        placement = stage_ranks(plans[0].schedule, plans[0].pp, plans[0].num_stages) or ()
+        return Pipeline.of(found, placement, splits=bool(self._splits[rows["schedule"][0]])), ways.reshape(-1)
+
+    def _least_scales(self, pipeline: Pipeline) -> Floats:
+        """``(ways,)`` Memory of the largest device over that of the largest one in the pipeline."""
+        cluster = self._job.cluster
+        largest = cluster.largest_memory_bytes
+        if not cluster.is_mixed or largest is None:
+            return np.ones(len(pipeline.ways))
+        sizes = (max(cluster.device_of(device).memory_bytes or 0 for device in way.devices) for way in pipeline.ways)
+        return largest / np.array([*sizes])

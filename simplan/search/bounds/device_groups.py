@@ -1,10 +1,12 @@
-"""Devices of the groups of a plan, as far as they make a difference to lower bounds on the time of collectives."""
+"""Devices of the groups of a plan, as far as they make a difference to lower bounds on times."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from functools import lru_cache
 
+from simplan.cluster.hardware import ClusterSpec
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 
@@ -14,38 +16,40 @@ LAYER_AXES = ("tp", "cp", "ep", "etp")
 """Axes of the collectives inside layers."""
 
 
-def groups_of(plan: ParallelPlan, devices_per_node: int, kind: str) -> Groups:
-    """Devices of the group of the first rank of every stage; groups with the same spread over nodes count once.
+def groups_of(plan: ParallelPlan, cluster: ClusterSpec, kind: str, node_group: int | None = None) -> Groups:
+    """Devices of the groups of one kind; groups with the same spread over nodes count once.
 
-    A collective takes as long in every stage unless nodes hold different parts of its groups. A bound for any stage is
-    then the time in the fastest of these groups.
+    On equal nodes, a collective takes as long in every stage unless nodes hold different parts of its groups. A bound
+    for any rank is then the time in the fastest of these groups.
 
     Args:
         kind: Name of the group in ``RankMapping``, e.g. ``shard``.
+        node_group: Only groups with a device of this node group; None for all.
     """
-    return _groups(RankMapping.of(plan), Placement.of(plan), devices_per_node, kind)
-
-
-def spreads_alike(plan: ParallelPlan, devices_per_node: int) -> bool:
-    """True if the groups of the first stage, on the devices of their own numbers, stand for those of all stages."""
-    return plan.placement is None and _is_aligned(RankMapping.of(plan), devices_per_node)
+    return _groups(RankMapping.of(plan), Placement.of(plan), cluster, kind, node_group)
 
 
 @lru_cache(maxsize=4096)
-def _groups(mapping: RankMapping, placement: Placement | None, devices_per_node: int, kind: str) -> Groups:
+def _groups(
+    mapping: RankMapping, placement: Placement | None, cluster: ClusterSpec, kind: str, node_group: int | None
+) -> Groups:
     group_of = getattr(mapping, f"{kind}_group")
-    if placement is None and _is_aligned(mapping, devices_per_node):
+    if placement is None and _is_aligned(mapping, cluster):
         return (group_of(0),)
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for first in range(0, mapping.world_size, mapping.ranks_per_stage):
-        ranks = group_of(first)
-        devices = ranks if placement is None else placement.devices_of(ranks)
-        spread = tuple(sorted(Counter(device // devices_per_node for device in devices).values()))
-        found.setdefault(spread, devices)
+    found: dict[Hashable, tuple[int, ...]] = {}
+    seen: set[int] = set()
+    for first in range(0, mapping.world_size, 1 if cluster.is_mixed else mapping.ranks_per_stage):
+        if first not in seen:
+            ranks = group_of(first)
+            seen.update(ranks)
+            devices = ranks if placement is None else placement.devices_of(ranks)
+            nodes = Counter((cluster.group_of(device), cluster.node_of(device)) for device in devices)
+            if node_group is None or any(group == node_group for group, _ in nodes):
+                found.setdefault(tuple(sorted((group, size) for (group, _), size in nodes.items())), devices)
     return tuple(found.values())
 
 
-def _is_aligned(mapping: RankMapping, devices_per_node: int) -> bool:
-    """True if every stage begins with a node, or lies inside of one."""
-    width = mapping.ranks_per_stage
-    return mapping.pp == 1 or width % devices_per_node == 0 or devices_per_node % width == 0
+def _is_aligned(mapping: RankMapping, cluster: ClusterSpec) -> bool:
+    """True if every stage begins with a node, or lies inside of one; and nodes are equal."""
+    width, per_node = mapping.ranks_per_stage, cluster.devices_per_node
+    return not cluster.is_mixed and (mapping.pp == 1 or width % per_node == 0 or per_node % width == 0)

@@ -88,8 +88,8 @@ def _computations(schedule: str, pp: int, num_microbatches: int, virtual_stages:
     """By rank, kinds and stages of its compute actions."""
     make = SCHEDULES.get(schedule) or custom_schedule(schedule)
     table = make(PipelineShape(pp, num_microbatches, virtual_stages))
-    rows = ([(_KINDS[action.kind], action.stage) for action in row if action.kind in _KINDS] for row in table)
-    return [tuple(np.array(row).T) for row in rows]
+    rows = ([action for action in row if action.kind in _KINDS] for row in table)
+    return [(np.array([_KINDS[each.kind] for each in row]), np.array([each.stage for each in row])) for row in rows]
 
 
 def _few(schedule: str, pp: int, num_microbatches: int) -> int:

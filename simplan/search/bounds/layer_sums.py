@@ -16,14 +16,15 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
-from simplan.predict.build import cost_model
+from simplan.predict.build import cost_model, given_stage_layers
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.script import Scripts
 from simplan.program.lowering.stage import Stages
 from simplan.program.memory.footprint import layers_effects
 from simplan.program.program import Communication, LayerWork, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
-from simplan.search.bounds.device_groups import LAYER_AXES, Groups, groups_of, spreads_alike
+from simplan.search.bounds.device_groups import LAYER_AXES, Groups, groups_of
+from simplan.search.bounds.replicas import Replica
 from simplan.training import LAYERWISE
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
@@ -51,6 +52,18 @@ class LayerSums(NamedTuple):
     update_s: float
     balance_s: list[float]
 
+    def of_stages(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
+        """``(12, stages)`` Fields of ``StageSums`` for stages of some layers.
+
+        Args:
+            starts, ends: ``(stages,)`` First layer of each stage, and the one after its last.
+        """
+        last, found = ends - 1, np.empty((12, len(starts)))
+        found[:7] = self.summed[:, ends] - self.summed[:, starts]
+        found[7], found[8], found[9] = self.input_bytes[starts], self.output_bytes[last], self.backward_bytes[last]
+        found[10], found[11] = self.summed[1, ends] - self.summed[1, last], self.update_s
+        return found
+
 
 class StageSums(NamedTuple):
     """Per-stage costs of one microbatch, ``(ways, stages)``; a way is a layer configuration.
@@ -64,7 +77,8 @@ class StageSums(NamedTuple):
         input_bytes: Input bytes of the first layer.
         output_bytes: Bytes that the last layer hands to the next stage.
         backward_bytes: Peak bytes of the backward of the last layer beyond the saved activations.
-        update_s: ``(ways, 1)`` Optimizer seconds per parameter.
+        last_backward_s: Part of ``backward_s`` of the last layer.
+        update_s: Optimizer seconds per parameter.
     """
 
     forward_s: Floats
@@ -77,49 +91,69 @@ class StageSums(NamedTuple):
     input_bytes: Floats
     output_bytes: Floats
     backward_bytes: Floats
+    last_backward_s: Floats
     update_s: Floats
 
-    @classmethod
-    def of(cls, layers: Sequence[LayerSums], boundaries: Sequence[NDArray[np.int64]]) -> StageSums:
-        """Sums over the stages of one pipeline.
+
+class Way(NamedTuple):
+    """A layer configuration of a pipeline.
+
+    Attributes:
+        ranks: Layers on each pipeline rank; the same unless their devices differ.
+        devices: Device of each pipeline rank.
+        boundaries: ``(stages + 1,)`` First layer of each stage, then the number of layers; ``(0, layers)`` if the split
+            is unknown: over unequal devices it depends on their memory.
+    """
+
+    ranks: Sequence[LayerSums]
+    devices: tuple[int, ...]
+    boundaries: NDArray[np.int64]
+
+    def stages(self, placement: NDArray[np.int64]) -> Floats:
+        """``(12, stages)`` Fields of ``StageSums``; each rank has one stage of all layers if the split is unknown.
 
         Args:
-            layers: One entry per layer configuration.
-            boundaries: By layer configuration, ``(stages + 1,)``: first layer of each stage, then the number of layers.
+            placement: ``(stages,)`` Pipeline rank of each stage.
         """
-        pairs = list(zip(layers, boundaries, strict=True))
-        summed = np.stack([np.diff(of.summed[:, bounds]) for of, bounds in pairs], axis=1)
-        forward_s, backward_s, trained, experts, frozen, kept_bytes, between_bytes = summed
-        return cls(
-            forward_s, backward_s, trained, experts, frozen, kept_bytes, between_bytes,
-            np.stack([of.input_bytes[bounds[:-1]] for of, bounds in pairs]),
-            np.stack([of.output_bytes[bounds[1:] - 1] for of, bounds in pairs]),
-            np.stack([of.backward_bytes[bounds[1:] - 1] for of, bounds in pairs]),
-            np.array([[of.update_s] for of in layers]),
-        )  # fmt: skip
+        starts, ends = (np.broadcast_to(each, placement.shape) for each in (self.boundaries[:-1], self.boundaries[1:]))
+        found = self.ranks[0].of_stages(starts, ends)
+        for layers in {id(of): of for of in self.ranks[1:] if of is not self.ranks[0]}.values():
+            here = np.array([of is layers for of in self.ranks])[placement]
+            found[:, here] = layers.of_stages(starts[here], ends[here])
+        return found
 
 
 class Pipeline(NamedTuple):
     """Pipeline shared by a set of plans: its ranks, stages, placement, and split or unsplit backward.
 
     Attributes:
-        layers: One entry per layer configuration.
-        boundaries: By layer configuration, ``(stages + 1,)``: first layer of each stage, then the number of layers.
+        ways: Layer configurations.
         stages: Sums over the stages, by layer configuration.
         placement: ``(stages,)`` Pipeline rank of each stage.
         splits: True if backward is split into dgrad and wgrad.
     """
 
-    layers: Sequence[LayerSums]
-    boundaries: Sequence[NDArray[np.int64]]
+    ways: Sequence[Way]
     stages: StageSums
     placement: NDArray[np.int64]
     splits: bool
+
+    @classmethod
+    def of(cls, ways: Sequence[Way], placement: Sequence[int], *, splits: bool) -> Pipeline:
+        """Make the pipeline of some layer configurations, which all have a known split of layers or none."""
+        num_stages, num_ranks = len(ways[0].boundaries) - 1, len(ways[0].devices)
+        ranks = np.array(placement) if num_stages >= num_ranks else np.arange(num_ranks)
+        return cls(ways, StageSums(*np.stack([way.stages(ranks) for way in ways], axis=1)), ranks, splits)
 
     @property
     def num_ranks(self) -> int:
         """Number of pipeline ranks."""
         return int(self.placement.max()) + 1
+
+    @property
+    def has_split(self) -> bool:
+        """False if every rank has one stage of all layers, as their split is unknown."""
+        return len(self.ways[0].boundaries) - 1 == len(self.placement)
 
     def of_ranks(self, of_stages: Floats) -> Floats:
         """``(ways, ranks)`` Sums over the stages of each rank, from ``(ways, stages)``."""
@@ -136,36 +170,43 @@ class LayerSumsCache:
         self._sums: dict[Hashable, LayerSums] = {}
         self._boundaries: dict[Hashable, NDArray[np.int64]] = {}
 
-    def of(self, plan: ParallelPlan) -> LayerSums:
-        """Sums for the layer configuration of a plan."""
-        facts = SCHEDULE_FACTS.get(plan.schedule)
+    def way(self, plan: ParallelPlan, replica: Replica) -> Way:
+        """Layer configuration of a plan on the devices of a replica."""
+        cluster = self._job.cluster
+        groups = [cluster.group_of(device) if cluster.is_mixed else None for device in replica.devices]
+        by_group = {group: self._of(plan, replica.microbatch_size, group) for group in {*groups}}
+        ranks = [by_group[group] for group in groups]
+        return Way(ranks, replica.devices, self._boundaries_of(plan, ranks[0].balance_s))
+
+    def _of(self, plan: ParallelPlan, microbatch_size: int, node_group: int | None) -> LayerSums:
+        """Sums for the layer configuration of a plan, on the devices of a node group."""
+        facts, cluster = SCHEDULE_FACTS.get(plan.schedule), self._job.cluster
         splits = facts is not None and facts.splits_backward
-        per_node = self._job.cluster.devices_per_node
-        groups = {axis: groups_of(plan, per_node, axis) for axis in LAYER_AXES}
-        placed = () if spreads_alike(plan, per_node) else tuple(groups.values())
-        key = self._split_of(plan), plan.recompute, plan.recompute_modules, splits, placed
+        groups = {axis: groups_of(plan, cluster, axis, node_group) for axis in LAYER_AXES}
+        of_plan = self._split_of(plan), plan.recompute, plan.recompute_modules
+        key = (*of_plan, splits, microbatch_size, node_group, *groups.values())
         if (layer_sums := self._sums.get(key)) is None:
-            layer_sums = self._sums[key] = self._made(plan, groups, splits=splits)
+            layer_sums = self._sums[key] = self._made(plan, microbatch_size, node_group, groups, splits=splits)
         return layer_sums
 
-    def boundaries(self, plan: ParallelPlan) -> NDArray[np.int64]:
-        """``(stages + 1,)``: first layer of each stage, then the number of layers; split as in ``predict``."""
-        ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages)
+    def _boundaries_of(self, plan: ParallelPlan, balance_s: Sequence[float]) -> NDArray[np.int64]:
+        """See ``Way``; split as in ``predict``."""
+        num_last, ranks = self._job.model.num_last_layers, stage_ranks(plan.schedule, plan.pp, plan.num_stages)
         key = self._split_of(plan), ranks
-        if (found := self._boundaries.get(key)) is None:
-            model, stages = self._job.model, plan.num_stages
-            given = plan.stage_layers or self._job.software.equal_stage_layers(model.num_blocks, stages)
-            found = self._boundaries[key] = np.array(
-                balanced_assignment(self.of(plan).balance_s, stages, model.num_last_layers, ranks).boundaries
-                if given is None
-                else assign_stage_layers(given, model.num_last_layers).boundaries
-            )
-        return found
+        if key not in self._boundaries:
+            if (given := given_stage_layers(self._job.with_plan(plan))) is not None:
+                assignment = assign_stage_layers(given, num_last)
+            elif self._job.cluster.is_mixed:
+                assignment = StageAssignment((0, len(balance_s)))
+            else:
+                assignment = balanced_assignment(balance_s, plan.num_stages, num_last, ranks)
+            self._boundaries[key] = np.array(assignment.boundaries)
+        return self._boundaries[key]
 
-    def cost_cache(self, plan: ParallelPlan) -> CostCache:
+    def cost_cache(self, plan: ParallelPlan, node_group: int | None = None) -> CostCache:
         """Cost estimates for a plan; ranks of communication are devices."""
         job = self._job.with_plan(plan if plan.placement is None else plan.model_copy(update={"placement": None}))
-        return CostCache(cost_model(job, self._calibration), sends=job.cluster.cores_per_node is None)
+        return CostCache(cost_model(job, self._calibration), node_group, sends=job.cluster.cores_per_node is None)
 
     def _split_of(self, plan: ParallelPlan) -> Hashable:
         """Key of a layer configuration; includes the number of microbatches in low precision.
@@ -175,11 +216,20 @@ class LayerSumsCache:
         many = self._job.with_plan(plan).num_microbatches if self.in_low_precision else 0
         return plan.shard, plan.microbatch_size, plan.shards_parameters, many
 
-    def _made(self, plan: ParallelPlan, groups: Mapping[str, Groups], *, splits: bool) -> LayerSums:
+    def _made(
+        self,
+        plan: ParallelPlan,
+        microbatch_size: int,
+        node_group: int | None,
+        groups: Mapping[str, Groups],
+        *,
+        splits: bool,
+    ) -> LayerSums:
         job = self._job
         alone = {"pp": 1, "virtual_stages": 1, "schedule": "none", "stage_layers": None, "placement": None}
         plan = plan.model_copy(update=alone)
-        cost_cache = self.cost_cache(plan)
+        cost_cache = self.cost_cache(plan, node_group)
+        plan = plan.model_copy(update={"microbatch_size": microbatch_size, "microbatch_sizes": None})
         stages = Stages(job.with_plan(plan), StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL)
         passes = _PassTimes(job, plan, stages, groups, cost_cache)
         known: dict[Hashable, tuple[float, ...]] = {}
@@ -267,16 +317,19 @@ class CostCache:
     """Seconds of compute and communication by a cost model, cached.
 
     Args:
+        node_group: Node group of the device that computes; None for equal nodes.
         sends: Count communication. False for ranks that share cores, where its lower bound is 0.
     """
 
-    def __init__(self, cost: CostModel, *, sends: bool) -> None:
-        self._cost, self.sends = cost, sends
+    def __init__(self, cost: CostModel, node_group: int | None = None, *, sends: bool) -> None:
+        self._cost, self._node_group, self.sends = cost, node_group, sends
         self._communications_s: dict[Communication, float] = {}
 
     def work_s(self, work: LayerWork) -> float:
         """Compute seconds of one phase of one layer."""
-        return self._cost.compute_s(work) if isinstance(self._cost, AnalyticCost) else self._cost.compute(work).seconds
+        if isinstance(self._cost, AnalyticCost):
+            return self._cost.compute_s(work)
+        return self._cost.compute(work._replace(group=self._node_group)).seconds
 
     def collective_s(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         """Seconds of a collective or P2P send of whole bytes in the fastest of some groups; 0 for none."""

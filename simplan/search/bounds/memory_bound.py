@@ -23,6 +23,8 @@ class MemoryBound:
     activations of all microbatches in flight, transient bytes of one layer's backward, and sent tensors. With FSDP they
     also count unsharded weights and accumulated unsharded gradients.
 
+    If the split of layers is unknown, the mean of the states over pipeline ranks counts.
+
     Lookup tables, other transient memory and the allocator reserve for it are not counted. Below 16-bit precision, only
     one microbatch counts, since copies of weights are saved once for all microbatches.
     """
@@ -58,6 +60,8 @@ class MemoryBound:
         of_ranks = (pipeline.of_ranks(of)[ways] for of in (stages.trained, stages.experts, stages.frozen))
         trained, experts, frozen = of_ranks
         held = self._state_bytes(rows, state, trained, experts, frozen)
+        if not pipeline.has_split:  # ranks share the states of all layers
+            return np.asarray(self._context_bytes + (held.mean(axis=1) / num_ranks).astype(np.int64))
         kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
         crosses = np.diff(placement) != 0
         received = np.zeros_like(kept)  # by stage, bytes received per microbatch in forward and backward

@@ -127,14 +127,14 @@ class ShardingTimes:
         self, plan: ParallelPlan, units: tuple[Unit, ...]
     ) -> tuple[list[float], list[float], list[float]]:
         """By unit, seconds of its all-gather, its reduce-scatter, and its all-reduce among replicas."""
-        state, per_node = self._job.software.state(self._job.training, plan), self._job.cluster.devices_per_node
-        replicas, collective_s = groups_of(plan, per_node, "replicate"), self._cost_cache.collective_s
+        state, cluster = self._job.software.state(self._job.training, plan), self._job.cluster
+        replicas, collective_s = groups_of(plan, cluster, "replicate"), self._cost_cache.collective_s
         known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
         found = []
         for unit in units:
             key = unit.padded, unit.trained_padded, unit.experts
             if key not in known:
-                groups = groups_of(plan, per_node, "expert_shard" if unit.experts else "shard")
+                groups = groups_of(plan, cluster, "expert_shard" if unit.experts else "shard")
                 num_bytes = unit.trained_padded * state.reduced
                 known[key] = (
                     collective_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, groups),

@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.search.bounds.device_groups import Groups, groups_of
 from simplan.search.bounds.layer_sums import CostCache, Floats, Pipeline
 from simplan.search.bounds.sharding_times import ShardingTimes
 from simplan.search.candidates import Candidates, Column
+
+_HOST = "host_step_overhead_s", "host_batch_overhead_s"
 
 
 class _Tail(NamedTuple):
@@ -49,10 +50,13 @@ class StepTimeBound:
 
     def __init__(self, job: Job, cost_cache: CostCache) -> None:
         self._job, self._cost_cache = job, cost_cache
-        kernels, software = job.cluster.device.kernels, job.software
+        cluster, software = job.cluster, job.software
         self._shares_evenly = software.optimizer_shards == "elements"
-        self._host_s = kernels.host_step_overhead_s if software.trainer and cost_cache.sends else 0.0
-        self._batch_s = kernels.host_batch_overhead_s if software.waits_for_batch and cost_cache.sends else 0.0
+        kernels = [of.device.kernels for of in cluster.node_groups] or [cluster.device.kernels]
+        least_s, each_s = (min(getattr(of, name) for of in kernels) for name in _HOST)
+        self._host_s = least_s if software.trainer and cost_cache.sends else 0.0
+        self._batch_s = each_s if software.waits_for_batch and cost_cache.sends else 0.0
+        self._node_groups = np.array([cluster.group_of(device) for device in range(cluster.num_devices)])
         self._sharding = ShardingTimes(job, cost_cache)
 
     def seconds(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
@@ -62,8 +66,9 @@ class StepTimeBound:
             rows: Plans that share the pipeline.
             ways: ``(rows,)`` Index of the layer configuration in ``pipeline``.
         """
-        found = np.zeros(len(rows))
-        sharded = rows.shards_parameters
+        if not pipeline.has_split:
+            return self._of_any_split_s(rows, pipeline, ways) + self._host_s
+        found, sharded = np.zeros(len(rows)), rows.shards_parameters
         alone = sharded & (rows["pp"] == 1) & self._cost_cache.sends
         for part in (alone, sharded & ~alone, ~sharded & ~alone):
             here = np.flatnonzero(part)
@@ -87,7 +92,7 @@ class StepTimeBound:
         scatters_s = None
         if rows.shards_parameters[0] and self._cost_cache.sends:
             places = enumerate(ways.tolist())
-            units = np.stack([self._sharding.stages(rows, row, pipeline.boundaries[way]) for row, way in places])
+            units = np.stack([self._sharding.stages(rows, row, pipeline.ways[way].boundaries) for row, way in places])
             gathers_s, scatters_s = units[:, 0], units[:, 1]
             # the first stage of the first rank is unsharded before any compute
             done_s = done_s + np.maximum(0.0, gathers_s[:, :1] - self._batch_s)
@@ -98,6 +103,21 @@ class StepTimeBound:
         last_s = np.maximum((done_s + tail.reduce_s + back_s).max(axis=1), self._path_s(pipeline, hops_s)[ways])
         last_s = last_s + tail.first_reduce_s[:, 0] + tail.update_s[:, 0]
         return np.asarray(np.maximum(ends_s.max(axis=1), last_s))
+
+    def _of_any_split_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+        """``(rows,)`` Bounds for every split of layers over the ranks, one stage each with all layers.
+
+        For m microbatches, rank r needs m w(r) + w(0) + ... + w(r-1), where w(r) is the time of its layers: the time of
+        all layers times the share that it has. Shares sum to 1. The least possible maximum is a linear program. Any
+        multipliers of its constraints give a bound; these are exact for ranks of similar speed.
+        """
+        many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
+        fills = not pipeline.splits and int(rows["virtual_stages"][0]) == 1
+        speeds = 1 / (pipeline.stages.forward_s + pipeline.stages.backward_s)
+        total = np.zeros(len(rows))
+        for speed in speeds[ways].T[::-1]:
+            total += np.maximum(0.0, speed - fills * total) / many
+        return np.asarray(1 / total)
 
     def _path_s(self, pipeline: Pipeline, hops_s: Floats) -> Floats:
         """``(ways,)`` Seconds in which one microbatch passes forward and backward through all stages.
@@ -118,26 +138,18 @@ class StepTimeBound:
         parts = np.ones(len(sizes))
         parts[ways] = np.where(rows["sequence_parallel"] == 1, 1, rows["tp"]) if splits else 1
         sent = -(-sizes[:, :num_ranks] // parts[:, None])
-        sources = self._first_pipeline(rows, ways, found.shape)
+        sources = np.array([way.devices for way in pipeline.ways])
         targets = np.roll(sources, -1, axis=1)
         per_node = self._job.cluster.devices_per_node
         inside = sources // per_node == targets // per_node
-        for here in (inside, ~inside):  # sends inside nodes all cost the same, and so do sends between nodes
-            if here.any():
-                pair = int(sources[here][0]), int(targets[here][0])
-                values, place = np.unique(sent[here], return_inverse=True)
-                seconds = [self._cost_cache.collective_s(CollectiveKind.SEND, size, (pair,)) for size in values]
-                found[here] = np.array(seconds)[place.reshape(-1)]
-        return found
-
-    def _first_pipeline(self, rows: Candidates, ways: Column, shape: tuple[int, int]) -> NDArray[np.int64]:
-        """``(ways, ranks)`` Devices of the pipeline of rank 0."""
-        ranks = np.arange(shape[1]) * (int(rows.num_devices[0]) // shape[1])
-        found = np.tile(ranks, (shape[0], 1))
-        for row in np.flatnonzero(rows["placement"]).tolist():
-            placement = Placement.of(rows.plan(row))
-            if placement is not None:
-                found[ways[row]] = placement.devices_of(ranks)
+        # sends inside nodes of a group all cost the same, and so do sends between nodes of two groups
+        kinds = np.stack([inside, self._node_groups[sources], self._node_groups[targets]])
+        for kind in np.unique(kinds.reshape(len(kinds), -1), axis=1).T:
+            here = (kinds == kind[:, None, None]).all(axis=0)
+            pair = int(sources[here][0]), int(targets[here][0])
+            values, place = np.unique(sent[here], return_inverse=True)
+            seconds = [self._cost_cache.collective_s(CollectiveKind.SEND, size, (pair,)) for size in values]
+            found[here] = np.array(seconds)[place.reshape(-1)]
         return found
 
     def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
@@ -167,7 +179,7 @@ class StepTimeBound:
         software = self._job.software
         state = software.state(self._job.training, rows.plan(0))
         of_first, of_first_experts = (of[:, first][ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
-        beside_s = self._backward_but_last_layer_s(pipeline)[ways]
+        beside_s = (pipeline.stages.backward_s - pipeline.stages.last_backward_s)[:, first][ways]
         for here, plan in self._meshes(rows):
             shares = plan.shards_optimizer_only
             evenly = shares and self._shares_evenly
@@ -200,22 +212,14 @@ class StepTimeBound:
         )
 
     def _groups(self, plan: ParallelPlan, kind: str) -> Groups:
-        return groups_of(plan, self._job.cluster.devices_per_node, kind)
-
-    def _backward_but_last_layer_s(self, pipeline: Pipeline) -> Floats:
-        """``(ways, ranks)`` Backward seconds of a rank's first stage without its last layer."""
-        first = slice(0, pipeline.num_ranks)
-        last_s = [
-            np.diff(of.summed[1])[bounds[1:] - 1][first]
-            for of, bounds in zip(pipeline.layers, pipeline.boundaries, strict=True)
-        ]
-        return np.asarray(pipeline.stages.backward_s[:, first] - np.stack(last_s))
+        return groups_of(plan, self._job.cluster, kind)
 
     def _update_s(self, rows: Candidates, pipeline: Pipeline, ways: Column, trained: Floats, experts: Floats) -> Floats:
         """``(rows, ranks)`` Optimizer seconds for the parameters that a rank updates."""
         shards = np.where(rows["zero_stage"] > 0, rows.num_shards, 1)[:, None]
         all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
-        return np.asarray(pipeline.stages.update_s[ways] * (trained / shards + experts / all_ranks))
+        update_s = pipeline.stages.update_s[:, : trained.shape[1]][ways]
+        return np.asarray(update_s * (trained / shards + experts / all_ranks))
 
     def _alone_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(rows,)`` Bounds of FSDP without a pipeline."""
@@ -227,7 +231,7 @@ class StepTimeBound:
         found = np.zeros(len(rows))
         for row, way in enumerate(ways.tolist()):
             units = self._sharding.alone(rows, row)
-            forwards_s, backwards_s = np.diff(pipeline.layers[way].summed[:2])
+            forwards_s, backwards_s = np.diff(pipeline.ways[way].ranks[0].summed[:2])
             forward_s, reduced_s, plain_s = units.pass_times_s(forwards_s, backwards_s)
             num_reduced = int(many[row]) if each[row] else 1
             passes_s = many[row] * (forward_s + batch_s) + num_reduced * reduced_s
