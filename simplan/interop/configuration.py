@@ -176,6 +176,33 @@ class Reading:
         self._left.pop(key, None)
         return self.settings[key].value if key in self.settings else default
 
+    def whole(self, key: str, default: int = 1) -> int:
+        """A whole number, at least 1; null and absent are the default, and anything else is a contradiction."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.contradiction(key, "must be a whole number, at least 1")
+            return default
+        return value
+
+    def truth(self, key: str, *, default: bool = False) -> bool:
+        """True or false; null and absent are the default, and anything else is a contradiction."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.contradiction(key, "must be true or false")
+            return default
+        return value
+
+    def word(self, key: str, default: str | None = None) -> str | int | float | bool | None:
+        """A single value, to look up; null and absent are the default, and a list is text that nothing has."""
+        value = self.value(key)
+        if value is None:
+            return default
+        return value if isinstance(value, str | int | float | bool) else str(value)
+
     def written(self, path: str) -> Any:
         """Value that a dotted key of the scenario has by now; None if it has none."""
         section, _, name = path.partition(".")

@@ -42,22 +42,6 @@ class ConfigFile:
         """Folder of other files that it may name; None if they must not be read."""
         return folder_of(self.path) if self.reads_others else None
 
-    def beside(self, name: str, field: str) -> ConfigFile:
-        """File that this one names, relative to its folder.
-
-        Args:
-            name: Path in the file.
-            field: Setting that names it, for errors.
-
-        Raises:
-            SpecError: It must not be read, or cannot be read.
-        """
-        if not self.reads_others:
-            rule, fix = "names a file, which an upload cannot bring along", "use the command line"
-            raise SpecError(Problem(field=field, value=name, rule=rule, fix=fix), file=self.name)
-        path = folder_of(self.path) / name
-        return ConfigFile(path, read_text(path, MAX_YAML_BYTES))
-
     @cached_property
     def yaml(self) -> Document | None:
         """Content as YAML with a mapping at the top; None if it is something else."""
@@ -102,19 +86,16 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
     from simplan.interop import chakra
-    from simplan.interop.frameworks import megatron, torchtitan
+    from simplan.interop.frameworks import megatron, nemo, torchtitan
     from simplan.interop.frameworks.bridge import reading as bridge
-    from simplan.interop.frameworks.hugging_face import accelerate, deepspeed, trainer
-    from simplan.interop.frameworks.nemo import reading as nemo
+    from simplan.interop.frameworks.hugging_face import files as hugging_face
 
     known: tuple[Format, ...] = (
         torchtitan.FORMAT,
         torchtitan.TOML_FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
-        accelerate.FORMAT,
-        deepspeed.FORMAT,
-        trainer.FORMAT,
+        *hugging_face.FORMATS,
         megatron.FORMAT,
         chakra.FORMAT,
     )

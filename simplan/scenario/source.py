@@ -23,7 +23,7 @@ from simplan.document import Path as KeyPath
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, read_configuration
-from simplan.interop.model_types import MODEL_TYPES
+from simplan.interop.huggingface import MODEL_TYPES
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job
 from simplan.model.model import ModelSpec

@@ -151,36 +151,6 @@ def interpolated(settings: Iterable[Setting], prefix: str = "") -> list[Setting]
     return [filled(setting) for setting in listed]
 
 
-def whole(reading: Reading, key: str, default: int = 1) -> int:
-    """A whole number, at least 1; null and absent are the default, and anything else is a contradiction."""
-    value = reading.value(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        reading.contradiction(key, "must be a whole number, at least 1")
-        return default
-    return value
-
-
-def truth(reading: Reading, key: str, *, default: bool = False) -> bool:
-    """True or false; null and absent are the default, and anything else is a contradiction."""
-    value = reading.value(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        reading.contradiction(key, "must be true or false")
-        return default
-    return value
-
-
-def word(reading: Reading, key: str, default: str | None = None) -> str | int | float | bool | None:
-    """A single value, to look up; null and absent are the default, and a list is text that nothing has."""
-    value = reading.value(key)
-    if value is None:
-        return default
-    return value if isinstance(value, str | int | float | bool) else str(value)
-
-
 def parallel_matches(words: Words) -> tuple[Match, ...]:
     """Degrees and batch, for reading and for writing."""
     p = words.parallel
@@ -201,40 +171,34 @@ def read_parallel(reading: Reading, words: Words, *, experts: bool, is_whole: bo
         is_whole: False for overrides of a recipe, which leave other settings to it.
     """
     p = words.parallel
-    degrees = {match.path.partition(".")[2]: whole(reading, match.key) for match in parallel_matches(words)[:3]}
+    degrees = {match.path.partition(".")[2]: reading.whole(match.key) for match in parallel_matches(words)[:3]}
     reading.match(parallel_matches(words))
     key = f"{p}virtual_pipeline_model_parallel_size"
-    virtual = whole(reading, key)
+    degrees["vp"] = virtual = reading.whole(key)
     if degrees["pp"] > 1 and (is_whole or key in reading):
         reading.put("plan.virtual_stages", virtual, key if key in reading else "one stage per rank by default")
-    else:
-        reading.no_effect(key)
     key = f"{p}sequence_parallel"
-    sequence = truth(reading, key)
+    sequence = reading.truth(key)
     if degrees["tp"] > 1 and (is_whole or key in reading):
         reading.put("plan.sequence_parallel", sequence, key if key in reading else "off by default")
-    else:
-        reading.no_effect(key)
     if degrees["cp"] > 1:
         read_cp_comm(reading, f"{words.model}cp_comm_type")
     for name, path, default in (
         ("expert_model_parallel_size", "ep", 1),
         ("expert_tensor_parallel_size", "etp", degrees["tp"]),
     ):
-        degree = whole(reading, p + name, default)
+        degree = reading.whole(p + name, default)
         in_file = reading.settings.get(p + name)
         said = in_file is not None and in_file.value is not None
         if experts and (is_whole or said):
             reading.put(f"plan.{path}", degree, p + name if said else "the default of Megatron Core")
             degrees[path] = degree
-        else:
-            reading.no_effect(p + name)
     return degrees
 
 
 def read_placement(reading: Reading, key: str) -> None:
     """Put the placement with pipelines inside of data-parallel groups, if a file asks for it."""
-    if truth(reading, key):
+    if reading.truth(key):
         reading.put("plan.placement", TP_PP_DP, key)
 
 
@@ -330,12 +294,12 @@ def read_data_parallel(
     """
     ddp = words.ddp
     keys = (f"{ddp}use_megatron_fsdp", f"{ddp}use_custom_fsdp", *fsdp_keys)
-    fsdp = [key for key in keys if truth(reading, key)]
+    fsdp = [key for key in keys if reading.truth(key)]
     strategy = f"{ddp}data_parallel_sharding_strategy"
     shared = [f"{section}use_distributed_optimizer" for section in (ddp, words.optimizer)]
     stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     if fsdp:
-        kind = word(reading, strategy, "optim_grads_params")
+        kind = reading.word(strategy, "optim_grads_params")
         reading.no_effect(*shared)
         if kind not in stages:
             reading.refuse(strategy, "is not known", f"use {', '.join(stages)}")
@@ -345,20 +309,18 @@ def read_data_parallel(
         return
     reading.no_effect(strategy)
     said = [key for key in shared if key in reading]
-    values = [truth(reading, key) for key in said]
+    values = [reading.truth(key) for key in said]
     chosen = any(values) if said else default
     put_sharding(reading, int(chosen), said[0] if said else origin)
-    reading.no_effect(*said)
     _put_instances(reading, ddp, is_sharded=chosen)
 
 
 def _put_instances(reading: Reading, ddp: str, *, is_sharded: bool) -> None:
     """Put the groups of data-parallel ranks that each share one copy of the optimizer states."""
     key = f"{ddp}num_distributed_optimizer_instances"
-    number = whole(reading, key)
+    number = reading.whole(key)
     if is_sharded and number > 1:
         reading.put("plan.dp_replicate", number, key)
-    reading.no_effect(key)
 
 
 def put_sharding(reading: Reading, zero_stage: int, key: str) -> None:
@@ -408,7 +370,6 @@ def _note_differences(reading: Reading, form: ModelForm, family: str) -> None:
     for key in form.dropouts:
         if bool(reading.value(key, 0.1)) is not gpt:
             reading.not_modeled(key, f"the profile has {'dropout' if gpt else 'no dropout'} in this family")
-        reading.no_effect(key)
 
 
 def _family(form: ModelForm) -> str:
@@ -478,21 +439,26 @@ def grad_dtype(reading: Reading, precision: str, in_fp32: bool | None, key: str)
         reading.put("plan.grad_dtype", "bf16", key)
 
 
-def compare(reading: Reading, compared: Mapping[str, tuple[tuple[Any, ...], str]], degrees: Mapping[str, int]) -> None:
-    """Note settings with which the prediction leaves something out.
+def refuse(reading: Reading, table: Mapping[str, Any]) -> None:
+    """Refuse settings of a table under ``refused`` that have a value other than null, false or 0."""
+    for key, why in table["refused"].items():
+        if reading.value(key):
+            reading.refuse(key, why)
+
+
+def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
+    """Note settings with which the prediction leaves something out, and those without an effect.
 
     Args:
-        compared: Key -> values with which it leaves nothing out, and what it does with others.
+        table: ``not_modeled``: setting -> values with which nothing is left out, and what is with others;
+            ``no_effect``: beginnings of settings. What is null or empty is off, and has no effect either.
+        degrees: See ``read_parallel``. Overlaps of communication that a plan does not have leave nothing out.
     """
-    for key, (values, why) in compared.items():
-        is_moot = degrees["tp"] == 1 and key.endswith("tp_comm_overlap")
-        if key in reading and reading.value(key) not in values and not is_moot:
+    moot = [*["tp_comm_overlap"] * (degrees["tp"] == 1), *["overlap_p2p_comm"] * (degrees["vp"] == 1)]
+    for key, (values, why) in table["not_modeled"].items():
+        if key in reading and reading.value(key) not in values and not key.endswith(tuple(moot)):
             reading.not_modeled(key, why)
-        reading.no_effect(key)
-
-
-def no_effect(reading: Reading, beginnings: tuple[str, ...]) -> None:
-    """Note settings by the beginnings of their keys, and all that are null or empty, which is off."""
+    beginnings = tuple(table["no_effect"])
     reading.no_effect(
         *(key for key, each in reading.settings.items() if key.startswith(beginnings) or each.value in (None, [], {}))
     )
@@ -510,7 +476,6 @@ def read_clipping(reading: Reading, key: str, default: float = 1.0) -> None:
     norm = reading.value(key, default)
     if isinstance(norm, int | float) and norm > 0:
         reading.put("training.clip_grad_norm", float(norm), key if key in reading else f"{ORIGIN}: clip_grad = 1")
-    reading.no_effect(key)
 
 
 def read_adapters(reading: Reading, prefix: str) -> None:

@@ -15,17 +15,15 @@ from simplan.document import parse_yaml
 from simplan.interop.configuration import Configuration, Match, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import megatron_core as core
+from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.bridge.export import BUCKET_ELEMENTS, export, settings
 from simplan.interop.frameworks.bridge.words import (
-    COMPARED,
     DISPATCHERS,
     EXPERT_MATCHES,
     LATENT_MATCHES,
     MODEL_MATCHES,
-    NO_EFFECT,
     PRECISIONS,
     RECIPES,
-    REFUSED,
     WORDS,
     blocks_of_layout,
 )
@@ -81,10 +79,7 @@ def read(file: ConfigFile) -> Configuration:
         rule = "is one of several plans for different devices, which the launcher of Megatron Bridge 0.1 chose from"
         reading.refuse(matrix, rule, "write the settings of one plan under model and train")
         return reading.finish()
-    for key, why in REFUSED.items():
-        if reading.value(key):
-            reading.refuse(key, why)
-        reading.no_effect(key)
+    core.refuse(reading, tables("bridge"))
     whole = all(reading.value(key) for key in _SIZES)
     experts = reading.value("model.num_moe_experts") is not None
     named = None if whole else _put_recipe(reading)
@@ -101,7 +96,7 @@ def read(file: ConfigFile) -> Configuration:
         _put_changes(reading)
     core.read_adapters(reading, "peft.")
     reading.ask("cluster", what="does not say how many devices there are", fix="add --cluster dgx-h100 --num-nodes 4")
-    _put_rest(reading, degrees)
+    core.sort_rest(reading, tables("bridge"), degrees)
     return reading.finish()
 
 
@@ -138,7 +133,7 @@ def _put_plan(reading: Reading, *, experts: bool, whole: bool) -> dict[str, int]
     core.read_placement(reading, "dist.use_tp_pp_dp_mapping")
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
     core.read_recompute(reading, WORDS.recompute, names=names)
-    stages = degrees["pp"] * core.whole(reading, "model.virtual_pipeline_model_parallel_size")
+    stages = degrees["pp"] * reading.whole("model.virtual_pipeline_model_parallel_size")
     _put_stages(reading, stages)
     origin = f"the distributed optimizer: {_RECIPE}"
     fsdp = ("dist.use_megatron_fsdp",)  # sets the same key of ddp
@@ -220,7 +215,7 @@ def _put_precision(reading: Reading) -> str:
         reading.put("training.precision", wide or "fp32", said if said in reading else f"{_RECIPE}: bf16_mixed")
     for name in ("mixed_precision.grad_reduce_in_fp32", "ddp.grad_reduce_in_fp32"):
         if name in reading:
-            core.grad_dtype(reading, wide or "fp32", core.truth(reading, name), name)
+            core.grad_dtype(reading, wide or "fp32", reading.truth(name), name)
             break
     return wide or "fp32"
 
@@ -229,9 +224,9 @@ def _put_software(reading: Reading, *, experts: bool) -> None:
     """Put the profile with its options."""
     software: dict[str, Any] = {"preset": "megatron-bridge"}
     if _is_vocabulary_of_tokenizer(reading):
-        software["vocab_multiple"] = core.whole(reading, "model.make_vocab_size_divisible_by", 128)
-    dispatcher = core.word(reading, "model.moe_token_dispatcher_type")
-    backend = core.word(reading, "model.moe_flex_dispatcher_backend", "deepep")
+        software["vocab_multiple"] = reading.whole("model.make_vocab_size_divisible_by", 128)
+    dispatcher = reading.word("model.moe_token_dispatcher_type")
+    backend = reading.word("model.moe_flex_dispatcher_backend", "deepep")
     overlaps = ("comm_overlap.overlap_moe_expert_parallel_comm", "model.overlap_moe_expert_parallel_comm")
     if experts:
         kind = "deepep" if reading.value("model.moe_enable_deepep") else DISPATCHERS.get((dispatcher, backend))
@@ -243,7 +238,7 @@ def _put_software(reading: Reading, *, experts: bool) -> None:
             reading.not_modeled("model.moe_token_dispatcher_type", "tokens come to experts by all-to-all")
         if any(reading.value(key) for key in overlaps):
             software["expert_overlap"] = True
-        if core.truth(reading, "model.use_transformer_engine_op_fuser"):
+        if reading.truth("model.use_transformer_engine_op_fuser"):
             software["fused_experts"] = True
     for key in ("mixed_precision.fp8_dot_product_attention", "model.fp8_dot_product_attention"):
         if reading.value(key):
@@ -258,7 +253,7 @@ def _is_vocabulary_of_tokenizer(reading: Reading) -> bool:
     stated = reading.settings.get("model.vocab_size")
     from_model = stated is not None and stated.value is not None
     whole = all(key in reading for key in _SIZES)
-    return core.truth(reading, "tokenizer.use_tokenizer_vocab_size") or (whole and not from_model)
+    return reading.truth("tokenizer.use_tokenizer_vocab_size") or (whole and not from_model)
 
 
 def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int]) -> None:
@@ -267,7 +262,7 @@ def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int])
     if name not in core.OPTIMIZERS:
         reading.refuse(key, "is not modeled yet", f"only {' and '.join(core.OPTIMIZERS)} are")
         return
-    decoupled = core.truth(reading, "optimizer.decoupled_weight_decay", default=True)
+    decoupled = reading.truth("optimizer.decoupled_weight_decay", default=True)
     chosen = "adamw" if name == "adam" and decoupled else core.OPTIMIZERS[name]
     reading.put(
         "training.optimizer", chosen, key if key in reading else f"{core.ORIGIN}: Adam with decoupled weight decay"
@@ -294,7 +289,7 @@ def _put_lengths(reading: Reading) -> None:
 
 def _put_model(reading: Reading, *, experts: bool) -> None:
     """Put a model whose sizes the file has."""
-    mla = core.truth(reading, "model.multi_latent_attention")
+    mla = reading.truth("model.multi_latent_attention")
     keys, more = _sizes(reading, experts=experts, mla=mla)
     more |= _attention(reading, mla=mla)
     tokenizer = "tokenizer.vocab_size"
@@ -307,14 +302,14 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
         what = "does not say how many tokens there are"
         reading.ask("model.vocab_size", what=what, fix="add --set model.vocab_size=128256")
     position = str(reading.value("model.position_embedding_type", "learned_absolute"))
-    gated = core.truth(reading, "model.gated_linear_unit")
+    gated = reading.truth("model.gated_linear_unit")
     if experts and not gated:
         reading.refuse("model.gated_linear_unit", "is not modeled yet for experts", "only gated experts are")
     form = core.ModelForm(
         gated=gated,
         positions="learned" if position == "learned_absolute" else "none" if position == "none" else "rope",
-        biases=core.truth(reading, "model.add_bias_linear", default=True),
-        tied=core.truth(reading, "model.share_embeddings_and_output_weights", default=True),
+        biases=reading.truth("model.add_bias_linear", default=True),
+        tied=reading.truth("model.share_embeddings_and_output_weights", default=True),
         layer_norm=str(reading.value("model.normalization", "LayerNorm")) != "RMSNorm",
         moe=experts,
         mla=mla,
@@ -379,12 +374,6 @@ def _attention(reading: Reading, *, mla: bool) -> dict[str, tuple[Any, str]]:
         if reading.value(key) == chosen and not (mla and name == "qk_norm"):
             more[name] = (value, key)
     return more
-
-
-def _put_rest(reading: Reading, degrees: Mapping[str, int]) -> None:
-    """Note what the prediction leaves out, and what has no effect."""
-    core.compare(reading, COMPARED, degrees)
-    core.no_effect(reading, NO_EFFECT)
 
 
 FORMAT = Format("bridge", "Megatron Bridge configuration", _recognizes, read, settings, export)

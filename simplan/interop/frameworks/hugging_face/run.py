@@ -13,7 +13,7 @@ from simplan import catalog
 from simplan.errors import SpecError
 from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.frameworks.hugging_face import names
-from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
+from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
 from simplan.interop.frameworks.hugging_face.strategies import (
     DEEPSPEED_DEFAULT,
@@ -448,14 +448,14 @@ class TrainerRun:
             if key.startswith(names.QUANTIZED) and key in trainer and trainer.value(key) not in (False, "false", "no"):
                 rule, fix = "is not modeled yet: frozen weights of 4 or 8 bits", "use LoRA with weights of 16 bits"
                 trainer.refuse(key, rule, fix)
-        for key, (neutral, what) in names.OTHER_TASKS.items():
+        for key, (neutral, what) in table("other_tasks").items():
             if key in trainer and str(trainer.value(key)).lower() not in neutral:
                 fix = "predict an update of its policy as sft" if "preference" in what or "learning" in what else ""
                 trainer.refuse(key, f"belongs to {what}, which is not modeled yet", fix)
         adapters = self._adapter_rank()
         if str(trainer.value("stage", "")).lower() == "sft":
             self.task = trainer.full("stage")
-        trainer.no_effect(names.ADAPTER_NAMES, ("lora_", "peft_"))
+        trainer.sort_rest("adapters")
         if adapters is None:
             if self.task:
                 self.reading.put("training.task", "sft", self.task)
@@ -514,15 +514,10 @@ class TrainerRun:
         return self.accelerate.full(key) if backend not in ("no", "eager") else None
 
     def _read_rest(self) -> None:
-        trainer = self.trainer
-        for name, (neutral, why) in names.TRAINER_NOT_MODELED.items():
-            if name in trainer and not is_one_of(trainer.value(name), neutral):
-                trainer.not_modeled(name, why)
-        trainer.no_effect((*names.TRAINER, *names.TRAINER_NOT_MODELED), names.TRAINER_PREFIXES)
-        self.accelerate.no_effect(names.ACCELERATE, names.ACCELERATE_PREFIXES)
-        self.deepspeed.no_effect(
-            (*names.DEEPSPEED, *names.DEEPSPEED_NOT_MODELED, *names.DEEPSPEED_REFUSED), names.DEEPSPEED_PREFIXES
-        )
+        self.trainer.note("trainer")
+        self.trainer.sort_rest("trainer")
+        self.accelerate.sort_rest("accelerate")
+        self.deepspeed.sort_rest("deepspeed")
 
 
 def _config_in(base: Path, name: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from simplan.interop.frameworks.hugging_face import names
-from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
+from simplan.interop.frameworks.hugging_face.keys import Keys, whole
 
 if TYPE_CHECKING:  # a run reads itself by these functions
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
@@ -66,7 +66,7 @@ def read_fsdp(run: TrainerRun) -> None:
         keys.not_modeled("backward_prefetch", "FSDP2's order of all-gathers in the backward is modeled")
     if keys.is_true("forward_prefetch"):
         keys.not_modeled("forward_prefetch", "FSDP2's order of all-gathers in the forward is modeled")
-    keys.no_effect(names.FSDP)
+    keys.sort_rest("fsdp")
 
 
 def _first_full(run: TrainerRun, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
@@ -196,18 +196,11 @@ def _read_offload(run: TrainerRun, stage: int, inline: Keys) -> bool:
 
 def _note_zero(run: TrainerRun, stage: int) -> None:
     zero = run.deepspeed.view(("zero_optimization.",))
-    for name, (neutral, why) in names.ZERO_NOT_MODELED.items():
-        if name in zero and not is_one_of(zero.value(name), neutral):
-            zero.not_modeled(name, why)
+    zero.note("zero")
     if "overlap_comm" in zero and zero.is_true("overlap_comm") != (stage >= 2):
         why = "reductions overlap the backward in ZeRO-2 and 3 here, and follow it in ZeRO-1"
         zero.not_modeled("overlap_comm", why)
-    for name, (neutral, why) in names.DEEPSPEED_NOT_MODELED.items():
-        if name in run.deepspeed and not is_one_of(run.deepspeed.value(name), neutral):
-            run.deepspeed.not_modeled(name, why)
-    for name, (neutral, why) in names.DEEPSPEED_REFUSED.items():
-        if name in run.deepspeed and not is_one_of(run.deepspeed.value(name), neutral):
-            run.deepspeed.refuse(name, why, "remove it")
+    run.deepspeed.note("deepspeed")
 
 
 def read_parallelism(run: TrainerRun) -> None:

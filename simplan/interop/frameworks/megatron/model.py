@@ -7,16 +7,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from simplan import catalog
+from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.megatron.arguments import is_above
 from simplan.interop.frameworks.megatron.options import (
     CORE,
     DEFAULT,
-    DEFAULT_TOKENIZERS,
     EXPERTS,
     LATENT_ATTENTION,
     MODEL,
     T5,
-    VOCABULARIES,
 )
 
 if TYPE_CHECKING:  # the reader calls these functions
@@ -300,18 +299,19 @@ def _note_dropout(reader: MegatronReader, family: str) -> None:
 
 def _read_vocabulary(reader: MegatronReader) -> None:
     reading, path = reader.reading, "model.vocab_size"
+    vocabularies, defaults = tables("megatron")["vocabularies"], tables("megatron")["default_tokenizers"]
     kind = reader.value("--tokenizer-type")
     sized = next((key for key in _VOCABULARY_KEYS if key in reading), None)
     if sized is not None:
         reading.put(path, reading.value(sized), sized)
         for key in _VOCABULARY_KEYS:
             reading.value(key)
-    elif isinstance(kind, str) and kind in VOCABULARIES and not _has_own_vocabulary(reader, kind):
+    elif isinstance(kind, str) and kind in vocabularies and not _has_own_vocabulary(reader, kind):
         extra = reading.value("--vocab-extra-ids", 0)
-        reading.put(path, VOCABULARIES[kind] + (extra if isinstance(extra, int) else 0), "--tokenizer-type")
-    elif kind is None and reader.program in DEFAULT_TOKENIZERS and "--tokenizer-model" not in reader._all_keys():
-        default = DEFAULT_TOKENIZERS[reader.program]
-        reading.put(path, VOCABULARIES[default], f"{default}, the default of {reader.program}")
+        reading.put(path, vocabularies[kind] + (extra if isinstance(extra, int) else 0), "--tokenizer-type")
+    elif kind is None and reader.program in defaults and "--tokenizer-model" not in reader._all_keys():
+        default = defaults[reader.program]
+        reading.put(path, vocabularies[default], f"{default}, the default of {reader.program}")
     elif (preset := _preset_of(reader.value("--tokenizer-model"))) is not None:
         size = catalog.model(preset).vocab_size
         reading.put(path, size, "--tokenizer-model")

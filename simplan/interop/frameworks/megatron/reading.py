@@ -8,6 +8,7 @@ from typing import Any
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import megatron_core as core
+from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.megatron.arguments import Arguments, alike, hyphenated, is_above, read_arguments
 from simplan.interop.frameworks.megatron.model import read_model
 from simplan.interop.frameworks.megatron.options import (
@@ -16,16 +17,11 @@ from simplan.interop.frameworks.megatron.options import (
     DEEPSPEED,
     DEFAULT,
     EXPERTS,
-    FLAGS,
     LATENT_ATTENTION,
     MODEL,
-    NO_EFFECT,
-    NOT_MODELED,
     OF_2021,
     OF_2022,
     PLAN,
-    REFUSED,
-    REFUSED_PROGRAMS,
     T5,
     TRAINING,
 )
@@ -46,41 +42,7 @@ _SIGNS_OF_2022 = (
     "--no-query-key-layer-scaling",
     "--use-legacy-models",
 )
-_OPTIONS = {
-    "plan.tp": "--tp 8", "plan.pp": "--pp 4", "plan.cp": "--cp 2", "plan.ep": "--ep 8",
-    "plan.microbatch_size": "--microbatch-size 1", "plan.recompute": "--recompute full",
-    "plan.virtual_stages": "--virtual-stages 2", "model.seq_len": "--seq-len 4096",
-    "training.precision": "--precision bf16", "training.global_batch_size": "--global-batch-size 512",
-    "plan.zero_stage": "--set plan.zero_stage=1", "plan.sequence_parallel": "--set plan.sequence_parallel=true",
-    "software.expert_dispatch": "--set software.expert_dispatch=all_to_all",
-    "training.optimizer": "--set training.optimizer=adamw",
-}  # fmt: skip
-"""Key of a scenario -> option with a usual value."""
-_ASKED = {
-    **{match.key: match.path for match in (*MODEL, *T5, *EXPERTS, *LATENT_ATTENTION)},
-    **{match.key: match.path for match in (*PLAN, *TRAINING, CONTEXT_PARALLEL)},
-    "--ffn-hidden-size": "model.intermediate_size",
-    "--num-query-groups": "model.num_key_value_heads",
-    "--kv-channels": "model.head_dim",
-    "--vocab-size": "model.vocab_size",
-    "--padded-vocab-size": "model.vocab_size",
-    "--moe-ffn-hidden-size": "model.moe_intermediate_size",
-    "--recompute-granularity": "plan.recompute",
-    "--recompute-activations": "plan.recompute",
-    "--recompute-num-layers": "plan.recompute_layers",
-    "--num-layers-per-virtual-pipeline-stage": "plan.virtual_stages",
-    "--num-virtual-stages-per-pipeline-rank": "plan.virtual_stages",
-    "--expert-tensor-parallel-size": "plan.etp",
-    "--sequence-parallel": "plan.sequence_parallel",
-    "--use-distributed-optimizer": "plan.zero_stage",
-    "--zero-stage": "plan.zero_stage",
-    "--bf16": "training.precision",
-    "--fp16": "training.precision",
-    "--fp8-format": "training.precision",
-    "--swiglu": "model.family",
-    "--moe-token-dispatcher-type": "software.expert_dispatch",
-}  # fmt: skip
-"""Argument whose value decides the plan -> key of the scenario that is asked for if the value is not known."""
+_MATCHES = (*MODEL, *T5, *EXPERTS, *LATENT_ATTENTION, *PLAN, *TRAINING, CONTEXT_PARALLEL)
 _FP8_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
 _NUM_DEVICES = "devices"
 """Name of the product of nodes and ranks per node of the launcher, in origins."""
@@ -109,12 +71,16 @@ class MegatronReader:
         reading: Arguments on their way into a scenario.
         arguments: The arguments, with those that are not certain.
         software: Profile that models this version.
+        table: Tables of options without a key in a scenario.
+        asked: Argument whose value decides the plan -> key of the scenario that is asked for if it is not known.
     """
 
     def __init__(self, reading: Reading, arguments: Arguments) -> None:
         self.reading = reading
         self.arguments = arguments
         self.software = CORE
+        self.table = tables("megatron")
+        self.asked: dict[str, str] = {match.key: match.path for match in _MATCHES} | self.table["asked"]
 
     def configuration(self) -> Configuration:
         """Read everything."""
@@ -133,33 +99,35 @@ class MegatronReader:
 
     def _check_program(self) -> None:
         program = self.arguments.program
-        for part, what in REFUSED_PROGRAMS.items():
+        for part, what in self.table["refused_programs"].items():
             if part in program.lower():
                 self.reading.refuse(
                     program, f"trains {what}, which are not modeled yet", "give a script of pretrain_gpt.py"
                 )
                 return
-        for key, (rule, fix) in REFUSED.items():
+        for key, (rule, fix) in self.table["refused"].items():
             value = self.reading.settings[key].value if key in self.reading else None
             if value not in (None, 0, "none", "None"):
                 self.reading.refuse(key, rule, fix)
-        known = FLAGS | NOT_MODELED.keys() | REFUSED.keys() | _ASKED.keys()
+        known = {*self.table["flags"], *self.table["not_modeled"], *self.table["refused"], *self.asked}
+        no_effect = self.table["no_effect"]
         for setting, other in hyphenated(self.arguments.settings):
-            is_own = alike(NO_EFFECT, setting.key) or setting.key.startswith("--deepspeed")
-            if not is_own and (other.key in known or alike(NO_EFFECT, other.key)):
+            is_own = alike(no_effect, setting.key) or setting.key.startswith("--deepspeed")
+            if not is_own and (other.key in known or alike(no_effect, other.key)):
                 self.reading.contradiction(setting.key, "is no argument of Megatron-LM", f"write {other.key}")
 
     def _read_unsure(self) -> None:
         """Ask for values that decide the plan and that the file does not tell."""
         asked: set[str] = set()
         for setting, why in self.arguments.unsure:
-            path = _ASKED.get(setting.key)
+            path = self.asked.get(setting.key)
             is_rotary = setting.key == "--max-position-embeddings" and self.value("--position-embedding-type") == "rope"
             if path is None or path in asked or is_rotary:
                 continue
             shown = setting.key if setting.value is True else f"{setting.key} {setting.value}"
             place = f" in line {setting.line}" if setting.line is not None else ""
-            fix = f"add {_option(path)}"
+            usual = self.table["usual"].get(path, f"--set {path}=...")
+            fix = f"add {usual}"
             if why.endswith("argument of the script") and not asked:
                 fix += f", or name a file with the line: bash {self.reading.file.rpartition('/')[2]} ARGUMENTS"
             asked.add(path)
@@ -284,22 +252,18 @@ class MegatronReader:
 
     def _sort_rest(self) -> None:
         """Sort arguments that nothing has looked at."""
-        reading = self.reading
-        for key, why in NOT_MODELED.items():
+        reading, no_effect = self.reading, self.table["no_effect"]
+        for key, why in self.table["not_modeled"].items():
             reading.not_modeled(key, why)
         if not is_above(self.value("--num-experts"), 1):
             reading.no_effect(*(key for key in reading.settings if key == "--num-experts" or key.startswith("--moe-")))
-        reading.no_effect(*(key for key in reading.settings if alike(NO_EFFECT, key)))
+        reading.no_effect(*(key for key in reading.settings if alike(no_effect, key)))
         for setting, why in self.arguments.unsure:
-            known = alike(NO_EFFECT, setting.key) and setting.key not in _ASKED
+            known = alike(no_effect, setting.key) and setting.key not in self.asked
             if known or setting.key in ("--vocab-file", "--load", "--save"):
                 reading.settings[setting.key] = setting
                 reading._left[setting.key] = setting
                 reading.no_effect(setting.key)
-            elif setting.key not in _ASKED:
+            elif setting.key not in self.asked:
                 reading.settings[setting.key] = setting
                 reading.not_modeled(setting.key, f"{why}; read without it")
-
-
-def _option(path: str) -> str:
-    return _OPTIONS.get(path, f"--set {path}=...")

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.shell.evaluate import Called, Shell, Value, ValuePart, Word
-from simplan.interop.frameworks.shell.slurm import sbatch_settings, whole_number
-from simplan.interop.frameworks.shell.syntax import parse_script
+from simplan.interop.frameworks.shell.evaluate import Called, Shell, Value, Word
+from simplan.interop.frameworks.shell.syntax import parse_script, sbatch_settings, whole_number
 
 _NUMBER = re.compile(r"[-+]?\d(_?\d){0,17}")
 _REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
@@ -104,7 +103,7 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
     for option, names in _SLURM_VARIABLES.items():
         setting = sbatch.get(f"#SBATCH --{option}")
         if setting is not None and isinstance(setting.value, int):
-            values |= {name: ((ValuePart(str(setting.value), setting.line or 0),),) for name in names}
+            values |= {name: ((Word(str(setting.value), setting.line or 0),),) for name in names}
     return values
 
 

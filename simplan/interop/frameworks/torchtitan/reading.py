@@ -7,46 +7,10 @@ from typing import Any
 
 from simplan.interop.configuration import Configuration
 from simplan.interop.frameworks.torchtitan import stages
-from simplan.interop.frameworks.torchtitan.facts import facts, num_layers
-from simplan.interop.frameworks.torchtitan.settings import RunSettings
+from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts, num_layers
 from simplan.problems import render_value
 from simplan.wording import either
 
-_NO_EFFECT = (
-    "job.", "profiling.", "profiler.", "metrics.", "checkpoint.", "lr_scheduler.", "comm.", "dataloader.",
-    "training.dataloader.", "validation.", "validator.", "memory_estimation.", "debug.", "tokenizer.", "observability.",
-    "fault_tolerance.",
-)  # fmt: skip
-"""Sections that change no step between two logs, checkpoints and validations."""
-_KEYS_WITHOUT_EFFECT = frozenset({
-    "hf_assets_path", "dump_folder", "model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion",
-    "optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay",
-    "training.dataset", "training.dataset_path", "training.steps", "training.warmup_steps", "training.seed",
-    "training.gc_freq", "training.shuffle_seed", "training.mixed_precision_reduce",
-    "parallelism.context_parallel_load_balancer", "parallelism.spmd_backend",
-    "activation_checkpoint.preserve_rng_state", "activation_checkpoint.early_stop",
-    "activation_checkpoint.determinism_check", "quantize.linear.float8.scaling_type_input",
-    "quantize.linear.float8.scaling_type_weight", "quantize.linear.float8.scaling_type_grad_output",
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "model.norm_type",
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
-    "activation_checkpoint.force_recompute_mm_shapes_by_fqns",
-})  # fmt: skip
-_NOT_MODELED = {
-    "training.deterministic": "deterministic kernels are slower",
-    "debug.deterministic": "deterministic kernels are slower",
-    "debug.detect_anomaly": "checks of every operation take time",
-    "training.gc_debug": "a collection of garbage at every step takes time",
-    "fault_tolerance.enable": "replicas of torchft reduce gradients over a slower network",
-    "override.imports": "other kernels in place of torchtitan's",
-    "optimizer.early_step_in_backward": "gradients are freed during backward, and updates overlap it",
-    "parallelism.enable_compiled_autograd": "backward is compiled across blocks",
-    "parallelism.enable_fsdp_symm_mem": "FSDP's collectives through symmetric memory are faster",
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": "FSDP gathers the weights in 8 bits, half of the bytes",
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": "one all-reduce for the scales of all weights",
-    "quantize.linear.float8.force_recompute_fp8_weight_in_bwd": "weights are cast again in backward",
-    "quantize.linear.float8.emulate": "emulated FP8 is slower",
-}  # fmt: skip
-"""Settings that, if they are on, change time or memory by something that is left out."""
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
 _FLOAT8 = ("float8", "quantize.linear.float8", "quantize.dense.float8")
 _MX = ("mx", "quantize.linear.mx", "quantize.dense.mx")
@@ -426,11 +390,12 @@ def _version_0_3(settings: RunSettings) -> None:
 
 def _rest(settings: RunSettings) -> None:
     """Note what is left."""
-    for key, why in _NOT_MODELED.items():
+    for key, why in facts().not_modeled.items():
         if key in settings and settings[key] not in (False, None, []):
             settings.not_modeled(key, why)
     settings.reading.no_effect(*(name for key, name in settings.names.items() if not _has_effect(key)))
 
 
 def _has_effect(key: str) -> bool:
-    return not key.startswith(_NO_EFFECT) and key not in _KEYS_WITHOUT_EFFECT and ".optimizer_kwargs." not in key
+    is_known = key in facts().no_effect or key.startswith(facts().sections_without_effect)
+    return not is_known and ".optimizer_kwargs." not in key

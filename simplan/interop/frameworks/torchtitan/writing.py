@@ -13,7 +13,7 @@ from typing import Any
 from simplan import catalog
 from simplan.interop.configuration import Match
 from simplan.interop.frameworks.torchtitan import stages
-from simplan.interop.frameworks.torchtitan.facts import facts
+from simplan.interop.frameworks.torchtitan.settings import facts
 from simplan.interop.writing import Exported, Option, Writing
 from simplan.job import Job
 from simplan.model.model import ModelSpec
