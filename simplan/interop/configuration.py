@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from simplan.document import Document, Place
 from simplan.errors import NotModelledError, Problem, SpecError
@@ -162,7 +162,7 @@ class Reading:
     _unmodeled_problems: list[Problem] = field(default_factory=list)
 
     @classmethod
-    def of(cls, title: str, file: str, settings: Iterable[Setting]) -> Reading:
+    def of(cls, title: str, file: str, settings: Iterable[Setting]) -> Self:
         """Reading of settings, of which the last one of a key counts."""
         by_key = {setting.key: setting for setting in settings}
         return cls(title, file, by_key, dict(by_key))
@@ -174,6 +174,10 @@ class Reading:
     def value(self, key: str, default: Any = None) -> Any:
         """Value of a key, which counts as read from here on."""
         self._left.pop(key, None)
+        return self.settings[key].value if key in self.settings else default
+
+    def peek(self, key: str, default: Any = None) -> Any:
+        """Value of a key, which does not count as read."""
         return self.settings[key].value if key in self.settings else default
 
     def whole(self, key: str, default: int = 1) -> int:
@@ -230,6 +234,13 @@ class Reading:
         self._origins[path], self._names[path] = str(setting), key
         if setting.line is not None:
             self._lines[tuple(path.split("."))] = (setting.line, 1)
+
+    def copy(self, path: str, *keys: str) -> bool:
+        """Give a key of the scenario the value of the first of some settings; False if the file has none of them."""
+        key = next((each for each in keys if each in self), None)
+        if key is not None:
+            self.put(path, self.value(key), key)
+        return key is not None
 
     def match(self, matches: Iterable[Match]) -> None:
         """Put all settings that are one key of a scenario each.

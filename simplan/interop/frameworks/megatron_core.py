@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ LORA_TARGETS = {
 """``model.lora_targets`` -> modules with adapters, larger groups first."""
 TP_PP_DP = ["tp", "cp", "pp", "dp"]
 """Placement by ``use_tp_pp_dp_mapping`` (megatron/training/initialize.py); the only one besides the default."""
+Positions = Literal["learned", "rope", "alibi", "none"]
 OPTIMIZERS = {"adam": "adam", "sgd": "sgd_momentum"}
 """``OptimizerConfig.optimizer`` -> ``training.optimizer``; its SGD has a momentum of 0.9."""
 
@@ -62,37 +63,6 @@ class Words:
     optimizer: str
     batch: str
     recompute: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelForm:
-    """A decoder in the words of one file.
-
-    Attributes:
-        gated: MLPs have a gate.
-        positions: Kind of position embedding; ``rope`` includes its variants.
-        biases: Linear layers have biases.
-        tied: Embedding and head share a weight.
-        layer_norm: LayerNorm instead of RMSNorm.
-        moe: Blocks have experts.
-        mla: Attention is DeepSeek's multi-head latent attention.
-        keys: Field of ``ModelSpec`` -> key of the file.
-        more: Further fields of the model, each with its value and the key or words on its origin.
-        why: Field of ``gated``, ``positions``, ``biases``, ``layer_norm`` -> key of the file that says so.
-        dropouts: Keys of rates of dropout, which are 0.1 by default.
-    """
-
-    gated: bool
-    positions: Literal["learned", "rope", "alibi", "none"]
-    biases: bool
-    tied: bool
-    layer_norm: bool
-    moe: bool = False
-    mla: bool = False
-    keys: Mapping[str, str] = field(default_factory=dict)
-    more: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    why: Mapping[str, str] = field(default_factory=dict)
-    dropouts: tuple[str, ...] = ("model.hidden_dropout", "model.attention_dropout")
 
 
 def flattened(document: Document) -> list[Setting]:
@@ -332,55 +302,57 @@ def put_sharding(reading: Reading, zero_stage: int, key: str) -> None:
         reading.put("plan.dp_shard", 1, key)
 
 
-def put_model(reading: Reading, form: ModelForm, origin: str) -> None:
-    """Put the model: its family, its sizes, and notes on what the family leaves out.
+def put_model(
+    reading: Reading,
+    *,
+    gated: bool,
+    moe: bool,
+    mla: bool = False,
+    positions: Positions,
+    layer_norm: bool,
+    gate_key: str,
+    bias_key: str,
+    keys: Mapping[str, str],
+    more: Mapping[str, tuple[Any, str]],
+    origin: str,
+) -> None:
+    """Put a decoder: its family, which is one with the same matmuls, its sizes, and notes on what that leaves out.
 
     Args:
+        gated, moe, mla: MLPs have a gate, blocks have experts, attention is DeepSeek's multi-head latent attention.
+        positions: Kind of position embedding; ``rope`` includes its variants.
+        layer_norm: LayerNorm instead of RMSNorm.
+        gate_key, bias_key: Keys on the gate of MLPs, and on biases of linear layers.
+        keys: Field of ``ModelSpec`` -> key of the file.
+        more: Further fields of the model, each with its value and the key or words on its origin.
         origin: Words on where values come from that the file does not have.
     """
-    family = _family(form)
+    biases, tied = reading.truth(bias_key, default=True), "model.share_embeddings_and_output_weights"
+    plain = "mpt" if positions == "alibi" and not biases else "gpt"
+    family = "deepseek" if mla else "moe" if moe else "llama" if gated else plain
     reading.put("model.name", Path(reading.file).stem, "the name of the file")
-    gate = form.why.get("gated", "")
-    reading.put("model.family", family, gate if gate in reading else origin)
-    for name, key in form.keys.items():
+    reading.put("model.family", family, gate_key if gate_key in reading else origin)
+    for name, key in keys.items():
         value = reading.value(key)
         if value is not None:
             reading.put(f"model.{name}", value, key)
-    for name, (value, key) in form.more.items():
+    for name, (value, key) in more.items():
         reading.put(f"model.{name}", value, key)
-    tied = form.why.get("tied", "")
-    reading.put("model.tied_embeddings", form.tied, tied if tied in reading else origin)
-    _note_differences(reading, form, family)
-
-
-def _note_differences(reading: Reading, form: ModelForm, family: str) -> None:
-    """Note what blocks of the family have otherwise than the file's."""
+    reading.put("model.tied_embeddings", reading.truth(tied, default=True), tied if tied in reading else origin)
     gpt = family == "gpt"
-    if family in ("llama", "moe") and form.biases:
-        reading.put("model.attention_bias", True, form.why.get("biases", ""))
-        reading.not_modeled(form.why.get("biases", ""), "biases of MLPs are left out")
-    elif gpt and not form.biases:
-        reading.not_modeled(form.why.get("biases", ""), "counted with biases")
-    if form.layer_norm is not (family in ("gpt", "mpt")):
-        what = "LayerNorm" if gpt else "RMSNorm, which reads no bias"
-        reading.not_modeled(form.why.get("layer_norm", ""), f"counted as {what}")
+    if family in ("llama", "moe") and biases:
+        reading.put("model.attention_bias", True, bias_key)
+        reading.not_modeled(bias_key, "biases of MLPs are left out")
+    elif gpt and not biases:
+        reading.not_modeled(bias_key, "counted with biases")
+    if layer_norm is not (family in ("gpt", "mpt")):
+        reading.not_modeled("model.normalization", f"counted as {'LayerNorm' if gpt else 'RMSNorm, which reads no bias'}")
     expected = {"gpt": "learned", "mpt": "alibi"}.get(family, "rope")
-    if form.positions != expected:
-        reading.not_modeled(form.why.get("positions", ""), f"counted as {expected} positions")
-    for key in form.dropouts:
+    if positions != expected:
+        reading.not_modeled("model.position_embedding_type", f"counted as {expected} positions")
+    for key in ("model.hidden_dropout", "model.attention_dropout"):
         if bool(reading.value(key, 0.1)) is not gpt:
             reading.not_modeled(key, f"the profile has {'dropout' if gpt else 'no dropout'} in this family")
-
-
-def _family(form: ModelForm) -> str:
-    """Family with the same matmuls."""
-    if form.mla:
-        return "deepseek"
-    if form.moe:
-        return "moe"
-    if form.gated:
-        return "llama"
-    return "mpt" if form.positions == "alibi" and not form.biases else "gpt"
 
 
 def window(reading: Reading, key: str) -> dict[str, tuple[Any, str]]:
@@ -469,6 +441,29 @@ def world_size(nodes: Any, devices: Any) -> int | None:
     if not isinstance(nodes, int) or not isinstance(devices, int) or isinstance(nodes, bool) or min(nodes, devices) < 1:
         return None
     return nodes * devices
+
+
+def read_optimizer(reading: Reading, section: str, origin: str) -> None:
+    """Put the optimizer of a section with the keys of ``OptimizerConfig``, and the clipping of gradients.
+
+    Args:
+        origin: Words on where the optimizer comes from if the file does not have it.
+    """
+    key = f"{section}optimizer"
+    name = str(reading.value(key, "adam"))
+    if name not in OPTIMIZERS:
+        reading.refuse(key, "is not modeled yet", f"only {' and '.join(OPTIMIZERS)} are")
+        return
+    decoupled = reading.truth(f"{section}decoupled_weight_decay", default=True)
+    chosen = "adamw" if name == "adam" and decoupled else OPTIMIZERS[name]
+    reading.put("training.optimizer", chosen, key if key in reading else origin)
+    read_clipping(reading, f"{section}clip_grad")
+
+
+def put_length(reading: Reading, *keys: str) -> None:
+    """Put the length of sequences from the first of some settings; it is asked for if the file has none."""
+    if not reading.copy("model.seq_len", *keys):
+        reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
 
 
 def read_clipping(reading: Reading, key: str, default: float = 1.0) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from simplan import catalog
 from simplan.document import parse_yaml
@@ -30,18 +30,12 @@ _SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
 _WHOLE = ("fused_adam", "adamw", "adam", "megatron_fused_adam")
 _LLAMA_3 = re.compile(r"meta-llama/(Meta-)?Llama-3(\.\d)?-\d+B(-Instruct)?")
 _LLAMA_3_VOCABULARY = 128256
-_POSITIONS: Mapping[str, Literal["learned", "rope", "alibi", "none"]] = {
-    "learned_absolute": "learned",
-    "learned_parameters": "learned",
-    "rope": "rope",
-    "alibi": "alibi",
-    "kerple": "alibi",
+_POSITIONS: Mapping[str, core.Positions] = {
+    "learned_absolute": "learned", "learned_parameters": "learned", "rope": "rope", "alibi": "alibi", "kerple": "alibi",
     "none": "none",
-}
+}  # fmt: skip
 _GATES = ("swiglu", "geglu", "reglu")
 _PLAIN = ("gelu", "fast-gelu", "relu", "squared-relu", "squaredrelu", "openai-gelu", "openai_gelu")
-
-
 _CLASSES = re.compile(
     r"(?P<family>[A-Za-z]+?)(?P<version>[\d.]*)Config(?P<size>[\dx]+(?:P\d+)?[MB])(?P<active>_A\d+B)?"
 )
@@ -206,29 +200,22 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
     if not gated and not experts and kind == "learned" and reading.value("model.max_position_embeddings"):
         keys["max_position_embeddings"] = "model.max_position_embeddings"
     reading.no_effect("model.max_position_embeddings", "model.qkv_bias", "model.window_size")
-    form = core.ModelForm(
+    core.put_model(
+        reading,
         gated=gated or experts,
-        positions=kind or "learned",
-        biases=reading.truth("model.bias", default=True),
-        tied=reading.truth("model.share_embeddings_and_output_weights", default=True),
-        layer_norm="rms" not in str(reading.value("model.normalization", "layernorm")),
         moe=experts,
+        positions=kind or "learned",
+        layer_norm="rms" not in str(reading.value("model.normalization", "layernorm")),
+        gate_key="model.activation",
+        bias_key="model.bias",
         keys=keys,
         more=more,
-        why={
-            "gated": "model.activation",
-            "positions": "model.position_embedding_type",
-            "biases": "model.bias",
-            "layer_norm": "model.normalization",
-            "tied": "model.share_embeddings_and_output_weights",
-        },
+        origin=_ORIGIN,
     )
-    core.put_model(reading, form, _ORIGIN)
     falcon = "falcon" in str(reading.value("model.name"))  # the customization is of its blocks alone
     for key, left in _BLOCK_OPTIONS.items():
         if reading.value(key) not in (None, False, "pre_ln") and (falcon or "customization" not in key):
             reading.not_modeled(key, left)
-        reading.no_effect(key)
 
 
 def _sizes(reading: Reading, *, experts: bool, gated: bool) -> tuple[dict[str, str], dict[str, tuple[Any, str]]]:
@@ -253,16 +240,16 @@ def _sizes(reading: Reading, *, experts: bool, gated: bool) -> tuple[dict[str, s
         more[width] = (4 * hidden, f"{_ORIGIN}: 4 x hidden_size")
     if reading.value("model.qkv_bias") and gated:
         more["qkv_bias"] = (True, "model.qkv_bias")
-    length = next((key for key in _LENGTHS if key in reading), None)
+    lengths = ("model.encoder_seq_length", "model.seq_length", "model.data.seq_length")
+    length = next((key for key in lengths if key in reading), None)
     if length is not None:
         more["seq_len"] = (reading.value(length), length)
     else:
-        reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
+        core.put_length(reading)
     _put_vocabulary(reading, more)
     return keys, more
 
 
-_LENGTHS = ("model.encoder_seq_length", "model.seq_length", "model.data.seq_length")
 _BLOCK_OPTIONS = {
     "model.mcore_customization_config.parallel_attention": "attention and MLP follow each other",
     "model.mcore_customization_config.new_decoder_architecture": "blocks have one norm each",
@@ -331,18 +318,8 @@ def _read_version_2(reading: Reading) -> Configuration:
     if reading.value("trainer.strategy.fsdp") is not None:
         reading.refuse("trainer.strategy.fsdp", "sharded parameters are not modeled yet for NeMo")
     _put_precision_of_2(reading)
-    optimizer = "optim.config.optimizer"
-    name = str(reading.value(optimizer, "adam"))
-    if name not in core.OPTIMIZERS:
-        reading.refuse(optimizer, "is not modeled yet", f"only {' and '.join(core.OPTIMIZERS)} are")
-    else:
-        chosen = "adamw" if name == "adam" else core.OPTIMIZERS[name]
-        reading.put("training.optimizer", chosen, optimizer if optimizer in reading else core.ORIGIN)
-    core.read_clipping(reading, "optim.config.clip_grad")
-    if "data.seq_length" in reading:
-        reading.put("model.seq_len", reading.value("data.seq_length"), "data.seq_length")
-    else:
-        reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
+    core.read_optimizer(reading, "optim.config.", core.ORIGIN)
+    core.put_length(reading, "data.seq_length")
     _put_devices(reading, degrees, "data.")
     for key in (f"model.config.{size}" for size in _SIZES_OF_2):
         if key in reading:
@@ -388,8 +365,6 @@ def _put_rest(reading: Reading, degrees: dict[str, int]) -> None:
     known = [moved(key) for key in theirs["no_effect"] if key.startswith(tuple(_SECTIONS))]
     not_modeled = {moved(key): each for key, each in theirs["not_modeled"].items()}
     core.sort_rest(reading, {"not_modeled": not_modeled, "no_effect": [*own["no_effect"], *known]}, degrees)
-
-
 
 
 def _put_named_model(reading: Reading) -> str:

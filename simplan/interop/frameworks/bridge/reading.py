@@ -29,17 +29,8 @@ from simplan.interop.frameworks.bridge.words import (
 )
 
 _SECTIONS = (
-    "model",
-    "train",
-    "optimizer",
-    "scheduler",
-    "ddp",
-    "dataset",
-    "checkpoint",
-    "logger",
-    "mixed_precision",
-    "dist",
-)
+    "model", "train", "optimizer", "scheduler", "ddp", "dataset", "checkpoint", "logger", "mixed_precision", "dist",
+)  # fmt: skip
 _RECIPE = "the recipes of Megatron Bridge have it"
 _NAMED = re.compile(r"(?P<model>.+?)_(?:pretrain|sft|finetune|peft|cpt|lora|dora)(?:_.*)?")
 _SIZES = tuple(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads"))
@@ -86,10 +77,15 @@ def read(file: ConfigFile) -> Configuration:
     if named is not None:
         experts = "num_experts" in catalog.model_fields(named)
     degrees = _put_plan(reading, experts=experts or not whole, whole=whole)
-    precision = _put_precision(reading)
+    _put_precision(reading)
     _put_software(reading, experts=experts or not whole)
-    _put_optimizer(reading, precision, degrees)
-    _put_lengths(reading)
+    core.read_optimizer(reading, "optimizer.", f"{core.ORIGIN}: Adam with decoupled weight decay")
+    bucket = reading.value("ddp.bucket_size")
+    if type(bucket) is int and bucket != BUCKET_ELEMENTS:
+        reading.put("plan.bucket_bytes", bucket * 4, "ddp.bucket_size")
+    lengths = ("dataset.seq_length", "dataset.sequence_length", "model.seq_length")
+    core.put_length(reading, *lengths)
+    reading.no_effect(*lengths)
     if whole:
         _put_model(reading, experts=experts)
     else:
@@ -177,20 +173,20 @@ def _put_stages(reading: Reading, num_stages: int) -> None:
     reading.put("plan.stage_layers", list(blocks), ends[0] if first is not None else ends[1])
 
 
-def _put_precision(reading: Reading) -> str:
-    """Put the precision of GEMMs and gradients; returns that of the weights in 16 or 32 bits."""
+def _put_precision(reading: Reading) -> None:
+    """Put the precision of GEMMs and gradients."""
     section = "mixed_precision"
     named = reading.value(section)
     if isinstance(named, str):
         name = named.replace("-", "_")
         if name not in RECIPES:
             reading.refuse(section, "is not modeled yet", f"only {', '.join(RECIPES)} are")
-            return "bf16"
+            return
         precision, recipe = RECIPES[name]
         reading.put("training.precision", precision, section)
         if recipe is not None:
             reading.put("training.fp8_recipe", recipe, section)
-        return "fp16" if precision == "fp16" else "bf16"
+        return
     where = next(
         (each for each in ("mixed_precision.", "model.") if f"{each}bf16" in reading or f"{each}fp8" in reading), ""
     )
@@ -217,7 +213,6 @@ def _put_precision(reading: Reading) -> str:
         if name in reading:
             core.grad_dtype(reading, wide or "fp32", reading.truth(name), name)
             break
-    return wide or "fp32"
 
 
 def _put_software(reading: Reading, *, experts: bool) -> None:
@@ -256,37 +251,6 @@ def _is_vocabulary_of_tokenizer(reading: Reading) -> bool:
     return reading.truth("tokenizer.use_tokenizer_vocab_size") or (whole and not from_model)
 
 
-def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int]) -> None:
-    key = "optimizer.optimizer"
-    name = str(reading.value(key, "adam"))
-    if name not in core.OPTIMIZERS:
-        reading.refuse(key, "is not modeled yet", f"only {' and '.join(core.OPTIMIZERS)} are")
-        return
-    decoupled = reading.truth("optimizer.decoupled_weight_decay", default=True)
-    chosen = "adamw" if name == "adam" and decoupled else core.OPTIMIZERS[name]
-    reading.put(
-        "training.optimizer", chosen, key if key in reading else f"{core.ORIGIN}: Adam with decoupled weight decay"
-    )
-    core.read_clipping(reading, "optimizer.clip_grad")
-    bucket = "ddp.bucket_size"
-    size = reading.value(bucket)
-    if type(size) is int and size != BUCKET_ELEMENTS:
-        reading.put("plan.bucket_bytes", size * 4, bucket)
-    reading.no_effect(bucket)
-
-
-def _put_lengths(reading: Reading) -> None:
-    """Put the length of sequences, which is the dataset's."""
-    key = next(
-        (each for each in ("dataset.seq_length", "dataset.sequence_length", "model.seq_length") if each in reading), ""
-    )
-    if key:
-        reading.put("model.seq_len", reading.value(key), key)
-    else:
-        reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
-    reading.no_effect("dataset.seq_length", "dataset.sequence_length", "model.seq_length")
-
-
 def _put_model(reading: Reading, *, experts: bool) -> None:
     """Put a model whose sizes the file has."""
     mla = reading.truth("model.multi_latent_attention")
@@ -305,25 +269,19 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
     gated = reading.truth("model.gated_linear_unit")
     if experts and not gated:
         reading.refuse("model.gated_linear_unit", "is not modeled yet for experts", "only gated experts are")
-    form = core.ModelForm(
+    core.put_model(
+        reading,
         gated=gated,
-        positions="learned" if position == "learned_absolute" else "none" if position == "none" else "rope",
-        biases=reading.truth("model.add_bias_linear", default=True),
-        tied=reading.truth("model.share_embeddings_and_output_weights", default=True),
-        layer_norm=str(reading.value("model.normalization", "LayerNorm")) != "RMSNorm",
         moe=experts,
         mla=mla,
+        positions="learned" if position == "learned_absolute" else "none" if position == "none" else "rope",
+        layer_norm=str(reading.value("model.normalization", "LayerNorm")) != "RMSNorm",
+        gate_key="model.gated_linear_unit",
+        bias_key="model.add_bias_linear",
         keys=keys,
         more=more,
-        why={
-            "gated": "model.gated_linear_unit",
-            "positions": "model.position_embedding_type",
-            "biases": "model.add_bias_linear",
-            "layer_norm": "model.normalization",
-            "tied": "model.share_embeddings_and_output_weights",
-        },
+        origin=core.ORIGIN,
     )
-    core.put_model(reading, form, core.ORIGIN)
 
 
 def _put_changes(reading: Reading) -> None:

@@ -58,6 +58,10 @@ class Keys:
         """True if the file has the key and it is on."""
         return is_true(self.value(key, False))
 
+    def put(self, path: str, value: Any, key: str) -> None:
+        """Give a key of the scenario the value that a setting gives."""
+        self.reading.put(path, value, self.full(key))
+
     def no_effect(self, names: Iterable[str] = (), prefixes: tuple[str, ...] = ()) -> None:
         """Note settings that change neither time nor memory, by name or by how the name begins."""
         known = {*names}

@@ -228,7 +228,7 @@ class TrainerRun:
         if self._adapter_rank() is not None:
             if loaded == "bf16" and self._precision == "fp32":
                 self._precision = "bf16"
-                self.reading.put("training.precision", "bf16", trainer.full(key or ""))
+                trainer.put("training.precision", "bf16", key or "")
             if key == "pure_bf16" or self._is_full_bf16:
                 trainer.not_modeled(key or "bf16", "adapters of 16 bits; here adapters and their states are FP32")
         elif strategy == "deepspeed":
@@ -241,8 +241,8 @@ class TrainerRun:
         else:
             if self._precision != "bf16":
                 self._precision = "bf16"
-                self.reading.put("training.precision", "bf16", trainer.full(key or ""))
-            self.reading.put("training.pure_bf16", True, trainer.full(key or ""))
+                trainer.put("training.precision", "bf16", key or "")
+            trainer.put("training.pure_bf16", True, key or "")
         trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
 
     @property
@@ -254,7 +254,7 @@ class TrainerRun:
         """Master weights and states of DeepSpeed in BF16; half of that needs states on the host."""
         keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
         if all(self.deepspeed.is_true(key) for key in keys):
-            self.reading.put("training.pure_bf16", True, self.deepspeed.full(keys[1]))
+            self.deepspeed.put("training.pure_bf16", True, keys[1])
         elif self.deepspeed.is_true(keys[0]):
             self.deepspeed.not_modeled(keys[0], "FP32 copies are modeled")
 
@@ -288,7 +288,7 @@ class TrainerRun:
         else:
             self.reading.put("plan.microbatch_size", micro, micro_key)
         if total is not None:
-            self.reading.put("training.global_batch_size", total, self.deepspeed.full("train_batch_size"))
+            self.deepspeed.put("training.global_batch_size", total, "train_batch_size")
             if steps is not None:
                 self.reading.put("num_microbatches", steps, steps_key)
             if devices is None and micro is not None and steps is not None:
@@ -297,7 +297,7 @@ class TrainerRun:
                     self.reading.contradiction(self.deepspeed.full("train_batch_size"), rule)
                 else:
                     devices = total // micro // steps  # DeepSpeed stops with any other number
-                    self.reading.put("cluster.num_devices", devices, self.deepspeed.full("train_batch_size"))
+                    self.deepspeed.put("cluster.num_devices", devices, "train_batch_size")
             if (
                 devices is not None
                 and micro is not None
@@ -346,7 +346,7 @@ class TrainerRun:
         elif "optim" in self.trainer:
             self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
             if str(self.trainer.value("optim")) in names.UNFUSED and strategy != "deepspeed":
-                self.reading.put("training.fused_optimizer", False, self.trainer.full("optim"))
+                self.trainer.put("training.fused_optimizer", False, "optim")
         else:
             where = _TRAINER if self.trainer else "usual; no file names one"
             self.reading.put("training.optimizer", "adamw", where)
@@ -365,7 +365,7 @@ class TrainerRun:
     def _put_optimizer(self, keys: Keys, key: str, known: dict[str, str]) -> None:
         word = str(keys.value(key)).lower().removeprefix("optimizernames.")
         if word in known:
-            self.reading.put("training.optimizer", known[word], keys.full(key))
+            keys.put("training.optimizer", known[word], key)
             if word.startswith("paged"):
                 keys.not_modeled(key, "its states may move to host memory page by page")
         else:
@@ -383,12 +383,12 @@ class TrainerRun:
             if key in keys and keys.value(key) != "offload":
                 recompute = "full" if keys.is_true(key) else "none"
                 if recompute == "full" or self.reading.written("plan.recompute") is None:
-                    self.reading.put("plan.recompute", recompute, keys.full(key))
+                    keys.put("plan.recompute", recompute, key)
         if self.trainer.value("gradient_checkpointing") == "offload":
-            self.reading.put("plan.recompute", "full", self.trainer.full("gradient_checkpointing"))
+            self.trainer.put("plan.recompute", "full", "gradient_checkpointing")
             self.trainer.not_modeled("gradient_checkpointing", "the inputs of blocks move to host memory")
         if self.trainer.is_true("disable_gradient_checkpointing"):
-            self.reading.put("plan.recompute", "none", self.trainer.full("disable_gradient_checkpointing"))
+            self.trainer.put("plan.recompute", "none", "disable_gradient_checkpointing")
         elif "finetuning_type" in self.trainer and "gradient_checkpointing" not in self.trainer:
             # LLaMA-Factory, model/model_utils/checkpointing.py: on unless disable_gradient_checkpointing
             self.reading.put("plan.recompute", "full", "the default of LLaMA-Factory")
@@ -403,7 +403,7 @@ class TrainerRun:
         length = self.trainer.first(*names.LENGTHS)
         tokens = whole(self.trainer.value(length)) if length is not None else None
         if length is not None and tokens is not None:
-            self.reading.put("model.seq_len", tokens, self.trainer.full(length))
+            self.trainer.put("model.seq_len", tokens, length)
             packs = any(self.trainer.is_true(key) for key in names.PACKING)
             if not packs and length != "block_size":
                 why = "shorter sequences are padded to the longest of their batch only; all are this long here"
@@ -421,7 +421,7 @@ class TrainerRun:
             self.reading.put("model.hf_config", path, self.trainer.full(key) if folder != "." and key else "next to it")
             self._model = _model_of(base / path, tokens)
         elif preset := preset_of(name):
-            self.reading.put("model.preset", preset, self.trainer.full(key or ""))
+            self.trainer.put("model.preset", preset, key or "")
             self._model = catalog.model(preset)
         else:
             what = f"names the model {name}, whose shapes are not in the catalog" if name else "names no model"

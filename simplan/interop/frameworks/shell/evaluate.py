@@ -136,8 +136,6 @@ class Shell:
                 self._loop(command)
             case syntax.Function():
                 self._functions[command.name] = command.body
-            case syntax.Group():
-                self.run(command.body)
         return None
 
     def _chain(self, chain: syntax.Chain) -> bool | None:

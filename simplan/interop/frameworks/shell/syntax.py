@@ -94,7 +94,7 @@ class Chain(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """``if``: pairs of condition and body, of which the last condition is empty for ``else``."""
+    """``if``: pairs of condition and body; the condition is empty for ``else``, and for ``{ ... }`` and ``( ... )``."""
 
     branches: tuple[tuple[Body, Body], ...]
     line: int
@@ -124,13 +124,7 @@ class Function(NamedTuple):
     body: Body
 
 
-class Group(NamedTuple):
-    """``{ ... }`` or ``( ... )``."""
-
-    body: Body
-
-
-Command = Simple | Chain | Branch | Case | Loop | Function | Group
+Command = Simple | Chain | Branch | Case | Loop | Function
 Body = tuple[Command, ...]
 
 
@@ -461,7 +455,7 @@ class _Parser:
             return compound[token.text](token.line)
         if token.text in ("{", "("):
             self._next()
-            return Group(self._body_to("}" if token.text == "{" else ")"))
+            return Branch((((), self._body_to("}" if token.text == "{" else ")")),), token.line)
         if token.text == "((" and token.word is not None:
             self._next()
             return Simple((), ((Part("text", "((", token.line),), token.word), token.line)

@@ -161,6 +161,12 @@ class RunSettings:
         self.reading.contradiction(self.key(key), f"must be a whole number, at least {minimum}")
         return max(minimum, 1)
 
+    def put_whole(self, path: str, key: str) -> int:
+        """Give a key of the scenario the whole number that a setting gives; returns it."""
+        value = self.whole(key)
+        self.put(path, value, key)
+        return value
+
     def listed(self, key: str) -> list[str]:
         """Names of a list, or of text with commas; a contradiction is recorded for other values."""
         value = self[key]
