@@ -13,7 +13,7 @@ from simplan.document import Document, parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.writing import Exported, Option
-from simplan.io import MAX_YAML_BYTES, folder_of, read_text
+from simplan.io import folder_of
 from simplan.job import Job
 from simplan.search.switch import ChangedSetting, changed_keys, changed_options
 

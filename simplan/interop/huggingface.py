@@ -280,9 +280,9 @@ def model_fields_from_config(
     if mtp and kind.later_tokens is not None and (layers := _look_up(config, kind.later_tokens)):
         fields["mtp_num_layers"] = layers
     width = fields.get("moe_intermediate_size")
-    for field in kind.in_experts & fields.keys():
-        if type(fields[field]) is int and type(width) is int:  # true is no number of experts
-            fields[field] *= width
+    for counted in kind.in_experts & fields.keys():
+        if type(fields[counted]) is int and type(width) is int:  # true is no number of experts
+            fields[counted] *= width
     if kind.has_sequences:
         if seq_len is None:
             raise SpecError(_no_length(fields.get("max_position_embeddings"), kind))

@@ -18,8 +18,8 @@ from simplan.document import Document
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.configuration import Setting
 from simplan.interop.formats import formats
-from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
+from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts
 from simplan.interop.frameworks.torchtitan.stages import generated_layers, generated_layers_of_2024
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan

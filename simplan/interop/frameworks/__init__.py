@@ -12,7 +12,7 @@ from simplan.document import parse_yaml
 
 @cache
 def tables(framework: str) -> Mapping[str, Any]:
-    """Tables of ``tables/FRAMEWORK.yaml``: what the options of a framework do to a step, and what its names stand for."""
+    """Content of ``tables/FRAMEWORK.yaml``: what the options of a framework do to a step, and what names stand for."""
     file = resources.files(__name__).joinpath("tables", f"{framework}.yaml")
     data: Mapping[str, Any] = parse_yaml(file.read_text(encoding="utf-8"), file.name).data
     return data

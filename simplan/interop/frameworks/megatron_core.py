@@ -346,7 +346,9 @@ def put_model(
     elif gpt and not biases:
         reading.not_modeled(bias_key, "counted with biases")
     if layer_norm is not (family in ("gpt", "mpt")):
-        reading.not_modeled("model.normalization", f"counted as {'LayerNorm' if gpt else 'RMSNorm, which reads no bias'}")
+        reading.not_modeled(
+            "model.normalization", f"counted as {'LayerNorm' if gpt else 'RMSNorm, which reads no bias'}"
+        )
     expected = {"gpt": "learned", "mpt": "alibi"}.get(family, "rope")
     if positions != expected:
         reading.not_modeled("model.position_embedding_type", f"counted as {expected} positions")

@@ -8,12 +8,12 @@ utils.py). Megatron Bridge adds a line ``Step Time``.
 torchtitan divides tokens by the size of the non-data-parallel mesh, so ``tps`` (``wps`` before November 2024) is per
 device. ``memory`` is ``reserved_bytes.all.peak``, which is reset at every line (torchtitan 0.3, components/metrics.py).
 
-NeMo: ``train_step_timing in s`` in progress bars (NeMo 1) or in lines (NeMo 2), in seconds. ``max_memory_allocated`` and
-``max_memory_reserved`` are bytes. ``peak_memory_usage`` does not say which of both it is.
+NeMo: ``train_step_timing in s`` in progress bars (NeMo 1) or in lines (NeMo 2), in seconds. ``max_memory_allocated``
+and ``max_memory_reserved`` are bytes. ``peak_memory_usage`` does not say which of both it is.
 
 DeepSpeed's throughput timer runs from the forward of a step to the end of its update, so it leaves out the time between
-steps. Its samples are those of all devices, and ``CurrSamplesPerSec`` is of one step. All GB are 1024^3 bytes, and peaks
-are of allocated memory; ``Max_CA`` is of reserved memory, in whole GiB (DeepSpeed 0.19.8, utils/timer.py and
+steps. Its samples are those of all devices, and ``CurrSamplesPerSec`` is of one step. All GB are 1024^3 bytes, and
+peaks are of allocated memory; ``Max_CA`` is of reserved memory, in whole GiB (DeepSpeed 0.19.8, utils/timer.py and
 runtime/utils.py). Reports before the first step are those of the set-up, and do not count.
 
 ``speed_metrics`` of the Trainer divides the whole run by its steps (transformers 5, trainer_utils.py): warm-up,
@@ -95,7 +95,9 @@ _METRIC = re.compile(
 _GLOBAL_STEP = re.compile(r"global_step['\"]?\s{0,9}[=:]\s{0,9}(\d{1,12})\b")
 _BAR = re.compile(r"\|\s{0,20}(\d{1,12})/(\d{1,12})\s{0,9}\[((?:\d{1,6}:)?\d{1,3}:\d\d)<")
 _TOTAL = re.compile(r"Total optimization steps\s{0,40}=\s{0,9}([\d,]{1,15})")
-_TRAINER_BATCH = re.compile(r"Total train batch size \(w\. parallel, distributed & accumulation\)\s{0,40}=\s{0,9}([\d,]{1,12})")
+_TRAINER_BATCH = re.compile(
+    r"Total train batch size \(w\. parallel, distributed & accumulation\)\s{0,40}=\s{0,9}([\d,]{1,12})"
+)
 
 
 def _read_megatron(text: str) -> LogReading | None:
@@ -362,4 +364,4 @@ def _without_times(file: str, runtime_s: float) -> SpecError:
 
 
 READERS = (_read_megatron, _read_torchtitan, _read_nemo, _read_deepspeed, _read_trainer)
-"""Readers of text, those whose times are of single steps and of the whole step first; each gives None for other logs."""
+"""Readers of text, those whose times are of single steps and of whole steps first; each gives None for other logs."""

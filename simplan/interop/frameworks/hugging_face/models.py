@@ -8,8 +8,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.errors import SpecError
-from simplan.interop.huggingface import model_fields_from_config
-from simplan.interop.huggingface import MODEL_TYPES
+from simplan.interop.huggingface import MODEL_TYPES, model_fields_from_config
 from simplan.model.model import ModelSpec
 
 _OTHER_WEIGHTS = re.compile(r"-(hf|instruct|chat|base|it|coder|math|uncased|cased|deduped|bf16|fp16|\d{4})(?=$|-v?\d)")

@@ -65,25 +65,20 @@ def _read_family(reading: MegatronReading) -> None:
 
 
 def _read_sizes(reading: MegatronReading, family: str, *, gated: bool) -> None:
-    hidden, heads = reading.peek("--hidden-size"), reading.peek("--num-attention-heads")
+    hidden = reading.peek("--hidden-size")
     if family in ("moe", "deepseek") and "--moe-layer-freq" not in reading:
         if "--moe-ffn-hidden-size" in reading:
             reading.no_effect("--ffn-hidden-size")  # of blocks without experts
-    elif not reading.copy("model.intermediate_size", "--ffn-hidden-size"):
-        if isinstance(hidden, int) and not reading.is_unsure("--ffn-hidden-size"):
-            size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
-            reading.put("model.intermediate_size", size, f"{DEFAULT}, by --hidden-size")
+    elif reading.copy("model.intermediate_size", "--ffn-hidden-size") or reading.is_unsure("--ffn-hidden-size"):
+        pass
+    elif isinstance(hidden, int):
+        size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+        reading.put("model.intermediate_size", size, f"{DEFAULT}, by --hidden-size")
     if family != "deepseek":
         reading.copy("model.head_dim", "--kv-channels")
     reading.no_effect("--kv-channels")
-    groups = "model.num_key_value_heads"
-    if family not in ("llama", "moe", "gpt") or reading.copy(groups, "--num-key-value-heads"):
-        pass
-    elif "--group-query-attention" in reading:
-        if not reading.copy(groups, "--num-query-groups"):
-            reading.put(groups, 1, DEFAULT)
-    elif isinstance(heads, int):
-        reading.put(groups, heads, "without --group-query-attention, one for each head")
+    if family in ("llama", "moe", "gpt"):
+        _read_groups(reading)
     reading.no_effect("--group-query-attention", "--num-query-groups")
     untied = "--untie-embeddings-and-output-weights" in reading
     key = "--untie-embeddings-and-output-weights"
@@ -99,6 +94,18 @@ def _read_sizes(reading: MegatronReading, family: str, *, gated: bool) -> None:
         reading.match(LATENT_ATTENTION)
         reading.value("--multi-latent-attention")
     _read_attention(reading, family)
+
+
+def _read_groups(reading: MegatronReading) -> None:
+    """Groups of heads that share keys and values."""
+    path, heads = "model.num_key_value_heads", reading.peek("--num-attention-heads")
+    if reading.copy(path, "--num-key-value-heads"):
+        return
+    if "--group-query-attention" not in reading:
+        if isinstance(heads, int):
+            reading.put(path, heads, "without --group-query-attention, one for each head")
+    elif not reading.copy(path, "--num-query-groups"):
+        reading.put(path, 1, DEFAULT)
 
 
 def _read_experts(reading: MegatronReading) -> None:
@@ -227,7 +234,9 @@ def _note_differences(reading: MegatronReading, family: str, *, gated: bool) -> 
     elif family == "gpt":
         if rotary:
             key = "--use-rotary-position-embeddings" if positions is None else "--position-embedding-type"
-            reading.not_modeled(key, "rotary positions are predicted as learned ones; the rotation takes a little longer")
+            reading.not_modeled(
+                key, "rotary positions are predicted as learned ones; the rotation takes a little longer"
+            )
         elif positions not in (None, "learned_absolute"):
             what = "is predicted as learned positions, whose time is nearly the same"
             reading.not_modeled("--position-embedding-type", what)

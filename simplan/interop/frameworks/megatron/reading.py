@@ -104,9 +104,7 @@ class MegatronReading(Reading):
         program = self.arguments.program
         for part, what in self.table["refused_programs"].items():
             if part in program.lower():
-                self.refuse(
-                    program, f"trains {what}, which are not modeled yet", "give a script of pretrain_gpt.py"
-                )
+                self.refuse(program, f"trains {what}, which are not modeled yet", "give a script of pretrain_gpt.py")
                 return
         for key, (rule, fix) in self.table["refused"].items():
             value = self.settings[key].value if key in self else None
@@ -152,9 +150,7 @@ class MegatronReading(Reading):
             self.software, sign = (OF_2021, older) if older else (OF_2022, of_2022)
         if self.value("--transformer-impl") == "local" and self.software == CORE:
             self.not_modeled("--transformer-impl", "kernels are Transformer Engine's")
-        self.put(
-            "software.preset", self.software, sign or "as of recent scripts; --software names another profile"
-        )
+        self.put("software.preset", self.software, sign or "as of recent scripts; --software names another profile")
         multiple = self.value("--make-vocab-size-divisible-by")
         if multiple is not None:
             self.put("software.vocab_multiple", multiple, "--make-vocab-size-divisible-by")

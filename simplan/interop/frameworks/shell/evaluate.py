@@ -419,7 +419,11 @@ class Shell:
                 ast.BinOp(left=left_node, op=operation, right=right_node)
                 | ast.Compare(left=left_node, ops=[operation], comparators=[right_node])
             ):
-                left, right, compute = self._computed(left_node), self._computed(right_node), _OPERATORS.get(type(operation))
+                left, right, compute = (
+                    self._computed(left_node),
+                    self._computed(right_node),
+                    _OPERATORS.get(type(operation)),
+                )
                 divides = isinstance(operation, ast.FloorDiv | ast.Mod)
                 if compute is None or left is None or right is None or (divides and right == 0):
                     return None

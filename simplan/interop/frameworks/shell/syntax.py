@@ -224,6 +224,8 @@ class _Lexer:
             if in_test or not self._skip_redirection():
                 break
         start, line = self.position, self.line()
+        if start >= len(self.text):
+            return _Token("", line)
         if in_test and (match := _TEST_OPERATOR.match(self.text, start)):
             self.position = match.end()
             return _Token(match[0], line, (Part("text", match[0], line),))

@@ -78,7 +78,13 @@ def _model(settings: RunSettings) -> Any:
 def _devices(settings: RunSettings, num_devices: int | None, devices_key: str) -> None:
     """Put the number of devices, if the file says it, and ask for the rest."""
     shard, product = "parallelism.data_parallel_shard_degree", 1
-    for name in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel", "context_parallel"):
+    for name in (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+    ):
         degree = settings[f"parallelism.{name}_degree"]
         product *= degree if isinstance(degree, int) and degree > 0 else 1
     is_known = settings[shard] not in (-1, None)

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from simplan import catalog
 from simplan.interop.configuration import Match
