@@ -126,10 +126,7 @@ def export_deepspeed(job: Job, name: str) -> Exported:
     for option in options:
         if not option.setting.key.startswith("--"):
             _put(data, option.setting.key, option.setting.value)
-    files = {
-        SCRIPT: _script(job, name, options, launch),
-        DEEPSPEED_FILE: json.dumps(data, indent=2) + "\n",
-    }
+    files = {SCRIPT: _script(job, name, options, launch), DEEPSPEED_FILE: json.dumps(data, indent=2) + "\n"}
     return Exported({**files, **_model_files(job)}, f"bash {SCRIPT}", _notes(job))
 
 

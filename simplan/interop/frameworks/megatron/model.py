@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 from simplan import catalog
 from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.megatron.arguments import is_above
-from simplan.interop.frameworks.megatron.options import (
-    CORE,
-    DEFAULT,
-    EXPERTS,
-    LATENT_ATTENTION,
-    MODEL,
-    T5,
-)
+from simplan.interop.frameworks.megatron.options import CORE, DEFAULT, EXPERTS, LATENT_ATTENTION, MODEL, T5
 
 if TYPE_CHECKING:  # a reading calls these functions
     from simplan.interop.frameworks.megatron.reading import MegatronReading

@@ -16,10 +16,7 @@ MODEL = (
     Match("--max-position-embeddings", "model.max_position_embeddings"),
 )
 """Sizes of every model."""
-T5 = (
-    Match("--decoder-num-layers", "model.num_decoder_layers"),
-    Match("--decoder-seq-length", "model.decoder_seq_len"),
-)
+T5 = (Match("--decoder-num-layers", "model.num_decoder_layers"), Match("--decoder-seq-length", "model.decoder_seq_len"))
 EXPERTS = (
     Match("--num-experts", "model.num_experts"),
     Match("--moe-router-topk", "model.top_k", 2),

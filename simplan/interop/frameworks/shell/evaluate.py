@@ -170,9 +170,8 @@ class Shell:
     def _case(self, case: syntax.Case) -> None:
         word = Word.of(self._expanded(case.word), case.line)
         if word.unknown:
-            patterns = [pattern for patterns, _ in case.branches for pattern in patterns]
-            catches_all = any([part.text for part in pattern] == ["*"] for pattern in patterns)
-            self._undecided([body for _, body in case.branches], case.line, one_of_them=catches_all)
+            listed = [[part.text for part in pattern] for patterns, _ in case.branches for pattern in patterns]
+            self._undecided([body for _, body in case.branches], case.line, one_of_them=["*"] in listed)
             return
         for patterns, body in case.branches:
             if any(fnmatchcase(word.text, Word.of(self._expanded(pattern), 0).text) for pattern in patterns):
@@ -241,7 +240,7 @@ class Shell:
             return
         names = [*map(str, range(1, _MAX_ARGUMENTS)), "@", "*"]
         kept = {key: self.variables[key] for key in names if key in self.variables}
-        given = {str(number): (value,) for number, value in enumerate(values, start=1)}
+        given: dict[str, tuple[Value, ...]] = {str(number): (value,) for number, value in enumerate(values, start=1)}
         given |= {"@": tuple(values), "*": tuple(values)}
         self.variables = {key: value for key, value in self.variables.items() if key not in names} | given
         self._calls += 1
@@ -361,7 +360,7 @@ class Shell:
         for part in word:
             for number, element in enumerate(self._part(part)):
                 pieces += [Word(" ", part.line)] * bool(number) + list(element)
-        return tuple(pieces)
+        return tuple(piece for piece in pieces if piece.text)
 
     def _part(self, part: Part) -> tuple[Value, ...]:
         """Elements of a part of a word: one, except for all elements of an array."""

@@ -198,10 +198,7 @@ class _Job(Writing):
         software = self.job.software
         self.allowed("software.id", _PROFILES, f"add --software {either(reversed(_PROFILES))}")
         self.taken("software.compiled", "software.tp_overlap")
-        parts = [
-            *(["model"] if software.compiled else []),
-            *(["loss"] if software.id == "torchtitan-2025" else []),
-        ]
+        parts = [*(["model"] if software.compiled else []), *(["loss"] if software.id == "torchtitan-2025" else [])]
         self.set("compile.enable", bool(parts), "software")
         if parts:
             self.set("compile.components", parts, "software")
