@@ -7,11 +7,13 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.interop.frameworks import tables
 from simplan.problems import render_value
 
 _USUAL_LENGTH = 4096
@@ -45,7 +47,7 @@ class ModelType:
     family: str
     keys: Mapping[str, str]
     optional: frozenset[str] = _MAY_MISS
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     windows: bool = False
     alternates: bool = False
@@ -54,196 +56,26 @@ class ModelType:
     in_experts: frozenset[str] = frozenset()
 
 
-def _same(*names: str) -> dict[str, str]:
-    """Keys with the same names as the fields."""
-    return {name: name for name in names}
+@cache
+def model_types() -> Mapping[str, ModelType]:
+    """Supported model types by ``model_type``: ``tables/model_types.yaml``."""
+    return {name: _model_type(**data) for name, data in tables("model_types").items() if not name.startswith("_")}
 
 
-_TIED = {"tied_embeddings": "tie_word_embeddings"}
-_WINDOW = _same("sliding_window")
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-_ALWAYS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False,),
-    "quantization_config": (),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "n_routed_experts": (0, 1),
-}
-_GPT2 = ModelType(
-    family="gpt",
-    keys={
-        "num_hidden_layers": "n_layer",
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "intermediate_size": "n_inner",
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "n_positions",
-        **_TIED,
-    },
-    optional=_MAY_MISS | {"intermediate_size"},
-    neutral={
-        **_ALWAYS_NEUTRAL,
-        "activation_function": ("gelu_new", "gelu", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "add_cross_attention": (False,),
-    },
-)
-_LLAMA_KEYS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size", "max_position_embeddings",
-)  # fmt: skip
-
-
-def _llama(*, windows: bool = False, **fixed: Any) -> ModelType:
-    """Model type with Llama's keys and further fixed fields."""
-    keys = _same(*_LLAMA_KEYS, "attention_bias") | _TIED | (_WINDOW if windows else {})
-    neutral = {**_ALWAYS_NEUTRAL, "hidden_act": ("silu", "swish"), "mlp_bias": (False,)}
-    return ModelType(family="llama", keys=keys, neutral=neutral, fixed=fixed, windows=windows)
-
-
-_MPT = ModelType(
-    family="mpt",
-    keys={
-        "num_hidden_layers": "n_layers",
-        "hidden_size": "d_model",
-        "num_attention_heads": "n_heads",
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "max_seq_len",
-        **_TIED,
-    },
-    neutral={
-        **_ALWAYS_NEUTRAL,
-        "no_bias": (True,),
-        "expansion_ratio": (4,),
-        "ffn_config.ffn_type": ("mptmlp", "te_ln_mlp"),  # the others have a gate (mptglu, mptgeglu) or experts
-        "attn_config.alibi": (True,),
-        "attn_config.attn_type": ("multihead_attention",),
-        "attn_config.prefix_lm": (False,),
-        "attn_config.qk_ln": (False,),
-    },
-)
-_BERT = ModelType(
-    family="bert",
-    keys=_same(*_SIZES, "vocab_size", "max_position_embeddings", "type_vocab_size") | _TIED,
-    optional=_MAY_MISS - {"max_position_embeddings"},
-    neutral={
-        **_ALWAYS_NEUTRAL,
-        "hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
-        "position_embedding_type": ("absolute",),
-        "is_decoder": (False,),
-        "add_cross_attention": (False,),
-    },
-)
-_VIT = ModelType(
-    family="vit",
-    keys=_same(*_SIZES, "image_size", "patch_size", "num_channels") | {"num_classes": "id2label"},
-    neutral={**_ALWAYS_NEUTRAL, "hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"), "qkv_bias": (True,)},
-    has_sequences=False,
-)
-
-_NEOX = ModelType(
-    family="neox",
-    keys=_same(*_SIZES, "vocab_size", "max_position_embeddings") | _TIED | {"partial_rotary_factor": "rotary_pct"},
-    neutral={
-        **_ALWAYS_NEUTRAL,
-        "hidden_act": ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
-        "attention_bias": (True,),
-        "use_parallel_residual": (True,),
-    },
-)
-_GEMMA2 = ModelType(
-    family="gemma2",
-    keys=_same(*_LLAMA_KEYS, "sliding_window") | _TIED,
-    optional=_MAY_MISS - {"num_key_value_heads"},
-    neutral={
-        **_ALWAYS_NEUTRAL,
-        "hidden_act": ("gelu_pytorch_tanh",),
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attn_logit_softcapping": (50.0,),
-        "final_logit_softcapping": (30.0,),
-        "attention_bias": (False,),
-    },
-    windows=True,
-    alternates=True,
-)
-
-_EXPERT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False,),
-    "quantization_config": (),
-    "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False,),
-    "clip_qkv": (),
-    "decoder_sparse_step": (1,),  # experts in every block
-    "mlp_only_layers": ([],),
-    "moe_layer_freq": (1,),
-}
-_OF_ALL = {
-    **_same("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"),
-    **_TIED,
-    "top_k": "num_experts_per_tok",
-}
-_HEADS = _same("num_key_value_heads", "head_dim", "attention_bias")
-
-
-def _moe(keys: Mapping[str, str], *, windows: bool = False, **fixed: Any) -> ModelType:
-    """Mixture of experts with standard attention."""
-    keys = {**_OF_ALL, **_HEADS, **keys, **(_WINDOW if windows else {})}
-    return ModelType(family="moe", keys=keys, neutral=_EXPERT_NEUTRAL, fixed=fixed, windows=windows)
-
-
-_EXPERTS = _same("num_experts", "moe_intermediate_size")
-_DEEPSEEK = ModelType(
-    family="deepseek",
-    keys={
-        **_OF_ALL,
-        **_same("intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"),
-        **_same("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        "num_experts": "n_routed_experts",
-        "num_dense_layers": "first_k_dense_replace",
-        "shared_expert_intermediate_size": "n_shared_experts",
-    },
-    neutral={**_EXPERT_NEUTRAL, "attention_bias": (False,)},
-    later_tokens="num_nextn_predict_layers",
-    in_experts=frozenset({"shared_expert_intermediate_size"}),
-)
-# checkpoints store experts in FP4; training upcasts them on load
-_NEUTRAL_OF_GPT_OSS = {key: values for key, values in _EXPERT_NEUTRAL.items() if key != "quantization_config"} | {
-    "quantization_config.quant_method": ("mxfp4",)
-}
-_GPT_OSS = ModelType(
-    family="moe",
-    keys={
-        **_OF_ALL,
-        **_HEADS,
-        "num_experts": "num_local_experts",
-        "moe_intermediate_size": "intermediate_size",
-        **_WINDOW,
-    },
-    neutral=_NEUTRAL_OF_GPT_OSS,
-    fixed={"attention_bias": True, "attention_sinks": True, "router_bias": True, "expert_bias": True},
-    windows=True,
-    alternates=True,
-)
-MODEL_TYPES: Mapping[str, ModelType] = {
-    "gpt2": _GPT2,
-    "llama": _llama(),
-    "mistral": _llama(windows=True),
-    "qwen2": _llama(qkv_bias=True),
-    "qwen3": _llama(qk_norm="head"),
-    "mpt": _MPT,
-    "gpt_neox": _NEOX,
-    "gemma2": _GEMMA2,
-    "bert": _BERT,
-    "vit": _VIT,
-    "mixtral": _moe({"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}, windows=True),
-    "olmoe": _moe({"num_experts": "num_experts", "moe_intermediate_size": "intermediate_size"}, qk_norm="projection"),
-    "qwen2_moe": _moe({**_EXPERTS, **_same("shared_expert_intermediate_size")}, qkv_bias=True, shared_expert_gate=True),
-    "qwen3_moe": _moe(_EXPERTS, qk_norm="head"),
-    "gpt_oss": _GPT_OSS,
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-}
-"""Supported model types by ``model_type``. Hugging Face's DeepSeek-V3 omits the multi-token prediction layer."""
+def _model_type(
+    *,
+    keys: Iterable[str | Mapping[str, str]],
+    neutral: Mapping[str, Any],
+    optional: Iterable[str] = (),
+    required: Iterable[str] = (),
+    in_experts: Iterable[str] = (),
+    **others: Any,
+) -> ModelType:
+    pairs = [pair for each in keys for pair in ([(each, each)] if isinstance(each, str) else each.items())]
+    own = {key: values for key, values in neutral.items() if key != "<<"}
+    may_miss = (_MAY_MISS | {*optional}) - {*required}
+    neutral = {**neutral.get("<<", {}), **own}
+    return ModelType(keys=dict(pairs), neutral=neutral, optional=may_miss, in_experts=frozenset(in_experts), **others)
 
 
 def model_fields_from_config(
@@ -264,12 +96,13 @@ def model_fields_from_config(
         NotModelledError: The config uses options that are not modeled yet.
     """
     word = config.get("model_type")
-    if word not in tuple(MODEL_TYPES):  # a list or mapping is not hashable
+    known = model_types()
+    if word not in tuple(known):  # a list or mapping is not hashable
         value = render_value(word) if word is not None else None
         rule = "is missing" if word is None else "is a family that is not modeled yet"
         error = SpecError if word is None else NotModelledError
-        raise error(Problem(field="model_type", value=value, rule=rule, fix=did_you_mean(str(word), MODEL_TYPES)))
-    kind = MODEL_TYPES[word]
+        raise error(Problem(field="model_type", value=value, rule=rule, fix=did_you_mean(str(word), known)))
+    kind = known[word]
     given = {field: _look_up(config, key) for field, key in kind.keys.items()}
     if isinstance(labels := given.get("num_classes"), Mapping):
         given["num_classes"] = len(labels)

@@ -469,7 +469,7 @@ class _Parser:
         first = self.token
         assignments: list[Assignment] = []
         words: list[SourceWord] = []
-        while self.token.word is not None:
+        while self.token.word is not None and self.token.text != "((":
             match = _ASSIGNMENT.match(self.token.text)
             if match is not None and (not words or (words[0] and words[0][0].text in _DECLARES)):
                 assignments.append(self._assignment(match, self.token.word))
@@ -478,8 +478,8 @@ class _Parser:
             if len(words) == 1 and self.token.text == "[[":
                 words += self._test()
             self._next()
-        if self.token.text == "(":
-            if len(words) > 1 or assignments or not _FUNCTION.fullmatch(first.text):
+        if self.token.text in ("(", "(("):
+            if self.token.text == "((" or len(words) > 1 or assignments or not _FUNCTION.fullmatch(first.text):
                 raise self.error("( is not expected here")
             return self._body_of(first)
         return Simple(tuple(assignments), tuple(words), first.line)
