@@ -188,9 +188,9 @@ def seconds_alone(network: ShapedNetwork, found: Measurements) -> Callable[[Comm
     others = [usage for _, usage in flows_of_other_jobs(cluster, fabric)]
 
     def seconds(communication: Communication) -> float:
-        usage = usages.of(communication, algorithm_of(communication, cluster))
-        alone_s, only = usage.fixed_s + usage.transfer_s, np.zeros(1, np.int64)
-        use = link_use([usage], only, only, len(fabric.links), others)
+        phases = usages.of(communication, algorithm_of(communication, cluster))
+        alone_s, only = sum(phase.fixed_s + phase.transfer_s for phase in phases), np.zeros(1, np.int64)
+        use = link_use(phases, only, only, len(fabric.links), others)
         if use.usage[0] < 0:
             return alone_s
         clock = Environment()

@@ -240,7 +240,9 @@ def node(name: str) -> NodeEntry:
         device=its_device,
         devices_per_node=entry["devices_per_node"],
         intra_link=None if its_device.intra_link is None else link(its_device.intra_link),
-        inter_link=network_link(entry["nics_per_node"] * entry["nic_gbit"] / entry["devices_per_node"]),
+        inter_link=network_link(
+            entry["nics_per_node"] * entry["nic_gbit"] / entry["devices_per_node"], entry.get("network", "network")
+        ),
         nics_per_node=entry["nics_per_node"],
         source=_sources("clusters", {"": entry["source"]})[""],
         host_memory_bytes=entry["host_memory_bytes"],

@@ -159,7 +159,7 @@ def check_before_calibrating(scenario: Scenario, options: RunOptions) -> None:
         rule = "describes slow ranks, and a run has ranks as fast as they are"
         fix = "remove it; `simplan compare` names slow ranks of a run"
         raise SpecError(Problem(field="cluster.stragglers", rule=rule, fix=fix), file=scenario.file)
-    refuse_what_is_only_predicted(scenario, "a run", ("jitter",))
+    refuse_what_is_only_predicted(scenario, "a run", ("jitter", "background"))
     if kept is not None:
         newest = next(iter(readable_headers(Path(kept.folder))[0]), None)
         check_new_run(kept, newest)

@@ -257,7 +257,7 @@ class FatTree(LayeredTopology):
 
 
 class Dragonfly(_Topology):
-    """Groups of routers: all pairs of routers of a group have a link, and all pairs of groups. Routes are minimal.
+    """Groups of routers: all pairs of routers of a group have a link, and all pairs of groups.
 
     Attributes:
         kind: ``dragonfly``.
@@ -265,6 +265,8 @@ class Dragonfly(_Topology):
         routers_per_group: Routers of a group.
         global_gbit: Bandwidth between two groups in one direction, Gbit/s.
         local_gbit: Bandwidth between two routers of a group in one direction, Gbit/s; None for ``global_gbit``.
+        routing: ``adaptive``, where traffic that would overload its minimal path takes detours over other routers and
+            groups, or ``minimal``.
 
     Source: Kim, Dally, Scott, Abts, "Technology-driven, highly-scalable dragonfly topology" (ISCA 2008).
     """
@@ -274,11 +276,13 @@ class Dragonfly(_Topology):
     routers_per_group: Annotated[int, Field(ge=1, le=1024)]
     global_gbit: Gbit
     local_gbit: Gbit | None = None
+    routing: Literal["adaptive", "minimal"] = "adaptive"
 
     def words(self) -> str:
         """Description in a few words."""
         text = f"dragonfly, {counted(self.nodes_per_router, 'node')} per router, "
-        return _with_node(f"{text}{self.routers_per_group} routers per group", self)
+        text += f"{self.routers_per_group} routers per group{', minimal paths' if self.routing == 'minimal' else ''}"
+        return _with_node(text, self)
 
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""

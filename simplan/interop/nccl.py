@@ -5,7 +5,10 @@ Its syntax, by function since NCCL 2.24, is that of ``parseList`` in NCCL's sour
 
 from __future__ import annotations
 
-from simplan.interop.configuration import Reading
+from collections.abc import Mapping
+
+from simplan.interop.configuration import Reading, Setting
+from simplan.interop.frameworks.shell import OTHER_FILE, Word
 from simplan.interop.writing import Writing
 
 VARIABLE = "NCCL_ALGO"
@@ -32,6 +35,14 @@ def write_nccl_algo(writing: Writing) -> None:
         words.append(f"{_FUNCTIONS[kind]}:{_NVLS_OF_ALL_REDUCE if is_nvls else algorithm}")
     if words:
         writing.set(VARIABLE, ";".join(words), "plan.collectives")
+
+
+def nccl_settings(environment: Mapping[str, Word]) -> tuple[Setting, ...]:
+    """``NCCL_ALGO`` of the environment of a command as a setting; none if it is not set."""
+    word = environment.get(VARIABLE)
+    if word is None:
+        return ()
+    return (Setting(VARIABLE, word.text, word.line if word.line < OTHER_FILE else None),)
 
 
 def read_nccl_algo(reading: Reading) -> None:

@@ -70,7 +70,7 @@ def fabric_of(cluster: ClusterSpec) -> Fabric:
         vertices=tuple(builder.vertices),
         links=tuple(builder.links),
         levels=tuple(levels),
-        is_symmetric=not cluster.slow_links and _is_symmetric(cluster, levels),
+        is_symmetric=not cluster.slow_links and not cluster.is_mixed and _is_symmetric(cluster, levels),
         wiring=wiring,
         interconnect=interconnect,
         node_of_device=node_of_device,
@@ -150,6 +150,7 @@ def _interconnect(builder: GraphBuilder, cluster: ClusterSpec) -> Interconnect:
             card_bytes_per_s=rate,
             local_bytes_per_s=(topology.local_gbit or topology.global_gbit) * _BYTES_PER_GBIT,
             global_bytes_per_s=topology.global_gbit * _BYTES_PER_GBIT,
+            adaptive=topology.routing == "adaptive",
         )
     if isinstance(topology, Graph):
         return _graph(builder, topology, cluster.num_nodes, ports, rate)

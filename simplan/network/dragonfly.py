@@ -11,7 +11,7 @@ from simplan.network.fabric import GraphBuilder, Interconnect, Level
 
 
 class DragonflyInterconnect(Interconnect):
-    """Network cards on the routers of a dragonfly, with minimal routes: at most one link between two groups.
+    """Network cards on the routers of a dragonfly. Minimal paths have at most one link between two groups.
 
     The link of group g to group d leaves from router ((d - g - 1) mod G) // h of g, with G groups and h links of a
     router to other groups.
@@ -26,8 +26,14 @@ class DragonflyInterconnect(Interconnect):
         card_bytes_per_s: float,
         local_bytes_per_s: float,
         global_bytes_per_s: float,
+        adaptive: bool,
     ) -> None:
-        """Adds routers and links; the last vertices are the network cards."""
+        """Adds routers and links; the last vertices are the network cards.
+
+        Args:
+            adaptive: True for routers that take detours if a minimal path is full.
+        """
+        self.has_detours = adaptive
         self._router_of_card = router_of_card
         self._first_card = len(builder.vertices) - len(router_of_card)
         self._per_group = routers_per_group
@@ -63,10 +69,35 @@ class DragonflyInterconnect(Interconnect):
         if group != to_group:
             leave, arrive = self._gateway(group, to_group), self._gateway(to_group, group)
             links += self._local(first, leave)
-            links.append(self._first_global + group * (self._groups - 1) + to_group - (to_group > group))
+            links.append(self._global(group, to_group))
             first = arrive
         links += self._local(first, last)
         return tuple(links) if down is None else (*links, down + 1)
+
+    def detours(self, link: int) -> Sequence[tuple[int, ...]]:
+        """Paths over one other router of the group, or for a link between groups over one other group.
+
+        Local hops at both ends of a detour over another group are those of the minimal path.
+        """
+        if self._first_local <= link < self._first_global:
+            router, place = divmod(link - self._first_local, self._per_group - 1)
+            first = router - router % self._per_group
+            last = first + place + (place >= router - first)
+            others = (other for other in range(first, first + self._per_group) if other not in (router, last))
+            return [(*self._local(router, other), *self._local(other, last)) for other in others]
+        if link >= self._first_global:
+            group, place = divmod(link - self._first_global, self._groups - 1)
+            to_group = place + (place >= group)
+            others = (other for other in range(self._groups) if other not in (group, to_group))
+            return [
+                (
+                    self._global(group, other),
+                    *self._local(self._gateway(other, group), self._gateway(other, to_group)),
+                    self._global(other, to_group),
+                )
+                for other in others
+            ]
+        return ()
 
     def switch_of(self, cards: Sequence[int]) -> int | None:
         """Router of all of some network cards; None if they are on several."""
@@ -82,6 +113,10 @@ class DragonflyInterconnect(Interconnect):
     def _gateway(self, group: int, other: int) -> int:
         """Router of a group that has the link to another group."""
         return group * self._per_group + ((other - group - 1) % self._groups) // self._ports
+
+    def _global(self, group: int, to_group: int) -> int:
+        """Link from a group to another."""
+        return self._first_global + group * (self._groups - 1) + to_group - (to_group > group)
 
     def _local(self, source: int, destination: int) -> list[int]:
         """Link between two routers of one group; none from a router to itself."""

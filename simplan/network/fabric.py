@@ -74,9 +74,17 @@ class Wiring(ABC):
 class Interconnect(ABC):
     """Links and switches between nodes. Its vertices are the network cards of nodes and the switches."""
 
+    has_detours: bool = False
+    """True for adaptive routing that leaves the path of a flow where a link is full."""
+
     @abstractmethod
     def path(self, source: int, destination: int) -> tuple[int, ...]:
         """Links between two different vertices."""
+
+    def detours(self, link: int) -> Sequence[tuple[int, ...]]:
+        """Other paths from one end of a link to the other that adaptive routing takes; none by default."""
+        del link
+        return ()
 
     def switch_of(self, cards: Sequence[int]) -> int | None:
         """Lowest switch above all of some network cards; None if there is none."""

@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.topology import Torus
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
+from simplan.cost.communication.gloo import broadcast_phases
 from simplan.cost.communication.nccl import LAPS
 from simplan.model.layer import CollectiveKind
 from simplan.network.fabric import Fabric
@@ -56,28 +57,31 @@ class Flow(NamedTuple):
     Attributes:
         source, destination: Devices, or vertices of switches that reduce and multicast.
         share: Bytes as a fraction of ``Communication.num_bytes``.
+        phase: Phase of the collective, from 0.
     """
 
     source: int
     destination: int
     share: float
+    phase: int = 0
 
 
 class Flows(NamedTuple):
-    """All flows of a communication, one per ordered pair of vertices.
+    """All flows of a communication, one per ordered pair of vertices and phase.
 
     Attributes:
-        sources, destinations: ``(num_flows,)`` As in ``Flow``.
+        sources, destinations, phases: ``(num_flows,)`` As in ``Flow``.
         shares: ``(num_flows,)`` As in ``Flow``; all positive.
     """
 
     sources: NDArray[np.int32]
     destinations: NDArray[np.int32]
     shares: NDArray[np.float64]
+    phases: NDArray[np.int32]
 
     def each(self) -> Iterator[Flow]:
         """Flows one by one."""
-        return map(Flow, self.sources.tolist(), self.destinations.tolist(), self.shares.tolist())
+        return map(Flow, self.sources.tolist(), self.destinations.tolist(), self.shares.tolist(), self.phases.tolist())
 
 
 Nodes = list[list[int]]
@@ -109,12 +113,28 @@ def flows_of(
         fabric: Fabric that reduce and multicast.
     """
     group = _Group(communication, devices, _by_node(devices, cluster), way.num_servers, cluster, fabric)
-    flows: defaultdict[tuple[int, int], float] = defaultdict(float)
-    for source, destination, share in _FLOWS[way.pattern](group):
+    node_of = {device: number for number, members in enumerate(group.nodes) for device in members}
+    by_tier = len(way.moves) > 1
+    flows: defaultdict[tuple[int, int, int], float] = defaultdict(float)
+    for source, destination, share, phase in _FLOWS[way.pattern](group):
         if share > 0:
-            flows[source, destination] += share
-    pairs = np.array([*flows], dtype=np.int32).reshape(-1, 2)
-    return Flows(pairs[:, 0], pairs[:, 1], np.array([*flows.values()]))
+            number = int(node_of[source] != node_of[destination]) if by_tier else phase
+            flows[source, destination, number] += share
+    pairs = np.array([*flows], dtype=np.int32).reshape(-1, 3)
+    return Flows(pairs[:, 0], pairs[:, 1], np.array([*flows.values()]), pairs[:, 2])
+
+
+def phase_shares(way: CommAlgorithm, num_ranks: int) -> tuple[float, ...]:
+    """Returns the fraction of the transfer time that each phase of an algorithm takes.
+
+    Algorithms for two tiers are first inside nodes and then between them (an all-reduce then inside nodes again, which
+    is counted with the first phase). Rings and trees are pipelined, so that all their flows run at the same time.
+    """
+    if way.pattern is Pattern.BINOMIAL_TREE:
+        durations = [float(phase.duration) for phase in broadcast_phases(num_ranks)]
+    else:
+        durations = [move.factor / move.bytes_per_s for move in way.moves]
+    return tuple(duration / sum(durations) for duration in durations)
 
 
 class _Group(NamedTuple):
@@ -386,10 +406,11 @@ def _gloo_ring(group: _Group) -> Iterator[Flow]:
 
 
 def _binomial_tree(group: _Group) -> Iterator[Flow]:
-    """Yields the sends of a broadcast: in round r, each of the first 2**r ranks sends to the rank 2**r places later."""
+    """Yields the sends of a broadcast, phase by phase."""
     devices = group.devices
-    for place in range(1, len(devices)):
-        yield Flow(devices[place ^ (1 << (place.bit_length() - 1))], devices[place], 1.0)
+    for number, phase in enumerate(broadcast_phases(len(devices))):
+        for sender, receiver, share in phase.sends:
+            yield Flow(devices[sender], devices[receiver], share, number)
 
 
 def _torus(group: _Group) -> Iterator[Flow]:

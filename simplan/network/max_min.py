@@ -245,12 +245,14 @@ class Segments(NamedTuple):
     Attributes:
         op: ``(num_segments,)`` Operation, or leader of the meeting; constant flows follow the operations, and then the
             communications of other jobs.
+        usage: ``(num_segments,)`` Its usage.
         start_s, end_s: ``(num_segments,)`` Seconds from the start of the step.
         rate: ``(num_segments,)`` Progress per second, where the transfer alone takes ``LinkUse.transfer_s``.
         bottleneck: ``(num_segments,)`` Link that limits the rate; -1 if the communication is as fast as alone.
     """
 
     op: Ints
+    usage: Ints
     start_s: Floats
     end_s: Floats
     rate: Floats
@@ -260,13 +262,15 @@ class Segments(NamedTuple):
     def empty(cls, size: int) -> Segments:
         """Room for some intervals."""
         start_s, end_s, rate = (np.zeros(size) for _ in range(3))
-        return cls(np.zeros(size, np.int32), start_s, end_s, rate, np.zeros(size, np.int32))
+        op, usage, bottleneck = (np.zeros(size, np.int32) for _ in range(3))
+        return cls(op, usage, start_s, end_s, rate, bottleneck)
 
     def since(self, begin_s: float) -> Segments:
         """Returns the intervals after a time, in seconds from it."""
         kept = self.end_s > begin_s
         starts_s, ends_s = np.maximum(self.start_s[kept], begin_s) - begin_s, self.end_s[kept] - begin_s
-        return Segments(self.op[kept], starts_s, ends_s, self.rate[kept], self.bottleneck[kept])
+        rate, bottleneck = self.rate[kept], self.bottleneck[kept]
+        return Segments(self.op[kept], self.usage[kept], starts_s, ends_s, rate, bottleneck)
 
     def doubled(self) -> Segments:
         """Returns the intervals with room for as many behind them."""
@@ -342,7 +346,8 @@ def advance(running: Running, slots: Ints, now_s: float, segments: Segments, num
         running.left[slot] -= rate * (now_s - start_s)
         running.updated_s[slot] = now_s
         if rate > 0 and now_s > start_s:
-            segments.op[num_segments], segments.bottleneck[num_segments] = running.op[slot], running.bottleneck[slot]
+            segments.op[num_segments], segments.usage[num_segments] = running.op[slot], running.usage[slot]
+            segments.bottleneck[num_segments] = running.bottleneck[slot]
             segments.start_s[num_segments], segments.end_s[num_segments] = start_s, now_s
             segments.rate[num_segments] = rate * running.scale[slot]
             num_segments += 1

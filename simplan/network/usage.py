@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.network.fabric import Fabric
-from simplan.network.flows import flows_of
+from simplan.network.flows import flows_of, phase_shares
 from simplan.program.program import Communication
 
 _Floats = NDArray[np.float64]
@@ -22,7 +22,7 @@ _FULL = 1 + 1e-9
 
 
 class LinkUsage(NamedTuple):
-    """Links that one communication keeps busy.
+    """Links that one communication, or a phase of it, keeps busy.
 
     Attributes:
         links: ``(num_links,)`` Indices into ``Fabric.links``, each once.
@@ -32,6 +32,7 @@ class LinkUsage(NamedTuple):
         transfer_s: Seconds of the transfer alone, by the closed form of the algorithm.
         num_bytes: ``(num_links,)`` Bytes that cross each link.
         distance_s: Seconds of latency on long-distance links (``FabricLink.latency_s``), in addition to ``fixed_s``.
+        follows: True if it begins when the usage before it in a list ends: an operation has one or several in sequence.
     """
 
     links: _Ints
@@ -41,16 +42,21 @@ class LinkUsage(NamedTuple):
     transfer_s: float
     num_bytes: _Floats
     distance_s: float = 0.0
-
-    @classmethod
-    def none(cls) -> LinkUsage:
-        """Usage of no link."""
-        return cls(np.zeros(0, np.int32), np.zeros(0), np.zeros(0), 0.0, 0.0, np.zeros(0))
+    follows: bool = False
 
     def times(self, factor: float) -> LinkUsage:
         """A part of the communication: as fast alone, with a fraction of its flows."""
         return self._replace(
             seconds=self.seconds * factor, connections=self.connections * factor, num_bytes=self.num_bytes * factor
+        )
+
+    def followed_by_alike(self, other: LinkUsage) -> LinkUsage:
+        """This usage and another of the same links in sequence, as one with their mean load."""
+        return self._replace(
+            seconds=self.seconds + other.seconds,
+            connections=np.maximum(self.connections, other.connections),
+            transfer_s=self.transfer_s + other.transfer_s,
+            num_bytes=self.num_bytes + other.num_bytes,
         )
 
     def repeated(self, times: int, slowdown: float) -> LinkUsage:
@@ -66,30 +72,39 @@ class LinkUsage(NamedTuple):
 
 def together(usages: Sequence[LinkUsage]) -> LinkUsage:
     """Usage of equal communications of different groups that run at the same time, as one."""
+    if len(usages) == 1:
+        return usages[0]
     links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
     seconds, connections, num_bytes = (
         _sums(where, np.concatenate(parts), len(links))
         for parts in zip(*((usage.seconds, usage.connections, usage.num_bytes) for usage in usages), strict=True)
     )
-    first, distance_s = usages[0], max(usage.distance_s for usage in usages)
-    return LinkUsage(
-        links.astype(np.int32), seconds, connections, first.fixed_s, first.transfer_s, num_bytes, distance_s
+    distance_s = max(usage.distance_s for usage in usages)
+    return usages[0]._replace(
+        links=links.astype(np.int32),
+        seconds=seconds,
+        connections=connections,
+        num_bytes=num_bytes,
+        distance_s=distance_s,
     )
 
 
-def in_sequence(usages: Sequence[LinkUsage]) -> LinkUsage:
-    """Usage of communications that one operation runs sequentially, as one with their mean load."""
-    links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
-    seconds, num_bytes = (
-        _sums(where, np.concatenate(parts), len(links))
-        for parts in zip(*((usage.seconds, usage.num_bytes) for usage in usages), strict=True)
-    )
-    connections = np.zeros(len(links))
-    np.maximum.at(connections, where, np.concatenate([usage.connections for usage in usages]))
-    fixed_s, transfer_s, distance_s = (
-        float(sum(parts)) for parts in zip(*((u.fixed_s, u.transfer_s, u.distance_s) for u in usages), strict=True)
-    )
-    return LinkUsage(links.astype(np.int32), seconds, connections, fixed_s, transfer_s, num_bytes, distance_s)
+def in_sequence(usages: Sequence[LinkUsage], fixed_s: float) -> list[LinkUsage]:
+    """Usages that one operation runs in sequence, those of the same links as one.
+
+    Args:
+        fixed_s: Seconds of start and latency of all, which are counted with the first.
+    """
+    found: dict[bytes, LinkUsage] = {}
+    for usage in usages:
+        key = usage.links.tobytes()
+        before = found.get(key)
+        found[key] = usage if before is None else before.followed_by_alike(usage)
+    (first, *others), distance_s = found.values(), sum(usage.distance_s for usage in usages)
+    return [
+        first._replace(fixed_s=fixed_s, distance_s=distance_s, follows=False),
+        *(each._replace(fixed_s=0.0, distance_s=0.0, follows=True) for each in others),
+    ]
 
 
 def _sums(where: NDArray[np.integer], values: _Floats, size: int) -> _Floats:
@@ -102,12 +117,18 @@ _ONE_STEP = (Pattern.HOP, Pattern.PAIRWISE, Pattern.ONCE_PER_NODE)
 
 
 class _PerByte(NamedTuple):
-    """Usage of an algorithm's flows per byte of the communication, and the latency of its paths."""
+    """Usage of the flows of a phase per byte of the communication."""
 
     links: _Ints
     seconds: _Floats
     connections: _Floats
     shares: _Floats
+
+
+class _Routed(NamedTuple):
+    """Usages of an algorithm's flows by phase, and the latency of their paths."""
+
+    phases: Sequence[_PerByte]
     distance_s: float
 
 
@@ -121,10 +142,10 @@ class Usages:
 
     cluster: ClusterSpec
     fabric: Fabric
-    _routed: dict[tuple[object, ...], _PerByte] = field(default_factory=dict)
+    _routed: dict[tuple[object, ...], _Routed] = field(default_factory=dict)
 
-    def of(self, communication: Communication, way: CommAlgorithm) -> LinkUsage:
-        """Usage of one communication that runs alone.
+    def of(self, communication: Communication, way: CommAlgorithm) -> list[LinkUsage]:
+        """Usages of the phases of one communication that runs alone.
 
         Args:
             communication: Communication of two or more ranks, which are devices of the cluster.
@@ -135,34 +156,47 @@ class Usages:
             self._routed[key] = self._route(communication, way)
         routed, num_bytes = self._routed[key], communication.num_bytes
         transfer_s = way.transfer_s(num_bytes)
+        fixed_s = way.seconds(num_bytes) - transfer_s
         steps = 1 if way.pattern in (*_RINGS, *_ONE_STEP) else sum(number for number, _ in way.steps)
-        return LinkUsage(
-            routed.links,
-            routed.seconds * num_bytes,
-            routed.connections,
-            way.seconds(num_bytes) - transfer_s,
-            transfer_s,
-            routed.shares * num_bytes,
-            steps * routed.distance_s,
-        )
+        return [
+            LinkUsage(
+                phase.links,
+                phase.seconds * num_bytes,
+                phase.connections,
+                0.0 if number else fixed_s,
+                share * transfer_s,
+                phase.shares * num_bytes,
+                0.0 if number else steps * routed.distance_s,
+                number > 0,
+            )
+            for number, (phase, share) in enumerate(
+                zip(routed.phases, phase_shares(way, len(communication.ranks)), strict=True)
+            )
+        ]
 
-    def _route(self, communication: Communication, way: CommAlgorithm) -> _PerByte:
+    def _route(self, communication: Communication, way: CommAlgorithm) -> _Routed:
         """Routes the flows; rings cross a distant link once a lap, other algorithms up to once in every step."""
         fabric = self.fabric
         flows = flows_of(way, communication, communication.ranks, self.cluster, fabric)
         paths = [fabric.path(flow.source, flow.destination) for flow in flows.each()]
+        latencies_s = np.array([sum(fabric.links[link].latency_s for link in path) for path in paths])
+        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
         crossed = np.array([link for path in paths for link in path], np.int32)
-        share = np.repeat(flows.shares, [len(path) for path in paths])
+        share, phase = (np.repeat(column, [len(path) for path in paths]) for column in (flows.shares, flows.phases))
+        numbers = range(len(phase_shares(way, len(communication.ranks))))
+        return _Routed([self._per_byte(way, crossed[phase == n], share[phase == n]) for n in numbers], distance_s)
+
+    def _per_byte(self, way: CommAlgorithm, crossed: _Ints, share: _Floats) -> _PerByte:
+        """Usage of links that flows cross, with the share of each flow."""
         links, where = np.unique(crossed, return_inverse=True)
         shares = _sums(where, share, len(links))
         rates = [
-            fabric.links[link].bytes_per_s * (way.inside if fabric.links[link].is_inside_node else way.between)
+            self.fabric.links[link].bytes_per_s
+            * (way.inside if self.fabric.links[link].is_inside_node else way.between)
             for link in links.tolist()
         ]
-        latencies_s = np.array([sum(fabric.links[link].latency_s for link in path) for path in paths])
-        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
         connections = np.bincount(where, minlength=len(links)).astype(np.float64)
-        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, distance_s)
+        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares)
 
 
 class Flap(NamedTuple):
@@ -193,9 +227,11 @@ class LinkUse:
 
     Attributes:
         num_links: Links of the fabric.
-        usage: ``(num_ops,)`` Usage of each operation, or of the meeting that it leads; -1 for no link.
-        fixed_share: ``(num_usages,)`` Share of a usage's time alone that transfers nothing.
+        usage: ``(num_ops,)`` First usage of each operation, or of the meeting that it leads; -1 for no link.
+        head: ``(num_usages,)`` First usage of the sequence to which each belongs.
+        fixed_share: ``(num_usages,)`` Share of the time alone of a sequence that transfers nothing.
         transfer_s: ``(num_usages,)`` Seconds of the transfer alone.
+        sequence_s: ``(num_usages,)`` The same of the whole sequence.
         first: ``(num_usages + 1,)`` Offsets of each usage into the arrays below.
         link: Links of each usage, each once.
         seconds: Busy seconds of these links.
@@ -207,8 +243,10 @@ class LinkUse:
 
     num_links: int
     usage: _Ints
+    head: NDArray[np.int64]
     fixed_share: _Floats
     transfer_s: _Floats
+    sequence_s: _Floats
     first: _Ints
     link: _Ints
     seconds: _Floats
@@ -223,6 +261,62 @@ class LinkUse:
         return len(self.usage) + len(self.transfer_s) - self.num_usages_of_ops
 
 
+class _Entries(NamedTuple):
+    """Links of several usages, one after the other: ``(num_entries,)`` each.
+
+    Attributes:
+        owner: Index of the usage.
+        link, seconds, connections: As in ``LinkUsage``.
+        share: Fraction of the transfer alone for which the link is busy.
+    """
+
+    owner: NDArray[np.int64]
+    link: _Ints
+    seconds: _Floats
+    connections: _Floats
+    share: _Floats
+
+    @classmethod
+    def of(cls, usages: Sequence[LinkUsage]) -> _Entries:
+        """Entries of usages."""
+        owner = np.repeat(np.arange(len(usages)), [len(usage.links) for usage in usages])
+        link, seconds, connections = (
+            np.concatenate([np.zeros(0), *(usage[field] for usage in usages)]) for field in (0, 1, 2)
+        )
+        transfer_s = np.array([usage.transfer_s for usage in usages], np.float64)[owner]
+        share = np.divide(seconds, transfer_s, out=np.zeros_like(seconds), where=transfer_s > 0)
+        return cls(owner, link.astype(np.int32), seconds, connections, share)
+
+
+def loads_together(
+    usages: Sequence[LinkUsage],
+    usage_of: NDArray[np.integer],
+    place: NDArray[np.integer],
+    num_links: int,
+    always: Sequence[LinkUsage] = (),
+) -> _Floats:
+    """``(num_links,)`` Busy share of every link if all places that use it ran their largest communication together.
+
+    Args:
+        usages, usage_of, place, num_links, always: See ``link_use``.
+    """
+    return _busiest(usage_of, place, _Entries.of([*usages, *always]), _heads(usages), num_links)
+
+
+def _heads(usages: Sequence[LinkUsage]) -> NDArray[np.int64]:
+    """``(num_usages,)`` First usage of the sequence to which each belongs."""
+    begins = np.array([not usage.follows for usage in usages], np.bool_)
+    return np.maximum.accumulate(np.where(begins, np.arange(len(usages)), 0)).astype(np.int64)
+
+
+def _is_largest(share: _Floats, owner: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """``(num_entries,)`` True for the link of each usage with the largest share; the first of equal ones."""
+    order = np.lexsort((np.arange(len(share)), -share, owner))
+    found = np.zeros(len(share), np.bool_)
+    found[order[np.unique(owner[order], return_index=True)[1]]] = True
+    return found
+
+
 def link_use(
     usages: Sequence[LinkUsage],
     usage_of: NDArray[np.integer],
@@ -234,8 +328,8 @@ def link_use(
     """Returns the links that can be full, with the usages that cross them; other links slow no communication down.
 
     Args:
-        usages: Different usages.
-        usage_of: ``(num_ops,)`` Index into ``usages`` of each operation; -1 for an operation that transfers nothing, or
+        usages: Different usages; those that an operation runs in sequence stand one after the other.
+        usage_of: ``(num_ops,)`` Index of each operation's first usage; -1 for an operation that transfers nothing, or
             that follows the leader of its meeting.
         place: ``(num_ops,)`` Number of each operation's stream and rank: operations of one place never run together.
         num_links: Links of the fabric.
@@ -243,27 +337,28 @@ def link_use(
         flaps: Links that are slow for a part of the time.
     """
     every = [*usages, *always]
-    sizes = [len(usage.links) for usage in every]
-    owner = np.repeat(np.arange(len(every)), sizes)
-    link, seconds, connections = (
-        np.concatenate([np.zeros(0), *(usage[field] for usage in every)]) for field in (0, 1, 2)
-    )
-    link = link.astype(np.int32)
+    entries = _Entries.of(every)
+    owner, link, seconds, connections, share = entries
     transfer_s, fixed_s = (np.array([usage[field] for usage in every], np.float64) for field in (4, 3))
-    share = np.divide(seconds, transfer_s[owner], out=np.zeros_like(seconds), where=transfer_s[owner] > 0)
-    least = np.ones(num_links)
+    head, least = _heads(every), np.ones(num_links)
     for flap in flaps:
         least[flap.link] *= flap.share
-    crowded = _busiest(usage_of, place, owner, link, share, len(usages), num_links) > _FULL * least
+    crowded = _busiest(usage_of, place, entries, head[: len(usages)], num_links) > _FULL * least
     kept = crowded[link] & (seconds > 0)
+    is_simulated = np.bincount(head[owner[kept]], minlength=len(every)) > 0
+    # a sequence is simulated whole: its other usages keep their busiest link, which is never full
+    kept |= is_simulated[head[owner]] & ~np.isin(owner, owner[kept]) & (seconds > 0) & _is_largest(share, owner)
     counts = np.bincount(owner[kept], minlength=len(every))
-    usage = np.where((usage_of >= 0) & (counts[usage_of] > 0), usage_of, -1).astype(np.int32)
-    alone_s = fixed_s + transfer_s
+    usage = np.where((usage_of >= 0) & is_simulated[usage_of], usage_of, -1).astype(np.int32)
+    sequence_s = _sums(head, transfer_s, len(every))[head]
+    alone_s = fixed_s + sequence_s
     return LinkUse(
         num_links,
         usage,
+        head,
         np.divide(fixed_s, alone_s, out=np.zeros_like(fixed_s), where=alone_s > 0),
         transfer_s,
+        sequence_s,
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         link[kept],
         seconds[kept],
@@ -277,23 +372,22 @@ def link_use(
 def _busiest(
     usage_of: NDArray[np.integer],
     place: NDArray[np.integer],
-    owner: NDArray[np.integer],
-    link: _Ints,
-    share: _Floats,
-    num_usages: int,
+    entries: _Entries,
+    head: NDArray[np.int64],
     num_links: int,
 ) -> _Floats:
-    """``(num_links,)`` Busy share of every link if all places that use it ran their largest communication together."""
+    """See ``loads_together``; ``head`` is that of the usages, which constant flows follow."""
+    num_usages = len(head)
+    owner, link, _, _, share = entries
     uses = usage_of >= 0
     pairs = np.unique(np.stack([place[uses].astype(np.int64), usage_of[uses].astype(np.int64)]), axis=1)
     first = np.searchsorted(owner, np.arange(num_usages + 1))
-    counts = np.diff(first)[pairs[1]]
-    entries = np.repeat(first[pairs[1]] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(
-        counts.sum()
-    )
-    key = np.repeat(pairs[0], counts) * num_links + link[entries]
+    until = np.searchsorted(head, np.arange(num_usages), side="right")  # usages after each sequence
+    counts = first[until[pairs[1]]] - first[pairs[1]]
+    used = np.repeat(first[pairs[1]] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum())
+    key = np.repeat(pairs[0], counts) * num_links + link[used]
     keys, where = np.unique(key, return_inverse=True)
     largest = np.zeros(len(keys))
-    np.maximum.at(largest, where, share[entries])
+    np.maximum.at(largest, where, share[used])
     constant = owner >= num_usages
     return _sums(keys % num_links, largest, num_links) + _sums(link[constant], share[constant], num_links)

@@ -12,6 +12,7 @@ from simplan.model.families import FAMILIES
 from simplan.prediction import RankMemory
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
+from simplan.rules.collectives import unused_collectives
 from simplan.software.software import SoftwareSpec
 from simplan.units import counted, format_bytes, format_percent
 
@@ -88,6 +89,9 @@ def _of_plan(job: Job) -> Iterator[str]:
             "fp16: of the loss scaler are not modeled its pass over the gradients of a rank (8 bytes each, read and "
             "written once a step) and steps that it skips"
         )
+    for kind, algorithm in unused_collectives(job):
+        name = kind.replace("_", "-")
+        yield f"the plan has no {name}: no effect of plan.collectives.{kind} = {algorithm}"
     if plan.ep == 1 and software.expert_dispatch in ("deepep", "hybridep"):
         yield "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
 

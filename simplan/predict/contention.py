@@ -22,10 +22,20 @@ from simplan.cost.communication.route import route_of
 from simplan.cost.program_costs import ProgramCosts
 from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
+from simplan.network.detours import on_detours, splits_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network, OtherJob
 from simplan.network.max_min import Segments
-from simplan.network.usage import Flap, LinkUsage, LinkUse, Usages, in_sequence, link_use, together
+from simplan.network.usage import (
+    Flap,
+    LinkUsage,
+    LinkUse,
+    Usages,
+    in_sequence,
+    link_use,
+    loads_together,
+    together,
+)
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict.background import background_steps, refuse_too_many_steps
@@ -52,7 +62,7 @@ class Contention:
         fabric: Links of the cluster.
         usages: Different usages of links; those of other jobs last.
         names: Name of each usage.
-        usage: ``(num_entries,)`` Usage of each operation, then of each constant flow of other jobs, then of each
+        usage: ``(num_entries,)`` First usage of each operation, then of each constant flow of other jobs, then of each
             communication of background jobs; -1 for operations that cross no link, or follow the first of their
             meeting.
         groups: ``(num_ops,)`` Groups of ranks that the operation stands for.
@@ -85,7 +95,7 @@ class Contention:
         first, link, seconds, num_bytes = self._entries
         owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
         used = self.usage >= 0
-        counts = np.bincount(self.usage[used], self._fractions(step_time_s)[used], len(self.usages))
+        counts = np.bincount(self.usage[used], self._fractions(step_time_s)[used], len(self.usages))[self.use.head]
         key, size = link * len(names) + number[owner], num_links * len(names)
         busy_s = np.bincount(key, seconds * counts[owner], size).astype(np.float64).reshape(num_links, len(names))
         moved = np.asarray(np.bincount(link, num_bytes * counts[owner], num_links), np.float64)
@@ -96,17 +106,19 @@ class Contention:
 
     def _fractions(self, step_time_s: float) -> _Floats:
         """``(num_entries,)`` Part of each communication inside the step, and the seconds of constant flows."""
-        found, first, (op, start_s, end_s, rate, _) = np.ones(len(self.usage)), self.use.num_entries, self.segments
+        found, first, use = np.ones(len(self.usage)), self.use.num_entries, self.use
+        op, part, start_s, end_s, rate, _ = self.segments
         found[self.num_ops : first] = step_time_s  # usages of constant flows are those of one second
         if len(found) == first:
             return found
         usage = self.usage[first:]
-        shared = np.bincount(op, (end_s - start_s) * rate, len(found))[first:]
-        fixed_s, transfer_s = (np.array([each[column] for each in self.usages])[usage] for column in (3, 4))
+        moved = (end_s - start_s) * rate * use.transfer_s[part] / np.maximum(use.sequence_s[part], _LEAST_S)
+        shared = np.bincount(op, moved, len(found))[first:]
+        fixed_s, transfer_s = np.array([each.fixed_s for each in self.usages])[usage], use.sequence_s[usage]
         begin_s, end_s = self.start_s[first:] + fixed_s, self.end_s[first:]
         inside_s = np.minimum(end_s, step_time_s) - np.maximum(begin_s, 0.0)
         alone = np.clip(inside_s / np.maximum(transfer_s, _LEAST_S), 0.0, 1.0)
-        found[first:] = np.where(np.diff(self.use.first)[usage] > 0, np.minimum(shared, 1.0), alone)
+        found[first:] = np.where(np.diff(use.first)[usage] > 0, np.minimum(shared, 1.0), alone)
         return found
 
     def _delays(self) -> Iterator[tuple[int, float, _Ints]]:
@@ -117,10 +129,9 @@ class Contention:
         """
         is_symmetric = self.fabric.is_symmetric and not self.use.always and not self.other_jobs
         use = self.use
-        op, start_s, end_s, rate, bottleneck = self.segments
+        op, usage, start_s, end_s, rate, bottleneck = self.segments
         kept = (bottleneck >= 0) & (op < self.num_ops)
-        op, bottleneck = op[kept], bottleneck[kept]
-        usage = self.usage[op]
+        op, usage, bottleneck = op[kept], usage[kept], bottleneck[kept]
         late_s = (end_s - start_s)[kept] * (1 - rate[kept] * use.transfer_s[usage]) * self.groups[op]
         keys, which = np.unique(usage * len(self.fabric.links) + bottleneck, return_inverse=True)
         sums_s = np.bincount(which, np.maximum(late_s, 0.0), len(keys))
@@ -139,22 +150,30 @@ class Contention:
         """``(num_chosen, NUM_INTERVALS)`` Busy share of chosen links in equal intervals of the simulated step."""
         edges_s = np.linspace(0.0, step_time_s, NUM_INTERVALS + 1)
         first, link, seconds, _ = self._entries
-        op, start_s, end_s, rate, _ = self.segments
+        _, usage, start_s, end_s, rate, _ = self.segments
         # a communication that cannot be delayed transfers at a constant rate after its latency
         num_ops, first_other = self.num_ops, self.use.num_entries
         flows, others = self.usage[num_ops:first_other], self.usage[first_other:]
         can_be_full = np.diff(self.use.first) > 0
         is_simulated = np.concatenate([self.use.usage >= 0, np.isin(flows, self.use.always), can_be_full[others]])
         ops = np.flatnonzero((self.usage >= 0) & ~is_simulated)
-        fixed_s = np.array([usage.fixed_s for usage in self.usages])[self.usage[ops]]
-        stop_s = self.end_s[ops]
-        begin_s = np.minimum(self.start_s[ops] + fixed_s, stop_s)
-        is_flow = (ops >= num_ops) & (ops < first_other)
-        length_s = np.where(is_flow, 1.0, stop_s - begin_s)  # usages of constant flows are those of one second
-        op = np.concatenate([op, ops])
-        start_s, end_s = np.concatenate([start_s, begin_s]), np.concatenate([end_s, stop_s])
+        heads = self.usage[ops]
+        fixed_s = np.array([usage.fixed_s for usage in self.usages])[heads]
+        begin_s = np.minimum(self.start_s[ops] + fixed_s, self.end_s[ops])
+        # the usages of a sequence one after the other
+        num_parts = np.bincount(self.use.head, minlength=len(self.usages))[heads]
+        which = np.repeat(np.arange(len(ops)), num_parts)
+        parts = heads[which] + np.arange(len(which)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+        ends = np.cumsum(self.use.transfer_s) - (np.cumsum(self.use.transfer_s) - self.use.transfer_s)[self.use.head]
+        until = np.divide(ends[parts], self.use.sequence_s[parts], out=np.ones(len(parts)), where=ends[parts] > 0)
+        since = until - self.use.transfer_s[parts] / np.maximum(self.use.sequence_s[parts], _LEAST_S)
+        whole_s = (self.end_s[ops] - begin_s)[which]
+        is_flow = ((ops >= num_ops) & (ops < first_other))[which]
+        length_s = np.where(is_flow, 1.0, (until - since) * whole_s)  # usages of constant flows are those of one second
+        start_s = np.concatenate([start_s, begin_s[which] + since * whole_s])
+        end_s = np.concatenate([end_s, begin_s[which] + until * whole_s])
         steady = np.divide(1.0, length_s, out=np.zeros_like(length_s), where=length_s > 0)
-        rate, usage = np.concatenate([rate, steady]), self.usage[op]
+        rate, usage = np.concatenate([rate, steady]), np.concatenate([usage, parts])
         owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
         shares = []
         for one in links.tolist():
@@ -221,8 +240,9 @@ def apply_contention(
         ).of_ops()
         for step in steps
     ]
-    programs, found = [program, *(step.program for step in steps)], [own, *others]
-    use, numbers = _link_use(programs, found, [flow for _, flow in constant], cluster, fabric)
+    programs = [program, *(step.program for step in steps)]
+    (own, *others), flows = _routed(programs, [own, *others], [flow for _, flow in constant], fabric)
+    use, numbers = _link_use(programs, [own, *others], flows, cluster, fabric)
     quiet, without_s, step_s = replace(use, always=()), None, 0.0
     realize = partial(_realize, program, alone_s, sharing)
     if cluster.background:  # first without other jobs; these communications are not counted as progress
@@ -255,7 +275,7 @@ def apply_contention(
     pairs = zip(steps, other_jobs_alone_s, repetitions.step_times_s, strict=True)
     return costs, Contention(
         fabric=fabric,
-        usages=[*usages, *(flow for _, flow in constant)],
+        usages=[*usages, *flows],
         names=[*names, *(name for name, _ in constant)],
         usage=np.concatenate([own.usage, len(usages) + np.arange(num_flows), repetitions.usage]),
         groups=own.groups,
@@ -285,6 +305,48 @@ def _realize(
     return times, np.where(use.usage[leaders] >= 0, taken_s, alone_s)
 
 
+class _Together(NamedTuple):
+    """Usages of Programs that run at the same time.
+
+    Attributes:
+        usages: Usages of all Programs.
+        numbers: By Program, ``(num_ops,)`` index into ``usages``; -1 as in ``_OpUsages``.
+        usage_of, place: ``(num_ops of all Programs,)`` See ``link_use``.
+    """
+
+    usages: list[LinkUsage]
+    numbers: list[NDArray[np.int64]]
+    usage_of: NDArray[np.int64]
+    place: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, programs: Sequence[Program], found: Sequence[_OpUsages]) -> _Together:
+        """Usages of the operations of some Programs."""
+        usages: list[LinkUsage] = []
+        numbers, places, first_place = [], [], 0
+        for program, each in zip(programs, found, strict=True):
+            numbers.append(np.where(each.usage >= 0, each.usage + len(usages), -1))
+            usages += each.usages
+            place = program.columns.rank.astype(np.int64) * len(STREAMS) + program.columns.stream
+            places.append(first_place + place)
+            first_place += 1 + int(place.max(initial=0))
+        return cls(usages, numbers, np.concatenate(numbers), np.concatenate(places))
+
+
+def _routed(
+    programs: Sequence[Program], found: Sequence[_OpUsages], constant: Sequence[LinkUsage], fabric: Fabric
+) -> tuple[list[_OpUsages], list[LinkUsage]]:
+    """Usages of Programs and of constant flows, with the detours that adaptive routing takes around full links."""
+    between = fabric.interconnect
+    if between is None or not between.has_detours:
+        return [*found], [*constant]
+    usages, _, usage_of, place = _Together.of(programs, found)
+    load = loads_together(usages, usage_of, place, len(fabric.links), constant)
+    splits = splits_of(load, fabric.links, between.detours)
+    own = [each._replace(usages=[on_detours(usage, splits) for usage in each.usages]) for each in found]
+    return own, [on_detours(usage, splits) for usage in constant]
+
+
 def _link_use(
     programs: Sequence[Program],
     found: Sequence[_OpUsages],
@@ -299,21 +361,13 @@ def _link_use(
         constant: Usages of constant flows.
         cluster, fabric: Cluster, and its links.
     """
-    usages: list[LinkUsage] = []
-    numbers, places, first_place = [], [], 0
-    for program, each in zip(programs, found, strict=True):
-        numbers.append(np.where(each.usage >= 0, each.usage + len(usages), -1))
-        usages += each.usages
-        place = program.columns.rank.astype(np.int64) * len(STREAMS) + program.columns.stream
-        places.append(first_place + place)
-        first_place += 1 + int(place.max(initial=0))
+    usages, numbers, usage_of, place = _Together.of(programs, found)
     flaps = [
         Flap(fabric.link_named(slow.link), slow.bandwidth_share, slow.first_s, slow.slow_s, slow.period_s)
         for slow in cluster.slow_links
         if slow.slow_s is not None and slow.period_s is not None
     ]
-    of_all, place_of_all = np.concatenate(numbers), np.concatenate(places)
-    use = link_use(usages, of_all, place_of_all, len(fabric.links), constant, flaps)
+    use = link_use(usages, usage_of, place, len(fabric.links), constant, flaps)
     return replace(use, usage=use.usage[: len(programs[0])]), numbers
 
 
@@ -337,8 +391,8 @@ class _OpUsages(NamedTuple):
 
     Attributes:
         usages, names: Different usages, and their names.
-        usage: ``(num_ops,)`` Index of the usage of each operation; -1 for operations that cross no link, or follow the
-            first of their meeting.
+        usage: ``(num_ops,)`` Index of the first usage of each operation; -1 for operations that cross no link, or
+            follow the first of their meeting.
         groups: ``(num_ops,)`` Groups of ranks that the operation stands for.
     """
 
@@ -385,16 +439,16 @@ class _ProgramUsages:
         numbers, counts = np.full(len(first), -1), np.zeros(len(first))
         for key, index in enumerate(indices[first].tolist()):
             work = program.works[columns.work[index]]
-            usage, counts[key] = self._of_op(
+            usages, counts[key] = self._of_op(
                 work,
                 int(columns.rank[index]),
                 meets=bool(columns.meeting[index] >= 0),
                 seconds=float(self.program_costs.durations_s[index]),
             )
-            if len(usage.links):
+            if usages:
                 numbers[key] = len(found)
-                found.append(usage)
-                names.append(self._name(work, STREAMS[columns.stream[index]]))
+                found += usages
+                names += [self._name(work, STREAMS[columns.stream[index]])] * len(usages)
         usage_of[indices], groups[indices] = numbers[which], counts[which]
         return _OpUsages(found, names, usage_of, groups)
 
@@ -404,10 +458,12 @@ class _ProgramUsages:
         name = self.program_costs.by_work[part].name
         return name if part.kind is CollectiveKind.SEND else f"{name} ({stream})"
 
-    def _of_op(self, work: tuple[Work, ...], rank: int, *, meets: bool, seconds: float) -> tuple[LinkUsage, float]:
-        """Usage of an operation, and the number of groups that it stands for."""
+    def _of_op(
+        self, work: tuple[Work, ...], rank: int, *, meets: bool, seconds: float
+    ) -> tuple[list[LinkUsage], float]:
+        """Usages of an operation, and the number of groups that it stands for."""
         moved = Counter(part for part in work if isinstance(part, Communication) and len(part.ranks) > 1)
-        usages, num_groups, first = [], 1.0, next(iter(moved), None)
+        usages, num_groups, first = list[LinkUsage](), 1.0, next(iter(moved), None)
         for part, times in moved.items():
             assert first is not None
             groups = [*self._groups(part.ranks, rank)]
@@ -416,14 +472,14 @@ class _ProgramUsages:
             num_groups = len(groups) / apart
             way = self._way(part)
             each = [self.usages.of(part._replace(ranks=self._devices(group)), way) for group in groups]
-            usage = (together(each) if len(each) > 1 else each[0]).times(1 / apart)
-            alone_s = usage.fixed_s + usage.transfer_s
+            phases = [together(phase).times(1 / apart) for phase in zip(*each, strict=True)]
+            alone_s = sum(phase.fixed_s + phase.transfer_s for phase in phases)
             slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
-            usages.append(usage.repeated(times, slowdown))
+            usages += [phase.repeated(times, slowdown) for phase in phases if phase.transfer_s > 0 and len(phase.links)]
         if not usages:
-            return LinkUsage.none(), 0.0
-        usage = in_sequence(usages) if len(usages) > 1 else usages[0]
-        return usage._replace(fixed_s=max(0.0, seconds + usage.distance_s - usage.transfer_s)), num_groups
+            return [], 0.0
+        free_s = seconds + sum(usage.distance_s - usage.transfer_s for usage in usages)
+        return in_sequence(usages, max(0.0, free_s)), num_groups
 
     def _way(self, part: Communication) -> CommAlgorithm:
         """Algorithm of a communication; of equal ones of other ranks it is the same."""

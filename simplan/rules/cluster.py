@@ -120,6 +120,9 @@ def background_jobs_modelled(job: Job) -> Iterator[Problem]:
         yield Problem(
             field="cluster.background", rule=words, fix="use constant traffic: {from: node0, to: node1, gbit: 1}"
         )
+    if cluster.is_mixed:
+        words = "has jobs, and several jobs on different nodes are not modeled yet"
+        yield Problem(field="cluster.background", rule=words, fix="use constant traffic, or equal nodes")
     if isinstance(cluster.topology, Torus):
         words = "has jobs, and several jobs on one torus are not modeled yet"
         yield Problem(

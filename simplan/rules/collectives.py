@@ -21,20 +21,16 @@ _SERVER = "parameter_server"
     reads_cluster=True,
 )
 def collectives_of_groups(job: Job) -> Iterator[Problem]:
-    """Every group of a collective must be able to run it; a collective that the plan does not have is an error, too."""
+    """Every group of a collective must be able to run it; of a collective that the plan does not have there is none."""
     collectives = job.plan.collectives
     if collectives is None or job.plan.num_devices > job.cluster.num_devices:
         return
     for kind, algorithm in collectives.prescribed():
-        field, groups = f"plan.collectives.{kind}", [*_groups(job, kind)]
-        if not groups:
-            fix = f"remove {kind}"
-            yield Problem(field=field, value=algorithm, rule=f"the plan has no {kind.replace('_', '-')}", fix=fix)
-            continue
-        for axis, ranks in groups:
+        for axis, ranks in _groups(job, kind):
             if (refusal := _refusal(algorithm, kind, ranks, job)) is not None:
                 sentence, fix = refusal
-                yield Problem(field=field, value=algorithm, rule=f"{sentence} (group of {axis} ranks)", fix=fix)
+                field, rule_words = f"plan.collectives.{kind}", f"{sentence} (group of {axis} ranks)"
+                yield Problem(field=field, value=algorithm, rule=rule_words, fix=fix)
                 break
 
 
@@ -57,6 +53,13 @@ def parameter_servers_of_replicas(job: Job) -> Iterator[Problem]:
     if plan.collectives.num_servers > plan.dp:
         sentence, fix = f"is more than the {counted(plan.dp, 'rank')} that could serve", f"use {plan.dp} or less"
         yield problem_of(job, "plan.collectives.parameter_servers", sentence, fix)
+
+
+def unused_collectives(job: Job) -> Iterator[tuple[str, str]]:
+    """Yields the collectives with a prescribed algorithm that the plan does not have, each with the algorithm."""
+    for kind, algorithm in () if job.plan.collectives is None else job.plan.collectives.prescribed():
+        if next(_groups(job, kind), None) is None:
+            yield kind, algorithm
 
 
 def _groups(job: Job, kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -92,9 +95,12 @@ def _reducing(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> 
 
 
 def _sharding(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> Groups:
-    del job
     if plan.shards_parameters or plan.shards_optimizer_only:
         yield "shard", mapping.shard_group(rank)
+    if plan.ep > 1 and plan.shards_parameters:
+        yield "expert-shard", mapping.expert_shard_group(rank)
+    elif plan.ep > 1 and plan.shards_optimizer_only and job.software.optimizer_shards == "elements":
+        yield "expert-data-parallel", mapping.expert_group(rank)
     if plan.sequence_parallel:
         yield "tensor-parallel", mapping.tp_group(rank)
     if plan.cp_comm == "all_gather":

@@ -14,9 +14,9 @@ It is a preset with overrides, or given inline::
       num_nodes: 2
 
 The network is that of a node (``inter_link_gbit_per_node``, or ``nics_per_node`` and ``nic_gbit``), or of one of its
-devices (``inter_link_gbit_per_device``): InfiniBand or RoCE. ``inter_link`` names another network, e.g. efa-400gbit, or
-tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet with TCP. ``topology`` says how
-nodes are joined (``simplan.scenario.topologies``).
+devices (``inter_link_gbit_per_device``): of the preset's kind, else InfiniBand or RoCE. ``inter_link`` names another
+network, e.g. efa-400gbit, or tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet
+with TCP. ``topology`` says how nodes are joined (``simplan.scenario.topologies``).
 
 Nodes that differ are listed in groups, each with the keys of a cluster::
 
@@ -158,7 +158,7 @@ class ClusterSection(Spec):
 
 _OF_WHOLE_CLUSTER = ("nodes", "topology", "background", "stragglers", "slow_links", "num_devices")
 """Keys that no group of nodes has."""
-_BESIDE_NODES = ("nodes", "background", "stragglers", "price_per_device_hour")
+_BESIDE_NODES = ("nodes", "topology", "background", "slow_links", "stragglers", "price_per_device_hour")
 """Keys of a cluster that can be next to ``nodes``; the others are keys of the groups."""
 _MAX_GROUPS = 100
 
@@ -243,9 +243,8 @@ def _of_node_groups(sections: Sections, section: ClusterSection) -> ClusterSpec 
         return None
     given = [name for name in section.model_fields_set if name not in _BESIDE_NODES]
     for name in sorted(given):
-        what = "is not modeled yet for different nodes" if name == "topology" else "is a key of equal nodes"
         fix = "remove it" if name in _OF_WHOLE_CLUSTER else "write it in each group of nodes"
-        sections.refuse(("cluster", name), what, fix=fix)
+        sections.refuse(("cluster", name), "is a key of equal nodes", fix=fix)
     clusters = [_node_group(sections, place, data) for place, data in enumerate(listed)]
     groups = [each for each in clusters if each is not None]
     if given or len(groups) < len(listed):
@@ -259,6 +258,9 @@ def _of_node_groups(sections: Sections, section: ClusterSection) -> ClusterSpec 
             )
             fix = f"write devices_per_node: {min(first.devices_per_node, other.devices_per_node)} in both groups"
             sections.refuse(("cluster", "nodes", place), rule, fix=fix)
+        elif section.topology is not None and (unequal := _unequal_links(first, other)):
+            rule = f"has another {unequal} than the first group; a topology of different links is not modeled yet"
+            sections.refuse(("cluster", "nodes", place), rule, fix="remove topology, or write nodes with equal links")
     num_devices = sum(each.num_devices for each, _ in groups)
     if num_devices > MAX_DEVICES:
         rule = f"makes {num_devices:,} devices; a job has at most {MAX_DEVICES:,}"
@@ -281,10 +283,16 @@ def _of_node_groups(sections: Sections, section: ClusterSection) -> ClusterSpec 
                 )
                 for each, price in groups
             ),
-            "nics_per_node": None,
+            "nics_per_node": None if section.topology is None else first.nics_per_node,
         }
     )
     return _with_network(sections, cluster, section)
+
+
+def _unequal_links(first: ClusterSpec, other: ClusterSpec) -> str:
+    """Key of the first difference in the links of two groups of nodes; empty for equal links."""
+    keys = ("intra_link", "inter_link", "nics_per_node")
+    return next((key for key in keys if getattr(first, key) != getattr(other, key)), "")
 
 
 def _node_group(sections: Sections, place: int, data: Any) -> tuple[ClusterSpec, float | None] | None:
@@ -424,6 +432,8 @@ def _inter_link(
             sections.refuse(("cluster", key), rule, value=shown, fix="keep one of the two")
             return None, None
     preset = entry.nics_per_node if entry and "nic_gbit" in rates else None
+    if entry is not None and entry.inter_link is not None:  # other cards of the same network
+        kind = entry.inter_link.id.partition("-")[0]
     return catalog.network_link(gbit, kind), section.nics_per_node or preset or (1 if "nic_gbit" in rates else None)
 
 

@@ -66,6 +66,20 @@ class SearchScenario:
         result = search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
         return replace(result, assumptions=self.assumptions)
 
+    def starting_from(self, current: Scenario, space: SearchSpace | None = None) -> SearchScenario:
+        """The search that starts from a plan; all plans have the algorithms of collectives that this plan prescribes.
+
+        Args:
+            current: Scenario of the plan.
+            space: See ``current_space``.
+        """
+        found, collectives = replace(self, current=current, current_space=space), current.job.plan.collectives
+        if collectives is None:
+            return found
+        job = self.job.with_plan(self.job.plan.model_copy(update={"collectives": collectives}))
+        kept = f"all plans have plan.collectives: {collectives.words}"
+        return replace(found, job=job, assumptions=(*self.assumptions, kept))
+
 
 def load_search(path: str | Path) -> SearchScenario:
     """Reads a scenario file for a search.

@@ -175,8 +175,8 @@ class Source:
             search = search_of(self.parts())
         except SpecError as error:
             raise self._as_typed(error) from None
-        current = None if self.current is None else self.current.scenario()
-        return replace(search, assumptions=self.notes, current=current, configuration=self.configuration)
+        search = replace(search, assumptions=self.notes, configuration=self.configuration)
+        return search if self.current is None else search.starting_from(self.current.scenario())
 
     def text(self, folder: Path, header: str = "") -> str:
         """The document as a complete scenario file for a folder, with comments on assumed values.

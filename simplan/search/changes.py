@@ -87,7 +87,7 @@ def _outside_of_searches(
     """
     devices = job.cluster.num_devices
     plans = [miss.plan for miss in misses if miss.num_devices == devices]
-    sharded = ParallelPlan(dp_shard=devices, recompute="full")
+    sharded = ParallelPlan(dp_shard=devices, recompute="full", collectives=job.plan.collectives)
     plans += [] if violations(job.with_plan(sharded)) else [sharded]
     for plan in plans:
         prediction = predict(job.with_plan(plan), calibration=calibration)

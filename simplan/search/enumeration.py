@@ -95,7 +95,9 @@ class Enumeration:
         rules = RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES)
         if space.placement is None:  # rules about placements hold, and would be checked for every mesh
             job = job.with_plan(job.plan.model_copy(update={"placement": None}))
-            rules = tuple(rule for rule in rules if "placement" not in rule.reads)
+            needed = {"groups_of_equal_devices"} if job.cluster.is_mixed else set[str]()
+            needed |= set() if job.plan.collectives is None else {"collectives_of_groups"}
+            rules = tuple(rule for rule in rules if "placement" not in rule.reads or rule.name in needed)
         self.filter = PlanFilter(job, rules)
         self._why_not = _Steps(*self.filter.stages(*_STEPS))
         assert not self._why_not.batch.reads & {*_STEPS[4].split()}, "batches are checked for one recomputation"

@@ -36,6 +36,8 @@ class SharedLinks:
         self._paths = Paths.of(use.first, use.link, use.seconds, use.connections, use.transfer_s)
         self._lists = LinkLists.empty(use.num_links, self._paths)
         self._capacity = np.ones(use.num_links)
+        follows = np.append(use.head[1:] == use.head[:-1], False)
+        self._following = np.where(follows, np.arange(1, len(use.head) + 1), -1).tolist()
         self._flaps = [flap._replace(first_s=begin_s + flap.first_s) for flap in use.flaps]
         self._num_changes = [0] * len(use.flaps)
         self._settles = False
@@ -58,11 +60,11 @@ class SharedLinks:
         Args:
             done: An event not yet triggered.
             op: Operation, or leader of a meeting, in ``Segments.op``.
-            usage: Its usage.
+            usage: Its first usage.
             seconds: Seconds of the operation alone, latency included.
         """
         fixed_s = seconds * float(self._use.fixed_share[usage])
-        scale = (seconds - fixed_s) / float(self._use.transfer_s[usage])
+        scale = (seconds - fixed_s) / float(self._use.sequence_s[usage])
         if fixed_s <= 0.0:
             self._begin(done, op, usage, scale)
             return
@@ -159,13 +161,16 @@ class SharedLinks:
     def _complete(self) -> None:
         if self._next_s <= self._env.now * (1 + TOGETHER):  # else a flapping link changes
             self._ended = self._next
-        if self._progress is not None:
-            num_own = int((self._running.op[self._ended] < len(self._use.usage)).sum())
-            before, self._num_ended = self._num_ended, self._num_ended + num_own
-            if 100 * self._num_ended // self._num_ops > 100 * before // self._num_ops:
-                self._progress(self._num_ended, self._num_ops)
+        before = self._num_ended
         for slot in self._ended.tolist():
             done, self._done[slot] = self._done[slot], None
             assert done is not None
+            op, following = int(self._running.op[slot]), self._following[self._running.usage[slot]]
+            if following >= 0:
+                self._begin(done, op, following, float(self._running.scale[slot]))
+                continue
+            self._num_ended += op < len(self._use.usage)
             done.succeed()
+        if self._progress is not None and 100 * self._num_ended // self._num_ops > 100 * before // self._num_ops:
+            self._progress(self._num_ended, self._num_ops)
         self._settle_soon()

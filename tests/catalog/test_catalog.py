@@ -32,7 +32,8 @@ MODELS = {
     "vit-l16", "vit-l32", "vit-h14", "gpt3-175b", "mt-nlg-530b", "bert-tiny",
 }  # fmt: skip
 CLUSTERS = {
-    "dgx-v100", "dgx-a100-40gb", "dgx-a100-80gb", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "this-machine",
+    "dgx-v100", "dgx-a100-40gb", "dgx-a100-80gb", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "p5.48xlarge",
+    "this-machine",
 }  # fmt: skip
 
 
@@ -192,8 +193,8 @@ def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> Non
         ("model", "zzzzz", "model = zzzzz: is not in the catalog; `simplan show models` lists them"),
         ("cluster", "dgx-h10", "cluster = dgx-h10: is not in the catalog; did you mean dgx-h100"),
         ("cluster", "p6", "cluster = p6: is not in the catalog; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, "
-         "dgx-h100, dgx-h200, dgx-v100, gb200-nvl72, this-machine; or give device and devices_per_node in place of a "
-         "preset"),
+         "dgx-h100, dgx-h200, dgx-v100, gb200-nvl72, p5.48xlarge, this-machine; or give device and devices_per_node in "
+         "place of a preset"),
         ("software", "megatron", "software = megatron: is not in the catalog; did you mean megatron-core? Others: meg"),
         ("software", "FSDP2", "software = FSDP2: is not in the catalog; did you mean torch?"),
         ("software", "megatron-lm-20", "software = megatron-lm-20: is not in the catalog; use one of megatron-"),

@@ -12,9 +12,9 @@ import pytest
 
 import simplan.cli.execute as execute_module
 from simplan.cli import demo
-from simplan.cli.execute import RunOptions, execute
+from simplan.cli.execute import RunOptions, check_before_calibrating, execute
 from simplan.cli.terminal import processes
-from simplan.errors import RunError
+from simplan.errors import NotModelledError, RunError
 from simplan.io import read_model, write_model
 from simplan.program.lowering.lower import Lowerer
 from simplan.runs.measurement import Measurement
@@ -29,6 +29,15 @@ cluster: {preset: dgx-h100, num_devices: 2}
 training: {global_batch_size: 8}
 plan: {pp: 2, schedule: 1f1b}
 """
+
+
+@pytest.mark.parametrize("field", ["background", "jitter"])
+def test_a_run_refuses_what_is_only_predicted(field: str) -> None:
+    values = {"background": "[{from: node0, to: node1, gbit: 1}]", "jitter": "{compute_relative_std: 0.1}"}
+    cluster = f"num_nodes: 2, topology: one-switch, {field}: {values[field]}"
+    text = SCENARIO.replace("num_devices: 2", cluster).replace("pp: 2", "pp: 2, dp_replicate: 8")
+    with pytest.raises(NotModelledError, match=rf"cluster\.{field}: is predicted, and a run would ignore it; remove it"):
+        check_before_calibrating(parse_scenario(text), RunOptions())
 
 
 def test_a_plan_is_lowered_once_at_each_level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,3 +76,16 @@ def test_a_ring_crosses_the_network_once_a_node() -> None:
     one, two = nodes(4, 0.4), nodes(2, 0.4, ranks_per_node=2)
     halved_s = seconds(CollectiveKind.ALL_REDUCE, one) / 2
     assert seconds(CollectiveKind.ALL_REDUCE, two) == pytest.approx(halved_s, rel=0.01)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17])
+def test_a_broadcast_is_a_tree_whose_senders_share_their_link(num_ranks: int) -> None:
+    """Simulated transfer by transfer: each rank's sends begin when it has the buffer, and share its link equally."""
+    has_s = {0: 0.0}
+    for place in range(num_ranks):  # a rank gets the buffer from one with a smaller number
+        later = [place + (1 << bit) for bit in range(8) if 1 << bit > place and place + (1 << bit) < num_ranks]
+        has_s |= {child: has_s[place] + len(later) for child in later}
+    assert len(has_s) == num_ranks
+    alone_s = seconds(CollectiveKind.BROADCAST, nodes(2, 0.4))
+    latest_s = max(has_s.values()) * alone_s
+    assert seconds(CollectiveKind.BROADCAST, nodes(num_ranks, 0.4)) == pytest.approx(latest_s, rel=0.01)

@@ -455,6 +455,14 @@ def test_run_train_takes_its_variables(tmp_path: Path) -> None:
     assert source.configuration.origins["cluster.num_devices"] == "16 (NGPU)"
 
 
+def test_nccl_algorithms_of_a_script_are_prescribed(tmp_path: Path) -> None:
+    path = tmp_path / "go.sh"
+    path.write_text("export NCCL_ALGO=Ring\nexport NGPU=16\nMODULE=llama3 CONFIG=llama3_8b ./run_train.sh\n")
+    collectives = _read(path).scenario().job.plan.collectives
+    assert collectives is not None
+    assert [*collectives.prescribed()] == [(kind, "ring") for kind in ("all_reduce", "all_gather", "reduce_scatter")]
+
+
 def _read(path: Path) -> Source:
     return read_source(path, {"cluster.preset": "dgx-h100"})
 

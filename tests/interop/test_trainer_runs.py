@@ -251,6 +251,20 @@ def test_deepspeed_batch_of_other_devices_is_refused(tmp_path: Path) -> None:
         scenario_from(path, {**add, "cluster.num_devices": 16})
 
 
+def test_nccl_algorithms_of_a_script_are_prescribed(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "export NCCL_ALGO='allreduce:tree'\n"
+        "torchrun --nproc_per_node 8 train.py --model_name_or_path meta-llama/Llama-3.1-8B --bf16 \\\n"
+        "  --fsdp 'full_shard auto_wrap' --block_size 2048 --per_device_train_batch_size 2\n",
+        encoding="utf-8",
+    )
+    source = read_source(path, {"cluster.preset": "dgx-h100"})
+    collectives = source.scenario().job.plan.collectives
+    assert collectives is not None
+    assert [*collectives.prescribed()] == [("all_reduce", "tree")]
+
+
 def test_change_of_a_script_is_in_its_words(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(

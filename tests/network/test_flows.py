@@ -29,7 +29,7 @@ BYTES = st.integers(1, 10**10)
 def link_bytes(way: CommAlgorithm, communication: Communication, cluster: ClusterSpec) -> dict[int, float]:
     """Bytes over each link of the fabric."""
     fabric, loads = fabric_of(cluster), defaultdict[int, float](float)
-    for source, destination, share in flows_of(way, communication, communication.ranks, cluster, fabric).each():
+    for source, destination, share, _ in flows_of(way, communication, communication.ranks, cluster, fabric).each():
         for link in fabric.path(source, destination):
             loads[link] += share * communication.num_bytes
     return loads
@@ -106,8 +106,6 @@ def test_no_link_takes_more_than_the_transfer_time_of_gloo(
     transfer_s, most_s = way.transfer_s(num_bytes), max(inside_s, between_s)
     if kind in (CollectiveKind.BROADCAST, CollectiveKind.RING, CollectiveKind.SEND) and num_nodes > 1:
         assert 0 < most_s <= transfer_s * (1 + 1e-9)  # rounds of a tree; hops that have the card for themselves
-    elif kind is CollectiveKind.ALL_TO_ALL and len(ranks) > 2:  # the last to arrive waits for one part of n
-        assert most_s == pytest.approx((1 - 1 / len(ranks)) * transfer_s, rel=1e-9)
     elif kind is CollectiveKind.BROADCAST:
         assert most_s == pytest.approx(3 / 6 * transfer_s)  # the root sends in each of 3 rounds; 3 + 2 + 1 in sequence
     else:

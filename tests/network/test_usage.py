@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from simpy import Environment, Event
 
 from simplan import catalog
+from simplan.catalog import link, network_link
+from simplan.cluster.machine import this_machine
 from simplan.cluster.topology import LeafSpine, Rail, Sites, Switch, Topology
 from simplan.cost.communication.collectives import algorithm_of, algorithms_of
 from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
-from simplan.network.usage import Usages, in_sequence, together
+from simplan.network.usage import LinkUsage, Usages, in_sequence, link_use, together
+from simplan.plan.collectives import Collectives
 from simplan.program.program import Communication
+from simplan.sim.links import SharedLinks
 
 NON_BLOCKING = (
     Switch(kind="switch"),
@@ -40,9 +45,22 @@ def test_busiest_link_takes_the_closed_form(topology: Topology, kind: Collective
     for num_bytes in (2**12, 2**20, 2**30):
         communication = Communication(kind, num_bytes, ranks[:1] + ranks[-1:] if kind is CollectiveKind.SEND else ranks)
         for way in algorithms_of(communication, usages.cluster):
-            usage = usages.of(communication, way)
+            [usage] = usages.of(communication, way)
             assert usage.seconds.max() == pytest.approx(usage.transfer_s, rel=1e-9), way.name
             assert usage.fixed_s + usage.transfer_s == pytest.approx(way.seconds(num_bytes), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "halving_doubling"])
+@pytest.mark.parametrize("topology", NON_BLOCKING, ids=lambda topology: topology.kind)
+def test_busiest_link_of_each_phase_takes_its_closed_form(topology: Topology, name: str) -> None:
+    usages = usages_on(topology)
+    communication = Communication(CollectiveKind.ALL_REDUCE, 2**30, tuple(range(32)))
+    way = algorithm_of(communication, usages.cluster, collectives=Collectives.model_validate({"all_reduce": name}))
+    phases = usages.of(communication, way)
+    assert [phase.follows for phase in phases] == [False, True]
+    for phase in phases:
+        assert phase.seconds.max() == pytest.approx(phase.transfer_s, rel=1e-9)
+    assert sum(phase.fixed_s + phase.transfer_s for phase in phases) == pytest.approx(way.seconds(2**30), rel=1e-12)
 
 
 def test_oversubscribed_uplink_takes_its_share_of_bytes() -> None:
@@ -50,7 +68,7 @@ def test_oversubscribed_uplink_takes_its_share_of_bytes() -> None:
     usages = usages_on(LeafSpine(kind="leaf_spine", nodes_per_leaf=2, oversubscription=32))
     communication = Communication(CollectiveKind.ALL_GATHER, 2**30, tuple(range(32)))
     way = algorithm_of(communication, usages.cluster)
-    usage = usages.of(communication, way)
+    [usage] = usages.of(communication, way)
     cluster = usages.cluster
     assert cluster.inter_link is not None
     uplink_bytes_per_s = cluster.inter_link.bytes_per_s * 16 / 32 * way.between
@@ -64,7 +82,7 @@ def test_rings_cross_a_distance_once_a_lap() -> None:
         ranks = (0, 31) if kind is CollectiveKind.SEND else tuple(range(32))
         communication = Communication(kind, 2**30, ranks)
         way = next(way for way in algorithms_of(communication, usages.cluster) if way.pattern in ("ring", "hop"))
-        distances_s[kind] = usages.of(communication, way).distance_s
+        distances_s[kind] = usages.of(communication, way)[0].distance_s
     # there and back in every lap of 31 of 32 hops
     assert distances_s[CollectiveKind.ALL_GATHER] == pytest.approx(0.02 * 31 / 32)
     assert distances_s[CollectiveKind.ALL_REDUCE] == pytest.approx(0.04 * 31 / 32)
@@ -73,12 +91,35 @@ def test_rings_cross_a_distance_once_a_lap() -> None:
 
 def test_usages_add_up_side_by_side_and_in_sequence() -> None:
     usages = usages_on(NON_BLOCKING[0])
-    one, other = (
+    (one,), (other,) = (
         usages.of(c, algorithm_of(c, usages.cluster))
         for c in (Communication(CollectiveKind.ALL_REDUCE, 2**28, group) for group in (tuple(range(8)), (0, 8, 16, 24)))
     )
-    for both in (together([one, other]), in_sequence([one, other])):
-        total = np.bincount(np.concatenate([one.links, other.links]), np.concatenate([one.seconds, other.seconds]))
-        assert both.seconds == pytest.approx(total[both.links])
-    assert in_sequence([one, other]).transfer_s == one.transfer_s + other.transfer_s
+    both = together([one, other])
+    total = np.bincount(np.concatenate([one.links, other.links]), np.concatenate([one.seconds, other.seconds]))
+    assert both.seconds == pytest.approx(total[both.links])
     assert together([one, one]).transfer_s == one.transfer_s
+    first, second = in_sequence([one, other, one], 0.5)
+    assert (first.transfer_s, second.transfer_s) == (2 * one.transfer_s, other.transfer_s)
+    assert first.seconds == pytest.approx(2 * one.seconds)
+    assert (first.fixed_s, second.fixed_s, first.follows, second.follows) == (0.5, 0.0, False, True)
+
+
+def test_a_broadcast_waits_only_in_the_phase_that_shares_a_link() -> None:
+    """Another job takes 40 % of the link of the second host, which sends in the last third of gloo's broadcast."""
+    cluster = this_machine(4, link("loopback"), num_nodes=4, inter_link=network_link(1, "tcp"))
+    cluster = cluster.model_copy(update={"topology": Switch(kind="switch")})
+    usages = Usages(cluster, fabric_of(cluster))
+    communication = Communication(CollectiveKind.BROADCAST, 2**30, (0, 1, 2, 3))
+    phases = usages.of(communication, algorithm_of(communication, cluster))
+    [from_second] = usages.of(Communication(CollectiveKind.SEND, 1, (1, 0)), algorithm_of(communication, cluster))
+    [uplink] = np.intersect1d(from_second.links, phases[1].links)
+    busy = LinkUsage(np.array([uplink]), np.array([0.4]), np.ones(1), 0.0, 1.0, np.zeros(1))
+    use = link_use(phases, np.zeros(1, int), np.zeros(1, int), len(usages.fabric.links), [busy])
+    clock = Environment()
+    done = Event(clock)
+    SharedLinks(clock, use).run(done, 0, 0, sum(phase.fixed_s + phase.transfer_s for phase in phases))
+    clock.run(done)
+    fixed_s, third_s = phases[0].fixed_s, phases[1].transfer_s
+    assert phases[0].transfer_s == pytest.approx(2 * third_s)
+    assert clock.now == pytest.approx(fixed_s + 2 * third_s + third_s / 0.6, rel=1e-9)

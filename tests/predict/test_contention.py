@@ -127,6 +127,27 @@ def usages_named(simulated: Simulated) -> tuple[Any, Any]:
     return simulated.contention.usages, simulated.contention.names
 
 
+def test_detours_of_a_dragonfly_avoid_the_one_link_between_two_routers() -> None:
+    """Two routers of a Cray EX: the rings over eight nodes overload the link between them, and detours relieve it."""
+    fields = catalog.topology_fields("cray-ex")
+    adaptive, minimal = (Dragonfly.model_validate({**fields, "routing": each}) for each in ("adaptive", "minimal"))
+    one_router = Dragonfly.model_validate({**fields, "nodes_per_router": 8})
+    steps = {}
+    for name, topology in (("adaptive", adaptive), ("minimal", minimal), ("one router", one_router)):
+        job = job_on(topology, "fsdp")
+        cluster = job.cluster.model_copy(
+            update={"devices_per_node": 4, "nics_per_node": 4, "inter_link": catalog.network_link(200)}
+        )
+        steps[name] = predict(replace(job, cluster=cluster))
+    assert steps["adaptive"].step_time_s == pytest.approx(steps["one router"].step_time_s, rel=1e-6)
+    assert steps["minimal"].step_time_s > 1.5 * steps["adaptive"].step_time_s
+    loads = [{link.name: link for link in step.network.links} for step in steps.values() if step.network is not None]
+    direct, detoured = (load["group0.router0 -> group0.router1"] for load in (loads[1], loads[0]))
+    assert direct.num_bytes > 2 * detoured.num_bytes
+    legs = [load for name, load in loads[0].items() if name.startswith("group0.router0 -> group0.router")]
+    assert sum(load.num_bytes for load in legs) == pytest.approx(direct.num_bytes, rel=1e-9)
+
+
 def test_background_traffic_slows_the_links_that_it_crosses() -> None:
     topology = LeafSpine(kind="leaf_spine", nodes_per_leaf=2)
     job = job_on(topology, "fsdp")

@@ -404,6 +404,7 @@ def collectives_of(plan: dict[str, Any], algorithms: dict[str, Any], **parts: An
     ("plan", "algorithms", "parts"),
     [
         ({"dp_replicate": 8}, {"all_reduce": "ring"}, {}),
+        ({"dp_replicate": 8}, {"all_gather": "ring", "all_to_all": "pairwise"}, {}),
         ({"dp_replicate": 16}, {"all_reduce": "tree"}, {}),
         ({"dp_replicate": 16}, {"all_reduce": "nvls"}, {}),
         ({"dp_replicate": 16}, {"all_reduce": "halving_doubling"}, {}),
@@ -433,9 +434,8 @@ def test_collectives_that_links_and_groups_can_run_pass(
         ({"dp_replicate": 16}, {"all_reduce": "sharp"}, {}, "and network-400gbit has none that do"),
         ({"dp_replicate": 8}, {"all_reduce": "sharp"}, {}, "and the group is inside one node"),
         ({"dp_replicate": 16}, {"all_reduce": "sharp"}, {"cluster": DRAGONFLY}, "and the topology is a dragonfly"),
-        ({"dp_replicate": 8}, {"all_to_all": "pairwise"}, {}, "plan.collectives.all_to_all = pairwise: the plan has no "
-         "all-to-all; remove all_to_all"),
-        ({"dp_replicate": 8}, {"all_gather": "ring"}, {}, "the plan has no all-gather"),
+        ({"dp_shard": 16, "ep": 4, "zero_stage": 2}, {"reduce_scatter": "nvls"}, {"model": model_of(num_experts=4)},
+         "stays inside a node, and the group spans 2 nodes"),
         ({"dp_replicate": 8}, {"all_reduce": "parameter_server", "parameter_servers": 9}, {},
          "plan.collectives.parameter_servers = 9: is more than the 8 ranks that could serve"),
         ({"dp_replicate": 2, "tp": 2}, {"all_reduce": "parameter_server"}, {"model": model_of()},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from simplan import catalog
-from simplan.errors import NotModelledError
+from simplan.errors import NotModelledError, SpecError
 from simplan.interop.chakra import export
+from simplan.predict import predict
 from simplan.scenario import Scenario, parse_scenario
 
 TEXT = """
@@ -42,3 +45,35 @@ def test_price_is_the_mean_over_all_devices() -> None:
 def test_exports_refuse_different_nodes_by_name() -> None:
     with pytest.raises(NotModelledError, match=r"cluster\.nodes = 24 x h100"):
         export(scenario().job, "mixed")
+
+
+@pytest.mark.parametrize("topology", ["{kind: switch}", "{kind: leaf_spine, nodes_per_leaf: 2, oversubscription: 8}"])
+def test_a_topology_joins_nodes_that_differ_in_their_devices(topology: str) -> None:
+    """With equal devices in both groups, all is as for equal nodes."""
+    text = TEXT.replace("dgx-a100-80gb, price_per_device_hour: 1.5", "dgx-h200")
+    text = text.replace("dp_shard: 32", "dp_shard: 32, recompute: full")
+    with_topology = text.replace("  nodes:\n", f"  topology: {topology}\n  nodes:\n")
+    mixed = predict(scenario(with_topology).job)
+    assert mixed.network is not None
+    assert mixed.network.has_contention == ("oversubscription" in topology)
+    if not mixed.network.has_contention:
+        assert mixed.step_time_s == pytest.approx(predict(scenario(text).job).step_time_s, rel=1e-9)
+    alike = scenario(with_topology.replace("dgx-h200", "dgx-h100")).job
+    equal = alike.cluster.as_group(0)
+    assert equal.topology == alike.cluster.topology
+    expected_s = predict(replace(alike, cluster=equal)).step_time_s
+    assert predict(alike).step_time_s == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_a_topology_of_nodes_with_different_links_is_refused_by_name() -> None:
+    with pytest.raises(SpecError, match=r"cluster\.nodes\.1: has another intra_link than the first group; a topology"):
+        scenario(TEXT.replace("  nodes:\n", "  topology: {kind: switch}\n  nodes:\n"))
+
+
+def test_background_jobs_on_different_nodes_are_refused_by_name() -> None:
+    job = "{name: other, model: {preset: gpt2-124m}, training: {global_batch_size: 64}, plan: {dp_shard: 8}}"
+    text = TEXT.replace("dgx-a100-80gb, price_per_device_hour: 1.5", "dgx-h200").replace(
+        "  nodes:\n", f"  topology: {{kind: switch}}\n  background: [{{nodes: [1], job: {job}}}]\n  nodes:\n"
+    )
+    with pytest.raises(NotModelledError, match=r"cluster\.background: has jobs, and several jobs on different nodes"):
+        predict(scenario(text).job)

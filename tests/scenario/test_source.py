@@ -11,6 +11,7 @@ import yaml
 
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
+from simplan.plan.plan import ParallelPlan
 from simplan.scenario import load_scenario, load_search, make_job, scenario_from, search_from
 from simplan.scenario.source import read_source
 
@@ -203,6 +204,16 @@ def test_tokens_of_a_step_change_a_file_and_a_search(tmp_path: Path) -> None:
     assert "is for models of tokens" in refusal("resnet-50", {"global_batch_tokens": 100})
     for other in ("num_microbatches", "training.global_batch_size"):
         assert "is given twice, with" in refusal("llama3-8b", {"global_batch_tokens": 10**6, other: 16})
+
+
+def test_search_from_a_plan_keeps_its_prescribed_collectives(tmp_path: Path) -> None:
+    file = tmp_path / "case.yaml"
+    file.write_text(FILE.replace("dp_shard: 8}", "dp_shard: 8, collectives: {all_reduce: tree}}"))
+    found = read_source(file, searches=True, from_current=True).search()
+    assert found.current is not None
+    assert found.job.plan == ParallelPlan(collectives=found.current.job.plan.collectives)
+    assert found.job.plan.collectives is not None
+    assert "all plans have plan.collectives: all_reduce by tree" in found.assumptions
 
 
 def test_search_of_a_model_takes_ranges(tmp_path: Path) -> None:

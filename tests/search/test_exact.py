@@ -10,6 +10,7 @@ import pytest
 
 from simplan import catalog
 from simplan.job import Job
+from simplan.plan.collectives import Collectives
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import SearchProgress, SearchResult, SearchSpace, evaluate, search
@@ -90,6 +91,32 @@ def test_the_best_are_the_best_of_predict(software: str, num_devices: int) -> No
         assert (plan.plan, plan.device_bytes, plan.step_time_s) in inside
     assert counts_add_up(result)
     assert result.space.timed < len(inside)
+
+
+@pytest.mark.parametrize("software", ["torch", "megatron-core"])
+def test_so_they_are_with_prescribed_collectives(software: str) -> None:
+    """All plans keep them, also plans that lack one of these collectives; slow ones change which plan is the best."""
+    algorithms = Collectives(all_reduce="tree", all_gather="ring", reduce_scatter="halving_doubling")
+    job = asked_for(4, software, capacity_of(software, 4)).with_plan(ParallelPlan(collectives=algorithms))
+    space = SearchSpace.model_validate({**SPACE, "schedule": ("1f1b", "gpipe"), "tp": (1, 2), "top": 6})
+    inside = fitting(job, space)
+    result = search(job, space, explain=False)
+    assert [plan.step_time_s for plan in result.ranked] == best_of(inside, 6)
+    assert {plan.plan.collectives for plan in result.ranked} == {algorithms}
+    assert "collectives_of_groups" not in result.space.rejected
+    assert counts_add_up(result)
+    library = search(job.with_plan(ParallelPlan()), space, explain=False)
+    assert result.ranked[0].step_time_s > library.ranked[0].step_time_s
+
+
+def test_plans_that_cannot_run_a_prescribed_collective_are_rejected() -> None:
+    """Recursive halving needs a power of two of ranks, so that three devices cannot be data-parallel."""
+    job = small_job(num_devices=3, batch=12, memory_bytes=1150 * MIB, num_hidden_layers=6).with_plan(
+        ParallelPlan(collectives=Collectives(all_reduce="halving_doubling"))
+    )
+    result = search(job, {"recompute": "none"}, explain=False)
+    assert result.space.rejected["collectives_of_groups"] > 0
+    assert {plan.plan.dp for plan in result.ranked} == {1}
 
 
 def test_so_they_are_with_the_optimizer_on_the_host() -> None:

@@ -36,11 +36,17 @@ def ends(use: LinkUse, starts: list[float], seconds: list[float]) -> list[float]
 
 
 def transfer(
-    env: Environment, links: SharedLinks, op: int, start_s: float, seconds: float, ended: list[float]
+    env: Environment,
+    links: SharedLinks,
+    op: int,
+    start_s: float,
+    seconds: float,
+    ended: list[float],
+    usage: int | None = None,
 ) -> Generator[Event, object, None]:
     yield env.timeout(start_s)
     done = Event(env)
-    links.run(done, op, op, seconds)
+    links.run(done, op, op if usage is None else usage, seconds)
     yield done
     ended[op] = env.now
 
@@ -124,6 +130,26 @@ def test_links_are_shared_beside_cores() -> None:
     assert len(leaders) > 0
     assert (times.end_s - times.start_s)[leaders] == pytest.approx(5.0)  # 1 s of latency, and twice 2 s
     assert times.step_time_s == pytest.approx(alone.step_time_s + 2.0 * len(leaders))
+
+
+def test_usages_in_sequence_wait_each_for_its_own_links() -> None:
+    first, second = usage({0: 2.0}, 2.0, 0.5), usage({1: 1.0}, 1.0)._replace(follows=True)
+    alone = usage({1: 3.0}, 3.0)
+    use = link_use([first, second, alone], np.array([0, 2]), np.arange(2), 8, [usage({0: 0.5}, 1.0)])
+    env = Environment()
+    links, ended = SharedLinks(env, use), [0.0, 0.0]
+    for op, (head, seconds) in enumerate(((0, 3.5), (2, 3.0))):
+        env.process(transfer(env, links, op, 0.0, seconds, ended, head))
+    env.run()
+    # half of link 0 is left, so the first takes 0.5 + 4 s; link 1 is free from 3 s on
+    assert ended == pytest.approx([0.5 + 4.0 + 1.0, 3.0], rel=1e-12)
+    segments = links.segments
+    assert sorted({*zip(segments.op.tolist(), segments.usage.tolist(), strict=True)}) == [
+        (0, 0),
+        (0, 1),
+        (1, 2),
+        (2, 3),
+    ]
 
 
 def flapping(usages: list[LinkUsage], flaps: list[Flap]) -> LinkUse:

@@ -203,7 +203,7 @@ class ScenarioRequest:
             current = read_source(str(self.source), self.overrides, self.names).scenario()
             others = {key: value for key, value in self.overrides.items() if not key.startswith("plan.")}
             request = replace(self, overrides=others).with_batch(current.job.training.global_batch_size)
-            return replace(request.search(), current=current, current_space=request._space_of(self))
+            return request.search().starting_from(current, request._space_of(self))
         overrides = self.overrides_for(searches=True)
         source = read_source(
             str(self.source), *overrides, searches=True, from_current=from_current, framework=self.framework

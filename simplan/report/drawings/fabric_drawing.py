@@ -147,7 +147,7 @@ def draw_fabric(cluster: ClusterSpec) -> FabricDrawing:
     device_kind = kind_of(fabric, 0)
     torus, link = topology if isinstance(topology, Torus) else None, cluster.intra_link
     return FabricDrawing(
-        title=f"{cluster.id}: {cluster.num_devices} x {cluster.device.id}, {counted(cluster.num_nodes, 'node')}",
+        title=f"{cluster.id}: {cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}",
         words="one switch for all nodes" if topology is None else topology.words(),
         num_nodes=cluster.num_nodes,
         device_kind=device_kind,

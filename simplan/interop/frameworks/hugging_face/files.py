@@ -26,6 +26,7 @@ from simplan.interop.frameworks.hugging_face.script import (
     sft_of,
 )
 from simplan.interop.frameworks.shell import TrainingCommand
+from simplan.interop.nccl import nccl_settings
 
 Named = Sequence[tuple[str, Setting]]
 """Settings with their keys within their file."""
@@ -130,6 +131,7 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
         title, own, _ = _arguments([*flattened(found[1], found[0])])
         settings += own
     settings += _arguments(arguments_of(launch.arguments))[1]
+    settings += [(setting.key, setting) for setting in nccl_settings(launch.environment)]
     options = options_of(launch)
     launched_by = launch.launchers[-1] if launch.launchers else launch.program.text
     run = _run(f"{title}, launched by {launched_by}", file, trainer=settings, accelerate=options)

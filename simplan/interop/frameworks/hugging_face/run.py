@@ -25,6 +25,7 @@ from simplan.interop.frameworks.hugging_face.strategies import (
     read_zero,
 )
 from simplan.interop.huggingface import model_fields_from_config
+from simplan.interop.nccl import read_nccl_algo
 from simplan.io import folder_of, read_json
 from simplan.model.model import ModelSpec
 from simplan.rules.model import has_transformers_code
@@ -105,6 +106,7 @@ class TrainerRun:
             )
         read_parallelism(self)
         self._choose_software(strategy, offloads=offloads)
+        read_nccl_algo(self.reading)
         self._read_rest()
         return self.reading.finish()
 

@@ -16,7 +16,7 @@ from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.shell import OTHER_FILE, TrainingCommand, Word, number_or_text, read_launches
-from simplan.interop.nccl import VARIABLE as NCCL_ALGO
+from simplan.interop.nccl import nccl_settings
 
 _SIGNS = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "model-parallel-size")
 _SIGN = re.compile(rf"(?m)--(?:\w+-)*({'|'.join(_SIGNS)})\b")
@@ -118,8 +118,7 @@ def _sorted(launch: TrainingCommand) -> Arguments:
             unsure.append((setting, argument.reason))
         else:
             certain.append(setting)
-    if (algorithms := launch.environment.get(NCCL_ALGO)) is not None:
-        certain.append(Setting(NCCL_ALGO, algorithms.text, _line(algorithms.line)))
+    certain += nccl_settings(launch.environment)
     program = PurePath(launch.program.text).as_posix()
     return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, launch.num_devices)
 

@@ -15,6 +15,7 @@ from simplan.interop.frameworks.shell import TrainingCommand, Word, number_or_te
 from simplan.interop.frameworks.torchtitan.python import read_function
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
 from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts
+from simplan.interop.nccl import nccl_settings
 from simplan.io import MAX_YAML_BYTES, read_text
 
 _TOML_TITLE, _SCRIPT_TITLE = "job configuration of torchtitan", "launch script of torchtitan"
@@ -125,6 +126,7 @@ def _read_script(file: ConfigFile) -> Configuration:
     ]
     if problems:
         raise SpecError(problems, file=file.name)
+    settings = (*settings, *nccl_settings(launch.environment))
     return configuration_of(RunSettings.of(_SCRIPT_TITLE, file.name, settings, named, name), *_ranks(launch))
 
 

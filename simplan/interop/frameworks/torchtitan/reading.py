@@ -8,6 +8,7 @@ from typing import Any
 from simplan.interop.configuration import Configuration
 from simplan.interop.frameworks.torchtitan import stages
 from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts, num_layers
+from simplan.interop.nccl import read_nccl_algo
 from simplan.problems import render_value
 from simplan.wording import either
 
@@ -49,6 +50,7 @@ def configuration_of(settings: RunSettings, num_devices: int | None = None, devi
     _precision(settings)
     _optimizer(settings)
     _software(settings)
+    read_nccl_algo(settings.reading)
     _rest(settings)
     return settings.reading.finish()
 
