@@ -23,7 +23,7 @@ _BINARY: Mapping[str, Callable[[int, int], int]] = {
     "multiply": lambda a, b: a * b,
     "divide_floor": lambda a, b: a // b if b else 0,
 }
-SPAN = re.compile(r"\[(\d)\]\*(\d{1,4})")
+_SPAN = re.compile(r"\[(\d)\]\*(\d{1,4})")
 """Blocks with or without experts in ``moe_layer_freq``: ``([0]*3+[1]*58)``."""
 
 CP_COMM = {None: "ring", "p2p": "ring", "all_gather": "all_gather", "a2a": "a2a"}
@@ -371,28 +371,13 @@ def capacity(reading: Reading, key: str) -> dict[str, tuple[Any, str]]:
     return {} if factor is None else {"capacity_factor": (factor, key), "drop_tokens": (True, key)}
 
 
-def expert_keys(reading: Reading, prefix: str) -> dict[str, str]:
-    """Fields of experts -> keys, for a file with ``num_moe_experts``; reads ``moe_layer_freq`` into the rest."""
-    names = {"num_experts": "num_moe_experts", "top_k": "moe_router_topk"}
-    width = "moe_ffn_hidden_size" if reading.settings.get(f"{prefix}moe_ffn_hidden_size") else "ffn_hidden_size"
-    if reading.value(f"{prefix}{width}") is None:
-        width = "ffn_hidden_size"
-    names["moe_intermediate_size"] = width
-    if width != "ffn_hidden_size":
-        names["intermediate_size"] = "ffn_hidden_size"
-    names["shared_expert_intermediate_size"] = "moe_shared_expert_intermediate_size"
-    if f"{prefix}moe_shared_expert_gate" in reading:
-        names["shared_expert_gate"] = "moe_shared_expert_gate"
-    return {name: prefix + key for name, key in names.items()}
-
-
 def dense_layers(reading: Reading, key: str, num_layers: Any) -> dict[str, tuple[Any, str]]:
     """Leading blocks without experts, by ``moe_layer_freq``: 1, a list of 0 and 1, or a sum of such lists as text."""
     value = reading.value(key, 1)
     blocks = value if isinstance(value, list) else []
     if isinstance(value, str):
-        blocks = [int(one) for one, times in SPAN.findall(value) for _ in range(int(times))]
-        blocks = blocks if SPAN.sub("", value).strip("()+ ") == "" else []
+        blocks = [int(one) for one, times in _SPAN.findall(value) for _ in range(int(times))]
+        blocks = blocks if _SPAN.sub("", value).strip("()+ ") == "" else []
     if value in (1, None):
         return {}
     dense = blocks.index(1) if 1 in blocks else 0
@@ -436,13 +421,6 @@ def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, 
     reading.no_effect(
         *(key for key, each in reading.settings.items() if key.startswith(beginnings) or each.value in (None, [], {}))
     )
-
-
-def world_size(nodes: Any, devices: Any) -> int | None:
-    """Devices of all nodes; None if one of the numbers is no whole number."""
-    if not isinstance(nodes, int) or not isinstance(devices, int) or isinstance(nodes, bool) or min(nodes, devices) < 1:
-        return None
-    return nodes * devices
 
 
 def read_optimizer(reading: Reading, section: str, origin: str) -> None:

@@ -230,7 +230,15 @@ def _sizes(reading: Reading, *, experts: bool, gated: bool) -> tuple[dict[str, s
     more = core.window(reading, "model.window_size")
     width, hidden = "intermediate_size", reading.value("model.hidden_size")
     if experts:
-        keys |= core.expert_keys(reading, "model.")
+        own = reading.value("model.moe_ffn_hidden_size") is not None
+        keys |= {
+            "num_experts": "model.num_moe_experts",
+            "top_k": "model.moe_router_topk",
+            "moe_intermediate_size": "model.moe_ffn_hidden_size" if own else "model.ffn_hidden_size",
+            **({"intermediate_size": "model.ffn_hidden_size"} if own else {}),
+            "shared_expert_intermediate_size": "model.moe_shared_expert_intermediate_size",
+            "shared_expert_gate": "model.moe_shared_expert_gate",
+        }
         more |= core.capacity(reading, "model.moe_expert_capacity_factor")
         reading.no_effect("model.moe_pad_expert_input_to_capacity")
         width = "moe_intermediate_size"
@@ -273,10 +281,12 @@ def _put_vocabulary(reading: Reading, more: dict[str, tuple[Any, str]]) -> None:
 
 
 def _world(reading: Reading) -> int | None:
+    """Devices of all nodes; None if one of the numbers is no whole number."""
     nodes, devices = reading.value("trainer.num_nodes", 1), reading.value("trainer.devices")
-    if isinstance(devices, list):
-        devices = len(devices)
-    return core.world_size(nodes, devices)
+    devices = len(devices) if isinstance(devices, list) else devices
+    if type(nodes) is int and type(devices) is int and min(nodes, devices) > 0:
+        return nodes * devices
+    return None
 
 
 def _put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> None:
