@@ -35,9 +35,11 @@ def _warm_up() -> None:
 
     import app.components.plans
     import app.components.published  # noqa: F401
-    from app.awaited import done
-    from app.results.plan import plan_result, quick_headline
-    from app.state import START, document_text
+    from app.figures.plan import plan_result
+    from app.fitting import document_text
+    from app.predictions import quick_headline
+    from app.result_cache import done
+    from app.state import START
     from simplan.scenario import parse_scenario
 
     pipeline = START | {"plan": {"tp": 8, "pp": 2, "dp_shard": 4}}

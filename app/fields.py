@@ -130,6 +130,18 @@ def remembered_choice(
     return widget(label, options, key=key, on_change=_remember, args=(name, key, default), **more)
 
 
+def remembered_choices(
+    label: str, name: str, options: Sequence[Any], default: Sequence[Any] = (), **more: Any
+) -> list[Any]:
+    """Widget for any number of several view values; the default without a stored one."""
+    kept = state.view(name)
+    valid = [value for value in kept if _is_among(value, options)] if isinstance(kept, list) else []
+    key = f"view:{name}"
+    st.session_state[key] = valid or list(default)
+    values: list[Any] = st.multiselect(label, options, key=key, on_change=_remember, args=(name, key, []), **more)
+    return values or list(default)
+
+
 def remembered_switch(label: str, name: str, **more: Any) -> bool:
     """Widget for a view value that is true or false, by default false."""
     key = f"view:{name}"

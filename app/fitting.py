@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, get_args
 
-from app.state import document_text
+import yaml
+
 from simplan import catalog
 from simplan.document import parse_yaml
 from simplan.errors import SpecError
@@ -21,7 +22,9 @@ from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import parse_model
 from simplan.rules.book import violations
+from simplan.scenario import plan_section, with_software
 from simplan.scenario.file import parts_of
+from simplan.search import RankedPlan
 from simplan.wording import divisors
 
 Document = dict[str, Any]
@@ -32,6 +35,20 @@ _MENDED = (
     *("dp_replicate", "microbatch_size", "recompute", "zero_stage"),
 )
 _MAX_DEVICES = 10**6
+
+
+def document_text(data: dict[str, Any]) -> str:
+    """YAML text of a scenario; a missing name is derived from the content."""
+    named = data if "name" in data else {"name": _name(data), **data}
+    text: str = yaml.safe_dump(named, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    return text
+
+
+def _name(data: dict[str, Any]) -> str:
+    """E.g. ``llama3-70b-64-dgx-h100``."""
+    model, cluster = section(data, "model"), section(data, "cluster")
+    parts = (model.get("preset", model.get("name")), cluster.get("num_devices"), cluster.get("preset"))
+    return "-".join(str(part)[:60] for part in parts if part) or "scenario"
 
 
 def section(document: Document, name: str) -> dict[str, Any]:
@@ -113,6 +130,17 @@ def applied(document: Document, changes: Mapping[str, Any]) -> Document:
         if setting == "cluster.num_devices":
             inside.pop("num_nodes", None)
     return document
+
+
+def with_plan(document: Document, one: RankedPlan) -> Document:
+    """The scenario with a plan of a search and its software, on the number of devices that the plan needs."""
+    cluster = {key: value for key, value in section(document, "cluster").items() if key != "num_nodes"}
+    others = ("search", "expect")
+    return {
+        **{key: value for key, value in with_software(document, one.software).items() if key not in others},
+        "cluster": cluster | {"num_devices": one.plan.num_devices},
+        "plan": plan_section(one.plan),
+    }
 
 
 def valid_values(document: Document, key: str, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,15 +1,20 @@
 """Lessons of the page Learn: one parallelism technique each, with a scenario to vary and sentences with live numbers.
 
-A lesson is data; ``app/components/lesson.py`` shows every one of them. ``{now.step}`` in a sentence is a number of the
+A lesson is data; the page shows every one of them in the same way. ``{now.step}`` in a sentence is a number of the
 chosen plan, ``{first.step}`` the same number of the first plan of the axis, and ``{x}`` the chosen value of the axis;
-``LessonNumbers`` lists the names.
+``numbers_of`` has the names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+
+from app.figures.compared import ComparedPlan
+from simplan.program.program import MemoryCategory
+from simplan.units import format_bytes, format_count, format_percent, format_time
 
 Document = dict[str, Any]
 
@@ -239,3 +244,37 @@ LESSONS: Mapping[str, Lesson] = {
     ),
 }
 """Lessons in the order of the page, by their name in links."""
+
+
+_FITS = {None: "may fit: the memory of the device is unknown", "fits, tight": "fits with little headroom"}
+"""Verdicts on memory inside of a sentence, where they differ from the verdict."""
+
+
+def numbers_of(plan: ComparedPlan) -> SimpleNamespace | None:
+    """Numbers of a plan by the names in sentences of lessons; None for a plan without a prediction.
+
+    A name with ``_share`` is a fraction of the step.
+    """
+    head = plan.headline
+    if head is None:
+        return None
+    parts = {
+        ("exposed" if part == "exposed communication" else part): seconds for part, seconds in plan.split_s.items()
+    }
+    categories = ("parameters", "gradients", "optimizer_states", "activations", "logits")
+    return SimpleNamespace(
+        x=plan.name,
+        step=format_time(head.step_time_s),
+        memory=format_bytes(head.memory.device_bytes),
+        fits=_FITS.get(head.memory_verdict, str(head.memory_verdict)),
+        rate=format_count(head.tokens_per_s),
+        mfu="unknown" if head.mfu is None else format_percent(head.mfu),
+        **{part: format_time(seconds) for part, seconds in parts.items()},
+        **{f"{part}_share": format_percent(seconds / head.step_time_s) for part, seconds in parts.items()},
+        **{name: format_bytes(head.memory.by_category.get(MemoryCategory(name), 0)) for name in categories},
+    )
+
+
+def sentences_of(lesson: Lesson, now: SimpleNamespace, first: SimpleNamespace) -> list[str]:
+    """Sentences of a lesson with the numbers of the chosen plan and of the first one of the axis."""
+    return [sentence.format(x=now.x, now=now, first=first) for sentence in lesson.sentences]

@@ -37,14 +37,14 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 /* Contrast of 4.5:1 at least: captions, text of figures outside of bars, and text on the primary color. */
 [data-testid=stCaptionContainer], [data-testid=stCaptionContainer] :not(a, a *) {
   color: light-dark(#4f5a66, #b3bcc6) !important; opacity: 1; }
-.js-plotly-plot :is(.xtick, .ytick, .y2tick, .y3tick, .y4tick) text, .js-plotly-plot :is([class$=title], .slider-label),
-.js-plotly-plot :is(.annotation-text, .legend2text, .updatemenu-item-text, .bartext-outside) {
+.js-plotly-plot :is(.xtick, .ytick, .y2tick, .y3tick, .y4tick) text, .js-plotly-plot [class$=title],
+.js-plotly-plot :is(.annotation-text, .legend2text, .bartext-outside) {
   fill: light-dark(#4f5a66, #b3bcc6) !important; }
 [data-testid=stBaseButton-primary]:not(:disabled), [data-testid=stBaseButton-primary]:not(:disabled) *,
 [data-tag], [data-tag] * { color: light-dark(#ffffff, #12171d) !important; }
 @media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
-.st-key-fabric { overflow-x: auto; }
-.st-key-fabric img { min-width: 640px; max-width: none !important; }  /* its labels stay legible on a phone */
+[class*=st-key-drawing] { overflow-x: auto; }
+[class*=st-key-drawing] img { min-width: 640px; max-width: max(100%, 640px) !important; }  /* legible on a phone */
 /* Without a pointer, the buttons of a table are always there: above the table, not over what precedes it. */
 @media (hover: none) { [data-testid=stDataFrame] { margin-top: 2.2rem; } }
 @media (hover: none) { .js-plotly-plot:not(:hover) .modebar { opacity: 0; pointer-events: none; } }

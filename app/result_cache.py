@@ -1,26 +1,24 @@
-"""Predictions for pages, cached by the text of the scenario for all sessions of the server.
+"""Results for pages, cached for all sessions of the server; slow ones come from worker processes, and are awaited.
 
-Every function takes a scenario as plain data and raises a SpecError if the scenario is wrong, or if the cost model has
-no estimate for the plan.
+Functions of a scenario take it as plain data, and raise a SpecError if it is wrong, or if it has no cost estimate.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar, cast
 
 import streamlit as st
 
-from app.awaited import awaited, handed_over
-from app.results import plan as plan_results
-from app.results import timeline as timeline_results
-from app.results.plan import Headline, PlanResult, plan_fixes, plan_result, quick_headline
-from app.results.timeline import TimelineResult, timeline_result
-from app.state import document_text
+from app.fitting import document_text
+from app.jobs.job import StartedJob, TaskRequest, page_jobs
+from app.predictions import Headline, quick_headline
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.scenario import Scenario, parse_scenario
-from simplan.search.fixes import Fix
 
 Document = dict[str, Any]
 
@@ -28,52 +26,21 @@ MAX_DEVICES = 131_072
 """Maximum number of devices of a plan that pages predict: each rank takes time and memory of the server."""
 
 _MAX_QUICK_DEVICES = 8_192
-_FIX = "use `simplan predict FILE` for larger clusters"
+_SILENT_S = 0.4  # shorter waits are not worth a word
+_LOOK_S = 0.05
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def scenario(document: Document) -> Scenario:
     """The checked scenario."""
-    return _scenario(_key(document))
+    return _scenario(_key_of(document))
 
 
 def headline(document: Document) -> Headline | None:
     """Key numbers as a search computes them; None for ranks that share CPU cores, and for large clusters."""
-    return _headline(_key(without_budget(document)))
-
-
-def plan(document: Document) -> PlanResult:
-    """Data of the page Plan, computed in another process, so that pages stay responsive."""
-    return awaited("predicting the step", plan_result, *worker_inputs(document))
-
-
-def fixes(document: Document) -> tuple[Fix, ...]:
-    """Smallest changes with which a plan fits that does not, tried in another process."""
-    return awaited("trying changes with which the plan fits", plan_fixes, *worker_inputs(document))
-
-
-def timeline(
-    document: Document, *, name: str = "", layers: bool = False, start: float = 0.0, end: float = 1.0
-) -> TimelineResult:
-    """Data of the page Timeline for one plan, or for a window of its step.
-
-    Args:
-        document: The scenario.
-        name: Name of the plan among several; empty for the scenario's name.
-        layers, start, end: See ``timeline_result``.
-    """
-    inputs = worker_inputs(document | {"name": name} if name else document)
-    return awaited(f"simulating {name or 'the step'}", timeline_result, *inputs, layers=layers, start=start, end=end)
-
-
-def prediction_text(document: Document) -> str:
-    """Output file of ``simplan predict``, computed in another process."""
-    _, calibrated_at = worker_inputs(document)
-    return handed_over(plan_results.prediction_text, document_text(document), calibrated_at)
-
-
-def trace_text(document: Document) -> str:
-    """Trace of the step for Perfetto, computed in another process."""
-    return handed_over(timeline_results.trace_text, *worker_inputs(document))
+    return _headline(_key_of(without_budget(document)))
 
 
 def worker_inputs(document: Document) -> tuple[str, int]:
@@ -95,7 +62,7 @@ def without_budget(document: Document) -> Document:
     return document
 
 
-def _key(document: Document) -> str:
+def _key_of(document: Document) -> str:
     """Cache key, equal for equal documents; includes the name, which results show."""
     return json.dumps(document, default=str)
 
@@ -105,8 +72,8 @@ def _scenario(key: str) -> Scenario:
     found = parse_scenario(document_text(json.loads(key)))
     devices = found.job.cluster.num_devices
     if devices > MAX_DEVICES:
-        rule = f"is more than the pages predict, {MAX_DEVICES:,}"
-        raise SpecError(Problem(field="cluster.num_devices", value=f"{devices:,}", rule=rule, fix=_FIX))
+        rule, fix = f"is more than the pages predict, {MAX_DEVICES:,}", "use `simplan predict FILE` for larger clusters"
+        raise SpecError(Problem(field="cluster.num_devices", value=f"{devices:,}", rule=rule, fix=fix))
     return found
 
 
@@ -114,3 +81,73 @@ def _scenario(key: str) -> Scenario:
 def _headline(key: str) -> Headline | None:
     found = _scenario(key)
     return quick_headline(found) if found.job.cluster.num_devices <= _MAX_QUICK_DEVICES else None
+
+
+def awaited(what: str, task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Result of a task, cached for all equal requests.
+
+    The page shows a note during the wait; any action of the user ends the wait.
+
+    Args:
+        what: Description of the task, to show.
+        task: Module-level function without Streamlit.
+        args, kwargs: Plain data.
+
+    Raises:
+        SpecError: The task raised it.
+        RunError: The process ended, most likely because memory ran out.
+    """
+    place = st.empty()
+    with _started(task, args, kwargs) as job:
+        begun_s, said_s = time.monotonic(), 0
+        while not job.ended.wait(_LOOK_S):
+            give_way()
+            passed_s = time.monotonic() - begun_s
+            if passed_s > _SILENT_S and passed_s >= said_s:
+                place.caption(f":material/hourglass_top: {what} ({passed_s:.0f} s)")
+                said_s = int(passed_s) + 1
+        if said_s:
+            place.empty()
+        return cast(_R, job.result())
+
+
+def done(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Result of a task, cached for all equal requests, without a note on a page."""
+    with _started(task, args, kwargs) as job:
+        job.ended.wait()
+        return cast(_R, job.result())
+
+
+def handed_over(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Result of a task for a download, which may be large and is not cached."""
+    try:
+        return done(task, *args, **kwargs)
+    finally:
+        page_jobs().forget(_key(task, args, kwargs))
+
+
+def give_way() -> None:
+    """Point where Streamlit can end a run of the page that was superseded, or whose browser has left."""
+    st.session_state.get("simplan")
+
+
+def _key(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Cache key, equal for equal requests."""
+    return (task.__module__, task.__qualname__, args, tuple(sorted(kwargs.items())))
+
+
+@contextmanager
+def _started(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[StartedJob]:
+    """Context with a job that the caller waits for."""
+    key = _key(task, args, kwargs)
+    request = TaskRequest(task, args, kwargs)
+    while True:
+        job = page_jobs().find(key)
+        if job is None or not isinstance(job.error, SpecError):  # a rejected request is rejected again
+            job = page_jobs().start(key, request)
+        if job.join():
+            break
+    try:
+        yield job
+    finally:
+        job.leave()

@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import streamlit as st
-import yaml
 
 MAX_CHARS = 6_000
 """Maximum length of an address; browsers and proxies cut longer ones."""
 
-_VIEW_SECTION = "v"
+MAX_PINNED = 5
+"""Maximum number of pinned scenarios, which are compared with the current one and are part of the address."""
+
+_VIEW_SECTION, _PINNED = "v", "scenarios"
 _MAX_KEYS = 300
 
 
@@ -106,20 +108,6 @@ def set_document(data: dict[str, Any]) -> None:
     st.session_state[_DOCUMENT] = copy.deepcopy(data)
 
 
-def document_text(data: dict[str, Any]) -> str:
-    """YAML text of a scenario; a missing name is derived from the content."""
-    named = data if "name" in data else {"name": _name(data), **data}
-    text: str = yaml.safe_dump(named, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
-    return text
-
-
-def _name(data: dict[str, Any]) -> str:
-    """E.g. ``llama3-70b-64-dgx-h100``."""
-    model, cluster = (section if isinstance(section := data.get(key), dict) else {} for key in ("model", "cluster"))
-    parts = (model.get("preset", model.get("name")), cluster.get("num_devices"), cluster.get("preset"))
-    return "-".join(str(part)[:60] for part in parts if part) or "scenario"
-
-
 def view(name: str, default: Any = None) -> Any:
     """View value of a page by name."""
     return st.session_state.get(_VIEW, {}).get(name, default)
@@ -129,6 +117,23 @@ def set_view(name: str, value: Any) -> None:
     """Stores a view value, which must be short plain data; None deletes it."""
     kept = {key: other for key, other in st.session_state.get(_VIEW, {}).items() if key != name}
     st.session_state[_VIEW] = kept if value is None else kept | {name: value}
+
+
+def pinned() -> list[dict[str, Any]]:
+    """Pinned scenarios, oldest first; skips entries of a link that are no mappings."""
+    stored = view(_PINNED, [])
+    return [data for data in stored if isinstance(data, dict)][:MAX_PINNED] if isinstance(stored, list) else []
+
+
+def pin(data: Mapping[str, Any]) -> None:
+    """Pins a scenario; removes the oldest one if there are ``MAX_PINNED``."""
+    scenario = {key: value for key, value in data.items() if key not in ("search", "expect")}
+    set_view(_PINNED, [*(other for other in pinned() if other != scenario), scenario][-MAX_PINNED:])
+
+
+def unpin(data: Mapping[str, Any]) -> None:
+    """Unpins a scenario."""
+    set_view(_PINNED, [other for other in pinned() if other != data] or None)
 
 
 def open_link() -> None:

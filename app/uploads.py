@@ -5,8 +5,7 @@ All functions raise a SpecError for a file that is too large, no UTF-8 text, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from simplan.interop.logs.formats import parse_run
 from simplan.io import MAX_YAML_BYTES, parse_json
 from simplan.runs.measurement import Measurement
 from simplan.scenario import parse_scenario, parse_search, read_source
-from simplan.validate.compare import Comparison, compare
-from simplan.validate.logged import LoggedComparison, compare_logged
 from simplan.validate.logged_run import LoggedRun
 from simplan.validate.prediction_file import parse_prediction
 
@@ -116,39 +113,3 @@ def prediction_of(name: str, content: bytes) -> dict[str, Any]:
 def measured_of(name: str, content: bytes) -> Measurement | LoggedRun:
     """A measurement, a log, a trace, or the values of a log."""
     return parse_run(_small(name, content, MAX_BYTES), name)
-
-
-def measurement_of(name: str, content: bytes) -> Measurement:
-    """A measurement."""
-    found = measured_of(name, content)
-    if isinstance(found, LoggedRun):
-        raise SpecError(Problem(field="job", rule="is missing", fix="drop a file that `simplan run` wrote"), file=name)
-    return found
-
-
-def compared(prediction: dict[str, Any], measurement: Measurement) -> Comparison:
-    """Comparison of a prediction and a measurement; an error names fields that the prediction lacks."""
-    with _whole_prediction():
-        return compare(prediction, measurement)
-
-
-def compared_logged(prediction: dict[str, Any], logged: LoggedRun) -> LoggedComparison:
-    """Comparison of a prediction and the values of a log."""
-    with _whole_prediction():
-        return compare_logged(prediction, logged)
-
-
-@contextmanager
-def _whole_prediction() -> Iterator[None]:
-    """Context that turns errors from a damaged prediction into a SpecError."""
-    try:
-        yield
-    except KeyError as error:
-        field, rule = str(error.args[0]), "is missing in the prediction"
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, SpecError):
-            raise
-        field, rule = "prediction", f"is not as simplan writes it ({type(error).__name__})"
-    else:
-        return
-    raise SpecError(Problem(field=field, rule=rule, fix="write the file with `simplan predict -o FILE`"))

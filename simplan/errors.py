@@ -18,6 +18,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,10 @@ class SpecError(SimplanError, ValueError):
         self.file = file
         assert self.problems, "an error needs at least one problem"
         super().__init__(self.text())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keeps problems and file when an error passes between processes."""
+        return partial(type(self), file=self.file), (self.problems,)
 
     def text(self) -> str:
         """One line per problem, prefixed by ``file:line:column:`` where known."""

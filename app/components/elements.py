@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -14,8 +15,23 @@ import streamlit as st
 from plotly.basedatatypes import BaseFigure
 
 from app.figures.style import Figure
+from simplan.cli.terminal.definitions import definitions
 
 _TYPES = {"csv": "text/csv", "json": "application/json", "yaml": "text/yaml", "svg": "image/svg+xml"}
+
+
+@cache
+def _definitions() -> dict[str, str]:
+    return {row["name"]: row["definition"] + (f" ({row['unit']})" if row["unit"] else "") for row in definitions()}
+
+
+def meaning(name: str) -> str:
+    """Definition of a metric or of a term in reports, as ``simplan show metrics`` prints it.
+
+    >>> meaning("allocated")
+    'memory held by tensors'
+    """
+    return _definitions()[name]
 
 
 def show_metrics(cells: Sequence[tuple[str, str, str]]) -> None:
@@ -92,6 +108,30 @@ def show_figure(
     }
     selection: dict[str, Any] = {} if on_select is None else {"on_select": on_select, "selection_mode": "points"}
     st.plotly_chart(_Ready(figure), width="stretch", key=key, config=config, alt=alt, **selection)
+
+
+def show_drawing(name: str, svg: str) -> None:
+    """A drawing of simplan's reports, in its size: a phone scrolls it.
+
+    Args:
+        name: Name of the drawing, unique on the page.
+        svg: The drawing.
+    """
+    with st.container(key=f"drawing-{name}"):
+        st.image(svg)
+
+
+def point_value(key: str) -> Any:
+    """Second value of ``customdata`` of the clicked point of a figure; None without one.
+
+    Args:
+        key: Widget key of the figure.
+    """
+    for point in st.session_state[key].selection.points:
+        data: Any = point.get("customdata")
+        if data:
+            return data[1] if isinstance(data, list | tuple) and len(data) > 1 else dict(data).get("1")
+    return None
 
 
 class _Ready(BaseFigure):  # type: ignore[misc]  # plotly has no types

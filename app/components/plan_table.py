@@ -9,8 +9,9 @@ import pandas as pd
 import streamlit as st
 
 from app import state
-from app.definitions import meaning
-from app.figures.plans import SETTINGS, settings_of, written
+from app.components.elements import meaning
+from app.fields import remembered_choices
+from app.figures.plans import settings_of, written
 from simplan.search.space import SOFTWARE_RANGES
 from simplan.units import format_number_evenly
 
@@ -53,32 +54,22 @@ def select_row(row: int) -> None:
 
 def show_filters(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Filters by memory verdict and by settings that differ between plans; returns the rows that pass all of them."""
-    kept = state.view(_FILTERS, {})
-    kept = kept if isinstance(kept, dict) else {}
     options = {key: _values(rows, key) for key in (*_LABELS, *settings_of(rows))}
     options[_VERDICT] = [verdict for verdict in options[_VERDICT] if verdict]  # unranked plans have none
     options = {key: values for key, values in options.items() if len(values) > 1}
-    wanted = {key: [value for value in _listed(kept.get(key)) if value in values] for key, values in options.items()}
+    active = any(state.view(f"{_FILTERS}.{key}") for key in options)
+    with st.expander("Filters", icon=":material/filter_alt:", expanded=active), st.container(horizontal=True):
+        wanted = {
+            key: remembered_choices(_LABELS.get(key, key), f"{_FILTERS}.{key}", values, placeholder="all", width=200)
+            for key, values in options.items()
+        }
     passing = [
         number
         for number, row in enumerate(rows)
         if all(not values or written(row.get(key)) in values for key, values in wanted.items())
     ]
-    active = sum(map(bool, wanted.values()))
-    title = f"Filters ({len(passing)} of {len(rows)} plans shown)" if active else "Filters"
-    with st.expander(title, icon=":material/filter_alt:", expanded=bool(active)), st.container(horizontal=True):
-        for key, values in options.items():
-            widget = f"view:{_FILTERS}.{key}"
-            st.session_state[widget] = wanted[key]
-            st.multiselect(
-                _LABELS.get(key) or SETTINGS[key],
-                values,
-                key=widget,
-                on_change=_filter,
-                args=(key,),
-                placeholder="all",
-                width=200,
-            )
+    if len(passing) < len(rows):
+        st.caption(f"{len(passing)} of {len(rows)} plans pass the filters.")
     return passing
 
 
@@ -133,7 +124,7 @@ def _columns(settings: Sequence[str]) -> dict[str, Any]:
         "tokens_per_s_per_device": column.NumberColumn("throughput", help="Tokens or images per second and device"),
         "cost_dollars": column.NumberColumn("cost"),
         "mfu": column.NumberColumn("MFU", help=meaning("mfu")),
-        **{key: column.TextColumn(SETTINGS[key], help=f"{_section(key)}.{key}") for key in settings},
+        **{key: column.TextColumn(key, help=f"{_section(key)}.{key}") for key in settings},
         "limit": column.TextColumn("bottleneck", help="Largest part of the step of the rank that waits least"),
         "limit_share": column.NumberColumn("bottleneck share", help="Fraction of the step"),
         "help": column.TextColumn("top sensitivity", help="Resource of which 10 % more saves most step time"),
@@ -167,19 +158,8 @@ def _take_row(key: str, passing: Sequence[int]) -> None:
         st.session_state[_TABLE] = version, None  # the plan in detail stays selected: a new table shows it so
 
 
-def _filter(key: str) -> None:
-    kept = state.view(_FILTERS, {})
-    values = st.session_state[f"view:{_FILTERS}.{key}"]
-    changed = {name: value for name, value in (kept if isinstance(kept, dict) else {}).items() if name != key}
-    state.set_view(_FILTERS, changed | ({key: values} if values else {}) or None)
-
-
 def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     values = {row.get(key) for row in rows if not isinstance(row.get(key), list)}
     numbers = sorted(value for value in values if isinstance(value, int) and not isinstance(value, bool))
     others = sorted(written(value) for value in values - set(numbers))
     return [*map(str, numbers), *others]
-
-
-def _listed(values: Any) -> list[Any]:
-    return values if isinstance(values, list) else []

@@ -7,26 +7,24 @@ from typing import Any
 
 import streamlit as st
 
-from app import pinned_plans, state
-from app.awaited import awaited
-from app.components.elements import csv_text, download, show_figure, show_table
+from app import state
+from app.components.elements import csv_text, download, meaning, point_value, show_figure, show_table
 from app.components.plan_table import PLAN, select_row, selected_row, show_filters, show_table_of_plans
-from app.definitions import meaning
 from app.fields import remembered_choice, remembered_switch
 from app.figures.plans import (
     AXES,
     COLOURS,
-    coordinates_figure,
     importance_figure,
     plan_rows,
     plans_figure,
+    setting_effects,
     shares_figure,
     space_figure,
     space_table,
 )
+from app.fitting import document_text, with_plan
 from app.page import bullets, escaped
-from app.result_cache import without_budget
-from app.results.settings import setting_effects
+from app.result_cache import awaited, without_budget
 from simplan.io import json_text
 from simplan.report.search import (
     RESOURCES,
@@ -43,10 +41,9 @@ from simplan.report.table import format_table_markdown
 from simplan.report.text import memory_interval
 from simplan.scenario import SearchScenario
 from simplan.search import RankedPlan, SearchResult
-from simplan.units import format_bytes, format_number, format_percent, format_time
+from simplan.units import counted, format_bytes, format_number, format_percent, format_time
 
 _HEAD_START_S = 0.1
-_CHARTS = {"points": "two axes", "coordinates": "parallel coordinates"}
 _POINTS = "plans"
 
 
@@ -58,7 +55,7 @@ def show_plans(asked: SearchScenario, result: SearchResult) -> None:
         shown = [rows[number] for number in passing]
         left, right = st.columns([3, 2], gap="medium")
         with left:
-            _show_points(rows, shown)
+            _show_points(rows, shown, _pinned(result))
         with right:
             _show_one(asked, result, rows)
         show_table_of_plans(rows, passing)
@@ -83,7 +80,7 @@ def show_plans_so_far(result: SearchResult) -> None:
         _show_detail(best, result)
     time.sleep(_HEAD_START_S)
     with left:
-        figure = plans_figure(rows, "step_time_s", "device_gib", "schedule", pinned_plans.pinned())
+        figure = plans_figure(rows, "step_time_s", "device_gib", "schedule", _pinned(result))
         show_figure(figure, "plans", alt="Plans found so far by step time and device memory", key="plans so far")
     cells = [
         (
@@ -99,35 +96,32 @@ def show_plans_so_far(result: SearchResult) -> None:
     st.markdown(format_table_markdown(headers, cells))
 
 
-def _show_points(rows: list[dict[str, Any]], shown: list[dict[str, Any]]) -> None:
-    one, two, three, four = st.columns(4)
+def _pinned(result: SearchResult) -> list[str]:
+    """Plans whose scenarios are pinned, in words."""
+    document, scenarios = state.document(), state.pinned()
+    plans = [*result.ranked, *result.pareto] if scenarios else []
+    return [search_plan_words(one.plan, one.software) for one in plans if with_plan(document, one) in scenarios]
+
+
+def _show_points(rows: list[dict[str, Any]], shown: list[dict[str, Any]], pinned: list[str]) -> None:
+    one, two, three = st.columns(3)
     with one:
-        chart = remembered_choice("Chart", "chart", list(_CHARTS), "points", format_func=_CHARTS.get)
-    if chart == "coordinates":
-        show_figure(coordinates_figure(shown), "plans", alt="Settings, memory and step time of every plan")
-        return
-    with two:
         x = remembered_choice("X axis", "x", list(AXES), "step_time_s", format_func=_label)
-    with three:
+    with two:
         y = remembered_choice("Y axis", "y", list(AXES), "device_gib", format_func=_label)
-    with four:
-        colour = remembered_choice(
-            "Color", "colour", [key for key in COLOURS if key in rows[0]], "schedule", format_func=COLOURS.get
-        )
-    figure = plans_figure(shown, x, y, colour, pinned_plans.pinned(), rows[selected_row(len(rows))]["plan"])
+    with three:
+        colors = [key for key in COLOURS if key in rows[0]]
+        color = remembered_choice("Color", "colour", colors, "schedule", format_func=COLOURS.get)
+    figure = plans_figure(shown, x, y, color, pinned, rows[selected_row(len(rows))]["plan"])
     alt = f"Plans of the search by {_label(x)} and {_label(y)}"
     show_figure(figure, "plans", alt=alt, key=_POINTS, on_select=lambda: _take_point(rows))
 
 
 def _take_point(rows: list[dict[str, Any]]) -> None:
     """Selects the plan of the clicked point."""
-    points = st.session_state[_POINTS].selection.points
     names = [row["plan"] for row in rows]
-    for point in points:
-        data = point.get("customdata") or ()
-        name = data[1] if isinstance(data, list | tuple) and len(data) > 1 else dict(data).get("1") if data else None
-        if name in names:
-            select_row(names.index(name))
+    if (name := point_value(_POINTS)) in names:
+        select_row(names.index(name))
 
 
 def _label(axis: str) -> str:
@@ -155,7 +149,7 @@ def _show_importance(plan: RankedPlan) -> None:
     about = "Step time of the selected plan with one other value of one setting; data parallelism follows the devices"
     if not remembered_switch(title, "importance", help=about):
         return
-    text = state.document_text(without_budget(pinned_plans.with_plan(state.document(), plan)))
+    text = document_text(without_budget(with_plan(state.document(), plan)))
     effects = awaited("predicting the plan with other settings", setting_effects, text)
     show_figure(importance_figure(effects), "importance of settings", alt="Change of the step time by setting")
 
@@ -173,8 +167,9 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
     """Explanation of a plan's rank, as sentences."""
     lines = []
     if plan.headroom_bytes is not None:
-        limit = f"{format_bytes(plan.headroom_bytes)} headroom below the memory limit of plans."
-        lines.append(f"{limit} {words[:1].upper()}{words[1:]}." if (words := headroom_words(result)) else limit)
+        lines.append(f"{format_bytes(plan.headroom_bytes)} headroom below the memory limit of plans.")
+        if words := headroom_words(result, "memory limit 100 %"):
+            lines[-1] += f" {words[:1].upper()}{words[1:]}."
     if plan.alike.num_plans:
         lines.append(escaped(f"And {alike_words(plan.alike)}."))
     why = plan.explanation
@@ -210,21 +205,23 @@ def _compared(plan: RankedPlan, result: SearchResult) -> list[str]:
 
 
 def _show_actions(asked: SearchScenario, plan: RankedPlan) -> None:
-    document = pinned_plans.with_plan(state.document(), plan)
-    key = search_plan_words(plan.plan, plan.software)
+    document = with_plan(state.document(), plan)
+    pinned = state.pinned()
     with st.container(horizontal=True):
-        if key in pinned_plans.pinned():
-            if st.button("Unpin", icon=":material/keep_off:", key="unpin plan"):
-                pinned_plans.unpin(key)
-                st.rerun()
-        elif st.button("Pin", icon=":material/keep:", key="pin plan", help="Keep the plan in the link of the page"):
-            pinned_plans.pin(pinned_plans.PinnedPlan(plan.plan, plan.software))
-            st.rerun()
+        if document in pinned:
+            st.button("Unpin", icon=":material/keep_off:", key="unpin plan", on_click=state.unpin, args=(document,))
+        else:
+            about = "Keep the plan in the link of the page, to compare it"
+            icon = ":material/keep:"
+            st.button("Pin", icon=icon, key="pin plan", on_click=state.pin, args=(document,), help=about)
         if st.button("Open as the plan", icon=":material/open_in_new:", key="open plan"):
             state.set_document(document)
             st.switch_page("views/plan.py")
-        text = state.document_text(document)
+        text = document_text(document)
         download("Scenario", f"{asked.name} plan", "yaml", text, about="Input of `simplan predict`")
+        if pinned:
+            label = f"Compare {counted(len(pinned), 'pinned scenario')}"
+            st.page_link("views/compare.py", label=label, icon=":material/compare_arrows:")
 
 
 def _show_others(result: SearchResult) -> None:

@@ -1,6 +1,6 @@
 """Progress of background work on a page: progress bar, stop button, and a rerun of the page at new results.
 
-The page waits on the server, as ``app.awaited`` does, not by a timer in the browser (``st.fragment(run_every=...)``).
+The page waits on the server, as ``awaited`` does, not by a timer in the browser (``st.fragment(run_every=...)``).
 A timer would continue until the next page responds: a tick sent after ``st.switch_page`` names the old page, is queued
 behind the new one, and the browser then clears the new page.
 """
@@ -14,13 +14,10 @@ from typing import NamedTuple
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from app.awaited import give_way
 from app.page import escaped
+from app.result_cache import give_way
 
 _LOOK_S = 0.1
-
-Following = Callable[[], None]
-"""Function that a page calls after it is drawn."""
 
 
 class ProgressBar(NamedTuple):

@@ -10,19 +10,18 @@ import pandas as pd
 import streamlit as st
 
 from app import uploads
-from app.components.elements import csv_text, download, show_figure, show_metrics
-from app.components.progress import Following, ProgressBar, follow, show_progress, stage
+from app.components.elements import csv_text, download, show_drawing, show_metrics
+from app.components.progress import ProgressBar, follow, show_progress, stage
 from app.fields import remembered_choice
-from app.figures.validation import errors_figure, runs_figure
-from app.jobs.job import StartedJob, State, searches
-from app.jobs.messages import TaskRequest
-from app.jobs.tasks import predict_published
-from app.page import escaped
+from app.figures.validation import predict_published
+from app.jobs.job import StartedJob, State, TaskRequest, searches
+from app.page import Following, escaped
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.result import Accuracy
 from simplan.documentation import documentation
 from simplan.report.accuracy import run_rows
 from simplan.report.drawings.accuracy_plot import accuracy_plot
+from simplan.report.drawings.accuracy_svg import accuracy_svg
 from simplan.units import format_number_evenly, format_percent
 
 _SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -166,12 +165,14 @@ def _show(accuracy: Accuracy, about: str) -> None:
         ]
     )
     plot = accuracy_plot(accuracy)
-    left, right = st.columns(2, gap="medium")
-    with left:
-        show_figure(runs_figure(plot), "predicted and measured", alt="Predicted over measured step times")
-        st.caption(f"Crosses are runs outside of the 90 % interval. {about}")
-    with right:
-        show_figure(errors_figure(plot), "errors by source", alt="Errors of step times by source")
+    if plot is None:
+        st.info("No step time was both measured and predicted.")
+    else:
+        svg = accuracy_svg(plot)
+        show_drawing("accuracy", svg)
+        if about:
+            st.caption(about)
+        download("Plot", "predicted and measured", "svg", svg)
     rows = run_rows(accuracy)
     frame = pd.DataFrame(rows)
     frame = frame.sort_values("step_time_error", key=lambda errors: -errors.astype(float).abs(), na_position="last")

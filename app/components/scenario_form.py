@@ -12,6 +12,7 @@ from app.components.elements import details
 from app.fields import choice, get, number, put, switch
 from app.fitting import (
     degrees_of,
+    document_text,
     fitted,
     has_free_stages,
     is_above_one,
@@ -278,7 +279,7 @@ def _edit() -> None:
         key="form file",
         max_upload_size=limit,
     )
-    text = state.document_text(state.document())
+    text = document_text(state.document())
     if file is not None:
         try:
             text, notes = as_scenario(file.name, file.getvalue(), state.document())

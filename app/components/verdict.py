@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import streamlit as st
 
-from app.definitions import meaning
+from app.components.elements import meaning
 from app.fields import kept_number, quantity, remembered_number
-from app.results.plan import Headline, training_of
-from simplan.job import Job
+from app.predictions import Headline
 from simplan.prediction import MemoryVerdict
 from simplan.report.text import memory_interval, short_of_reserve
 from simplan.scenario import Scenario
@@ -36,22 +35,22 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
         headline: Key numbers of the prediction.
         host_words: Message about insufficient host memory; empty if host memory suffices.
     """
-    rank = "the worst rank" if headline.worst_rank is None else f"rank {headline.worst_rank}"
-    needs = f"{rank} needs {format_bytes(headline.device_bytes)}"
-    capacity = headline.capacity_bytes
+    memory, verdict = headline.memory, headline.memory_verdict
+    rank = "the worst rank" if headline.step_time_interval_s is None else f"rank {memory.rank}"
+    needs = f"{rank} needs {format_bytes(memory.device_bytes)}"
+    capacity = memory.capacity_bytes
     if host_words:
         st.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
-    elif headline.memory_verdict is None or capacity is None:
+    elif verdict is None or capacity is None:
         st.warning(f"{needs}; the memory of a device is unknown", icon=":material/help:")
     else:
-        headroom = capacity - headline.device_bytes
+        headroom = capacity - memory.device_bytes
         share = format_percent(abs(headroom) / capacity)
         words = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share}) "
-        words += f"{'over' if headroom < 0 else 'headroom'}; {memory_interval(headline.device_interval_bytes)}"
-        if headroom >= 0 and headline.short_bytes:
-            words = f"{rank} uses all of {format_bytes(capacity)}, and {short_of_reserve(headline.short_bytes)}"
-        show, icon = _BANNERS[headline.memory_verdict]
-        verdict = headline.memory_verdict
+        words += f"{'over' if headroom < 0 else 'headroom'}; {memory_interval(memory.device_interval_bytes)}"
+        if headroom >= 0 and memory.short_bytes:
+            words = f"{rank} uses all of {format_bytes(capacity)}, and {short_of_reserve(memory.short_bytes)}"
+        show, icon = _BANNERS[verdict]
         show(f"**{verdict[:1].upper()}{verdict[1:]}**: {words}", icon=icon)
 
 
@@ -79,10 +78,10 @@ def show_budget(*, images: bool) -> None:
             quantity("Price", ("cluster", "price_per_device_hour"), None, help=about)
 
 
-def show_numbers(job: Job, headline: Headline, budget: float, price: float | None) -> None:
+def show_numbers(headline: Headline, budget: float, price: float | None) -> None:
     """Step time with its interval, throughput, MFU, and time and cost of the training budget."""
-    devices = job.cluster.num_devices
-    training = training_of(headline, devices, budget, price)
+    job = headline.job
+    training = headline.training(budget, price)
     images = job.model.sample == "image"
     rate = headline.samples_per_s if images else headline.tokens_per_s
     each = "images" if images else "tokens"
@@ -93,7 +92,7 @@ def show_numbers(job: Job, headline: Headline, budget: float, price: float | Non
         (
             f"{each.capitalize()} per second",
             f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-            f"{format_number(rate / devices)} per device",
+            f"{format_number(rate / job.cluster.num_devices)} per device",
             f"global batch{'' if images else ' x sequence length'} / step time, of all devices",
         ),
         (

@@ -1,1 +1,1 @@
-"""Figures as pure functions of data: records, and functions from records to Plotly figures."""
+"""Data of pages, and figures as functions of that data, without Streamlit; worker processes compute the data."""

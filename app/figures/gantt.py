@@ -24,7 +24,7 @@ from app.figures.style import (
     scatter,
     time_unit,
 )
-from app.results.timeline import MemoryCurve, TimelineBox, TimelineResult
+from app.figures.timeline import MemoryCurve, TimelineBox, TimelineResult
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import WORDS
 from simplan.report.drawings.drawing_svg import ink_on
@@ -37,7 +37,7 @@ _MAX_TEXTS = 1_200
 _BRIEFLY = 1e-6  # fraction of a step
 _ORDER = {kind: number for number, kind in enumerate(ActionKind)}
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "solid")
-_OUTLINE = {"width": 0.6, "color": "rgba(120,128,140,0.55)"}
+_HATCH = {"shape": "/", "size": 6, "solidity": 0.2, "fgcolor": "rgba(255,255,255,0.75)"}
 
 
 def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = None) -> Figure:
@@ -122,58 +122,75 @@ def _note(text: str, y: float) -> dict[str, Any]:
 
 
 def _boxes(result: TimelineResult, unit_s: float, legend: set[str], *, texts: bool) -> Iterable[dict[str, Any]]:
-    """One trace per kind and shade of actions, and one for communication."""
+    """One trace per kind and shade of actions, and one for communication; the first of a name is in the legend."""
     by_look: dict[tuple[int, bool, str], list[tuple[int, TimelineBox]]] = {}
     for row, lane in enumerate(result.lanes):
         for box in lane.compute:
             fill = shade(ACTIONS.get(box.kind, MUTED), lane.stages.index(box.stage), len(lane.stages))
             by_look.setdefault((_ORDER[box.kind], box.recompute_s > 0, fill), []).append((row, box))
     several = any(len(lane.stages) > 1 for lane in result.lanes)
+
+    def trace(name: str, boxes: Sequence[tuple[float, TimelineBox]], fill: str, **look: Any) -> dict[str, Any]:
+        spans = [(row, box.start_s / unit_s, box.end_s / unit_s) for row, box in boxes]
+        found = boxes_trace(name, spans, [_hover(box) for _, box in boxes], fill, **look)
+        found |= {"legendgroup": name, "showlegend": name not in legend}
+        legend.add(name)
+        return found
+
     for (_, recomputes, fill), boxes in sorted(by_look.items(), key=lambda item: item[0][:2]):
         kind = boxes[0][1].kind
-        yield _lane(
-            WORDS.get(kind, str(kind)) + (", recomputing" if recomputes else ""),
-            boxes,
-            unit_s,
-            legend,
-            width=_LANE,
-            marker={"color": fill, "line": _OUTLINE, **({"pattern": _hatched(fill)} if recomputes else {})},
-            text=[_text(box, several=several) if texts else "" for _, box in boxes],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            insidetextfont={"color": ink_on(fill), "size": 11},
-        )
+        name = WORDS.get(kind, str(kind)) + (", recomputing" if recomputes else "")
+        words = [_text(box, several=several) if texts else "" for _, box in boxes]
+        one = trace(name, boxes, fill, width=_LANE, **text_inside(words, fill))
+        if recomputes:
+            one["marker"]["pattern"] = _HATCH | {"bgcolor": fill}
+        yield one
     communications = [(row + _THIN_AT, box) for row, lane in enumerate(result.lanes) for box in lane.communications]
     if communications:
-        marker = {"color": COMMUNICATION, "line": {"width": 0}}
-        yield _lane("communication", communications, unit_s, legend, width=_THIN, opacity=0.85, marker=marker)
+        yield trace("communication", communications, COMMUNICATION, width=_THIN, outline=0, opacity=0.85)
 
 
-def _lane(
-    name: str, boxes: Sequence[tuple[float, TimelineBox]], unit_s: float, legend: set[str], *, width: float, **look: Any
+def boxes_trace(
+    name: str,
+    spans: Sequence[tuple[float, float, float]],
+    tooltips: Sequence[str],
+    fill: str,
+    *,
+    width: float,
+    outline: float = 0.6,
+    **look: Any,
 ) -> dict[str, Any]:
-    """A trace of boxes at their rows; the first trace of a name is in the legend."""
-    showlegend = name not in legend
-    legend.add(name)
+    """A trace of boxes.
+
+    Args:
+        name: Name in the legend.
+        spans: Row, start and end of each box.
+        tooltips: Tooltip of each box.
+        fill: Color of the boxes.
+        width: Height of the boxes, as a part of a row.
+        outline: Width of the outline in pixels.
+        look: Further keys of Plotly's trace.
+    """
     return bar(
         name=name,
-        legendgroup=name,
-        showlegend=showlegend,
         orientation="h",
-        y=[row for row, _ in boxes],
-        base=[box.start_s / unit_s for _, box in boxes],
-        x=[(box.end_s - box.start_s) / unit_s for _, box in boxes],
+        y=[row for row, _, _ in spans],
+        base=[start for _, start, _ in spans],
+        x=[end - start for _, start, end in spans],
         width=width,
         offset=-width / 2,
-        customdata=[_hover(box) for _, box in boxes],
+        marker={"color": fill, "line": {"width": outline, "color": "rgba(120,128,140,0.55)"}},
+        customdata=list(tooltips),
         hovertemplate="%{customdata}<extra></extra>",
         **look,
     )
 
 
-def _hatched(fill: str) -> dict[str, Any]:
-    return {"shape": "/", "size": 6, "solidity": 0.2, "bgcolor": fill, "fgcolor": "rgba(255,255,255,0.75)"}
+def text_inside(words: Sequence[str], fill: str) -> dict[str, Any]:
+    """Look of boxes with words inside, which are left out where a box is too small."""
+    font = {"color": ink_on(fill), "size": 11}
+    place = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+    return {"text": list(words), "insidetextfont": font, **place}
 
 
 def _text(box: TimelineBox, *, several: bool) -> str:

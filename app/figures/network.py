@@ -1,15 +1,249 @@
-"""Figures of the page Network: load of links over a step, cost of slow links, and step times of alternatives."""
+"""Network of a scenario: its fabric, the load of its links, and the step time with a slow link or another placement.
+
+Functions that take the text of a scenario run in worker processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import permutations
 from typing import Any
 
-from app.figures.style import CATEGORIES, GRID, MUTED, PLANS, Figure, bar, empty, figure, time_unit
-from app.results.network import Alternative, SlowLinkCost
-from simplan.network.load import LinkLoad
-from simplan.report.drawings.link_load import LoadRow, load_color
+from app.figures.style import (
+    CATEGORIES,
+    GRID,
+    MUTED,
+    PLANS,
+    Figure,
+    bar,
+    empty,
+    figure,
+    labeled_bars,
+    time_unit,
+    upright,
+)
+from app.fitting import document_text
+from app.predictions import predicted, sentences
+from simplan import catalog
+from simplan.cluster.hardware import ClusterSpec, SlowLink
+from simplan.document import parse_yaml
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.job import Job
+from simplan.network.load import LinkLoad, Network
+from simplan.plan.placement import DEFAULT_ORDER, axes_of
+from simplan.plan.plan import ParallelPlan
+from simplan.predict.step_summary import summarize_step
+from simplan.report.drawings.fabric_drawing import FabricDrawing, draw_fabric, kind_of
+from simplan.report.drawings.fabric_svg import fabric_svg
+from simplan.report.drawings.link_load import LoadRow, draw_link_load, load_color
+from simplan.scenario import parse_scenario
 from simplan.units import format_bytes, format_percent, format_rate, format_time
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkResult:
+    """Fabric of a cluster and its load in a step.
+
+    Attributes:
+        drawing: Fabric; of a cluster without a topology, as if one switch joined its nodes.
+        svg: Drawing as an SVG document; cables have the color of their mean load.
+        step_time_s: Predicted step time.
+        alone_s: Step time without a topology; equal to ``step_time_s`` for a cluster without one.
+        network: Load of the links; None for a cluster without a topology.
+        rows: Links of equal load together: those that delay communications most first, then the busiest.
+        num_hidden: Loaded links without a row.
+        length_s: Length of the simulated step, over which the load of the rows is given.
+    """
+
+    drawing: FabricDrawing
+    svg: str
+    step_time_s: float
+    alone_s: float
+    network: Network | None
+    rows: tuple[LoadRow, ...] = ()
+    num_hidden: int = 0
+    length_s: float = 0.0
+
+
+def network_result(text: str, calibrated_at: int) -> NetworkResult:
+    """Predicts a scenario, and draws its fabric.
+
+    Args:
+        text: The scenario's YAML.
+        calibrated_at: Modification time of this machine's calibration, a cache key.
+
+    Raises:
+        NotModelledError: Processes that share the cores of a machine have no links.
+    """
+    prediction = predicted(text, calibrated_at)
+    job, network = prediction.job, prediction.network
+    if job.cluster.cores_per_node is not None:
+        rule = "runs processes on shared cores; links between them are not modeled"
+        raise NotModelledError(
+            Problem(field="cluster.preset", value=job.cluster.id, rule=rule, fix="choose another cluster")
+        )
+    drawing = draw_fabric(job.cluster)
+    if network is None:
+        return NetworkResult(drawing, fabric_svg(drawing), prediction.step_time_s, prediction.step_time_s, None)
+    load = draw_link_load(prediction.name, network)
+    unshared = job.cluster.model_copy(update={"topology": None, "background": (), "slow_links": ()})
+    return NetworkResult(
+        drawing=drawing,
+        svg=fabric_svg(drawing, {link.name: link.busy_share for link in network.links}),
+        step_time_s=prediction.step_time_s,
+        alone_s=summarize_step(replace(job, cluster=unshared)).step_time_s,
+        network=network,
+        rows=load.rows,
+        num_hidden=load.num_hidden,
+        length_s=load.step_time_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Step time with one setting changed.
+
+    Attributes:
+        name: Value of the setting.
+        words: Its description; empty for none.
+        step_time_s: Step time; None for a value that cannot be.
+        is_current: True for the value of the scenario.
+        refused: Error of a value that cannot be; empty for one with a prediction.
+    """
+
+    name: str
+    words: str
+    step_time_s: float | None
+    is_current: bool = False
+    refused: str = ""
+
+
+def topologies(text: str) -> tuple[Alternative, ...]:
+    """Step time of a scenario with each topology of the catalog, the shortest first; those that cannot be are last."""
+    data = parse_yaml(text, "scenario").data
+    found = []
+    for name in catalog.names("topologies"):
+        changed = {**data, "cluster": {**data["cluster"], "topology": name}}
+        found.append(_alternative(name, catalog.topology(name).words(), changed))
+    return _in_order(found)
+
+
+def placements(text: str) -> tuple[Alternative, ...]:
+    """Step time of a scenario with each order of its axes of several ranks, the shortest first."""
+    plan, data = parse_scenario(text).job.plan, parse_yaml(text, "scenario").data
+    axes = [axis for axis in DEFAULT_ORDER if getattr(plan, axis) > 1]
+    now = _order(plan)
+    found = []
+    for order in permutations(axes):
+        changed = {**data, "plan": {**data["plan"], "placement": list(order)}}
+        one = _alternative(", ".join(order), "", changed)
+        found.append(replace(one, is_current=order == now))
+    return _in_order(found)
+
+
+def _order(plan: ParallelPlan) -> tuple[str, ...] | None:
+    """Axes of several ranks as a plan places them; None for a list of devices."""
+    given = plan.placement or DEFAULT_ORDER
+    if any(isinstance(each, int) for each in given):
+        return None
+    named = axes_of(map(str, given))
+    order = (*named, *(axis for axis in DEFAULT_ORDER if axis not in named))
+    return tuple(axis for axis in order if getattr(plan, axis) > 1)
+
+
+def _alternative(name: str, words: str, data: Mapping[str, Any]) -> Alternative:
+    try:
+        job = parse_scenario(document_text(dict(data))).job
+        return Alternative(name, words, summarize_step(job).step_time_s)
+    except SpecError as error:
+        return Alternative(name, words, None, refused=sentences(error))
+
+
+def _in_order(found: list[Alternative]) -> tuple[Alternative, ...]:
+    return tuple(sorted(found, key=lambda one: float("inf") if one.step_time_s is None else one.step_time_s))
+
+
+def slow_link_step_time_s(text: str, link: str, bandwidth_share: float) -> float:
+    """Step time if one link has a part of its bandwidth.
+
+    Args:
+        text: The scenario's YAML; its cluster has a topology.
+        link: Name of a link, such as ``leaf0 -> spine``.
+        bandwidth_share: Fraction of the bandwidth that is left.
+
+    Raises:
+        SpecError: The topology has no such link.
+    """
+    return _slowed_s(parse_scenario(text).job, link, bandwidth_share)
+
+
+@lru_cache(maxsize=256)
+def _slowed_s(job: Job, link: str, bandwidth_share: float) -> float:
+    return summarize_step(replace(job, cluster=_slowed(job.cluster, link, bandwidth_share))).step_time_s
+
+
+def _slowed(cluster: ClusterSpec, link: str, bandwidth_share: float) -> ClusterSpec:
+    """The cluster with one link slower than it is; a link that is slow already becomes slower."""
+    before = {slow.link: slow.bandwidth_share for slow in cluster.slow_links}
+    slow = before | {link: before.get(link, 1.0) * bandwidth_share}
+    links = tuple(SlowLink(link=name, bandwidth_share=share) for name, share in slow.items())
+    return cluster.model_copy(update={"slow_links": links})
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLinkCost:
+    """Cost of a slow link among links of one kind.
+
+    Attributes:
+        kind: Kinds of both ends, such as ``leaf -> spine``.
+        num_links: Links of the kind.
+        link: The one that delays communications most, else the busiest; the slow one.
+        bytes_per_s: Its bandwidth.
+        busy_share: Its mean busy share in the step without a slow link.
+        step_time_s: Step time with it.
+    """
+
+    kind: str
+    num_links: int
+    link: str
+    bytes_per_s: float
+    busy_share: float
+    step_time_s: float
+
+
+def slow_link_costs(text: str, calibrated_at: int, bandwidth_share: float) -> tuple[SlowLinkCost, ...]:
+    """Step time with one slow link of each kind, the longest first.
+
+    Args:
+        text, calibrated_at: See ``network_result``; the cluster has a topology.
+        bandwidth_share: Fraction of the link's bandwidth that is left.
+    """
+    prediction = predicted(text, calibrated_at)
+    assert prediction.network is not None, "the cluster has a topology"
+    found = _costs(prediction.job, prediction.network, prediction.step_time_s, bandwidth_share)
+    return tuple(sorted(found, key=lambda cost: -cost.step_time_s))
+
+
+def _costs(job: Job, network: Network, step_time_s: float, bandwidth_share: float) -> Iterator[SlowLinkCost]:
+    from simplan.network.build import fabric_of
+
+    fabric = fabric_of(job.cluster)
+    loads: dict[str, LinkLoad] = {load.name: load for load in network.links}
+    rank = {name: number for number, name in enumerate(loads)}
+    kinds = defaultdict(list)
+    for link in fabric.links:
+        kinds[f"{kind_of(fabric, link.source)} -> {kind_of(fabric, link.destination)}"].append(link)
+    for kind, links in kinds.items():
+        first = min(links, key=lambda link: rank.get(link.name, len(rank)))
+        load = loads.get(first.name)
+        # a link without traffic costs nothing
+        slowed_s = step_time_s if load is None else _slowed_s(job, first.name, bandwidth_share)
+        busy_share = 0.0 if load is None else load.busy_share
+        yield SlowLinkCost(kind, len(links), first.name, first.bytes_per_s, busy_share, slowed_s)
+
 
 _SHADES = [[0.0, GRID], *([share, load_color(share)] for share in (0.02, 0.25, 0.5, 0.75, 1.0))]
 _COLORBAR = {
@@ -98,54 +332,22 @@ def _hover(link: LinkLoad) -> str:
     return "<br>".join(lines)
 
 
-def slow_links_figure(costs: Sequence[SlowLinkCost], step_time_s: float) -> Figure:
-    """Step time increase with one slow link of each kind, in percent."""
-    percents = [100 * (cost.step_time_s / step_time_s - 1) for cost in costs]
-    bars = bar(
-        orientation="h",
-        x=percents,
-        y=[f"{cost.kind} " for cost in costs],
-        text=[f"{percent:+.2f} %" for percent in percents],
-        textposition="outside",
-        cliponaxis=False,
-        marker={"color": PLANS[1]},
-        customdata=[[cost.link, format_rate(cost.bytes_per_s)] for cost in costs],
-        hovertemplate="%{customdata[0]} (%{customdata[1]}): a step is %{x:.2f} % longer<extra></extra>",
-    )
-    axis = {"title": "step time increase, %", "range": [0, 1.25 * max(*percents, 0.1)]}
-    return figure([bars], height=80 + 30 * len(costs), bargap=0.3, xaxis=axis, yaxis=CATEGORIES)
-
-
 def alternatives_figure(found: Sequence[Alternative], current_s: float) -> Figure:
     """Step time with each value of a setting, and its change; a line at the step time of the scenario."""
     timed = [(one, one.step_time_s) for one in found if one.step_time_s is not None]
     if not timed:
         return empty("No value of this setting can be predicted.")
     unit, unit_s = time_unit(current_s)
-    bars = bar(
-        orientation="h",
-        x=[time_s / unit_s for _, time_s in timed],
-        y=[f"{one.name} " for one, _ in timed],
-        text=[_change(time_s, current_s) for _, time_s in timed],
-        textposition="outside",
-        cliponaxis=False,
-        marker={"color": [PLANS[1] if one.is_current else PLANS[0] for one, _ in timed]},
-        customdata=[[one.words, format_time(time_s)] for one, time_s in timed],
-        hovertemplate="%{y}: %{customdata[1]} %{customdata[0]}<extra></extra>",
+    return labeled_bars(
+        [one.name for one, _ in timed],
+        [time_s / unit_s for _, time_s in timed],
+        [_change(time_s, current_s) for _, time_s in timed],
+        [f"{one.name}: {format_time(time_s)} {one.words}" for one, time_s in timed],
+        f"step time, {unit}",
+        color=[PLANS[1] if one.is_current else PLANS[0] for one, _ in timed],
+        room=1.3,
+        shapes=[upright(current_s / unit_s, {"color": MUTED, "dash": "dash"})],
     )
-    line: dict[str, Any] = {
-        "type": "line",
-        "xref": "x",
-        "yref": "y domain",
-        "x0": current_s / unit_s,
-        "x1": current_s / unit_s,
-        "y0": 0,
-        "y1": 1,
-        "line": {"color": MUTED, "dash": "dash"},
-    }
-    most = max(time_s for _, time_s in timed) / unit_s
-    axis = {"title": f"step time, {unit}", "range": [0, 1.3 * most]}
-    return figure([bars], height=80 + 30 * len(timed), bargap=0.3, shapes=[line], xaxis=axis, yaxis=CATEGORIES)
 
 
 def _change(time_s: float, current_s: float) -> str:

@@ -1,22 +1,117 @@
-"""Figures of one plan: memory by rank as stacked bars, and the step breakdown of a rank as a waterfall."""
+"""Data and figures of one plan: memory by rank, and the step breakdown with exposed communication by network tier."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.figures.style import CAPACITY, MEMORY, MUTED, SPLIT, Figure, across, bar, figure, scatter, time_unit
-from app.results.plan import StepPart
-from simplan.prediction import RankMemory
-from simplan.program.program import MemoryCategory
+from app.figures.style import CAPACITY, MEMORY, MUTED, SPLIT, Figure, across, bar, figure, scatter, stack, time_unit
+from app.predictions import predicted
+from simplan.explain.term import exposed_s
+from simplan.plan.plan import RankMapping
+from simplan.prediction import Prediction, RankMemory
+from simplan.program.program import Stream
+from simplan.program.timeline import Span, Timeline
 from simplan.report.table import format_ranks
+from simplan.report.text import split_parts
 from simplan.units import GIB, format_bytes, format_percent, format_time
 
 RESERVE = "allocator's reserve"
 """Memory that the caching allocator reserves beyond tensors."""
 
+WITHIN, BETWEEN, HOST = "within nodes", "between nodes", "to and from the host"
 _MAX_BARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """Part of a rank's step; the parts sum to the step time.
+
+    Attributes:
+        name: Label, with the network tier for exposed communication.
+        group: Key of the six exclusive parts of ``Split``, in words.
+        seconds: Time of the part.
+    """
+
+    name: str
+    group: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """Data of the page Plan.
+
+    Attributes:
+        prediction: Prediction without the spans of its timeline, to save memory.
+        steps: Parts of the step, per simulated rank.
+        busiest: Simulated rank with the longest compute time; the lowest of several.
+    """
+
+    prediction: Prediction
+    steps: Mapping[int, tuple[StepPart, ...]]
+    busiest: int
+
+
+def plan_result(text: str, calibrated_at: int) -> PlanResult:
+    """Predicts the plan of a scenario; for arguments see ``predicted_step``."""
+    prediction = predicted(text, calibrated_at)
+    steps = {rank: step_parts(prediction, rank, spans) for rank, spans in sorted(prediction.timeline.by_rank().items())}
+    splits = {memory.rank: split for memory, split in zip(prediction.memory, prediction.splits, strict=True)}
+    busy_s = {rank: splits[rank].compute_s + splits[rank].recompute_s + splits[rank].optimizer_s for rank in steps}
+    busiest = max(steps, key=lambda rank: (busy_s[rank], -rank))
+    bare = Timeline((), prediction.timeline.num_ranks, prediction.timeline.step_time_s)
+    return PlanResult(replace(prediction, timeline=bare), steps, busiest)
+
+
+def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:
+    """Parts of a rank's step that take time.
+
+    Args:
+        prediction: Prediction of the step.
+        rank: Global rank.
+        spans: Spans of the rank.
+    """
+    split = prediction.splits[[memory.rank for memory in prediction.memory].index(rank)]
+    mapping = RankMapping.of(prediction.job.plan)
+    computing = [(s.start_s, s.end_s) for s in spans if s.stream == Stream.COMPUTE and s.end_s > s.start_s]
+    moving = [
+        (tier_of(s, mapping, prediction.job.node_of), (s.start_s, s.end_s))
+        for s in spans
+        if s.stream != Stream.COMPUTE and s.end_s > s.start_s
+    ]
+    exposed = exposed_s(computing, moving)
+    parts = []
+    for name, seconds in split_parts(split).items():
+        if name == "exposed communication":
+            parts += [StepPart(f"exposed {tier}", name, exposed.get(tier, 0.0)) for tier in (WITHIN, BETWEEN, HOST)]
+        else:
+            parts.append(StepPart(name, name, seconds))
+    return tuple(part for part in parts if part.seconds > 1e-9 * prediction.step_time_s)
+
+
+def tier_of(span: Span, mapping: RankMapping, node_of: Callable[[int], int]) -> str:
+    """Links of a communication span: host link, inside of nodes, or between nodes."""
+    if span.stream in (Stream.TO_HOST, Stream.FROM_HOST):
+        return HOST
+    group = (span.rank, span.peer) if span.peer is not None else _group(span, mapping)
+    return WITHIN if len({node_of(rank) for rank in group}) == 1 else BETWEEN
+
+
+def _group(span: Span, mapping: RankMapping) -> tuple[int, ...]:
+    """Ranks that take part in a collective, by the stream it runs on."""
+    groups: dict[str, Callable[[int], tuple[int, ...]]] = {
+        Stream.TENSOR: mapping.tp_group,
+        Stream.CONTEXT: mapping.cp_group,
+        Stream.SHARD: mapping.shard_group,
+        Stream.REPLICATE: mapping.replicate_group,
+        Stream.EXPERT: mapping.ep_group,
+        Stream.EXPERT_DATA: mapping.expert_group,
+    }
+    if span.stream == Stream.TIED:
+        return (mapping.pp_group(span.rank)[0], mapping.pp_group(span.rank)[-1])
+    return groups.get(span.stream, mapping.dp_group)(span.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +148,10 @@ def memory_bars(memory: Iterable[RankMemory]) -> tuple[MemoryBar, ...]:
 
 
 def _memory_bar(memory: RankMemory) -> MemoryBar:
-    parts = {_words(category): memory.by_category.get(category, 0) for category in MEMORY}
+    parts = {str(category).replace("_", " "): memory.by_category.get(category, 0) for category in MEMORY}
     parts[RESERVE] = memory.reserved_bytes - memory.allocated_bytes
     parts["other"] = memory.device_bytes - sum(parts.values())
     return MemoryBar((memory.rank,), {k: v for k, v in parts.items() if v}, memory.device_bytes, memory.peak_action)
-
-
-def _words(category: MemoryCategory) -> str:
-    return str(category).replace("_", " ")
-
-
-MEMORY_COLOURS = {_words(category): colour for category, colour in MEMORY.items()}
-"""Colors by part of the memory, in the order of the stack."""
 
 
 def memory_rows(bars: Sequence[MemoryBar]) -> list[dict[str, object]]:
@@ -73,16 +160,36 @@ def memory_rows(bars: Sequence[MemoryBar]) -> list[dict[str, object]]:
     return [
         {
             "ranks": bar.label,
-            **{f"{part}_gib": bar.parts.get(part, 0) / GIB for part in parts},
+            **{f"{part}_gib": values[place] / GIB for part, values in parts.items()},
             "device_gib": bar.device_bytes / GIB,
         }
-        for bar in bars
+        for place, bar in enumerate(bars)
     ]
 
 
-def _parts(bars: Sequence[MemoryBar]) -> list[str]:
-    order = [*MEMORY_COLOURS, RESERVE, "other"]
-    return [part for part in order if any(bar.parts.get(part) for bar in bars)]
+def _parts(bars: Sequence[MemoryBar]) -> dict[str, list[int]]:
+    """Bytes of every bar by part, in the order of the stack, without parts that no bar has."""
+    order = [*(str(category).replace("_", " ") for category in MEMORY), RESERVE, "other"]
+    parts = {part: [bar.parts.get(part, 0) for bar in bars] for part in order}
+    return {part: values for part, values in parts.items() if any(values)}
+
+
+def memory_stack(bars: Sequence[MemoryBar], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Traces of the parts of the memory, in GiB.
+
+    Args:
+        bars: Bars from ``memory_bars``.
+        names: Names of the bars.
+    """
+    when = [f"during {bar.peak_action}" if bar.peak_action else "between steps" for bar in bars]
+    tooltips = {
+        part: [
+            f"{format_bytes(value)}, {value / bar.device_bytes:.1%} of {format_bytes(bar.device_bytes)}<br>{at}"
+            for value, bar, at in zip(values, bars, when, strict=True)
+        ]
+        for part, values in _parts(bars).items()
+    }
+    return stack(names, {part: [value / GIB for value in values] for part, values in _parts(bars).items()}, tooltips)
 
 
 def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> Figure:
@@ -92,28 +199,7 @@ def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> Figu
         bars: Bars from ``memory_bars``.
         capacity_bytes: Memory of a device in bytes; None when unknown.
     """
-    traces, lines = [], []
-    labels = [bar.label for bar in bars]
-    when = [f"during {bar.peak_action}" if bar.peak_action else "between steps" for bar in bars]
-    for part in _parts(bars):
-        values = [bar.parts.get(part, 0) for bar in bars]
-        trace = bar(
-            name=part,
-            x=labels,
-            y=[value / GIB for value in values],
-            marker={
-                "color": MEMORY_COLOURS.get(part, MUTED),
-                "line": {"width": 0},
-                "pattern": {"shape": "" if part in MEMORY_COLOURS else "/", "size": 5, "solidity": 0.25},
-            },
-            customdata=[
-                [format_bytes(value), f"{value / bar.device_bytes:.1%}", format_bytes(bar.device_bytes), at]
-                for value, bar, at in zip(values, bars, when, strict=True)
-            ],
-            hovertemplate=f"rank %{{x}}<br><b>{part}</b> %{{customdata[0]}}, %{{customdata[1]}} of "
-            "%{customdata[2]}<br>%{customdata[3]}<extra></extra>",
-        )
-        traces.append(trace)
+    traces, lines = memory_stack(bars, [bar.label for bar in bars]), []
     if capacity_bytes is not None:
         lines.append(across(capacity_bytes / GIB, CAPACITY))
         name = f"device has {format_bytes(capacity_bytes)}"

@@ -1,22 +1,89 @@
-"""Plans of a search: table rows, scatter plot, step breakdown and outcomes of the space; difference of two plans."""
+"""Plans of a search: the search itself, table rows, scatter plot, step breakdown, importance of settings, outcomes."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
-from app.figures.style import CATEGORIES, MUTED, PLANS, SPLIT, Figure, bar, empty, figure, scatter
-from app.results.settings import SettingEffect
-from simplan.explain import DifferenceRow
-from simplan.plan.plan import ParallelPlan
+from app.figures.style import (
+    CATEGORIES,
+    MUTED,
+    PLANS,
+    SPLIT,
+    Figure,
+    empty,
+    figure,
+    labeled_bars,
+    scatter,
+    stack,
+    upright,
+)
+from app.fitting import changed, degrees_of, document_text, microbatch_sizes, valid_values
+from app.jobs.job import Report, Update
+from simplan.document import parse_yaml
+from simplan.plan.plan import ParallelPlan, Recompute
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.predict.step_summary import evaluate_step
 from simplan.report.search import RESOURCES, alike_words, search_plan_words, space_rows
-from simplan.search import RankedPlan, SearchResult, SpaceCount
+from simplan.scenario import parse_scenario, parse_search
+from simplan.search import RankedPlan, SearchProgress, SearchResult, SpaceCount, search
 from simplan.search.space import SOFTWARE_RANGES
 from simplan.units import GIB, format_bytes, format_number, format_time
+
+SEARCHING = "searching"
+"""``SearchProgress.doing`` until all plans are evaluated; then the search explains the best plans."""
+
+_PAUSE_S = 0.25
+_PACE_S = 8.0
+
+
+class Pace:
+    """Recent pace of a search.
+
+    A search rejects most plans by rules in the first second, then times the others one by one, the most promising
+    first, and prunes the rest together. So the pace of the last seconds gives an upper estimate of the time left.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def left_s(self, now_s: float, done: int, total: int) -> float | None:
+        """Upper estimate of the remaining seconds; None in the first seconds and while no plan is done."""
+        self._seen.append((now_s, done))
+        while self._seen[0][0] < now_s - _PACE_S:
+            self._seen.popleft()
+        begun_s, before = self._seen[0]
+        if now_s - begun_s < _PACE_S / 2 or done == before:
+            return None
+        return (total - done) * (now_s - begun_s) / (done - before)
+
+
+def search_plans(text: str, report: Report) -> SearchResult:
+    """The best plans of a scenario with a search; reports intermediate results."""
+    asked = parse_search(text)
+    told_s, had, pace = 0.0, False, Pace()
+
+    def on_progress(progress: SearchProgress) -> None:
+        nonlocal told_s, had
+        left_s = pace.left_s(time.monotonic(), progress.done, progress.total)
+        found = progress.best_step_time_s is not None
+        if time.monotonic() - told_s >= _PAUSE_S or (found and not had) or progress.doing != SEARCHING:
+            told_s, had = time.monotonic(), found
+            known = _known(progress) if found else None
+            report(Update(progress.done, progress.total, progress.doing, known, left_s))
+
+    return search(asked.job, asked.space, name=asked.name, on_progress=on_progress)
+
+
+def _known(progress: SearchProgress) -> SearchResult:
+    """Search result so far; after all plans are evaluated the result is complete except for explanations."""
+    return replace(progress.so_far(), interrupted=progress.doing == SEARCHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,59 +110,23 @@ AXES: Mapping[str, Axis] = MappingProxyType(
         "mfu": Axis("MFU", ".1%", less_is_better=False),
         "num_devices": Axis("devices", ",d", less_is_better=True),
         "cost_dollars": Axis("cost of the token budget, dollars", ",.0f", less_is_better=True),
-        "tp": Axis("tensor-parallel ranks", ",d"),
-        "cp": Axis("context-parallel ranks", ",d"),
-        "ep": Axis("expert-parallel ranks", ",d"),
-        "pp": Axis("pipeline ranks", ",d"),
-        "virtual_stages": Axis("stages per rank", ",d"),
-        "dp_replicate": Axis("replicas", ",d"),
-        "dp_shard": Axis("shards", ",d"),
-        "microbatch_size": Axis("microbatch size", ",d"),
+        **{key: Axis(key, ",d") for key in ("tp", "cp", "ep", "pp", "virtual_stages", "dp_replicate", "dp_shard")},
+        "microbatch_size": Axis("microbatch_size", ",d"),
     }
 )
 """Quantities for the axes, by key of a row."""
 
 COLOURS: Mapping[str, str] = MappingProxyType(
     {
-        "schedule": "schedule",
-        "recompute": "recomputation",
-        "zero_stage": "ZeRO stage",
-        "tp": "tensor-parallel ranks",
-        "pp": "pipeline ranks",
+        **{key: key for key in ("schedule", "recompute", "zero_stage", "tp", "pp", *SOFTWARE_RANGES)},
         "limit": "bottleneck",
-        **{key: key for key in SOFTWARE_RANGES},
     }
 )
 """Fields for the color of points, by key of a row."""
 
-SETTINGS: Mapping[str, str] = MappingProxyType(
-    {
-        **{key: key for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "etp")},
-        "zero_stage": "ZeRO",
-        "schedule": "schedule",
-        "virtual_stages": "stages per rank",
-        "microbatch_size": "microbatch",
-        "recompute": "recompute",
-        "recompute_layers": "recomputed blocks",
-        "recompute_modules": "recomputed modules",
-        "sequence_parallel": "sequence parallel",
-        "cp_comm": "CP algorithm",
-        "reshard_after_forward": "reshard",
-        "grad_sync": "gradient reduction",
-        "grad_dtype": "gradient dtype",
-        "bucket_bytes": "bucket bytes",
-        "stage_layers": "layers per stage",
-        "offload_optimizer": "offload optimizer",
-        "offload_activations": "offload activations",
-        "offload_layers": "offloaded blocks",
-        "collectives": "collectives",
-        "placement": "placement",
-        **{key: key for key in SOFTWARE_RANGES},
-    }
-)
-"""Settings of a plan and searched options of its software: column heads by key of a row."""
+SETTINGS = (*ParallelPlan.model_fields, *SOFTWARE_RANGES)
+"""Settings of a plan and searched options of its software, by key of a row."""
 
-_FAST_TO_SLOW = [[0.0, PLANS[0]], [0.5, PLANS[4]], [1.0, PLANS[1]]]
 _LABEL_CHARS, _CHARS_ACROSS = 44, 120
 _REASONS = {"memory": "needs more memory than a device has"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
@@ -250,43 +281,69 @@ def _number(value: float, name: str) -> str:
     return f"{text} {unit}".strip()
 
 
-def coordinates_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plans as lines over one axis per setting that differs, and over step time and memory; color is the step time.
+_DEGREES = ("tp", "cp", "pp", "ep", "dp_replicate")
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "zero_stage": (0, 1, 2, 3),
+    "schedule": tuple(SCHEDULE_FACTS),
+    "recompute": get_args(Recompute),
+    "grad_sync": ("step", "microbatch"),
+    "sequence_parallel": (False, True),
+    "reshard_after_forward": (False, True),
+    "offload_optimizer": (False, True),
+    "offload_activations": (False, True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SettingEffect:
+    """Step time and memory of a plan with another value of one setting; data parallelism follows the devices.
+
+    Attributes:
+        key: Key of the plan.
+        value: The other value.
+        step_time_s: Step time in seconds.
+        step_time_change: Relative change of the step time.
+        device_bytes: Device memory of the peak-memory rank, in bytes.
+        fits: True when the memory is within the capacity; None when the capacity is unknown.
+    """
+
+    key: str
+    value: Any
+    step_time_s: float
+    step_time_change: float
+    device_bytes: int
+    fits: bool | None
+
+
+def setting_effects(text: str) -> tuple[SettingEffect, ...]:
+    """Effect of every other valid value of each setting, by the cost model of a search; calibrated costs have none.
 
     Args:
-        rows: Rows from ``plan_rows``.
+        text: The scenario's YAML.
     """
-    differing = [key for key in settings_of(rows) if len({str(row.get(key)) for row in rows}) > 1]
-    dimensions: list[dict[str, Any]] = []
-    for key in differing:
-        values = [row.get(key) for row in rows]
-        ordered = sorted({str(value): value for value in values}.values(), key=_order)
-        texts = [str(value) for value in ordered]
-        dimensions.append(
-            {
-                "label": SETTINGS[key],
-                "values": [texts.index(str(value)) for value in values],
-                "tickvals": list(range(len(texts))),
-                "ticktext": texts,
-                "range": [-0.1, max(1, len(texts) - 1) + 0.1],
-            }
-        )
-    for key, label in (("device_gib", "device GiB"), ("step_time_s", "step time, s")):
-        dimensions.append({"label": label, "values": [row[key] for row in rows], "tickformat": ".4~g"})
-    lines = {
-        "type": "parcoords",
-        "dimensions": dimensions,
-        "line": {"color": [row["step_time_s"] for row in rows], "colorscale": _FAST_TO_SLOW, "showscale": False},
-        "labelangle": -20,
-        "labelside": "top",
-    }
-    return figure([lines], height=430, margin={"l": 60, "r": 60, "t": 90, "b": 30})
-
-
-def _order(value: Any) -> tuple[bool, float, str]:
-    """Sort key of a setting's values: numbers first."""
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return (not is_number, value if is_number else 0, str(value))
+    document = parse_yaml(text, "scenario").data
+    job = parse_scenario(text).job
+    if job.cluster.cores_per_node is not None:
+        return ()
+    _, base_s = evaluate_step(job)
+    assert base_s is not None, "there is no limit"
+    capacity = job.cluster.largest_memory_bytes
+    values = {key: degrees_of(document, key) for key in _DEGREES}
+    values["microbatch_size"] = microbatch_sizes(document)
+    values |= {key: valid_values(document, key, options) for key, options in _OPTIONS.items()}
+    if job.plan.pp == 1:
+        del values["schedule"]
+    found = []
+    for key, others in values.items():
+        for value in others:
+            other = parse_scenario(document_text(changed(document, key, value))).job
+            if value == getattr(job.plan, key) or other.plan == job.plan:
+                continue
+            device_bytes, step_time_s = evaluate_step(other)
+            assert step_time_s is not None, "there is no limit"
+            fits = None if capacity is None else device_bytes <= capacity
+            found.append(SettingEffect(key, value, step_time_s, step_time_s / base_s - 1, device_bytes, fits))
+    return tuple(found)
 
 
 def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
@@ -311,7 +368,7 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
             name=name,
             mode="markers+text",
             x=[100 * one.step_time_change for one in shown],
-            y=[SETTINGS[one.key] for one in shown],
+            y=[one.key for one in shown],
             text=[labels[one] for one in shown],
             textposition="top center",
             textfont={"size": 10},
@@ -329,21 +386,12 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
             "device memory %{customdata[1]}<extra></extra>",
         )
         traces.append(trace)
-    zero = {
-        "type": "line",
-        "x0": 0,
-        "x1": 0,
-        "y0": 0,
-        "y1": 1,
-        "yref": "paper",
-        "line": {"color": MUTED, "dash": "dot"},
-    }
     return figure(
         traces,
         height=110 + 40 * len(ordered),
-        shapes=[zero],
+        shapes=[upright(0, {"color": MUTED, "dash": "dot"})],
         xaxis={"title": "change of the step time, %"},
-        yaxis=CATEGORIES | {"categoryorder": "array", "categoryarray": [SETTINGS[key] for key in ordered]},
+        yaxis=CATEGORIES | {"categoryorder": "array", "categoryarray": ordered},
     )
 
 
@@ -376,25 +424,16 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
     explained = [(name, plan, plan.explanation) for name, plan in plans if plan.explanation is not None]
     if not explained:
         return empty("No plan is explained yet.")
-    bars = []
-    for part, colour in SPLIT.items():
-        key = part.replace(" ", "_")
-        seconds = [why.shares.get(key, 0.0) * plan.step_time_s for _, plan, why in explained]
-        if not any(seconds):
-            continue
-        trace = bar(
-            name=part,
-            orientation="h",
-            y=[name for name, _, _ in explained],
-            x=seconds,
-            marker={"color": colour, "line": {"width": 0}},
-            customdata=[[why.shares.get(key, 0.0), why.busiest_rank] for _, _, why in explained],
-            hovertemplate=f"{part}: %{{x:,.4~g}} s, %{{customdata[0]:.1%}} of the step of rank %{{customdata[1]}}"
-            "<extra>%{y}</extra>",
-        )
-        bars.append(trace)
+    shares = {part: [why.shares.get(part.replace(" ", "_"), 0.0) for _, _, why in explained] for part in SPLIT}
+    parts_s, tooltips = {}, {}
+    for part, fractions in shares.items():
+        parts_s[part] = [share * plan.step_time_s for share, (_, plan, _) in zip(fractions, explained, strict=True)]
+        tooltips[part] = [
+            f"{format_time(part_s)}, {share:.1%} of the step of rank {why.busiest_rank}"
+            for part_s, share, (_, _, why) in zip(parts_s[part], fractions, explained, strict=True)
+        ]
     return figure(
-        bars,
+        stack([name for name, _, _ in explained], parts_s, tooltips, horizontal=True),
         height=90 + 26 * len(explained),
         barmode="stack",
         bargap=0.25,
@@ -417,96 +456,16 @@ def space_figure(space: SpaceCount) -> Figure:
     rows = [row for row in space_table(space) if row["plans"]]
     if not rows:
         return empty("No plan was evaluated yet.")
-    labels = ["<br>".join(textwrap.wrap(row["reason"], _LABEL_CHARS)) + " " for row in rows]
-    bars = bar(
-        orientation="h",
-        x=[row["plans"] for row in rows],
-        y=labels,
-        text=[f"{row['plans']:,}" for row in rows],
-        textposition="outside",
-        cliponaxis=False,
-        marker={"color": [MUTED if row["outcome"] == "rejected" else PLANS[0] for row in rows], "line": {"width": 0}},
-        customdata=[[row["outcome"]] for row in rows],
-        hovertemplate="%{x:,} plans: %{customdata[0]}<extra></extra>",
-    )
-    most = max(row["plans"] for row in rows)
-    return figure(
-        [bars],
+    labels = ["<br>".join(textwrap.wrap(row["reason"], _LABEL_CHARS)) for row in rows]
+    plans = [row["plans"] for row in rows]
+    return labeled_bars(
+        labels,
+        plans,
+        [f"{number:,}" for number in plans],
+        [f"{row['plans']:,} plans: {row['outcome']}" for row in rows],
+        "plans",
+        color=[MUTED if row["outcome"] == "rejected" else PLANS[0] for row in rows],
         height=80 + sum(14 + 16 * (label.count("<br>") + 1) for label in labels),
         bargap=0.35,
-        xaxis={"type": "log", "title": "plans", "dtick": 1, "range": [-0.2, math.log10(most) + 1.3]},
-        yaxis=CATEGORIES,
+        xaxis={"type": "log", "title": "plans", "dtick": 1, "range": [-0.2, math.log10(max(plans)) + 1.3]},
     )
-
-
-def difference_rows(rows: Sequence[DifferenceRow]) -> list[dict[str, Any]]:
-    """A row for each term, in seconds or GiB; the difference is the second less the first."""
-    return [
-        {
-            "group": row.group.replace("_", " "),
-            "term": row.name,
-            "first": _shown(row.first, row.unit),
-            "second": _shown(row.second, row.unit),
-            "difference": _shown(row.difference, row.unit),
-            "first formula": row.first_formula,
-            "second formula": row.second_formula,
-        }
-        for row in rows
-    ]
-
-
-def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> Figure:
-    """Groups of terms with one bar per plan, sorted by difference, largest on top.
-
-    Args:
-        rows: Terms of the step time or of memory.
-        names: Short names of the two plans.
-    """
-    groups = _groups(rows)
-    ordered = sorted(groups, key=lambda group: -abs(groups[group][1] - groups[group][0]))
-    unit = "GiB" if any(row.unit == "bytes" for row in rows) else "s"
-    bars = [
-        bar(
-            name=name,
-            orientation="h",
-            y=[f"{group.replace('_', ' ')} " for group in ordered],
-            x=[groups[group][index] for group in ordered],
-            marker={
-                "color": PLANS[index],
-                "line": {"width": 0},
-                "pattern": {"shape": "/" if index else "", "solidity": 0.15},
-            },
-            customdata=[[groups[group][1] - groups[group][0]] for group in ordered],
-            hovertemplate=f"{name}: %{{x:,.4~g}} {unit}<br>difference: %{{customdata[0]:+,.4~g}} {unit}"
-            "<extra>%{y}</extra>",
-        )
-        for index, name in enumerate(names)
-    ]
-    return figure(
-        bars,
-        height=90 + 40 * len(ordered),
-        barmode="group",
-        bargap=0.3,
-        bargroupgap=0.05,
-        xaxis={"title": "GiB at the peak" if unit == "GiB" else "step time, s"},
-        yaxis=CATEGORIES,
-    )
-
-
-def difference_words(rows: Sequence[DifferenceRow]) -> list[str]:
-    """The groups that make the difference, the largest first: ``wait: +0.12 s``."""
-    unit = "GiB" if any(row.unit == "bytes" for row in rows) else "s"
-    found = sorted(((pair[1] - pair[0], group) for group, pair in _groups(rows).items()), key=lambda one: -abs(one[0]))
-    return [f"{group.replace('_', ' ')} {value:+,.3g} {unit}" for value, group in found[:3] if value]
-
-
-def _groups(rows: Sequence[DifferenceRow]) -> dict[str, tuple[float, float]]:
-    groups: dict[str, tuple[float, float]] = {}
-    for row in rows:
-        first, second = groups.get(row.group, (0.0, 0.0))
-        groups[row.group] = (first + _shown(row.first, row.unit), second + _shown(row.second, row.unit))
-    return groups
-
-
-def _shown(value: float, unit: str) -> float:
-    return value / GIB if unit == "bytes" else value

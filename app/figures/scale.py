@@ -1,20 +1,216 @@
-"""One plan over an axis, value of 1 % more of each resource, and cost of a slow rank."""
+"""Sensitivity of a plan: sweeps over one setting, value of 1 % more of each resource, and cost of a slow rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-from app.figures.style import CATEGORIES, MUTED, PLANS, Figure, across, bar, empty, figure, scatter
-from app.results.scale import DelayedRank, ScalePoint
-from simplan.predict.sensitivity import MarginalValue
-from simplan.prediction import training_run
+import numpy as np
+
+from app.figures.style import MUTED, PLANS, Figure, across, bar, empty, figure, labeled_bars, scatter
+from app.predictions import predicted_step, sentences
+from simplan.cluster.hardware import LinkSpec
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.job import Job
+from simplan.predict import Resource, Simulated, marginal_values
+from simplan.predict.sensitivity import MarginalValue, improved
+from simplan.predict.step_summary import StepSummary, summarize_step
+from simplan.predict.sweep import data_parallel_changes
+from simplan.prediction import Prediction, training_run
+from simplan.program.program import Stream
 from simplan.report.search import RESOURCES
 from simplan.report.table import format_ranks
+from simplan.scenario import Scenario, parse_scenario
+from simplan.sim.compiled import compile_program
 from simplan.units import GIB, format_number
 
 _RESOURCES = {**RESOURCES, "compute": RESOURCES["flop_per_s"]}
 _MAX_BAR_WIDTH = 0.12  # fraction of the axis, for a few bars
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAxis:
+    """Axis of a sweep: a number of the scenario, or a rate of the hardware.
+
+    Attributes:
+        label: Name of the axis.
+        unit: Unit of the axis; empty for a count.
+        factors: Values of the axis, as factors of the scenario's value.
+        setting: Whole number of the scenario, as in ``Job.with_changes``; empty for a rate of the hardware.
+        resource: Rate of the hardware; None for a number of the scenario.
+        unit_size: Bytes or FLOPs per second in the unit of a rate.
+    """
+
+    label: str
+    unit: str
+    factors: tuple[float, ...]
+    setting: str = ""
+    resource: Resource | None = None
+    unit_size: float = 1e9
+
+    def words(self, scenario: Scenario) -> str:
+        """Label with unit; a rate that the catalog does not know is relative."""
+        relative = self.resource is not None and _rate(scenario, self.resource) is None
+        return ", ".join(filter(None, (self.label, "relative" if relative else self.unit)))
+
+
+def _rate(scenario: Scenario, resource: Resource) -> float | None:
+    """Rate of one device in bytes or FLOPs per second; None for an unknown one."""
+    cluster = scenario.job.cluster
+    match resource:
+        case Resource.COMPUTE:
+            return cluster.device.peak_flop_per_s.get(scenario.job.training.precision)
+        case Resource.MEMORY_BANDWIDTH:
+            return cluster.device.memory_bandwidth_bytes_per_s
+    link: LinkSpec | None = getattr(cluster, resource)
+    return None if link is None else link.bytes_per_s
+
+
+_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_RATES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+AXES: Mapping[str, ScaleAxis] = MappingProxyType(
+    {
+        "devices": ScaleAxis("devices", "", _FACTORS, "cluster.num_devices"),
+        "batch": ScaleAxis("global batch size", "sequences", _FACTORS, "training.global_batch_size"),
+        "sequence": ScaleAxis("sequence length", "tokens", _FACTORS, "model.seq_len"),
+        "microbatch": ScaleAxis("microbatch size", "sequences", _FACTORS, "plan.microbatch_size"),
+        "inter_link": ScaleAxis("bandwidth between nodes", "GB/s per device", _RATES, resource=Resource.INTER_LINK),
+        "intra_link": ScaleAxis("bandwidth within nodes", "GB/s per device", _RATES, resource=Resource.INTRA_LINK),
+        "compute": ScaleAxis("dense peak of a device", "TFLOP/s", _RATES, resource=Resource.COMPUTE, unit_size=1e12),
+        "memory_bandwidth": ScaleAxis(
+            "memory bandwidth of a device", "GB/s", _RATES, resource=Resource.MEMORY_BANDWIDTH
+        ),
+    }
+)
+"""Axes by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """Prediction of the plan with one setting changed.
+
+    Attributes:
+        value: Value on the axis.
+        job: Job with the value; None for an impossible point.
+        summary: Time and memory of its step; None for an impossible point.
+        refused: Error of an impossible point; empty for a point with a prediction.
+    """
+
+    value: float
+    job: Job | None = None
+    summary: StepSummary | None = None
+    refused: str = ""
+
+
+def place_on(scenario: Scenario, axis: str) -> float:
+    """Value of the scenario on an axis; 1 on the axis of an unknown rate, which is relative."""
+    one = AXES[axis]
+    if one.resource is not None:
+        rate = _rate(scenario, one.resource)
+        return 1.0 if rate is None else rate / one.unit_size
+    section, key = one.setting.split(".")
+    value: int = getattr(getattr(scenario.job, section), key)
+    return value
+
+
+def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
+    """Predictions of a scenario's plan over one axis; every point is predicted separately.
+
+    Args:
+        text: The scenario's YAML.
+        axis: Key of ``AXES``.
+        batch_follows: Scale the global batch with the devices (weak scaling) instead of keeping it.
+    """
+    scenario, one = _own_devices(text), AXES[axis]
+    job, now = scenario.job, place_on(scenario, axis)
+    if one.resource is not None:
+        return tuple(_with_rate(job, one.resource, factor, now * factor) for factor in one.factors)
+
+    def changed(size: int) -> Job:
+        changes = {one.setting: size}
+        if axis == "devices":
+            changes |= data_parallel_changes(job, changes)
+            if batch_follows:
+                batch = job.training.global_batch_size * size // job.cluster.num_devices
+                changes["training.global_batch_size"] = max(1, batch)
+        return job.with_changes(changes)
+
+    sizes = {int(now * factor) for factor in one.factors if now * factor >= 1}
+    return tuple(_point(float(size), partial(changed, size)) for size in sorted(sizes))
+
+
+def _own_devices(text: str) -> Scenario:
+    scenario = parse_scenario(text)
+    if scenario.job.cluster.cores_per_node is not None:
+        rule = "shares its cores among ranks; sensitivity of shared cores is not modeled"
+        field, value = "cluster.preset", scenario.job.cluster.id
+        raise NotModelledError(Problem(field=field, value=value, rule=rule, fix="choose another cluster"))
+    return scenario
+
+
+def _step_on_own_devices(text: str) -> tuple[Prediction, Simulated]:
+    _own_devices(text)
+    return predicted_step(text, 0)  # predictions for such devices use no calibration
+
+
+def _with_rate(job: Job, resource: Resource, factor: float, value: float) -> ScalePoint:
+    cluster = improved(job.cluster, resource, factor)
+    if cluster is None:
+        return ScalePoint(value, refused="the cluster has no such link, or its rate is unknown")
+    return _point(value, lambda: replace(job, cluster=cluster))
+
+
+def _point(value: float, changed: Callable[[], Job]) -> ScalePoint:
+    try:
+        job = changed()
+        return ScalePoint(value, job, summarize_step(job))
+    except SpecError as error:
+        return ScalePoint(value, refused=sentences(error))
+
+
+def worth(text: str) -> tuple[MarginalValue, ...]:
+    """Change of the step time with one percent more of each hardware rate."""
+    return marginal_values(*_step_on_own_devices(text))
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedRank:
+    """Effect of a rank with slower compute.
+
+    Attributes:
+        ranks: The rank and the ranks that are folded with it.
+        relative_change: Relative change of the step time.
+    """
+
+    ranks: tuple[int, ...]
+    relative_change: float
+
+
+def slow_ranks(text: str, slower: float) -> tuple[DelayedRank, ...]:
+    """Increase of the step time when one rank computes more slowly, for each set of identical ranks.
+
+    Identical ranks are simulated as one, so all of them are slow in the simulation. They synchronize at every
+    collective, so a single slow rank costs the step the same time.
+
+    Args:
+        text: The scenario's YAML.
+        slower: Relative increase of compute time, e.g. 0.1 for 10 %.
+    """
+    _, simulated = _step_on_own_devices(text)
+    program = simulated.program
+    of_rank = program.columns.rank == np.array(program.ranks)[:, np.newaxis]
+    slow = np.where(of_rank & program.on_stream(Stream.COMPUTE), 1 + slower, 1.0)
+    after_s = compile_program(program).step_times_s(simulated.program_costs.durations_s * slow)
+    folded: dict[int, list[int]] = {}
+    for rank, simulated_rank in enumerate(program.stands_for):
+        folded.setdefault(simulated_rank, []).append(rank)
+    return tuple(
+        DelayedRank(tuple(folded.get(rank, [rank])), seconds / simulated.times.step_time_s - 1)
+        for rank, seconds in zip(program.ranks, after_s, strict=True)
+    )
 
 
 def scale_rows(
@@ -29,26 +225,27 @@ def scale_rows(
     """
     rows = []
     for point in points:
-        if point.refused:
+        job, summary = point.job, point.summary
+        if job is None or summary is None:
             continue
-        rate = point.tokens_per_s or point.samples_per_s
+        batch = job.training.global_batch_size * (1 if job.model.sample == "image" else job.model.seq_len)
         row = {
             "value": point.value,
-            "devices": point.num_devices,
-            "step_time_s": point.step_time_s,
-            "low_s": point.step_time_interval_s[0],
-            "high_s": point.step_time_interval_s[1],
-            "per_s": rate,
-            "device_gib": point.device_bytes / GIB,
-            "fits": point.fits,
+            "devices": job.cluster.num_devices,
+            "step_time_s": summary.step_time_s,
+            "low_s": summary.step_time_interval_s[0],
+            "high_s": summary.step_time_interval_s[1],
+            "per_s": batch / summary.step_time_s,
+            "device_gib": summary.peak_bytes["device"] / GIB,
+            "fits": summary.fits,
         }
         if budget is not None and price is not None:
             run = training_run(
                 budget,
-                point.step_time_s,
+                summary.step_time_s,
                 None,
-                tokens_per_step=round(rate * point.step_time_s),
-                num_devices=point.num_devices,
+                tokens_per_step=batch,
+                num_devices=job.cluster.num_devices,
                 price_per_device_hour=price,
             )
             row["cost"] = run.cost
@@ -143,27 +340,12 @@ def _ideal(rows: Sequence[dict[str, Any]], now: float) -> list[float]:
 
 def worth_figure(values: Sequence[MarginalValue]) -> Figure:
     """Step time saved by one percent more of each resource, as bars."""
-    shown = [value for value in values if value.relative_change < 0]
-    if not shown:
+    saved = {_RESOURCES[value.resource]: -100 * value.relative_change for value in values if value.relative_change < 0}
+    if not saved:
         return empty("No resource changes the step time.")
-    bars = bar(
-        orientation="h",
-        x=[-100 * value.relative_change for value in shown],
-        y=[f"{_RESOURCES[value.resource]} " for value in shown],
-        text=[f"{-100 * value.relative_change:.3f} %" for value in shown],
-        textposition="outside",
-        cliponaxis=False,
-        marker={"color": PLANS[0]},
-        hovertemplate="1 % more %{y}: a step is %{x:.4f} % shorter<extra></extra>",
-    )
-    most = max(-100 * value.relative_change for value in shown)
-    return figure(
-        [bars],
-        height=80 + 34 * len(shown),
-        bargap=0.3,
-        xaxis={"title": "step time saved by 1 % more, %", "range": [0, 1.25 * most]},
-        yaxis=CATEGORIES,
-    )
+    texts = [f"{percent:.3f} %" for percent in saved.values()]
+    tooltips = [f"1 % more {name}: a step is {percent:.4f} % shorter" for name, percent in saved.items()]
+    return labeled_bars([*saved], [*saved.values()], texts, tooltips, "step time saved by 1 % more, %")
 
 
 def slow_figure(found: Sequence[DelayedRank], slower: float) -> Figure:

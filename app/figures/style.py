@@ -6,7 +6,7 @@ tests validate the figures with the same objects instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from simplan.program.action import ActionKind
@@ -46,6 +46,9 @@ SPLIT: Mapping[str, str] = {
 }
 """Parts of a rank's step."""
 
+PARTS: Mapping[str, str] = {**{str(category).replace("_", " "): color for category, color in MEMORY.items()}, **SPLIT}
+"""Colors of the parts of stacked bars, by their words."""
+
 PLANS = ("#3b7dd8", "#e5892b", "#3fc9b8", "#c2548a", "#a79bc9", "#4a525c")
 """One after the other, for things of one kind: plans, sources, schedules."""
 
@@ -62,6 +65,7 @@ Figure: TypeAlias = dict[str, Any]
 """``data``, ``layout`` and, for animations, ``frames``, as in https://plotly.com/javascript/reference."""
 
 _CLEAR = "rgba(0,0,0,0)"
+_HATCHED = {"pattern": {"shape": "/", "size": 5, "solidity": 0.25}}
 _AXIS = {"gridcolor": GRID, "zeroline": False, "automargin": True}
 _LEGEND = {
     "orientation": "h",
@@ -125,6 +129,77 @@ def across(y: float, line: dict[str, Any], *, yaxis: str = "y") -> dict[str, Any
     """
     ends = {"x0": 0, "x1": 1, "y0": y, "y1": y}
     return {"type": "line", "xref": "x domain", "yref": yaxis, "line": line, **ends}
+
+
+def upright(x: float, line: dict[str, Any]) -> dict[str, Any]:
+    """A line over the whole height of a figure, for ``shapes``; for arguments see ``across``."""
+    return {"type": "line", "yref": "y domain", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": line}
+
+
+def stack(
+    names: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    tooltips: Mapping[str, Sequence[str]],
+    *,
+    horizontal: bool = False,
+) -> list[dict[str, Any]]:
+    """Traces of stacked bars: one per part that is not zero in all bars, hatched for a part without a color.
+
+    Args:
+        names: Names of the bars.
+        parts: Lengths by part, in the order of the stack, (bars,) each.
+        tooltips: Tooltips by part, (bars,) each.
+        horizontal: Draw from left to right.
+    """
+    length, place = ("x", "y") if horizontal else ("y", "x")
+    return [
+        bar(
+            name=part,
+            **{place: list(names), length: list(lengths)},
+            **({"orientation": "h"} if horizontal else {}),
+            marker={"color": PARTS.get(part, MUTED), "line": {"width": 0}} | ({} if part in PARTS else _HATCHED),
+            customdata=[[tooltip] for tooltip in tooltips[part]],
+            hovertemplate=f"<b>{part}</b> %{{customdata[0]}}<extra>%{{{place}}}</extra>",
+        )
+        for part, lengths in parts.items()
+        if any(lengths)
+    ]
+
+
+def labeled_bars(
+    names: Sequence[str],
+    lengths: Sequence[float],
+    texts: Sequence[str],
+    tooltips: Sequence[str],
+    title: str,
+    *,
+    color: str | Sequence[str] = PLANS[0],
+    room: float = 1.25,
+    **layout: Any,
+) -> Figure:
+    """Horizontal bars with a text at the end of each, the first on top.
+
+    Args:
+        names, lengths, texts, tooltips: One per bar.
+        title: Title of the axis.
+        color: Color of the bars, or one per bar.
+        room: Length of the axis over that of the longest bar, for the texts.
+        layout: Further layout, as of ``figure``.
+    """
+    bars = bar(
+        orientation="h",
+        x=list(lengths),
+        y=[f"{name} " for name in names],
+        text=list(texts),
+        textposition="outside",
+        cliponaxis=False,
+        marker={"color": color, "line": {"width": 0}},
+        customdata=[[tooltip] for tooltip in tooltips],
+        hovertemplate="%{customdata[0]}<extra></extra>",
+    )
+    axis = {"title": title, "range": [0, room * max(lengths)]}
+    defaults: dict[str, Any] = {"height": 80 + 32 * len(names), "bargap": 0.3, "xaxis": axis, "yaxis": CATEGORIES}
+    return figure([bars], **(defaults | layout))
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

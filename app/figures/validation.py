@@ -1,86 +1,99 @@
-"""Predictions compared with measurements: published runs, errors by source, errors by term, both steps on one axis."""
+"""Predictions compared with measurements: data, and a figure of errors by term."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from app.figures.style import (
-    ACTIONS,
-    CATEGORIES,
-    COMMUNICATION,
-    MUTED,
-    PLANS,
-    Figure,
-    across,
-    bar,
-    empty,
-    figure,
-    scatter,
-)
-from simplan.program.action import Action, ActionKind
-from simplan.program.timeline import Span, Timeline
-from simplan.report.drawings.accuracy_plot import AccuracyPlot, time_ticks
+from app import uploads
+from app.figures.style import CATEGORIES, MUTED, PLANS, Figure, bar, empty, figure
+from app.jobs.job import Report, Update
+from app.predictions import predicted
+from simplan.accuracy.evaluate import predict_runs
+from simplan.accuracy.outcome import RunOutcome
+from simplan.accuracy.reading import ReadFile
+from simplan.errors import Problem, SpecError
+from simplan.job import Job
+from simplan.report.drawings.comparison_drawing import draw_comparison
+from simplan.report.drawings.comparison_svg import comparison_svg
+from simplan.runs.measurement import Measurement
 from simplan.units import format_number
+from simplan.validate.compare import Comparison, compare
+from simplan.validate.logged import LoggedComparison, compare_logged
+from simplan.validate.logged_run import LoggedRun
 from simplan.validate.rows import ComparisonRow
 
-_MAX_BARS = 4_000
-_NOTHING = "No step time was both measured and predicted."
+
+def predict_published(files: list[ReadFile], report: Report) -> tuple[RunOutcome, ...]:
+    """Outcomes of published runs; reports progress."""
+
+    def on_progress(done: int, of: int) -> None:
+        report(Update(done, of, "predicting"))
+
+    return tuple(predict_runs(files, on_progress=on_progress))
 
 
-def runs_figure(plot: AccuracyPlot | None) -> Figure:
-    """Predicted over measured step times of published runs, with one trace per source and the diagonal."""
-    if plot is None:
-        return empty(_NOTHING)
-    both = [seconds for point in plot.points for seconds in (point.measured_s, point.predicted_s)]
-    ends = (min(both) / 1.3, max(both) * 1.3)
-    line = {"color": MUTED, "dash": "dot", "width": 1.5}
-    traces = [scatter(x=ends, y=ends, mode="lines", line=line, name="equal", hoverinfo="skip")]
-    for number, panel in enumerate(plot.panels):
-        trace = scatter(
-            x=[point.measured_s for point in panel.points],
-            y=[point.predicted_s for point in panel.points],
-            mode="markers",
-            name=panel.name,
-            marker={
-                "color": PLANS[number % len(PLANS)],
-                "size": 7,
-                "opacity": 0.75,
-                "symbol": ["circle" if point.in_interval else "x" for point in panel.points],
-            },
-            customdata=[
-                [point.id, f"{point.ratio - 1:+.1%}", "yes" if point.in_interval else "no"] for point in panel.points
-            ],
-            hovertemplate="%{customdata[0]}<br>measured %{x:,.4~g} s, predicted %{y:,.4~g} s: %{customdata[1]}"
-            "<br>in the interval: %{customdata[2]}<extra></extra>",
-        )
-        traces.append(trace)
-    values = time_ticks(*ends)
-    ticks = {"tickvals": values, "ticktext": [format_number(value) for value in values]}
-    x, y = ({"type": "log", "title": f"{word} step, s", **ticks} for word in ("measured", "predicted"))
-    return figure(traces, height=430, xaxis=x, yaxis=y)
+@dataclass(frozen=True, slots=True)
+class MeasuredResult:
+    """Data of a comparison with a measurement.
+
+    Attributes:
+        comparison: The comparison.
+        interval_s: 90 % interval of the predicted step time, in seconds.
+        num_steps: Number of measured steps.
+        svg: Drawing of both steps.
+    """
+
+    comparison: Comparison
+    interval_s: tuple[float, float]
+    num_steps: int
+    svg: str
 
 
-def errors_figure(plot: AccuracyPlot | None) -> Figure:
-    """Errors of the runs by source: box plots with one point per run."""
-    if plot is None:
-        return empty(_NOTHING)
-    boxes = [
-        {
-            "type": "box",
-            "y": [100 * (point.ratio - 1) for point in panel.points],
-            "name": panel.name,
-            "text": [point.id for point in panel.points],
-            "boxpoints": "all",
-            "jitter": 0.4,
-            "pointpos": 0,
-            "marker": {"color": PLANS[number % len(PLANS)], "size": 4, "opacity": 0.6},
-            "hovertemplate": "%{text}: %{y:+.1f} %<extra></extra>",
-        }
-        for number, panel in enumerate(plot.panels)
-    ]
-    exact = across(0, {"color": MUTED, "dash": "dot"})
-    axis = {"title": "error, %", "ticksuffix": " %"}
-    return figure(boxes, height=430, showlegend=False, shapes=[exact], yaxis=axis)
+def measured_result(text: str, calibrated_at: int, name: str, content: bytes) -> MeasuredResult | LoggedComparison:
+    """Compares an uploaded measurement with the prediction of a scenario.
+
+    Args:
+        text, calibrated_at: See ``predicted_step``.
+        name, content: Name and content of the uploaded file.
+
+    Raises:
+        SpecError: The file is no measurement, or one of another job.
+    """
+    measured = uploads.measured_of(name, content)
+    prediction = predicted(text, calibrated_at)
+    return _compared(prediction.to_json(), measured, prediction.job)
+
+
+def result_of_files(
+    prediction: Mapping[str, Any], measured: Measurement | LoggedRun
+) -> MeasuredResult | LoggedComparison:
+    """Compares a measurement, or the values of a log, with the JSON document of a prediction.
+
+    Raises:
+        SpecError: The jobs differ, or the prediction is damaged.
+    """
+    try:
+        return _compared(prediction, measured)
+    except SpecError:
+        raise
+    except KeyError as error:
+        field, rule = str(error.args[0]), "is missing in the prediction"
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        field, rule = "prediction", f"is not as simplan writes it ({type(error).__name__})"
+    raise SpecError(Problem(field=field, rule=rule, fix="write the file with `simplan predict -o FILE`"))
+
+
+def _compared(
+    prediction: Mapping[str, Any], measured: Measurement | LoggedRun, job: Job | None = None
+) -> MeasuredResult | LoggedComparison:
+    if isinstance(measured, LoggedRun):
+        return compare_logged(prediction, measured, job)
+    comparison = compare(prediction, measured)
+    low_s, high_s = prediction["step_time_interval_s"]
+    svg = comparison_svg(draw_comparison(prediction, measured))
+    return MeasuredResult(comparison, (low_s, high_s), len(measured.step_times_s), svg)
 
 
 def terms_figure(rows: Sequence[ComparisonRow]) -> Figure:
@@ -119,48 +132,3 @@ def terms_figure(rows: Sequence[ComparisonRow]) -> Figure:
         xaxis={"title": "%"},
         yaxis=CATEGORIES,
     )
-
-
-def steps_figure(predicted: Timeline, measured: Timeline) -> Figure:
-    """Predicted and measured step on one axis, two rows per rank."""
-    ranks = sorted({span.rank for span in (*predicted.spans, *measured.spans)})
-    boxes: dict[str, list[tuple[str, Span]]] = {}
-    for words, timeline in (("predicted", predicted), ("measured", measured)):
-        for span in timeline.spans:
-            boxes.setdefault(_kind(span), []).append((f"rank {span.rank} {words}", span))
-    traces, left = [], _MAX_BARS
-    for kind, found in boxes.items():
-        shown = found[: max(0, left)]
-        left -= len(shown)
-        trace = bar(
-            orientation="h",
-            name=kind,
-            base=[span.start_s * 1e3 for _, span in shown],
-            x=[(span.end_s - span.start_s) * 1e3 for _, span in shown],
-            y=[row for row, _ in shown],
-            width=[0.25 if kind == "communication" else 0.8 for _ in shown],
-            marker={"color": _colour(kind), "line": {"width": 0.4, "color": "rgba(120,128,140,0.6)"}},
-            customdata=[[span.name, span.stream] for _, span in shown],
-            hovertemplate="%{customdata[0]} (%{customdata[1]}): %{x:,.4~g} ms from %{base:,.4~g} ms<extra>%{y}</extra>",
-        )
-        traces.append(trace)
-    order = [f"rank {rank} {words}" for rank in ranks for words in ("predicted", "measured")]
-    return figure(
-        traces,
-        height=120 + 34 * len(order),
-        barmode="overlay",
-        xaxis={"title": "ms from the start of the step"},
-        yaxis={"categoryorder": "array", "categoryarray": order[::-1], "type": "category"},
-    )
-
-
-def _kind(span: Span) -> str:
-    if span.stream != "compute":
-        return "communication"
-    return Action.parse(span.action).kind.name.lower().replace("_", " ")
-
-
-def _colour(kind: str) -> str:
-    if kind == "communication":
-        return COMMUNICATION
-    return ACTIONS.get(ActionKind[kind.upper().replace(" ", "_")], MUTED)

@@ -1,4 +1,7 @@
-"""Tasks in worker processes, seen from the server: progress, result and stop."""
+"""Tasks in worker processes, seen from the server: progress, result and stop.
+
+Server and workers exchange pickled messages; both sides run the same version of the code.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from app.jobs.messages import Done, Failed, TaskRequest, Update
 from simplan.errors import RunError, SimplanError
 
 WORKERS = "SIMPLAN_WORKERS"
@@ -27,6 +30,62 @@ _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0
 _UNWATCHED_S = 90.0
 _MAX_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRequest:
+    """Request to a worker: a function with arguments.
+
+    Attributes:
+        task: A function of a module, without Streamlit.
+        args, kwargs: Plain data.
+        reports_progress: True when the task reports progress: it gets an additional argument ``report``, a ``Report``.
+    """
+
+    task: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    reports_progress: bool = False
+
+    def run(self, report: Report) -> Done | Failed:
+        """Runs the task; errors of simplan become a ``Failed``, bugs are raised."""
+        more = {"report": report} if self.reports_progress else {}
+        try:
+            return Done(self.task(*self.args, **self.kwargs, **more))
+        except SimplanError as error:
+            return Failed(error)
+
+
+class Update(NamedTuple):
+    """Progress of a task.
+
+    Attributes:
+        done, total: Completed and total units of work.
+        doing: Description of the current work.
+        value: Intermediate result; None for none.
+        left_s: Upper estimate of the remaining seconds of the current work; None while it is unknown.
+    """
+
+    done: int
+    total: int
+    doing: str
+    value: Any = None
+    left_s: float | None = None
+
+
+Report = Callable[[Update], object]
+
+
+class Done(NamedTuple):
+    """End of a task, with its result."""
+
+    value: Any
+
+
+class Failed(NamedTuple):
+    """End of a task, with the error that the task raised."""
+
+    error: SimplanError
 
 
 class State(StrEnum):
@@ -100,6 +159,16 @@ class StartedJob:
         if given_up:
             self.stop()
 
+    def result(self) -> Any:
+        """Result of a job that has ended.
+
+        Raises:
+            SimplanError: The error that ended the job.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.value
+
     def stop(self) -> None:
         """Interrupts the job, which returns its results so far, or kills it; a waiting job ends immediately."""
         with self._lock:
@@ -161,7 +230,7 @@ class StartedJob:
     def _take(self, message: Update | Done | Failed) -> bool:
         """Stores a message of the worker; True for the last message."""
         if isinstance(message, Failed):
-            self.error = message.error()
+            self.error = message.error
         elif isinstance(message, Done):
             self.value = message.value
         else:

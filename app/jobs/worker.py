@@ -14,12 +14,20 @@ import sys
 import time
 import traceback
 
-from app.jobs.messages import Done, Failed, TaskRequest, Update
-from app.jobs.tasks import warm_up
+from app.figures.plans import search_plans
+from app.jobs.job import Done, Failed, TaskRequest, Update
 from simplan.errors import RunError
 
 _GIVES_WAY = 5
 _PROMPT_S, _GIVES_WAY_FURTHER = 1.5, 15  # the first plans have priority; then pages do
+
+_SMALL = """
+model: {family: llama, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, intermediate_size: 128,
+  vocab_size: 64, seq_len: 32}
+cluster: {preset: dgx-h100, num_devices: 2}
+training: {global_batch_size: 4}
+search: {objectives: [step_time, memory], top: 1, microbatch_size: 1}
+"""
 
 
 def main() -> None:
@@ -36,7 +44,7 @@ def main() -> None:
             channel.flush()
 
         try:
-            warm_up()
+            search_plans(_SMALL, lambda _: None)  # imports modules, and loads their compiled code
             while True:
                 request: TaskRequest = pickle.load(sys.stdin.buffer)
                 asked_s = time.monotonic()
@@ -48,7 +56,7 @@ def main() -> None:
                     raise
                 except Exception as error:
                     traceback.print_exc()  # the server's log
-                    answer = Failed(RunError, (f"{type(error).__name__}: {error}",))
+                    answer = Failed(RunError(f"{type(error).__name__}: {error}"))
                 send(answer)
         except (EOFError, BrokenPipeError, KeyboardInterrupt):
             os._exit(0)  # the server is gone; exit without a traceback

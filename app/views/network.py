@@ -7,30 +7,30 @@ from typing import Any
 import streamlit as st
 
 from app import result_cache, state
-from app.awaited import awaited
-from app.components.elements import csv_text, download, show_figure, show_metrics, show_table
+from app.components.elements import csv_text, download, point_value, show_drawing, show_figure, show_metrics, show_table
 from app.components.scenario_form import show_scenario_form
-from app.fields import choice, get, remembered_choice, remembered_switch
-from app.figures.network import alternatives_figure, load_figure, slow_links_figure
-from app.page import bullets, escaped, run_page
-from app.results.network import (
-    MAX_DEVICES,
+from app.fields import choice, get, remembered_choice
+from app.figures.network import (
     Alternative,
     NetworkResult,
     SlowLinkCost,
+    alternatives_figure,
+    load_figure,
     network_result,
     placements,
     slow_link_costs,
     slow_link_step_time_s,
     topologies,
 )
+from app.page import bullets, escaped, run_page
+from app.result_cache import awaited
 from simplan import catalog
 from simplan.report.drawings.fabric_drawing import rate_words
 from simplan.report.text import links_words
 from simplan.scenario import Scenario
 from simplan.units import counted, format_bytes, format_percent, format_rate, format_time
 
-_LINK, _LOAD = "link", "load of links"
+_LINK, _LOAD, _WHAT_IF = "link", "load of links", "what_if"
 _NO_TOPOLOGY = "none"
 _LEFT = {90: "90 %", 75: "75 %", 50: "half", 25: "a quarter", 10: "a tenth", 1: "1 %"}
 """Bandwidth that a slow link has left, in percent."""
@@ -38,7 +38,7 @@ _MAX_LINKS = 300
 
 
 def show() -> None:
-    """Links and fabric, load over the step, cost of a slow link, and placements."""
+    """Links and fabric, load over the step, and on request the cost of a slow link, placements or topologies."""
     show_scenario_form()
     _choose_topology()
     document = state.document()
@@ -49,15 +49,22 @@ def show() -> None:
     _show_fabric(scenario, result)
     if result.network is not None:
         _show_load(scenario, result)
-    num = scenario.job.cluster.num_devices
-    words = f"Simulate alternatives ({num:,} ranks, which can take minutes)"
-    if num > MAX_DEVICES and not remembered_switch(words, "alternatives"):
-        return
-    if result.network is None:
-        _show_topologies(inputs[0], result)
-    else:
-        _show_slow_link(inputs, result)
-    _show_placements(scenario, inputs[0], result)
+    st.subheader("What if", help="Every alternative is a simulation of the step, which takes time on many ranks")
+    others = ("topology", "placement") if result.network is None else ("slow link", "placement")
+    match remembered_choice("Alternatives", _WHAT_IF, others, None, widget=st.pills, label_visibility="collapsed"):
+        case "slow link":
+            _show_slow_link(inputs, result)
+        case "topology":
+            found = awaited("predicting the step with each topology", topologies, inputs[0])
+            _show_alternatives("topologies", found, result)
+            st.caption("Choose one above to see its links. The dashed line is the step without a topology.")
+        case "placement":
+            found = awaited("predicting the step with each placement", placements, inputs[0])
+            if len(found) < 2:
+                st.caption("The plan has one axis of several ranks, so that there is only one order.")
+                return
+            _show_alternatives("placements", found, result)
+            st.caption("Axes of several ranks, the innermost first. The dashed line is the step of the scenario.")
 
 
 def _choose_topology() -> None:
@@ -110,8 +117,7 @@ def _show_top(scenario: Scenario, result: NetworkResult) -> None:
 def _show_fabric(scenario: Scenario, result: NetworkResult) -> None:
     drawing = result.drawing
     st.subheader("Fabric", help="Sample of the nodes and the switches above them, as `simplan draw --network` draws it")
-    with st.container(key="fabric"):
-        st.image(result.svg)
+    show_drawing("fabric", result.svg)
     groups = "; ".join(f"{group.lower} - {group.upper}: {rate_words(group)}" for group in drawing.groups)
     color = "" if result.network is None else " Color of a cable: mean load of its busier direction."
     st.caption(escaped(f"{drawing.words}. Links in each direction: {groups}.{color}"))
@@ -132,7 +138,7 @@ def _show_load(scenario: Scenario, result: NetworkResult) -> None:
         on_select=lambda: _take_link(names),
     )
     hidden = f" {counted(result.num_hidden, 'more loaded link')} not drawn." if result.num_hidden else ""
-    st.caption(f"Links of equal load share a row; a click on a bar chooses its link.{hidden}")
+    st.caption(f"Links of equal load share a row; a click on a bar shows the cost of a slow link.{hidden}")
     rows = [
         {
             "link": load.name,
@@ -156,23 +162,22 @@ def _choosable(result: NetworkResult) -> list[str]:
 
 def _take_link(names: list[str]) -> None:
     """Chooses the link of the clicked bar."""
-    for point in st.session_state[_LOAD].selection.points:
-        data: Any = point.get("customdata")
-        name = data[1] if isinstance(data, list | tuple) and len(data) > 1 else dict(data).get("1") if data else None
-        if name in names:
-            state.set_view(_LINK, name)
+    name = point_value(_LOAD)
+    if name in names:
+        state.set_view(_LINK, name)
+        state.set_view(_WHAT_IF, "slow link")
 
 
 def _show_slow_link(inputs: tuple[str, int], result: NetworkResult) -> None:
+    """Cost of one slow link, and of one slow link of each kind."""
     assert result.network is not None
-    st.subheader("Slow link", help="Step time if one link, in one direction, has only a part of its bandwidth")
     names = _choosable(result)
     if not names:
         st.caption("No link has traffic: a slow one costs nothing.")
         return
     one, two = st.columns(2, gap="medium")
     with one:
-        about = "By default the one that delays communications most, else the busiest"
+        about = "In one direction. By default the link that delays communications most, else the busiest"
         link = remembered_choice("Link", _LINK, names, names[0], help=about)
     with two:
         percent = remembered_choice(
@@ -191,12 +196,7 @@ def _show_slow_link(inputs: tuple[str, int], result: NetworkResult) -> None:
         f"{format_bytes(load.num_bytes)} cross it in a step: {escaped(flows)}."
     )
     costs = awaited("simulating a slow link of each kind", slow_link_costs, *inputs, share)
-    left, right = st.columns([2, 3], gap="medium")
-    with left:
-        figure = slow_links_figure(costs, result.step_time_s)
-        show_figure(figure, "cost of slow links", alt="Step time increase by kind of the slow link")
-    with right:
-        show_table([_cost_row(cost, result.step_time_s) for cost in costs])
+    show_table([_cost_row(cost, result.step_time_s) for cost in costs])
     st.caption("One link of each kind is slow: the one that delays communications most, else the busiest.")
 
 
@@ -212,32 +212,13 @@ def _cost_row(cost: SlowLinkCost, step_time_s: float) -> dict[str, Any]:
     }
 
 
-def _show_topologies(text: str, result: NetworkResult) -> None:
-    """Step time with each topology of the catalog."""
-    st.subheader("Topologies", help="Step time of this plan if the nodes were joined by a topology of the catalog")
-    found = awaited("predicting the step with each topology", topologies, text)
+def _show_alternatives(what: str, found: tuple[Alternative, ...], result: NetworkResult) -> None:
+    """Step time of each alternative, and the reasons of those without a prediction."""
     figure = alternatives_figure(found, result.step_time_s)
-    show_figure(figure, "step time by topology", alt="Step time by topology of the cluster")
-    st.caption("Choose one above to see its links. The dashed line is the step without a topology.")
-    _show_refused(found, "Topologies")
-
-
-def _show_placements(scenario: Scenario, text: str, result: NetworkResult) -> None:
-    st.subheader("Placement", help="plan.placement: axes from inside of nodes outwards; the first have the fast links")
-    found = awaited("predicting the step with each placement", placements, text)
-    if len(found) < 2:
-        st.caption("The plan has one axis of several ranks, so that there is only one order.")
-        return
-    figure = alternatives_figure(found, result.step_time_s)
-    show_figure(figure, f"{scenario.name} placements", alt="Step time by placement")
-    st.caption("Axes of several ranks, the innermost first. The dashed line is the step of the scenario.")
-    _show_refused(found, "Placements")
-
-
-def _show_refused(found: tuple[Alternative, ...], what: str) -> None:
+    show_figure(figure, f"step time of {what}", alt=f"Step time of the {what} by length")
     refused = [each for each in found if each.refused]
     if refused:
-        with st.expander(f"{what} without a prediction ({len(refused)})"):
+        with st.expander(f"{what.capitalize()} without a prediction ({len(refused)})"):
             st.markdown(bullets(f"{each.name}: {each.refused}" for each in refused))
 
 

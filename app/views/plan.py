@@ -9,17 +9,16 @@ from typing import Any
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, details, download, show_figure, show_table
+from app.components.elements import csv_text, details, download, meaning, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of, show_budget, show_numbers, show_verdict
-from app.definitions import meaning
 from app.fields import remembered_choice
-from app.figures.plan import memory_bars, memory_figure, memory_rows, waterfall_figure
-from app.fitting import applied
+from app.figures.plan import PlanResult, memory_bars, memory_figure, memory_rows, plan_result, waterfall_figure
+from app.fitting import applied, document_text
 from app.page import bullets, escaped, run_page
-from app.results.plan import Headline, PlanResult, headline_of_prediction
+from app.predictions import Headline, headline_of_prediction, plan_fixes, prediction_text
+from app.result_cache import awaited, handed_over
 from simplan.errors import SimplanError
-from simplan.job import Job
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
 from simplan.report.text import links_words, microbatch_words, plan_words, split_parts
@@ -39,18 +38,19 @@ def show() -> None:
         top = st.empty()
         quick = result_cache.headline(document)
         if quick is not None:
-            _show_top(top, scenario.job, quick, budget, price)
+            _show_top(top, quick, budget, price)
             time.sleep(_HEAD_START_S)
     except SimplanError:
         show_scenario_form()
         raise
     show_scenario_form()
     show_budget(images=scenario.job.model.sample == "image")
-    result = result_cache.plan(document)
+    inputs = result_cache.worker_inputs(document)
+    result = awaited("predicting the step", plan_result, *inputs)
     prediction = result.prediction
     final = headline_of_prediction(prediction)
     if final != quick:
-        _show_top(top, scenario.job, final, budget, price, _host_words(prediction))
+        _show_top(top, final, budget, price, _host_words(prediction))
     fixes_place = st.container()
     left, right = st.columns([3, 2], gap="medium")
     with left:
@@ -60,20 +60,19 @@ def show() -> None:
     _show_details(prediction)
     st.subheader("Downloads")
     with st.container(horizontal=True):
-        download("Scenario", scenario.name, "yaml", state.document_text(document), about="Input of `simplan predict`")
-        text = partial(result_cache.prediction_text, document)
+        download("Scenario", scenario.name, "yaml", document_text(document), about="Input of `simplan predict`")
+        text = partial(handed_over, prediction_text, document_text(document), inputs[1])
         download("Prediction", f"{scenario.name} prediction", "json", text)
         rows = memory_rows(memory_bars(prediction.memory))
         download("Memory", f"{scenario.name} memory by rank", "csv", csv_text(rows))
         download("Terms", f"{scenario.name} terms", "csv", csv_text(list(map(_term_row, prediction.terms))))
     if prediction.fits is False or prediction.host_fits is False:
         with fixes_place:
-            _show_fixes(document)
+            _show_fixes(document, inputs)
 
 
 def _show_top(
     place: st.delta_generator.DeltaGenerator,
-    job: Job,
     headline: Headline,
     budget: float,
     price: float | None,
@@ -81,22 +80,22 @@ def _show_top(
 ) -> None:
     with place.container():
         show_verdict(headline, host_words)
-        show_numbers(job, headline, budget, price)
+        show_numbers(headline, budget, price)
+        job = headline.job
         model, cluster = job.model, job.cluster
         st.caption(
             escaped(
                 f"{model.name} on {cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}, "
-                f"{job.software.id}: {plan_words(job.plan)}; "
-                f"{microbatch_words(job)}"
+                f"{job.software.id}: {plan_words(job.plan)}; {microbatch_words(job)}"
             )
         )
         if links := links_words(cluster.links):
             st.caption(escaped(f"Links: {links}"))
 
 
-def _show_fixes(document: dict[str, Any]) -> None:
+def _show_fixes(document: dict[str, Any], inputs: tuple[str, int]) -> None:
     """Smallest changes with which the plan fits, each with a button that makes it."""
-    found = result_cache.fixes(document)
+    found = awaited("trying changes with which the plan fits", plan_fixes, *inputs)
     st.subheader("Smallest changes that fit", help="Each was predicted; changes of the same devices come first")
     if not found:
         st.markdown("No single change of the plan fits, and no pair of changes. **Search** evaluates all plans.")

@@ -5,14 +5,25 @@ from __future__ import annotations
 import streamlit as st
 
 from app import result_cache, state
-from app.awaited import awaited
 from app.components.elements import csv_text, download, show_figure
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of, show_budget
 from app.fields import remembered_choice
-from app.figures.scale import scale_figures, scale_rows, slow_figure, worth_figure
+from app.figures.scale import (
+    AXES,
+    ScalePoint,
+    place_on,
+    scale_figures,
+    scale_rows,
+    slow_figure,
+    slow_ranks,
+    sweep,
+    worth,
+    worth_figure,
+)
+from app.fitting import document_text
 from app.page import bullets, run_page
-from app.results.scale import AXES, ScalePoint, place_on, slow_ranks, sweep, worth
+from app.result_cache import awaited
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
 
@@ -32,7 +43,7 @@ def show() -> None:
     images = scenario.job.model.sample == "image"
     show_budget(images=images)
     budget, price = budget_of(scenario)
-    text = state.document_text(result_cache.without_budget(document))
+    text = document_text(result_cache.without_budget(document))
     left, right = st.columns(2)
     with left:
         axis = remembered_choice("Axis", "axis", list(AXES), "devices", format_func=_name)

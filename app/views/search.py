@@ -9,17 +9,16 @@ from typing import Any
 
 import streamlit as st
 
-from app import pinned_plans, state
-from app.components.comparison import show_comparison
+from app import state
 from app.components.plans import show_plans, show_plans_so_far
-from app.components.progress import Following, ProgressBar, follow, show_progress, stage
+from app.components.progress import ProgressBar, follow, show_progress, stage
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import TOKENS_START, show_budget
 from app.fields import get, remembered_choice, remembered_number, remembered_switch
-from app.jobs.job import StartedJob, State, searches
-from app.jobs.messages import TaskRequest
-from app.jobs.tasks import SEARCHING, search_plans
-from app.page import escaped, run_page
+from app.figures.plans import SEARCHING, search_plans
+from app.fitting import document_text
+from app.jobs.job import StartedJob, State, TaskRequest, searches
+from app.page import Following, escaped, run_page
 from app.result_cache import without_budget
 from simplan import catalog
 from simplan.report.search import GOALS, search_verdict
@@ -37,25 +36,21 @@ def show() -> Following | None:
     show_scenario_form(plan=False)
     with st.sidebar:
         section = _search_section()
-    text = state.document_text(_document(section))
+    text = document_text(_document(section))
     search = parse_search(text, "scenario")
     key = ("search", text)
     if not searches().busy():
         searches().warm()  # a worker is ready when the button is pressed
     job = searches().find(key)
-    then: Following | None = None
     if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
         with stage("start", _STAGES):
             _show_start(search, key, text)
-    elif job.state is State.ENDED or _is_searched(job):
+        return None
+    if job.state is State.ENDED or _is_searched(job):
         with stage("found", _STAGES):
-            then = _show_found(search, job, key, text)
-    else:
-        with stage("going", _STAGES):
-            then = _show_running(job)
-    st.divider()
-    show_comparison(job.value if job is not None else None)
-    return then
+            return _show_found(search, job, key, text)
+    with stage("going", _STAGES):
+        return _show_running(job)
 
 
 def _search_section() -> dict[str, Any]:
@@ -201,8 +196,6 @@ def _show_found(asked: SearchScenario, job: StartedJob, key: Any, text: str) -> 
 
     place = st.empty() if is_ended else show_progress(progress())
     show_plans(asked, result)
-    for name in pinned_plans.pinned():
-        st.caption(f":material/keep: pinned: {escaped(name)}")
     drawn_s = time.monotonic()
 
     def look() -> ProgressBar | None:

@@ -10,10 +10,13 @@ import streamlit as st
 from app import result_cache, state
 from app.components.elements import csv_text, download, show_figure
 from app.components.scenario_form import show_scenario_form
-from app.fields import remembered_choice
+from app.fields import remembered_choice, remembered_choices
 from app.figures.gantt import gantt_figure
+from app.figures.timeline import MAX_BOXES, TimelineResult, timeline_result
+from app.fitting import document_text
 from app.page import escaped, run_page, show_problems
-from app.results.timeline import MAX_BOXES, TimelineResult
+from app.predictions import trace_text
+from app.result_cache import awaited, handed_over
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.units import format_bytes, format_time
@@ -69,7 +72,7 @@ def show() -> None:
             "Trace for Perfetto",
             f"{scenario.name} trace",
             "json",
-            lambda: result_cache.trace_text(document),
+            lambda: handed_over(trace_text, *result_cache.worker_inputs(document)),
             about="Full step of all simulated ranks, for ui.perfetto.dev or chrome://tracing",
         )
         rows = [row for result in results for row in _rows(result)]
@@ -80,41 +83,37 @@ def show() -> None:
             csv_text(rows),
             about="One row per drawn box; the trace has all of them",
         )
-        download("Scenario", scenario.name, "yaml", state.document_text(document))
+        download("Scenario", scenario.name, "yaml", document_text(document))
 
 
 def _schedules(own: str) -> list[str]:
     """Selected schedules, by default that of the plan."""
-    options = [own, *(name for name in SCHEDULE_FACTS if name != own)]
-    kept = state.view("schedules", [])
-    known = [name for name in kept if name in options] if isinstance(kept, list) else []
-    key = "view:schedules"
-    st.session_state[key] = known or [own]
-    st.multiselect(
+    return remembered_choices(
         "Schedules",
-        options,
-        key=key,
-        on_change=lambda: state.set_view("schedules", st.session_state[key] or None),
+        "schedules",
+        [own, *(name for name in SCHEDULE_FACTS if name != own)],
+        [own],
         max_selections=_MAX_COMPARED,
         help="Schedules of the same plan, on one axis",
         placeholder="Schedule of the plan",
     )
-    return list(st.session_state[key]) or [own]
 
 
 def _results(
     document: dict[str, Any], schedules: list[str], *, layers: bool, start: float, end: float
 ) -> list[TimelineResult]:
     """One result per schedule that the plan supports; shows the reason for the others."""
-    if len(schedules) < 2:
-        asked = _with_schedule(document, schedules[0]) if schedules else document
-        return [result_cache.timeline(asked, layers=layers, start=start, end=end)]
+    several = len(schedules) > 1
     results = []
-    for name in schedules:
+    for name in schedules or [""]:
+        plan = _with_schedule(document, name) | ({"name": name} if several else {}) if name else document
         try:
-            plan = _with_schedule(document, name)
-            results.append(result_cache.timeline(plan, name=name, layers=layers, start=start, end=end))
+            inputs = result_cache.worker_inputs(plan)
+            what = f"simulating {name if several else 'the step'}"
+            results.append(awaited(what, timeline_result, *inputs, layers=layers, start=start, end=end))
         except SpecError as error:
+            if not several:
+                raise
             show_problems(error)
     return results
 

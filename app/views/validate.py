@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import streamlit as st
 
 from app import result_cache, state, uploads
-from app.components.measured import show_comparison, show_uploaded
-from app.components.progress import Following, ProgressBar, follow, show_progress, stage
+from app.components.elements import csv_text, download, show_drawing, show_figure, show_metrics, show_table
+from app.components.progress import ProgressBar, follow, show_progress, stage
 from app.components.published import has_published, show_published
 from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice
+from app.figures.validation import MeasuredResult, measured_result, result_of_files, terms_figure
+from app.fitting import document_text
 from app.jobs.run import Run, may_run, runs
-from app.page import escaped, run_page
-from app.results.measured import result_of_files
+from app.page import Following, escaped, run_page
+from app.result_cache import awaited
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
+from simplan.io import json_text
+from simplan.report.comparison import candidate_causes
+from simplan.units import counted, format_percent, format_time
+from simplan.validate.compare import Comparison
+from simplan.validate.logged import LoggedComparison
 
 _PARTS = {
     "published": "published runs",
     "measured": "uploaded measurement",
     "run": "run on this machine",
 }
+_SOURCES = {"scenario": "current scenario", "file": "uploaded file"}
 _STAGES = ("start", "going")
 _STEPS = (5, 10, 15, 30, 50)
+
+Table = list[dict[str, Any]]
 
 
 def show() -> Following | None:
@@ -35,10 +47,49 @@ def show() -> Following | None:
         if part == "published":
             return show_published()
         if part == "measured":
-            show_uploaded()
+            _show_uploaded()
             return None
         show_scenario_form()
         return _show_run()
+
+
+def _show_uploaded() -> None:
+    """Comparison of an uploaded measurement with the current scenario's prediction, or with an uploaded one."""
+    left, right = st.columns(2)
+    limit = uploads.MAX_BYTES // 2**20
+    with left:
+        source = remembered_choice("Prediction", "prediction", list(_SOURCES), "scenario", format_func=_SOURCES.get)
+    if source == "scenario":
+        show_scenario_form()
+    with right:
+        label, types = (
+            "measurement.json, log or trace",
+            ["json", "log", "txt", "out", "gz", "pickle", "pkl", "yaml", "yml"],
+        )
+        measurement = st.file_uploader(label, type=types, key="measurement file", max_upload_size=limit)
+    prediction = None
+    if source == "file":
+        with left:
+            about = "A prediction of thousands of devices may be larger; choose the current scenario instead"
+            prediction = st.file_uploader(
+                "prediction.json", type=["json"], key="prediction file", max_upload_size=limit, help=about
+            )
+    if measurement is None or (source == "file" and prediction is None):
+        st.caption(
+            "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, drop its log (Megatron-LM, "
+            "Megatron Bridge, NeMo, torchtitan, DeepSpeed, Hugging Face Trainer), a trace of torch.profiler or a "
+            "memory snapshot; or write `step_times_s: [2.41, 2.39, 2.44]` into a YAML file. Files are read as data "
+            "and not stored. Prediction and measurement must be of the same job."
+        )
+    predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
+    if measurement is None:
+        return
+    name, content = measurement.name, measurement.getvalue()
+    if source == "scenario":
+        inputs = result_cache.worker_inputs(state.document())
+        show_result(awaited("comparing", measured_result, *inputs, name, content))
+    elif predicted is not None:
+        show_result(result_of_files(predicted, uploads.measured_of(name, content)))
 
 
 def _show_run() -> Following | None:
@@ -73,7 +124,7 @@ def _show_start() -> None:
         )
         steps = remembered_choice("Measured steps", "steps", _STEPS, 10)
         if st.button("Run here", type="primary", icon=":material/play_arrow:", key="start run"):
-            runs().start(state.document_text(state.document()), scenario.name, steps)
+            runs().start(document_text(state.document()), scenario.name, steps)
             st.rerun()
 
 
@@ -103,10 +154,140 @@ def _show_last(run: Run) -> None:
         return
     st.caption(f"Files are in {escaped(str(run.folder))}.")
     try:
-        measured = uploads.measurement_of(names[1], measurement)
-        show_comparison(result_of_files(uploads.prediction_of(names[0], prediction), measured))
+        measured = uploads.measured_of(names[1], measurement)
+        show_result(result_of_files(uploads.prediction_of(names[0], prediction), measured))
     except SpecError as error:
         st.warning(escaped(str(error)))
+
+
+def show_result(result: MeasuredResult | LoggedComparison) -> None:
+    """Prediction next to a measurement or to the values of a log."""
+    if isinstance(result, LoggedComparison):
+        _show_logged(result)
+    else:
+        _show_measured(result)
+
+
+def _show_logged(comparison: LoggedComparison) -> None:
+    """The error, the changes and the terms that could explain it."""
+    if comparison.interval_holds is not None:
+        median_of = f"Median of {counted(comparison.num_steps, 'steady step')}"
+        show_metrics(_metrics(comparison, comparison.interval_s, median_of))
+    show_figure(terms_figure(comparison.rows), "errors", alt="Errors next to the spread of the steps")
+    tables: dict[str, Table] = {}
+    if comparison.hypotheses is not None:
+        st.subheader("Possible explanations", help="The job predicted again with one change each")
+        if not comparison.hypotheses:
+            st.caption("No single change that was tried brings the prediction closer to the log.")
+        tables["Hypotheses"] = [
+            {"change": each.change, "step, ms": each.step_time_s * 1e3}
+            | ({} if each.step_error is None else {"step error, %": 100 * each.step_error})
+            | ({} if each.peak_error is None else {"peak, GiB": each.peak_gib, "peak error, %": 100 * each.peak_error})
+            | {"explains it": "yes" if each.explains else ""}
+            for each in comparison.hypotheses
+        ]
+        _show_rows(tables["Hypotheses"])
+    if comparison.memory_terms:
+        about = "Factor of one category alone that would explain the logged peak"
+        st.subheader("Memory by category", help=about)
+        single = any(term.factor is not None for term in comparison.memory_terms)
+        if not single:
+            st.caption("No single category could be that much smaller.")
+        tables["Memory"] = [
+            {"category": term.category.replace("_", " "), "predicted, GiB": term.predicted_gib}
+            | ({"factor alone": term.factor} if single else {})
+            for term in comparison.memory_terms
+        ]
+        _show_rows(tables["Memory"])
+    if comparison.parts:
+        about = "Parts of the predicted critical path and their standard deviations"
+        st.subheader("Largest uncertainty", help=about)
+        sentence = candidate_causes(comparison)
+        st.caption(escaped(f"{sentence[0].upper()}{sentence[1:]}."))
+        tables["Parts"] = [
+            {"part": part.part, "predicted, ms": part.predicted_s * 1e3, "hidden, ms": part.hidden_s * 1e3}
+            | {"std, ms": part.std_s * 1e3, "slowdown alone": part.times_as_long}
+            for part in comparison.parts
+        ]
+        _show_rows(tables["Parts"])
+    _show_downloads(comparison, tables)
+
+
+def _show_measured(result: MeasuredResult) -> None:
+    """Errors by term, both steps, and the terms that sum to the error."""
+    comparison = result.comparison
+    actions = "as predicted" if comparison.structure_equal else "differ"
+    unexplained = format_time(abs(comparison.unexplained_s))
+    show_metrics(
+        [
+            *_metrics(comparison, result.interval_s, f"Median of {result.num_steps} steps"),
+            ("Actions", actions, "Actions and collectives, and their order"),
+            ("Unexplained", unexplained, "Part of the measured step without a known cause"),
+        ]
+    )
+    st.subheader("Errors by term", help="Gray: the spread of the repeats. Errors within the spread are not significant")
+    alt = "Errors of all terms next to the spread of the repeats"
+    show_figure(terms_figure(comparison.rows), "errors by term", alt=alt)
+    st.subheader("Predicted and measured step", help="The measured step is the one with the median time")
+    show_drawing("steps", result.svg)
+    rows = [
+        {"term": row.name, "predicted": row.predicted, "measured": row.measured, "unit": row.unit}
+        | {"error": row.signed_error, "spread": row.spread, "within the spread": row.within_spread}
+        for row in comparison.rows
+    ]
+    terms = [
+        {"part": term.part, "counted as": str(term.share), "predicted, ms": term.predicted_s * 1e3}
+        | {"measured, ms": term.measured_s * 1e3, "difference, ms": term.difference_s * 1e3}
+        for term in comparison.terms
+    ]
+    splits = [
+        {"rank": split.rank, "share": str(share), "predicted, ms": split.predicted_s.get(share, 0.0) * 1e3}
+        | {"measured, ms": split.measured_s.get(share, 0.0) * 1e3}
+        for split in comparison.splits
+        for share in dict.fromkeys((*split.predicted_s, *split.measured_s))
+    ]
+    with st.expander(f"All {len(rows)} terms"):
+        show_table(rows)
+    with st.expander("Critical path: terms that sum to the error"):
+        _show_rows(terms)
+    with st.expander("Step breakdown per rank"):
+        _show_rows(splits)
+    tables = {"Terms": rows, "Additive terms": terms, "Steps of ranks": splits}
+    _show_downloads(comparison, tables, {"Steps": result.svg})
+
+
+def _show_rows(rows: Table) -> None:
+    if rows:
+        show_table(rows, digits=3)
+
+
+def _metrics(
+    found: Comparison | LoggedComparison, interval_s: Sequence[float], measured: str
+) -> list[tuple[str, str, str]]:
+    """Label, value and help of both step times and the error."""
+    step = found.rows[0]
+    low_s, high_s = (format_time(seconds) for seconds in interval_s)
+    return [
+        ("Predicted step", format_time(step.predicted), f"90 % interval {low_s} to {high_s}"),
+        ("Measured step", format_time(step.measured), measured),
+        ("Error", f"{step.signed_error or 0:+.1%}", "(predicted - measured) / measured"),
+        ("Spread", "unknown" if step.spread is None else f"+/- {format_percent(step.spread)}", "Spread of the steps"),
+        ("In the interval", "yes" if found.interval_holds else "no", "Measured step time inside the 90 % interval"),
+    ]
+
+
+def _show_downloads(
+    found: Comparison | LoggedComparison, tables: Mapping[str, Table], drawings: Mapping[str, str] | None = None
+) -> None:
+    """Notes of a comparison, and buttons that save its tables, drawings and JSON document."""
+    st.caption(escaped(" ".join(f"{note[0].upper()}{note[1:]}." for note in found.notes)))
+    with st.container(horizontal=True):
+        for name, rows in tables.items():
+            if rows:
+                download(name, name, "csv", csv_text(rows))
+        for name, svg in (drawings or {}).items():
+            download(name, name, "svg", svg)
+        download("Comparison", "comparison", "json", lambda: json_text(found.to_json()))
 
 
 if __name__ == "__main__":

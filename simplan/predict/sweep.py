@@ -53,13 +53,13 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
         for names, value in zip(settings, combination, strict=True):
             several = names.split()
             changes |= dict(zip(several, value if len(several) > 1 else (value,), strict=True))
-        changes |= _data_parallel(job, changes)
+        changes |= data_parallel_changes(job, changes)
         length = {} if "model.seq_len" in changes else {"seq_len": job.with_changes(changes).model.seq_len}
         rows.append(changes | length | _figures(job, changes, calibration))
     return pd.DataFrame(rows)
 
 
-def _data_parallel(job: Job, changes: Mapping[str, Any]) -> dict[str, int]:
+def data_parallel_changes(job: Job, changes: Mapping[str, Any]) -> dict[str, int]:
     """Degree of data parallelism that fills the devices, if the changes leave too many or too few.
 
     The degree is that of the shards, or of the replicas for a plan without shards. None if it is among the changes, or

@@ -90,15 +90,20 @@ def _values(values: Sequence[object], separator: str = " ") -> str:
     return separator.join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
 
 
-def headroom_words(result: SearchResult) -> str:
-    """Memory that the search kept free, and the number of plans rejected for it; empty if none was kept free."""
+def headroom_words(result: SearchResult, limit: str = "--max-memory-fraction 1") -> str:
+    """Memory that the search kept free, and the number of plans rejected for it; empty if none was kept free.
+
+    Args:
+        result: Result of the search.
+        limit: Setting with which it keeps none free, as its user writes it.
+    """
     free = 1 - result.max_memory_fraction
     if free <= 0:
         return ""
     left_out = "no plan is rejected for it"
     if number := result.space.in_headroom:
         plans = f"up to {number:,} rejected plans fit" if number > 1 else "1 rejected plan may fit"
-        left_out = f"{plans} without it (--max-memory-fraction 1)"
+        left_out = f"{plans} without it ({limit})"
     return f"{100 * free:.3g} % of the device memory is kept free; {left_out}"
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from app.results import plan
+from app import predictions
 from simplan.prediction import Prediction
 from tests.search.jobs import SIZES
 
@@ -29,4 +29,4 @@ def text_of(name: str) -> str:
 
 
 def predicted(name: str) -> Prediction:
-    return plan.predicted(text_of(name), 0)
+    return predictions.predicted(text_of(name), 0)

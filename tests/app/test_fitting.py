@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
-from app.figures.plans import SETTINGS, importance_figure
-from app.fitting import applied, changed, degrees_of, fitted, mended, microbatch_sizes, valid_values
-from app.results.settings import setting_effects
-from app.state import START, document_text
+from app.figures.plans import importance_figure, setting_effects
+from app.fitting import (
+    applied,
+    changed,
+    degrees_of,
+    document_text,
+    fitted,
+    mended,
+    microbatch_sizes,
+    valid_values,
+)
+from app.state import START
 from simplan import catalog
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -96,4 +104,4 @@ def test_importance_is_the_change_that_predict_has() -> None:
     drawn = checked(importance_figure(effects))
     assert sum(len(trace.x) for trace in drawn.data) == len(effects)
     most = max(effects, key=lambda one: abs(one.step_time_change))
-    assert drawn.layout.yaxis.categoryarray[0] == SETTINGS[most.key], "the most important setting is on top"
+    assert drawn.layout.yaxis.categoryarray[0] == most.key, "the most important setting is on top"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.guard import Guard
+from app.server import Guard
 
 HERE, THERE = "localhost:8501", "http://evil.example"
 

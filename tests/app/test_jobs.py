@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from app.jobs.job import Jobs, StartedJob, State
-from app.jobs.messages import Failed, TaskRequest
-from app.jobs.tasks import Pace, search_plans
+from app.figures.plans import Pace, search_plans
+from app.jobs.job import Failed, Jobs, StartedJob, State, TaskRequest
 from simplan.errors import SpecError
 from simplan.scenario import parse_search
 from simplan.search import SearchResult, search
@@ -83,7 +82,7 @@ def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -
 def test_what_is_wrong_is_told_as_problems() -> None:
     told = searching(WRONG).run(lambda _: None)
     assert isinstance(told, Failed)
-    assert "dgx-h100" in str(told.error())
+    assert "dgx-h100" in str(told.error)
 
 
 @pytest.mark.slow

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.components.lesson import LessonNumbers, numbers_of, sentences_of
-from app.figures.compared import memory_stacks, step_stacks
-from app.figures.lesson import LessonTimes, lesson
-from app.lessons import LESSONS
-from app.results.compared import ComparedPlan, compared_plans
-from app.results.plan import Headline
-from app.state import decode, document_text
+from app.figures.compared import ComparedPlan, compared_plans, memory_stacks, step_stacks
+from app.fitting import document_text
+from app.lessons import LESSONS, numbers_of, sentences_of
+from app.predictions import Headline
+from app.state import decode
 from simplan.program.program import MemoryCategory
 from tests.app.figures.drawn import checked
 from tests.app.views.pages import assert_no_bug, opened
@@ -28,8 +27,7 @@ def plans_of(name: str, other: Any = None) -> dict[Any, ComparedPlan]:
 
 
 def held(plan: ComparedPlan, category: MemoryCategory) -> int:
-    assert plan.memory is not None
-    return plan.memory.by_category.get(category, 0)
+    return head(plan).memory.by_category.get(category, 0)
 
 
 def head(plan: ComparedPlan) -> Headline:
@@ -37,7 +35,7 @@ def head(plan: ComparedPlan) -> Headline:
     return plan.headline
 
 
-def numbers(plan: ComparedPlan) -> LessonNumbers:
+def numbers(plan: ComparedPlan) -> SimpleNamespace:
     found = numbers_of(plan)
     assert found is not None, plan.refused
     return found
@@ -56,7 +54,7 @@ def test_every_plan_of_a_lesson_has_numbers(name: str) -> None:
     shown = head(plans[one.axis.values[0]])
     unit_s = 1e-3 if "ms" in step.layout.yaxis.title.text else 1.0
     assert heights[0] * unit_s == pytest.approx(shown.step_time_s)
-    assert heights[1] == pytest.approx(shown.device_bytes / 2**30)
+    assert heights[1] == pytest.approx(shown.memory.device_bytes / 2**30)
 
 
 def test_states_of_data_parallelism_are_replicated() -> None:
@@ -64,7 +62,7 @@ def test_states_of_data_parallelism_are_replicated() -> None:
     plan = plans_of("ddp")[16]
     assert held(plan, MemoryCategory.PARAMETERS) == pytest.approx(4 * 1.5577e9, rel=2e-3)
     assert held(plan, MemoryCategory.OPTIMIZER) == 2 * held(plan, MemoryCategory.PARAMETERS)
-    assert head(plan).device_bytes == head(plans_of("ddp")[64]).device_bytes
+    assert head(plan).memory.device_bytes == head(plans_of("ddp")[64]).memory.device_bytes
     slow = plans_of("ddp", "tcp-10gbit")[16]
     assert slow.split_s["exposed communication"] > 10 * plan.split_s["exposed communication"]
 
@@ -123,14 +121,3 @@ def test_link_of_a_lesson_is_its_plan() -> None:
     [link] = page.get("page_link")
     query = dict(pair.split("=") for pair in link.proto.query_string.split("&"))
     assert decode(query)[0]["plan"] == {"dp_shard": 16, "zero_stage": 2, "recompute": "full"}
-
-
-@pytest.mark.parametrize("weight", [0.5, 1.0, 2.0])
-def test_edited_times_keep_the_closed_form(weight: float) -> None:
-    """(p-1)/(m+p-1) for equal stages, whatever F and B take; Huang et al. 2019."""
-    times = LessonTimes(1.5, 0.5, weight)
-    for name in ("gpipe", "1f1b"):
-        assert lesson(name, 4, 8, times=times).bubble_fraction == pytest.approx(3 / 11)
-    assert lesson("1f1b", 4, 8, times=LessonTimes(send=0.5)).bubble_fraction > 3 / 11
-    long_weight = lesson("zb-h1", 4, 8, times=times).bubble_fraction
-    assert long_weight < lesson("1f1b", 4, 8, times=times).bubble_fraction

@@ -13,17 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app import uploads
-from app.figures.validation import errors_figure, runs_figure, steps_figure, terms_figure
+from app.figures.validation import MeasuredResult, predict_published, result_of_files, terms_figure
+from app.fitting import document_text
+from app.jobs.job import Update
 from app.jobs.run import Runs, may_run
-from app.state import document_text
-from simplan.accuracy.evaluate import predict_runs
-from simplan.accuracy.result import Accuracy
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.errors import SpecError
 from simplan.predict import predict
-from simplan.report.drawings.accuracy_plot import accuracy_plot
 from simplan.scenario import load_scenario, parse_scenario
-from simplan.validate.measured import measured_timeline, predicted_timeline
 from tests.accuracy.runs import run_data
 from tests.app.figures.drawn import checked
 from tests.app.views.pages import SMALL, assert_no_bug, opened
@@ -41,16 +38,15 @@ def made() -> tuple[bytes, bytes]:
 
 def test_a_prediction_and_its_measurement_are_compared() -> None:
     files = made()
-    prediction = uploads.prediction_of("p.json", files[0])
-    measurement = uploads.measurement_of("m.json", files[1])
-    comparison = uploads.compared(prediction, measurement)
+    result = result_of_files(uploads.prediction_of("p.json", files[0]), uploads.measured_of("m.json", files[1]))
+    assert isinstance(result, MeasuredResult)
+    comparison = result.comparison
     assert comparison.rows[0].signed_error == pytest.approx(1 / 1.1 - 1)
     terms = checked(terms_figure(comparison.rows))
     errors = [row.signed_error for row in comparison.rows if row.signed_error is not None]
     assert list(terms.data[1].x) == pytest.approx([100 * error for error in errors])
-    one, two = predicted_timeline(prediction), measured_timeline(measurement)
-    figure = checked(steps_figure(one, two))
-    assert sum(len(trace.x) for trace in figure.data) == len(one.spans) + len(two.spans)
+    ranks = {rank["rank"] for rank in json.loads(files[1])["ranks"]}
+    assert all(f"rank {rank} predicted" in result.svg for rank in ranks)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +64,7 @@ def test_a_broken_prediction_is_a_sentence(content: bytes, words: str) -> None:
 
 def test_a_large_file_is_refused_unread() -> None:
     with pytest.raises(SpecError, match="is larger than 32 MiB"):
-        uploads.measurement_of("m.json", b" " * (uploads.MAX_BYTES + 1))
+        uploads.measured_of("m.json", b" " * (uploads.MAX_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -97,18 +93,15 @@ def test_no_damaged_prediction_is_a_bug(key: str, damage: str) -> None:
         document[key] = json.loads(damage)
     with suppress(SpecError):  # and nothing else
         prediction = uploads.prediction_of("p.json", json.dumps(document).encode())
-        uploads.compared(prediction, uploads.measurement_of("m.json", made()[1]))
+        result_of_files(prediction, uploads.measured_of("m.json", made()[1]))
 
 
-def test_published_runs_are_points() -> None:
-    runs = [run_data("one"), run_data("two")]
-    text = yaml.safe_dump({"meta": {}, "runs": runs})
-    outcomes = predict_runs([uploads.published_of("made-up.yaml", text.encode())])
-    known = sum(outcome.error is not None for outcome in outcomes)
-    plot = accuracy_plot(Accuracy(tuple(outcomes)))
-    assert known == 2
-    assert sum(len(trace.x) for trace in checked(runs_figure(plot)).data if trace.mode == "markers") == known
-    assert sum(len(trace.y) for trace in checked(errors_figure(plot)).data) == known
+def test_published_runs_are_predicted_with_progress() -> None:
+    text = yaml.safe_dump({"meta": {}, "runs": [run_data("one"), run_data("two")]})
+    seen: list[Update] = []
+    outcomes = predict_published([uploads.published_of("made-up.yaml", text.encode())], seen.append)
+    assert [outcome.run.id for outcome in outcomes if outcome.error is not None] == ["one", "two"]
+    assert seen[-1].done == seen[-1].total
 
 
 @pytest.mark.parametrize("flag", [None, "0", "", "yes"])

@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
 
 def _show(tab: Any, url: str, name: str) -> None:
     scenario = {"timeline": PIPELINE, "network": CONTENDED}.get(name, LARGE)
-    view = "&v.compare=true" if name == "search" else ""
+    view = "&v.what_if=slow+link" if name == "network" else ""
     opened(tab, f"{url}/{'' if name == 'plan' else name}?{scenario}{view}")
     if name == "search":
         start = tab.locator(".st-key-search-start button")  # a table has a button of this name, too

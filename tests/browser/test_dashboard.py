@@ -72,12 +72,14 @@ def test_a_figure_is_saved_as_it_is_drawn(page: Any, served: str, tmp_path: Path
             assert words in content
 
 
-def test_a_search_finds_plans_and_the_best_two_are_compared(page: Any, served: str) -> None:
+def test_a_search_finds_plans_and_pinned_ones_are_compared(page: Any, served: str) -> None:
     opened(page, f"{served}/search?{SMALL}")
     page.get_by_role("button", name="Search", exact=True).click()
     page.get_by_role("button", name="Open as the plan").wait_for()
-    page.get_by_text("Best of").first.wait_for()
-    page.get_by_role("button", name="Compare").click()
+    page.get_by_text(re.compile("Best of .* \\(in")).wait_for()
+    settled(page)
+    page.get_by_role("button", name="Pin", exact=True).click()
+    page.get_by_role("link", name="Compare 1 pinned scenario").click()
     page.get_by_text("terms with their formulas").wait_for()
     assert page.locator("[data-testid=stException]").count() == 0
 

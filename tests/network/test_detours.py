@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from simplan.network.detours import on_detours, splits_of
 from simplan.network.fabric import Fabric
 from simplan.network.usage import LinkUsage
 from tests.network.test_fabric import cluster_with
-
 
 
 def dragonfly(groups: int, routers: int, **fields: Any) -> Fabric:
@@ -105,8 +105,10 @@ def test_detours_lead_from_one_end_of_a_link_to_the_other(groups: int, routers: 
         assert len(detours) == (routers if local else groups) - 2
         for detour in detours:
             legs = [fabric.links[leg] for leg in detour]
-            assert all(a.destination == b.source for a, b in zip(legs, legs[1:], strict=False))
+            assert all(before.destination == after.source for before, after in pairwise(legs))
             reached = [fabric.vertices[vertex] for vertex in (legs[0].source, legs[-1].destination)]
-            assert reached == ends if local else [r.partition(".")[0] for r in reached] == [
-                end.partition(".")[0] for end in ends
-            ]
+            assert (
+                reached == ends
+                if local
+                else [r.partition(".")[0] for r in reached] == [end.partition(".")[0] for end in ends]
+            )

@@ -71,7 +71,10 @@ def ends_s(transfers: Sequence[Transfer], bytes_per_s: dict[str, float]) -> list
         usages.append(LinkUsage(links, seconds, np.ones(len(links)), transfer.latency_s, float(seconds.max()), sent))
     each = np.arange(len(transfers))
     use = link_use(usages, each, each, len(numbers))
-    env, found = Environment(), [transfer.latency_s + usage.transfer_s for transfer, usage in zip(transfers, usages)]
+    env, found = (
+        Environment(),
+        [transfer.latency_s + usage.transfer_s for transfer, usage in zip(transfers, usages, strict=True)],
+    )
     links_of_env = SharedLinks(env, use)
 
     def note(number: int, _: object) -> None:

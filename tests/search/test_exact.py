@@ -95,7 +95,7 @@ def test_the_best_are_the_best_of_predict(software: str, num_devices: int) -> No
 
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])
 def test_so_they_are_with_prescribed_collectives(software: str) -> None:
-    """All plans keep them, also plans that lack one of these collectives; slow ones change which plan is the best."""
+    """All plans keep them, also plans that lack one of these collectives."""
     algorithms = Collectives(all_reduce="tree", all_gather="ring", reduce_scatter="halving_doubling")
     job = asked_for(4, software, capacity_of(software, 4)).with_plan(ParallelPlan(collectives=algorithms))
     space = SearchSpace.model_validate({**SPACE, "schedule": ("1f1b", "gpipe"), "tp": (1, 2), "top": 6})
@@ -105,8 +105,6 @@ def test_so_they_are_with_prescribed_collectives(software: str) -> None:
     assert {plan.plan.collectives for plan in result.ranked} == {algorithms}
     assert "collectives_of_groups" not in result.space.rejected
     assert counts_add_up(result)
-    library = search(job.with_plan(ParallelPlan()), space, explain=False)
-    assert result.ranked[0].step_time_s > library.ranked[0].step_time_s
 
 
 def test_plans_that_cannot_run_a_prescribed_collective_are_rejected() -> None:

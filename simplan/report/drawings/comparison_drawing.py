@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from simplan.errors import Problem, SpecError
+from simplan.program.timeline import COMPUTING
 from simplan.report.drawings.drawing import Box, draw_timeline
 from simplan.runs.measurement import Measurement
 from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted_activity
@@ -56,10 +58,17 @@ class ComparisonDrawing:
 
 
 def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> ComparisonDrawing:
-    """Drawing of a prediction's JSON document and of the recorded step of a measurement of the same job."""
+    """Drawing of a prediction's JSON document and of the recorded step of a measurement of the same job.
+
+    Raises:
+        SpecError: No rank computes in both.
+    """
     predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
     activities = predicted_activity(predicted), measured_activity(measurement)
-    both = sorted(activities[0].keys() & activities[1])
+    computing = [{span.rank for span in each.spans if span.kind in COMPUTING} for each in (predicted, measured)]
+    both = sorted(activities[0].keys() & activities[1].keys() & computing[0] & computing[1])
+    if not both:
+        raise SpecError(Problem(field="timeline", rule="has no rank with computation in prediction and measurement"))
     shown = both[:_MAX_RANKS]
     drawings = [draw_timeline("", timeline, shown) for timeline in (predicted, measured)]
     rows = []

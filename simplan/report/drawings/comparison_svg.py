@@ -9,7 +9,7 @@ from simplan.program.action import ActionKind
 from simplan.report.drawings.comparison_drawing import ComparedRow, ComparisonDrawing
 from simplan.report.drawings.drawing import WORDS, Box, clean
 from simplan.report.drawings.drawing_svg import COLOURS, LANE, fill_of, ink_on, time_axis
-from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
+from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, night_style, picture, rect, text, written
 from simplan.units import format_time
 from simplan.validate.activity import ActivityShare, Piece
 
@@ -21,14 +21,15 @@ _LABEL_PX, _LEGEND_PX = 7.0, 6.6
 
 
 def comparison_svg(drawing: ComparisonDrawing) -> str:
-    """The drawing as an SVG document, 1200 px wide, with a background."""
+    """The drawing as an SVG document, 1200 px wide, with a background, for light and dark pages."""
     num_pairs = len(drawing.rows) // 2
     bottom = _TOP + _PAIR_DISTANCE * num_pairs
     heading = f"{clean(drawing.name)}: one step, predicted and measured"
     root = picture(heading, _WIDTH, bottom + 84)
-    root.append(rect(0, 0, _WIDTH, bottom + 84, PAPER))
-    root.append(text(_LEFT, 26, heading, size=16, bold=True))
-    root.append(text(_LEFT, 46, _subheading(drawing), size=12, colour=SOFT))
+    root.append(night_style())
+    root.append(rect(0, 0, _WIDTH, bottom + 84, PAPER, css="paper"))
+    root.append(text(_LEFT, 26, heading, size=16, bold=True, css="ink"))
+    root.append(text(_LEFT, 46, _subheading(drawing), size=12, colour=SOFT, css="soft"))
     for number, row in enumerate(drawing.rows):
         root.extend(_lane(row, _top(number), drawing))
     root.extend(time_axis(drawing.axis_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 6, bottom))
@@ -36,7 +37,7 @@ def comparison_svg(drawing: ComparisonDrawing) -> str:
         root.extend(_box(box, row, drawing, _top(number)) for box in row.boxes)
         root.extend(_stripe(piece, drawing, _top(number)) for piece in row.stripes)
         end = _x(row.step_time_s, drawing)
-        root.append(line(end, _top(number) - 2, end, _top(number) + _LANE_HEIGHT + 2, DARK))
+        root.append(line(end, _top(number) - 2, end, _top(number) + _LANE_HEIGHT + 2, DARK, css="ink"))
     root.extend(_legend(drawing, bottom + 40))
     return written(root)
 
@@ -64,12 +65,14 @@ def _x(time_s: float, drawing: ComparisonDrawing) -> float:
 
 def _lane(row: ComparedRow, top: float, drawing: ComparisonDrawing) -> list[Element]:
     middle = top + _LANE_HEIGHT / 2 + 4
-    words = f"rank {row.rank} {row.source}" if row.source == "predicted" else row.source
+    predicted = row.source == "predicted"
+    words = f"rank {row.rank} {row.source}" if predicted else row.source
+    colour, css = (DARK, "ink") if predicted else (SOFT, "soft")
     end = _x(row.step_time_s, drawing)
     return [
-        rect(_LEFT, top, end - _LEFT, _LANE_HEIGHT, LANE),
-        text(_LEFT - 8, middle, words, size=12, anchor="end", colour=DARK if row.source == "predicted" else SOFT),
-        text(_WIDTH - _RIGHT + 8, middle, format_time(row.step_time_s), size=12, colour=SOFT),
+        rect(_LEFT, top, end - _LEFT, _LANE_HEIGHT, LANE, css="node"),
+        text(_LEFT - 8, middle, words, size=12, anchor="end", colour=colour, css=css),
+        text(_WIDTH - _RIGHT + 8, middle, format_time(row.step_time_s), size=12, colour=SOFT, css="soft"),
     ]
 
 
@@ -104,7 +107,7 @@ def _legend(drawing: ComparisonDrawing, top: float) -> list[Element]:
     entries.append((LANE, "waiting"))
     parts, left = [], float(_LEFT)
     for fill, entry in entries:
-        parts.append(rect(left, top, 12, 12, fill))
-        parts.append(text(left + 17, top + 10, entry, size=12))
+        parts.append(rect(left, top, 12, 12, fill, css="node" if fill == LANE else None))
+        parts.append(text(left + 17, top + 10, entry, size=12, css="ink"))
         left += 17 + _LEGEND_PX * len(entry) + 18
     return parts

@@ -97,8 +97,8 @@ def time_axis(length_s: float, left: float, width: float, top: float, bottom: fl
     """
     for tick in ticks(length_s, int(width // _TICK_DISTANCE)):
         x = left + tick.time_s / length_s * width
-        yield line(x, top, x, bottom, GRID)
-        yield text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle")
+        yield line(x, top, x, bottom, GRID, css="grid")
+        yield text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle", css="soft")
 
 
 def _box(box: Box, row: DrawnRank, drawing: PipelineDrawing, top: float) -> Element:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from app.figures.compared import difference_figure, difference_rows, difference_words
 from app.figures.plan import memory_bars, memory_figure, memory_rows
-from app.figures.plans import difference_figure, difference_rows, difference_words
 from app.figures.style import MEMORY
 from simplan.explain import Difference, difference, explain
 from simplan.scenario import parse_scenario

@@ -13,11 +13,8 @@ from app.components.plans import selected_plan
 from app.figures.plans import (
     AXES,
     COLOURS,
-    SETTINGS,
-    coordinates_figure,
     plan_rows,
     plans_figure,
-    settings_of,
     shares_figure,
     space_figure,
     space_table,
@@ -82,7 +79,7 @@ def test_any_two_axes_can_be_drawn_and_hover_tells_everything(result: SearchResu
     assert {plan for _, plan in texts} == {row["plan"] for row in rows}
     hover = [text for text, _ in texts]
     best = next(text for text in hover if text.startswith("<b>1."))
-    for words in ("step time:", "device memory", "MFU:", "pipeline ranks:", "bottleneck:", "saves", "recompute:"):
+    for words in ("step time:", "device memory", "MFU:", "pp:", "bottleneck:", "saves", "recompute:"):
         assert words in best
     assert sum(t.name == "pinned" for t in figure.data) == 1
 
@@ -99,17 +96,3 @@ def test_every_plan_of_the_space_went_somewhere(result: SearchResult) -> None:
     assert sum(bars.x) == result.space.total
     reasons = {label.replace("<br>", " ").strip() for label in bars.y}
     assert all(reason.count(" ") >= 2 or reason == "feasible" for reason in reasons), "sentences, not names of rules"
-
-
-def test_every_setting_that_differs_has_an_axis(result: SearchResult) -> None:
-    rows = plan_rows(result)
-    differing = [key for key in settings_of(rows) if len({row[key] for row in rows}) > 1]
-    [lines] = checked(coordinates_figure(rows)).data
-    assert [one.label for one in lines.dimensions] == [
-        *(SETTINGS[key] for key in differing),
-        "device GiB",
-        "step time, s",
-    ]
-    for key, axis in zip(differing, lines.dimensions, strict=False):
-        assert [axis.ticktext[int(value)] for value in axis["values"]] == [str(row[key]) for row in rows]
-    assert list(lines.dimensions[-1]["values"]) == [row["step_time_s"] for row in rows]

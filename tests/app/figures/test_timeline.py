@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from app.figures import timeline
 from app.figures.gantt import gantt_figure
 from app.figures.style import ACTIONS, COMMUNICATION
-from app.results import timeline
-from app.results.timeline import timeline_result, trace_text
+from app.figures.timeline import timeline_result
+from app.predictions import trace_text
 from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory
 from simplan.report.drawings.drawing import draw_pipeline

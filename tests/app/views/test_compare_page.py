@@ -16,6 +16,7 @@ from tests.app.views.test_pages import whole
 
 LARGER = {**SMALL, "model": {"preset": "gpt2-355m", "vocab_size": 50304}, "name": "larger"}
 A100 = {**SMALL, "cluster": {"preset": "dgx-a100-80gb", "num_devices": 8}, "plan": {"dp_shard": 8}}
+TENSOR = {**SMALL, "plan": {"tp": 2, "dp_replicate": 2}}
 
 
 def table_of(page: Any) -> dict[str, list[str]]:
@@ -26,10 +27,10 @@ def table_of(page: Any) -> dict[str, list[str]]:
 
 
 def test_numbers_are_those_of_predict() -> None:
-    page = opened("compare", view={"scenarios": [LARGER, A100], "pins": [{"tp": 2, "dp_replicate": 2}]})
+    page = opened("compare", view={"scenarios": [LARGER, A100, TENSOR]})
     assert_no_bug(page)
     table = table_of(page)
-    documents = [SMALL, LARGER, A100, {**SMALL, "plan": {"tp": 2, "dp_replicate": 2}}]
+    documents = [SMALL, LARGER, A100, TENSOR]
     predictions = [whole(dict(document)) for document in documents]
     assert table["step time"] == [format_time(one.step_time_s) for one in predictions]
     assert table["peak memory"] == [format_bytes(one.worst_memory.device_bytes) for one in predictions]
@@ -54,6 +55,14 @@ def test_reason_of_a_difference_is_named() -> None:
     assert [line.split("|")[1].strip() for line in settings_.splitlines()[2:]] == ["cluster.intra_link"]
 
 
+def test_terms_of_any_two_scenarios_are_compared() -> None:
+    page = opened("compare", view={"scenarios": [LARGER, TENSOR], "terms_first": "C", "terms_of": "B"})
+    assert_no_bug(page)
+    larger, tensor = (whole(dict(document)) for document in (LARGER, TENSOR))
+    times = f"Time: {format_time(tensor.step_time_s)} and {format_time(larger.step_time_s)}"
+    assert times in [caption.value for caption in page.caption]
+
+
 def test_scenario_is_pinned_changed_and_unpinned() -> None:
     page = opened("compare")
     assert "Pin the current scenario" in page.info[0].value
@@ -64,7 +73,7 @@ def test_scenario_is_pinned_changed_and_unpinned() -> None:
     again = opened("compare", *decode(query))
     assert table_of(again) == table_of(page)
     assert decode(query)[1]["scenarios"][0]["training"]["global_batch_size"] == 16
-    page.button(key="unpin scenario 1").click().run()
+    page.button(key="unpin scenario B").click().run()
     assert "v.scenarios" not in query_of(page)
 
 
@@ -81,8 +90,8 @@ VIEWS = st.fixed_dictionaries(
     {},
     optional={
         "scenarios": st.one_of(SCENARIOS, st.just("x")),
-        "pins": st.lists(st.sampled_from([{"tp": 4}, {"dp_shard": 4}, {"tp": 0}, 7]), max_size=4),
         "terms_of": st.sampled_from(["B", "D", "x", 3]),
+        "terms_first": st.sampled_from(["A", "B", 7]),
         "price": st.sampled_from([2.5, "x"]),
     },
 )

@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from app.figures.network import load_figure
-from app.results.network import network_result, placements, slow_link_costs, slow_link_step_time_s, topologies
-from app.state import document_text
+from app.figures.network import (
+    load_figure,
+    network_result,
+    placements,
+    slow_link_costs,
+    slow_link_step_time_s,
+    topologies,
+)
+from app.fitting import document_text
+from app.jobs.job import Done, Failed, Report, TaskRequest
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
 from tests.app.figures.drawn import checked
@@ -74,7 +81,7 @@ def test_the_busiest_links_are_drawn_beside_those_that_delay() -> None:
 
 
 def test_it_opens_with_a_link_chosen_in_the_address() -> None:
-    page = opened("network", SHARED, {"link": "leaf1 -> spine", "left": 25})
+    page = opened("network", SHARED, {"link": "leaf1 -> spine", "left": 25, "what_if": "slow link"})
     assert_no_bug(page)
     assert complaints(page) == []
     assert any("leaf1" in shown.value and "in place of" in shown.value for shown in page.markdown)
@@ -82,8 +89,9 @@ def test_it_opens_with_a_link_chosen_in_the_address() -> None:
 
 
 @pytest.mark.parametrize("document", [PLAIN, TINY, SHARED | {"cluster": {**PLAIN["cluster"], "topology": "geforce"}}])
-def test_it_opens_for_other_clusters(document: dict[str, Any]) -> None:
-    page = opened_in_session("network", document, {"link": 7, "left": "x"})
+@pytest.mark.parametrize("what_if", [None, "slow link", "placement", "topology"])
+def test_it_opens_for_other_clusters(document: dict[str, Any], what_if: str | None) -> None:
+    page = opened_in_session("network", document, {"link": 7, "left": "x", "what_if": what_if})
     assert_no_bug(page)
     assert complaints(page) == []
 
@@ -95,9 +103,20 @@ def test_a_topology_that_cannot_be_leaves_the_choice_of_another(name: str) -> No
     assert next(box for box in page.selectbox if box.label == "Topology").value == name
 
 
-def test_alternatives_of_large_clusters_are_simulated_on_request() -> None:
-    large = {**SHARED, "cluster": {**SHARED["cluster"], "num_nodes": 64}, "plan": {"dp_shard": 512}}
-    page = opened("network", large | {"training": {"global_batch_size": 512}})
+def test_alternatives_are_simulated_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 64 devices, the topologies of the catalog took most of the time of the first load."""
+    asked: list[str] = []
+    run = TaskRequest.run
+
+    def answer(self: TaskRequest, report: Report) -> Done | Failed:
+        asked.append(self.task.__qualname__)
+        return run(self, report)
+
+    monkeypatch.setattr(TaskRequest, "run", answer)
+    page = opened("network", PLAIN | {"name": "nothing asked"})
     assert_no_bug(page)
-    assert [toggle.value for toggle in page.toggle if toggle.label.startswith("Simulate alternatives (512")] == [False]
-    assert "Slow link" not in [title.value for title in page.subheader]
+    assert asked == ["network_result"]
+    page.pills(key="view:what_if").set_value("placement").run()
+    assert_no_bug(page)
+    assert asked == ["network_result", "placements"]
+    assert query_of(page)["v.what_if"] == "placement"

@@ -179,10 +179,13 @@ def test_schedules_stand_over_each_other() -> None:
 
 
 def test_learning() -> None:
-    page = opened("learn", view={"topic": "schedules", "lesson": "zb-h1", "lesson_p": 3, "lesson_w": 2})
+    page = opened(
+        "learn", view={"topic": "schedules", "lesson": "zb-h1", "lesson_p": 3, "lesson_w": 2, "lesson_time": 4.0}
+    )
     assert_no_bug(page)
     [chart] = page.get("plotly_chart")
-    assert len(json.loads(chart.proto.spec)["frames"]) > 10
+    [line] = json.loads(chart.proto.spec)["layout"]["shapes"]
+    assert line["x0"] == 4.0
     page.pills(key="view:topic").set_value("definitions").run()
     assert_no_bug(page)
     assert query_of(page)["v.topic"] == "definitions"
@@ -210,6 +213,7 @@ LESSONS = st.fixed_dictionaries(
         "pp_other": st.sampled_from(["gpipe", "nonsense", 1]),
         "lesson_f": st.sampled_from([0.1, 3, -1, "x", 1e9]),
         "lesson_send": st.sampled_from([0, 0.3, None]),
+        "lesson_time": st.sampled_from([0.0, 3.0, 3, "x", 1e9]),
         "lesson": st.sampled_from([*SCHEDULE_FACTS, "nonsense", 7, None]),
         "lesson_p": st.sampled_from([*range(-1, 12), "x", None]),
         "lesson_m": st.sampled_from([*range(-1, 40), 2.5, "x"]),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.results.scale import AXES
+from app.figures.scale import AXES
 from tests.app.questions import TINY
 from tests.app.views.pages import complaints, opened_in_session
 

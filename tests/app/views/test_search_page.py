@@ -12,15 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
-from app import pinned_plans
-from app.figures.plans import AXES, COLOURS
-from app.jobs.job import Jobs, StartedJob, State, searches
-from app.jobs.messages import TaskRequest, Update
-from app.jobs.tasks import search_plans
-from app.pinned_plans import PinnedPlan
+from app.figures.plans import AXES, COLOURS, search_plans
+from app.fitting import with_plan
+from app.jobs.job import Jobs, StartedJob, State, TaskRequest, Update, searches
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario import parse_scenario
-from simplan.search.result import NearestMiss
+from simplan.search.result import NearestMiss, RankedPlan
 from simplan.search.space import OBJECTIVES
 from simplan.units import format_time
 from tests.app.questions import TINY
@@ -49,7 +46,7 @@ def button(page: AppTest, label: str) -> Any:
 
 def test_a_link_starts_no_search() -> None:
     page = AppTest.from_file(str(MAIN), default_timeout=600)
-    page.query_params.update({"v.compare": "true", "v.start": "true", "v.by": "step_time"})
+    page.query_params.update({"v.start": "true", "v.by": "step_time"})
     page.switch_page("views/search.py")
     page.run()
     assert complaints(page) == []
@@ -57,7 +54,7 @@ def test_a_link_starts_no_search() -> None:
     assert not searches().busy()
 
 
-def test_plans_are_found_filtered_pinned_and_compared() -> None:
+def test_plans_are_found_filtered_pinned_and_opened() -> None:
     page = button(opened(), "Search").click().run(timeout=600)  # the page is drawn anew until the search is done
     assert complaints(page) == []
     assert "Best of" in page.success[0].value
@@ -73,15 +70,15 @@ def test_plans_are_found_filtered_pinned_and_compared() -> None:
     page.selectbox(key="view:plan").set_value(rows - 1).run()
     assert complaints(page) == []
     button(page, "Pin").click().run()
-    button(page, "Compare").click().run()
     assert complaints(page) == []
-    assert any("a step (" in markdown.value for markdown in page.markdown)
-    [pinned] = page.session_state["simplan view"]["pins"]
-    again = opened({"pins": [pinned, "nonsense", {"tp": -1}]})
-    assert complaints(again) == []
+    [pinned] = page.session_state["simplan view"]["scenarios"]
+    assert [link.proto.label for link in page.get("page_link")] == ["Compare 1 pinned scenario"]
+    assert any("pinned" in chart.proto.spec for chart in page.get("plotly_chart")), "its point has a ring"
+    button(page, "Unpin").click().run()
+    assert "scenarios" not in page.session_state["simplan view"]
     button(page, "Open as the plan").click().run()
     assert complaints(page) == []
-    assert page.session_state["simplan document"]["plan"] == pinned
+    assert page.session_state["simplan document"] == pinned
 
 
 def test_compiled_plans_are_searched_pinned_and_opened() -> None:
@@ -90,17 +87,11 @@ def test_compiled_plans_are_searched_pinned_and_opened() -> None:
     assert set(page.dataframe[0].value["compiled"]) == {"true"}, "faster, and it needs less memory"
     assert any("With compiled false" in markdown.value for markdown in page.markdown)
     button(page, "Pin").click().run()
-    [pinned] = page.session_state["simplan view"]["pins"]
-    assert pinned["software"] == {"compiled": True}
-    others = [{**pinned, "software": software} for software in ({"compiled": False}, {"tp": 2}, {"compiled": 2}, 3)]
-    again = opened({"pins": [pinned, *others]})
-    assert complaints(again) == []
-    unpin = [each.label for each in again.button if each.help == "Unpin"]
-    assert [label.rpartition(", ")[2] for label in unpin[:2]] == ["compiled true", "compiled false"]
-    assert len(unpin) == 3, "what a search does not vary is ignored, and wrong values are no pins"
+    [pinned] = page.session_state["simplan view"]["scenarios"]
+    assert pinned["software"] == {"preset": "torch", "compiled": True}
     button(page, "Open as the plan").click().run()
     assert complaints(page) == []
-    assert page.session_state["simplan document"]["software"] == {"preset": "torch", "compiled": True}
+    assert page.session_state["simplan document"] == pinned
 
 
 def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +118,10 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     assert f"90 % interval of the step time: {format_time(low_s)} to {format_time(high_s)}." in why
     assert f"of the step of rank {best.explanation.busiest_rank}, the rank that waits least." in why
     assert not any("Near misses" in str(header.value) for header in page.subheader)
+    job.value = replace(later[1].value, space=replace(whole.space, in_headroom=3))
+    shown = [str(markdown.value) for markdown in opened().markdown]
+    [why] = [text for text in shown if "**Bottleneck**" in text]
+    assert "up to 3 rejected plans fit without it (memory limit 100 %)" in why, "no option of the command line"
     missed = NearestMiss(plan=PLANS[0], num_devices=4, device_bytes=3 * 2**30, lacking_bytes=2**30)
     job.value = replace(later[1].value, nearest_misses=(missed,))
     page = opened()
@@ -138,7 +133,9 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
-    document = pinned_plans.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, PinnedPlan(plan))
+    numbers: dict[str, Any] = {"num_devices": 4, "step_time_s": 1.0, "device_bytes": 1, "headroom_bytes": None}
+    one = RankedPlan(plan=plan, tokens_per_s_per_device=1.0, **numbers)
+    document = with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, one)
     assert parse_scenario(yaml.safe_dump(document)).job.plan == plan
 
 
@@ -152,13 +149,11 @@ views = st.fixed_dictionaries(
         "by": st.sampled_from([*OBJECTIVES, "nonsense"]),
         "share": numbers(-10, 200),
         "deadline": numbers(-1, 100),
-        "filters": st.sampled_from([{"tp": ["4"]}, {"tp": "4", "x": 1}, {"tp": ["99"]}, [1], "tp"]),
-        "chart": st.sampled_from(["points", "coordinates", "x"]),
+        "filters.tp": st.sampled_from([["4"], "4", ["99"], [1], {"tp": ["4"]}]),
         "x": st.sampled_from([*AXES, "y"]),
         "y": st.sampled_from([*AXES, 3]),
         "colour": st.sampled_from([*COLOURS, None]),
-        "compare": st.booleans(),
-        "pins": st.lists(st.sampled_from([{"tp": 4}, {"dp_shard": 4}, {"tp": 0}, 7, None, {"pp": 3}]), max_size=8),
+        "scenarios": st.lists(st.sampled_from([TWO, {**TWO, "plan": {"tp": 2}}, {}, 7, None]), max_size=8),
         "plan": st.integers(-2, 12),
     },
 )

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
 from app.components import published
-from app.jobs.job import Jobs, StartedJob, searches
-from app.jobs.messages import TaskRequest
+from app.figures.validation import predict_published
+from app.jobs.job import Jobs, StartedJob, TaskRequest, searches
 from app.jobs.run import Run, runs
-from app.jobs.tasks import predict_published
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.units import format_time
 from tests.app.questions import SCENARIOS
@@ -93,21 +92,19 @@ def test_a_source_is_said_to_be_fitted_or_held_out(source: str, words: str, monk
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     page = opened("validate", view={"source": source})
     assert_no_bug(page)
-    [caption] = [caption.value for caption in page.caption if caption.value.startswith("Crosses")]
+    [caption] = [caption.value for caption in page.caption if "errors: " in caption.value]
     assert words in caption
 
 
 def test_terms_of_a_comparison_sum_to_its_error() -> None:
     def page() -> None:
         from app import uploads
-        from app.components.measured import show_comparison
-        from app.results.measured import result_of_files
+        from app.figures.validation import result_of_files
+        from app.views.validate import show_result
         from tests.app.test_uploads import made
 
         prediction, measurement = made()
-        show_comparison(
-            result_of_files(uploads.prediction_of("p", prediction), uploads.measurement_of("m", measurement))
-        )
+        show_result(result_of_files(uploads.prediction_of("p", prediction), uploads.measured_of("m", measurement)))
 
     shown = AppTest.from_function(page, default_timeout=600).run()
     assert_no_bug(shown)
@@ -122,13 +119,12 @@ def test_terms_of_a_comparison_sum_to_its_error() -> None:
 def test_a_log_is_shown_beside_the_prediction() -> None:
     def page() -> None:
         from app import uploads
-        from app.components.measured import show_logged
-        from simplan.validate.logged_run import LoggedRun
+        from app.figures.validation import result_of_files
+        from app.views.validate import show_result
         from tests.app.test_uploads import made
 
         logged = uploads.measured_of("log.yaml", b"step_times_s: [0.4, 0.4]\npeak_device_gib: 20\n")
-        assert isinstance(logged, LoggedRun)
-        show_logged(uploads.prediction_of("p", made()[0]), logged)
+        show_result(result_of_files(uploads.prediction_of("p", made()[0]), logged))
 
     shown = AppTest.from_function(page, default_timeout=600).run()
     assert_no_bug(shown)

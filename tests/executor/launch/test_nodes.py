@@ -286,7 +286,8 @@ def test_a_host_that_stands_still_is_given_up_and_let_in_again(tmp_path: Path) -
     assert first == (0, "")
     measurement = measured(tmp_path)
     assert measurement.complete
-    parts = [part.losses for part in (*measurement.earlier, measurement)]  # the last may begin after the last step
+    # the last may begin after the last step
+    parts = [*(part.losses for part in measurement.earlier), measurement.losses]
     assert next(losses[-1] for losses in reversed(parts) if losses) == pytest.approx(whole.losses[-1], rel=1e-9)
 
 

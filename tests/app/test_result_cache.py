@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from app import awaited, result_cache
-from app.jobs.job import WORKERS, StartedJob, page_jobs
-from app.jobs.messages import Done, Report, TaskRequest
+from app import result_cache
+from app.jobs.job import WORKERS, Done, Report, StartedJob, TaskRequest, page_jobs
+from app.predictions import prediction_text, trace_text
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from tests.app.views.pages import SMALL
 
@@ -40,16 +40,16 @@ def _fresh() -> Iterator[None]:
 
 
 def test_what_was_asked_is_not_asked_again() -> None:
-    assert [awaited.awaited("doubling", double, 3) for _ in range(3)] == [6, 6, 6]
-    assert awaited.awaited("doubling", double, value=4) == 8
+    assert [result_cache.awaited("doubling", double, 3) for _ in range(3)] == [6, 6, 6]
+    assert result_cache.awaited("doubling", double, value=4) == 8
     assert CALLS == [3, 4]
 
 
 def test_what_is_handed_over_is_not_kept() -> None:
-    assert [awaited.handed_over(double, 3) for _ in range(2)] == [6, 6]
+    assert [result_cache.handed_over(double, 3) for _ in range(2)] == [6, 6]
     assert CALLS == [3, 3]
     with pytest.raises(SpecError):
-        awaited.handed_over(refuse, SpecError)
+        result_cache.handed_over(refuse, SpecError)
 
 
 def test_large_files_are_made_where_pages_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,15 +60,16 @@ def test_large_files_are_made_where_pages_do_not_wait_for_them(monkeypatch: pyte
         return Done("made elsewhere")
 
     monkeypatch.setattr(TaskRequest, "run", answer)
-    document = dict(SMALL)
-    assert [result_cache.prediction_text(document), result_cache.trace_text(document)] == 2 * ["made elsewhere"]
+    inputs = result_cache.worker_inputs(dict(SMALL))
+    made = [result_cache.handed_over(task, *inputs) for task in (prediction_text, trace_text)]
+    assert made == 2 * ["made elsewhere"]
     assert asked == ["prediction_text", "trace_text"]
 
 
 @pytest.mark.parametrize("kind", [SpecError, NotModelledError])
 def test_refusals_arrive_as_they_were(kind: type[SpecError]) -> None:
     with pytest.raises(kind) as caught:
-        awaited.awaited("refusing", refuse, kind)
+        result_cache.awaited("refusing", refuse, kind)
     assert type(caught.value) is kind
     assert [problem.field for problem in caught.value.problems] == ["plan.pp", "plan.tp"]
     assert caught.value.file == "x"
@@ -77,7 +78,7 @@ def test_refusals_arrive_as_they_were(kind: type[SpecError]) -> None:
 def test_a_bug_is_not_kept() -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            awaited.awaited("failing", fail)
+            result_cache.awaited("failing", fail)
 
 
 @pytest.mark.slow
@@ -86,13 +87,13 @@ def test_processes_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv(WORKERS, "1")
     with pytest.raises(SpecError, match="must be 2"):
-        awaited.awaited("refusing", refuse, SpecError)
+        result_cache.awaited("refusing", refuse, SpecError)
     with pytest.raises(RunError, match="ended"):
-        awaited.awaited("ending", os._exit, 1)
-    assert awaited.awaited("doubling", double, 5) == 10
+        result_cache.awaited("ending", os._exit, 1)
+    assert result_cache.awaited("doubling", double, 5) == 10
     with pytest.raises(RunError, match="ZeroDivisionError"):
-        awaited.awaited("failing", fail)
-    assert awaited.awaited("asking", os.getpid) == awaited.done(os.getpid), "one worker, asked again"
+        result_cache.awaited("failing", fail)
+    assert result_cache.awaited("asking", os.getpid) == result_cache.done(os.getpid), "one worker, asked again"
 
 
 def test_what_nobody_waits_for_is_not_begun() -> None:

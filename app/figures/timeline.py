@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
-from app.results.plan import predicted_step
-from simplan.io import json_text
+from app.predictions import predicted_step
 from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated
 from simplan.prediction import RankMemory
 from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory, Op, Program, Stream, Work
 from simplan.program.timeline import SpanKind
-from simplan.report.trace import predicted_trace
 from simplan.sim.memory import memory_trace
 from simplan.units import format_time
 
@@ -73,14 +71,12 @@ class Lane:
         rank: Global rank.
         stages: Stages of the rank, ascending.
         compute, communications: Compute and communication boxes in the window.
-        idle_fraction: Fraction of the step in which the compute stream is idle, exposed communication included.
     """
 
     rank: int
     stages: tuple[int, ...]
     compute: tuple[TimelineBox, ...]
     communications: tuple[TimelineBox, ...]
-    idle_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +165,9 @@ def timeline_result(
     ranks = [rank for rank in firsts if rank in simulated.program.by_rank]
     step_s = prediction.step_time_s
     start_s, end_s = start * step_s, end * step_s
-    computes = [_compute_pieces(step, rank, layers=layers) for rank in ranks]
-    communications = [_communication_pieces(step, rank) for rank in ranks]
-    busy_s = [sum(piece.end_s - piece.start_s for piece in pieces) for pieces in computes]
+    by_action: Callable[[int], Hashable] | None = None if layers else (lambda index: step.ops[index].action)
+    computes = [_pieces(step, rank, by_action, on_compute=True) for rank in ranks]
+    communications = [_pieces(step, rank, None, on_compute=False) for rank in ranks]
     stages = [tuple(sorted({step.ops[piece.ops[0]].action.stage for piece in one})) for one in computes]
     for compute, communication in zip(computes, communications, strict=True):
         _add_waits(compute, communication, step, step_s)
@@ -188,7 +184,6 @@ def timeline_result(
             stages[number],
             tuple(_box(step, group, layers=layers) for group in computed[number]),
             tuple(_box(step, group, communication=True) for group in moved[number]),
-            max(0.0, 1.0 - busy_s[number] / step_s),
         )
         for number, rank in enumerate(ranks)
     )
@@ -207,11 +202,6 @@ def timeline_result(
         capacity_bytes=prediction.capacity_bytes,
         peak_bytes=max(max(curve.total_bytes) for curve in curves),
     )
-
-
-def trace_text(text: str, calibrated_at: int) -> str:
-    """Output file of ``simplan trace``."""
-    return json_text(predicted_trace(*predicted_step(text, calibrated_at)))
 
 
 class _Ops(dict[int, Op]):
@@ -233,10 +223,6 @@ class _Step:
         self.ops = _Ops(simulated.program)
         self.on_compute = simulated.program.on_stream(Stream.COMPUTE)
 
-    def lasts(self, index: int) -> bool:
-        """True for an operation that takes time."""
-        return bool(self.times.end_s[index] > self.times.start_s[index])
-
 
 @dataclass(slots=True)
 class _Piece:
@@ -255,26 +241,20 @@ class _Piece:
     waited_for: str = ""
 
 
-def _compute_pieces(step: _Step, rank: int, *, layers: bool) -> list[_Piece]:
-    """Pieces of the compute stream: one per run of operations of an action, or one per layer."""
-    ops, times = step.ops, step.times
-    running = [index for index in step.simulated.program.by_rank[rank] if step.on_compute[index] and step.lasts(index)]
+def _pieces(step: _Step, rank: int, key: Callable[[int], Hashable] | None, *, on_compute: bool) -> list[_Piece]:
+    """Pieces of a rank's compute stream or of its communication: one per run of operations of equal keys."""
+    times = step.times
+    running = [
+        index
+        for index in step.simulated.program.by_rank[rank]
+        if bool(step.on_compute[index]) is on_compute and times.end_s[index] > times.start_s[index]
+    ]
     running.sort(key=lambda index: times.start_s[index])
-    grouped = groupby(running, key=(lambda index: index) if layers else (lambda index: ops[index].action))
-    groups = [list(group) for _, group in grouped]
+    groups = [list(group) for _, group in groupby(running, key=key)]
     return [
         _Piece(group, float(times.start_s[group[0]]), float(max(times.end_s[index] for index in group)))
         for group in groups
     ]
-
-
-def _communication_pieces(step: _Step, rank: int) -> list[_Piece]:
-    found = [
-        _Piece([index], float(step.times.start_s[index]), float(step.times.end_s[index]))
-        for index in step.simulated.program.by_rank[rank]
-        if not step.on_compute[index] and step.lasts(index)
-    ]
-    return sorted(found, key=lambda piece: piece.start_s)
 
 
 def _merged(streams: Sequence[Sequence[_Piece]], most: int, window_s: float) -> tuple[list[list[list[_Piece]]], float]:

@@ -1,0 +1,191 @@
+"""Schedules on a small pipeline with equal stages, for learning: the timeline up to a time, and the bubble.
+
+Times have any unit, which is written as one second in the records of ``simplan draw``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from app.figures.gantt import boxes_trace, text_inside
+from app.figures.style import ACTIONS, MUTED, Figure, figure, upright
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.program.action import ActionKind
+from simplan.program.schedules import SCHEDULES, PipelineShape
+from simplan.program.schedules.shape import StageTimes, action_ends_s
+from simplan.report.drawings.drawing import WORDS, Box, labels
+from simplan.report.drawings.svg import shade
+
+CLOSED_FORMS: Mapping[str, str] = {
+    "naive": "(p-1)/p",
+    "gpipe": "(p-1)/(m+p-1)",
+    "1f1b": "(p-1)/(m+p-1)",
+    "interleaved_1f1b": "(p-1)/(v m+p-1)",
+}
+"""Bubble fraction in closed form, for equal stages and zero-cost communication; m a multiple of p if interleaved."""
+
+_ROW_PX, _AROUND_PX = 42, 100
+_MAX_INSTANTS = 120
+
+
+@dataclass(frozen=True)
+class ScheduleTimeline:
+    """Timeline of a schedule.
+
+    Attributes:
+        name: Name of the schedule.
+        num_microbatches: Number of microbatches, m.
+        virtual_stages: Number of stages per rank, v.
+        times: Times of every stage.
+        rows: Actions by rank, then by time.
+    """
+
+    name: str
+    num_microbatches: int
+    virtual_stages: int
+    times: StageTimes
+    rows: tuple[tuple[Box, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of pipeline ranks, p."""
+        return len(self.rows)
+
+    @cached_property
+    def length(self) -> float:
+        """Time from the first start to the last end."""
+        return max(box.end_s for row in self.rows for box in row)
+
+    @cached_property
+    def idle(self) -> float:
+        """Idle time, summed over ranks."""
+        return self.num_ranks * self.length - sum(box.duration_s for row in self.rows for box in row)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Fraction of ``length`` in which ranks idle, mean over ranks."""
+        return self.idle / (self.num_ranks * self.length)
+
+    @cached_property
+    def most_in_flight(self) -> tuple[int, ...]:
+        """Maximum number of microbatches in flight per rank, counted per stage."""
+        starts = {box.start_s for row in self.rows for box in row}
+        return tuple(max(self.in_flight(rank, time) for time in starts) for rank in range(self.num_ranks))
+
+    def in_flight(self, rank: int, time: float) -> int:
+        """Microbatches in flight on a rank at a time: from the start of F to the end of B, or of W."""
+        begun = sum(box.start_s <= time for box in self.rows[rank] if box.action.kind is ActionKind.FORWARD)
+        ends = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        return begun - sum(box.end_s <= time for box in self.rows[rank] if box.action.kind in ends)
+
+    @property
+    def instants(self) -> list[float]:
+        """Times to look at: one per time unit, or per shortest action, up to a maximum number, and the end."""
+        shortest = min(1.0, *(box.duration_s for row in self.rows for box in row))
+        number = min(_MAX_INSTANTS, math.ceil(self.length / shortest - 1e-9))
+        return [round(self.length * place / number, 6) for place in range(number)] + [self.length]
+
+
+def schedule_timeline(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    virtual_stages: int = 2,
+    times: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 0.0),
+) -> ScheduleTimeline:
+    """Timeline of a schedule.
+
+    Args:
+        name: Key of ``SCHEDULE_FACTS``.
+        num_ranks, num_microbatches: Size of the pipeline and number of microbatches.
+        virtual_stages: Stages per rank, for schedules without a fixed number.
+        times: Forward (F), backward for the input (I) and for the weights (W) of every stage and one microbatch, and
+            the time from the end of an action to the arrival of its result on a neighboring rank.
+    """
+    stages = SCHEDULE_FACTS[name].virtual_stages or virtual_stages
+    stage_times = StageTimes.equal(num_ranks * stages, *times)
+    table = SCHEDULES[name](PipelineShape(num_ranks, num_microbatches, stages, stage_times))
+    ends_s = action_ends_s(table, stage_times)
+    rows = tuple(
+        tuple(Box(action, ends_s[action] - stage_times.duration_s(action), ends_s[action]) for action in row)
+        for row in table
+    )
+    return ScheduleTimeline(name, num_microbatches, stages, stage_times, rows)
+
+
+def schedule_figure(one: ScheduleTimeline, until: float) -> Figure:
+    """The schedule up to a time, one row per rank, with the number of microbatches in flight next to it."""
+    several = one.virtual_stages > 1
+    groups: dict[tuple[ActionKind, int], list[tuple[int, Box]]] = {}
+    for rank, row in enumerate(one.rows):
+        stages = sorted({box.action.stage for box in row})
+        for box in row:
+            if box.start_s < until:
+                groups.setdefault((box.action.kind, stages.index(box.action.stage)), []).append((rank, box))
+    order = [*ActionKind]
+    traces = []
+    for kind, place in sorted(groups, key=lambda group: (order.index(group[0]), group[1])):
+        boxes = groups[kind, place]
+        fill = shade(ACTIONS.get(kind, MUTED), place, one.virtual_stages)
+        trace = boxes_trace(
+            WORDS[kind] + (f", stage {place + 1} of a rank" if several else ""),
+            [(rank, box.start_s, min(box.end_s, until)) for rank, box in boxes],
+            [f"<b>{box.action}</b><br>from {box.start_s:g} to {box.end_s:g}" for _, box in boxes],
+            fill,
+            width=0.78,
+            **text_inside([labels(box, several)[0] for _, box in boxes], fill),
+        )
+        traces.append(trace)
+    at_right = {"x": 1.005, "xref": "paper", "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
+    notes = [
+        at_right | {"y": rank, "text": f"{one.in_flight(rank, until)} in flight, max {most}"}
+        for rank, most in enumerate(one.most_in_flight)
+    ]
+    return figure(
+        traces,
+        height=_AROUND_PX + _ROW_PX * one.num_ranks,
+        barmode="overlay",
+        bargap=0,
+        uniformtext={"minsize": 8, "mode": "hide"},
+        margin={"t": 40, "r": 110},
+        annotations=notes,
+        shapes=[upright(until, {"color": MUTED, "width": 1.5})],
+        xaxis={"title": "time, units", "range": [0, one.length * 1.002], "showgrid": True},
+        yaxis={
+            "tickvals": list(range(one.num_ranks)),
+            "ticktext": [f"rank {rank}" for rank in range(one.num_ranks)],
+            "range": [one.num_ranks - 0.5, -0.5],
+            "showgrid": False,
+            "fixedrange": True,
+        },
+    )
+
+
+def why_bubble(one: ScheduleTimeline) -> str:
+    """Reason of the idle time of a schedule, with its numbers."""
+    p, m, v = one.num_ranks, one.num_microbatches, one.virtual_stages
+    times = one.times
+    both = times.forward_s[0] + times.backward_input_s[0] + times.backward_weight_s[0]
+    fill = (
+        f"The first microbatch reaches rank {p - 1} only after {p - 1} other forwards, and its gradient returns to "
+        f"rank 0 only after {p - 1} other backwards."
+    )
+    if one.name == "naive":
+        return f"{fill} Nothing else runs in between, so that one rank of {p} works at a time."
+    if SCHEDULE_FACTS[one.name].splits_backward:
+        return (
+            f"{fill} Only the input gradient (I) is on that path. The weight gradient (W) is needed by no other rank, "
+            f"so that ranks run it where they would wait: {one.idle:g} of {p * one.length:g} rank units stay idle."
+        )
+    if v > 1:
+        return (
+            f"{fill} A stage is {v} times smaller than with one stage per rank, and so is this wait. More stages per "
+            "rank make it shorter, and send more activations between ranks."
+        )
+    return (
+        f"{fill} Each rank therefore idles (p-1)(F+B) = {(p - 1) * both:g} units next to m(F+B) = {m * both:g} of "
+        "work. More microbatches make the fraction smaller, not the bubble shorter."
+    )
