@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from simplan.document import Document, Place
 from simplan.errors import NotModelledError, Problem, SpecError
@@ -162,7 +162,7 @@ class Reading:
     _unmodeled_problems: list[Problem] = field(default_factory=list)
 
     @classmethod
-    def of(cls, title: str, file: str, settings: Iterable[Setting]) -> Reading:
+    def of(cls, title: str, file: str, settings: Iterable[Setting]) -> Self:
         """Reading of settings, of which the last one of a key counts."""
         by_key = {setting.key: setting for setting in settings}
         return cls(title, file, by_key, dict(by_key))
@@ -175,6 +175,37 @@ class Reading:
         """Value of a key, which counts as read from here on."""
         self._left.pop(key, None)
         return self.settings[key].value if key in self.settings else default
+
+    def peek(self, key: str, default: Any = None) -> Any:
+        """Value of a key, which does not count as read."""
+        return self.settings[key].value if key in self.settings else default
+
+    def whole(self, key: str, default: int = 1) -> int:
+        """A whole number, at least 1; null and absent are the default, and anything else is a contradiction."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.contradiction(key, "must be a whole number, at least 1")
+            return default
+        return value
+
+    def truth(self, key: str, *, default: bool = False) -> bool:
+        """True or false; null and absent are the default, and anything else is a contradiction."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.contradiction(key, "must be true or false")
+            return default
+        return value
+
+    def word(self, key: str, default: str | None = None) -> str | int | float | bool | None:
+        """A single value, to look up; null and absent are the default, and a list is text that nothing has."""
+        value = self.value(key)
+        if value is None:
+            return default
+        return value if isinstance(value, str | int | float | bool) else str(value)
 
     def written(self, path: str) -> Any:
         """Value that a dotted key of the scenario has by now; None if it has none."""
@@ -203,6 +234,13 @@ class Reading:
         self._origins[path], self._names[path] = str(setting), key
         if setting.line is not None:
             self._lines[tuple(path.split("."))] = (setting.line, 1)
+
+    def copy(self, path: str, *keys: str) -> bool:
+        """Give a key of the scenario the value of the first of some settings; False if the file has none of them."""
+        key = next((each for each in keys if each in self), None)
+        if key is not None:
+            self.put(path, self.value(key), key)
+        return key is not None
 
     def match(self, matches: Iterable[Match]) -> None:
         """Put all settings that are one key of a scenario each.

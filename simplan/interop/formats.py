@@ -13,7 +13,7 @@ from simplan.document import Document, parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.writing import Exported, Option
-from simplan.io import MAX_YAML_BYTES, folder_of, read_text
+from simplan.io import folder_of
 from simplan.job import Job
 from simplan.search.switch import ChangedSetting, changed_keys, changed_options
 
@@ -41,22 +41,6 @@ class ConfigFile:
     def folder(self) -> Path | None:
         """Folder of other files that it may name; None if they must not be read."""
         return folder_of(self.path) if self.reads_others else None
-
-    def beside(self, name: str, field: str) -> ConfigFile:
-        """File that this one names, relative to its folder.
-
-        Args:
-            name: Path in the file.
-            field: Setting that names it, for errors.
-
-        Raises:
-            SpecError: It must not be read, or cannot be read.
-        """
-        if not self.reads_others:
-            rule, fix = "names a file, which an upload cannot bring along", "use the command line"
-            raise SpecError(Problem(field=field, value=name, rule=rule, fix=fix), file=self.name)
-        path = folder_of(self.path) / name
-        return ConfigFile(path, read_text(path, MAX_YAML_BYTES))
 
     @cached_property
     def yaml(self) -> Document | None:
@@ -102,19 +86,16 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
     from simplan.interop import chakra
-    from simplan.interop.frameworks import megatron, torchtitan
+    from simplan.interop.frameworks import megatron, nemo, torchtitan
     from simplan.interop.frameworks.bridge import reading as bridge
-    from simplan.interop.frameworks.hugging_face import accelerate, deepspeed, trainer
-    from simplan.interop.frameworks.nemo import reading as nemo
+    from simplan.interop.frameworks.hugging_face import files as hugging_face
 
     known: tuple[Format, ...] = (
         torchtitan.FORMAT,
         torchtitan.TOML_FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
-        accelerate.FORMAT,
-        deepspeed.FORMAT,
-        trainer.FORMAT,
+        *hugging_face.FORMATS,
         megatron.FORMAT,
         chakra.FORMAT,
     )

@@ -7,15 +7,75 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
-from simplan.interop.model_types import MODEL_TYPES, ModelType
+from simplan.interop.frameworks import tables
 from simplan.problems import render_value
 
 _USUAL_LENGTH = 4096
 _FULL, _IN_WINDOW = "full_attention", "sliding_attention"
+_MAY_MISS = frozenset({
+    "num_key_value_heads", "head_dim", "attention_bias", "tied_embeddings", "max_position_embeddings", "sliding_window",
+    "q_lora_rank", "num_dense_layers", "shared_expert_intermediate_size", "type_vocab_size", "num_channels",
+    "partial_rotary_factor",
+})  # fmt: skip
+"""Fields that a config may omit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelType:
+    """Mapping of one ``model_type`` to ``ModelSpec``.
+
+    Attributes:
+        family: Model family of simplan.
+        keys: By field of ``ModelSpec``, the key of the config; dots select nested keys.
+        optional: Fields that may be missing.
+        neutral: Keys that change the model, with the values that leave it as modeled; absent and null always do.
+        fixed: Fields of ``ModelSpec`` that no key gives, with their values.
+        windows: True if ``sliding_window`` applies to all layers; False if ``use_sliding_window`` enables it for some.
+        alternates: True if ``sliding_window`` applies to every second layer, from the first, unless ``layer_types`` is
+            set.
+        has_sequences: True if the user gives ``seq_len``; False for image models.
+        later_tokens: Key with the number of multi-token prediction layers; None if the type has none.
+        in_experts: Fields that the config counts in experts of width ``moe_intermediate_size``.
+    """
+
+    family: str
+    keys: Mapping[str, str]
+    optional: frozenset[str] = _MAY_MISS
+    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    windows: bool = False
+    alternates: bool = False
+    has_sequences: bool = True
+    later_tokens: str | None = None
+    in_experts: frozenset[str] = frozenset()
+
+
+@cache
+def model_types() -> Mapping[str, ModelType]:
+    """Supported model types by ``model_type``: ``tables/model_types.yaml``."""
+    return {name: _model_type(**data) for name, data in tables("model_types").items() if not name.startswith("_")}
+
+
+def _model_type(
+    *,
+    keys: Iterable[str | Mapping[str, str]],
+    neutral: Mapping[str, Any],
+    optional: Iterable[str] = (),
+    required: Iterable[str] = (),
+    in_experts: Iterable[str] = (),
+    **others: Any,
+) -> ModelType:
+    pairs = [pair for each in keys for pair in ([(each, each)] if isinstance(each, str) else each.items())]
+    own = {key: values for key, values in neutral.items() if key != "<<"}
+    may_miss = (_MAY_MISS | {*optional}) - {*required}
+    neutral = {**neutral.get("<<", {}), **own}
+    return ModelType(keys=dict(pairs), neutral=neutral, optional=may_miss, in_experts=frozenset(in_experts), **others)
 
 
 def model_fields_from_config(
@@ -36,12 +96,13 @@ def model_fields_from_config(
         NotModelledError: The config uses options that are not modeled yet.
     """
     word = config.get("model_type")
-    if word not in tuple(MODEL_TYPES):  # a list or mapping is not hashable
+    known = model_types()
+    if word not in tuple(known):  # a list or mapping is not hashable
         value = render_value(word) if word is not None else None
         rule = "is missing" if word is None else "is a family that is not modeled yet"
         error = SpecError if word is None else NotModelledError
-        raise error(Problem(field="model_type", value=value, rule=rule, fix=did_you_mean(str(word), MODEL_TYPES)))
-    kind = MODEL_TYPES[word]
+        raise error(Problem(field="model_type", value=value, rule=rule, fix=did_you_mean(str(word), known)))
+    kind = known[word]
     given = {field: _look_up(config, key) for field, key in kind.keys.items()}
     if isinstance(labels := given.get("num_classes"), Mapping):
         given["num_classes"] = len(labels)
@@ -52,9 +113,9 @@ def model_fields_from_config(
     if mtp and kind.later_tokens is not None and (layers := _look_up(config, kind.later_tokens)):
         fields["mtp_num_layers"] = layers
     width = fields.get("moe_intermediate_size")
-    for field in kind.in_experts & fields.keys():
-        if type(fields[field]) is int and type(width) is int:  # true is no number of experts
-            fields[field] *= width
+    for counted in kind.in_experts & fields.keys():
+        if type(fields[counted]) is int and type(width) is int:  # true is no number of experts
+            fields[counted] *= width
     if kind.has_sequences:
         if seq_len is None:
             raise SpecError(_no_length(fields.get("max_position_embeddings"), kind))

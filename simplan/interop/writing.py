@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from simplan import catalog
 from simplan.base import Spec
@@ -99,6 +99,23 @@ class Writing:
         """Write a setting; a flag has the value True."""
         self.options.append(Option(Setting(key, value), comment))
 
+    def copy(self, key: str, path: str, *, if_set: bool = False) -> None:
+        """Write the value of a dotted key as it is.
+
+        Args:
+            if_set: Leave out what is null, false or 0.
+        """
+        value = self.value(path)
+        if value or not if_set:
+            self.set(key, value, path)
+
+    def allowed(self, path: str, values: Iterable[Any], fix: str = "") -> Any:
+        """Value of a dotted key, one of several; any other is refused, with these as the fix."""
+        value, known = self.value(path), list(values)
+        if value not in known:
+            self.refuse(path, fix or f"use {', '.join(map(str, known))}")
+        return value
+
     def match(self, matches: Iterable[Match]) -> None:
         """Write all keys of the scenario that are one setting each.
 
@@ -119,7 +136,7 @@ class Writing:
         """Note keys that other settings imply."""
         self._taken.update(paths)
 
-    def refuse(self, path: str, fix: str = "") -> None:
+    def refuse(self, path: str, fix: str = "") -> NoReturn:
         """Refuse a key that the framework cannot express.
 
         Raises:

@@ -23,7 +23,7 @@ from simplan.document import Path as KeyPath
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, read_configuration
-from simplan.interop.model_types import MODEL_TYPES
+from simplan.interop.huggingface import model_types
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -559,7 +559,7 @@ def _assume_model(found: dict[str, Any], file: str, assume: Assume) -> None:
     elif isinstance(config, str) and "seq_len" not in model:
         read = read_json(folder_of(file) / config)
         longest = read.get("max_position_embeddings")
-        if isinstance(longest, int) and longest > 0 and read.get("model_type") in MODEL_TYPES:
+        if isinstance(longest, int) and longest > 0 and read.get("model_type") in model_types():
             why = "usual in training" if longest > _USUAL_LENGTH else "the longest that the configuration has"
             assume("model", "seq_len", min(longest, _USUAL_LENGTH), why)
 

@@ -183,6 +183,15 @@ def test_peaks_and_sizes_of_logs() -> None:
     assert (titan.global_batch_size, titan.seq_len, titan.tokens_per_s_per_device) == (8, 8192, (1478.0,))
 
 
+def test_log_with_memory_reports_alone_gives_their_peaks() -> None:
+    report = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: {} | max reserved: {}"
+
+    run = run_of("\n".join(report.format(rank, 1024 * (rank + 1), 3072) for rank in range(2)))
+
+    assert (run.peak_allocated_gib, run.peak_reserved_gib) == ((2.0,), (3.0,))
+    assert run.step_times_s is None
+
+
 def test_enough_public_logs() -> None:
     assert len(EXCERPTS) >= 20
 

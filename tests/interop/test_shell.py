@@ -143,6 +143,21 @@ def test_unknown_values_and_undecided_branches_are_told() -> None:
     assert (lines["--tp"], lines["--fp8"], lines["--mode"]) == (4, 6, 8)
 
 
+def test_options_that_a_condition_adds_to_a_string_are_the_only_ones_in_doubt() -> None:
+    text = """
+        OPTIONS="--tp 2"
+        if [ -e /data ]; then OPTIONS="$OPTIONS --mock-data"; fi
+        if [ -e /fast ]; then OPTIONS="--pp 4 $OPTIONS"; fi
+        torchrun train.py $OPTIONS
+    """
+
+    (launch,) = read_launches(text, "train.sh")
+
+    assert not any(word.unknown for word in launch.arguments)
+    told = [(word.text, word.condition) for word in launch.arguments]
+    assert told == [("--pp", 4), ("4", 4), ("--tp", None), ("2", None), ("--mock-data", 3)]
+
+
 @pytest.mark.parametrize(
     ("text", "devices"),
     [

@@ -18,9 +18,8 @@ from simplan.document import Document
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.configuration import Setting
 from simplan.interop.formats import formats
-from simplan.interop.frameworks.torchtitan.facts import facts
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
-from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, RunSettings
+from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts
 from simplan.interop.frameworks.torchtitan.stages import generated_layers, generated_layers_of_2024
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -433,7 +432,7 @@ _STRANGE: tuple[Any, ...] = (
 )
 def test_strange_value_of_any_key_is_an_error_or_a_job(others: dict[str, Any]) -> None:
     """No traceback; a value that the reader takes is checked again by the scenario."""
-    for key in [*DEFAULTS, *ALIASES]:
+    for key in [*facts().defaults, *facts().aliases]:
         for value in _STRANGE:
             settings = {"model.name": "llama3", "model.flavor": "8B"} | others | {key: value}
             listed = [Setting(name, each, 1) for name, each in settings.items()]

@@ -1,1 +1,18 @@
-"""One module per framework: its configuration as sections of a scenario, and jobs as its configuration."""
+"""Configurations of training frameworks as sections of a scenario, and jobs as their configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from simplan.document import parse_yaml
+
+
+@cache
+def tables(framework: str) -> Mapping[str, Any]:
+    """Content of ``tables/FRAMEWORK.yaml``: what the options of a framework do to a step, and what names stand for."""
+    file = resources.files(__name__).joinpath("tables", f"{framework}.yaml")
+    data: Mapping[str, Any] = parse_yaml(file.read_text(encoding="utf-8"), file.name).data
+    return data

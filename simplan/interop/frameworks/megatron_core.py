@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ _BINARY: Mapping[str, Callable[[int, int], int]] = {
     "multiply": lambda a, b: a * b,
     "divide_floor": lambda a, b: a // b if b else 0,
 }
-SPAN = re.compile(r"\[(\d)\]\*(\d{1,4})")
+_SPAN = re.compile(r"\[(\d)\]\*(\d{1,4})")
 """Blocks with or without experts in ``moe_layer_freq``: ``([0]*3+[1]*58)``."""
 
 CP_COMM = {None: "ring", "p2p": "ring", "all_gather": "all_gather", "a2a": "a2a"}
@@ -39,6 +39,7 @@ LORA_TARGETS = {
 """``model.lora_targets`` -> modules with adapters, larger groups first."""
 TP_PP_DP = ["tp", "cp", "pp", "dp"]
 """Placement by ``use_tp_pp_dp_mapping`` (megatron/training/initialize.py); the only one besides the default."""
+Positions = Literal["learned", "rope", "alibi", "none"]
 OPTIMIZERS = {"adam": "adam", "sgd": "sgd_momentum"}
 """``OptimizerConfig.optimizer`` -> ``training.optimizer``; its SGD has a momentum of 0.9."""
 
@@ -62,37 +63,6 @@ class Words:
     optimizer: str
     batch: str
     recompute: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelForm:
-    """A decoder in the words of one file.
-
-    Attributes:
-        gated: MLPs have a gate.
-        positions: Kind of position embedding; ``rope`` includes its variants.
-        biases: Linear layers have biases.
-        tied: Embedding and head share a weight.
-        layer_norm: LayerNorm instead of RMSNorm.
-        moe: Blocks have experts.
-        mla: Attention is DeepSeek's multi-head latent attention.
-        keys: Field of ``ModelSpec`` -> key of the file.
-        more: Further fields of the model, each with its value and the key or words on its origin.
-        why: Field of ``gated``, ``positions``, ``biases``, ``layer_norm`` -> key of the file that says so.
-        dropouts: Keys of rates of dropout, which are 0.1 by default.
-    """
-
-    gated: bool
-    positions: Literal["learned", "rope", "alibi", "none"]
-    biases: bool
-    tied: bool
-    layer_norm: bool
-    moe: bool = False
-    mla: bool = False
-    keys: Mapping[str, str] = field(default_factory=dict)
-    more: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    why: Mapping[str, str] = field(default_factory=dict)
-    dropouts: tuple[str, ...] = ("model.hidden_dropout", "model.attention_dropout")
 
 
 def flattened(document: Document) -> list[Setting]:
@@ -151,36 +121,6 @@ def interpolated(settings: Iterable[Setting], prefix: str = "") -> list[Setting]
     return [filled(setting) for setting in listed]
 
 
-def whole(reading: Reading, key: str, default: int = 1) -> int:
-    """A whole number, at least 1; null and absent are the default, and anything else is a contradiction."""
-    value = reading.value(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        reading.contradiction(key, "must be a whole number, at least 1")
-        return default
-    return value
-
-
-def truth(reading: Reading, key: str, *, default: bool = False) -> bool:
-    """True or false; null and absent are the default, and anything else is a contradiction."""
-    value = reading.value(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        reading.contradiction(key, "must be true or false")
-        return default
-    return value
-
-
-def word(reading: Reading, key: str, default: str | None = None) -> str | int | float | bool | None:
-    """A single value, to look up; null and absent are the default, and a list is text that nothing has."""
-    value = reading.value(key)
-    if value is None:
-        return default
-    return value if isinstance(value, str | int | float | bool) else str(value)
-
-
 def parallel_matches(words: Words) -> tuple[Match, ...]:
     """Degrees and batch, for reading and for writing."""
     p = words.parallel
@@ -201,40 +141,34 @@ def read_parallel(reading: Reading, words: Words, *, experts: bool, is_whole: bo
         is_whole: False for overrides of a recipe, which leave other settings to it.
     """
     p = words.parallel
-    degrees = {match.path.partition(".")[2]: whole(reading, match.key) for match in parallel_matches(words)[:3]}
+    degrees = {match.path.partition(".")[2]: reading.whole(match.key) for match in parallel_matches(words)[:3]}
     reading.match(parallel_matches(words))
     key = f"{p}virtual_pipeline_model_parallel_size"
-    virtual = whole(reading, key)
+    degrees["vp"] = virtual = reading.whole(key)
     if degrees["pp"] > 1 and (is_whole or key in reading):
         reading.put("plan.virtual_stages", virtual, key if key in reading else "one stage per rank by default")
-    else:
-        reading.no_effect(key)
     key = f"{p}sequence_parallel"
-    sequence = truth(reading, key)
+    sequence = reading.truth(key)
     if degrees["tp"] > 1 and (is_whole or key in reading):
         reading.put("plan.sequence_parallel", sequence, key if key in reading else "off by default")
-    else:
-        reading.no_effect(key)
     if degrees["cp"] > 1:
         read_cp_comm(reading, f"{words.model}cp_comm_type")
     for name, path, default in (
         ("expert_model_parallel_size", "ep", 1),
         ("expert_tensor_parallel_size", "etp", degrees["tp"]),
     ):
-        degree = whole(reading, p + name, default)
+        degree = reading.whole(p + name, default)
         in_file = reading.settings.get(p + name)
         said = in_file is not None and in_file.value is not None
         if experts and (is_whole or said):
             reading.put(f"plan.{path}", degree, p + name if said else "the default of Megatron Core")
             degrees[path] = degree
-        else:
-            reading.no_effect(p + name)
     return degrees
 
 
 def read_placement(reading: Reading, key: str) -> None:
     """Put the placement with pipelines inside of data-parallel groups, if a file asks for it."""
-    if truth(reading, key):
+    if reading.truth(key):
         reading.put("plan.placement", TP_PP_DP, key)
 
 
@@ -330,12 +264,12 @@ def read_data_parallel(
     """
     ddp = words.ddp
     keys = (f"{ddp}use_megatron_fsdp", f"{ddp}use_custom_fsdp", *fsdp_keys)
-    fsdp = [key for key in keys if truth(reading, key)]
+    fsdp = [key for key in keys if reading.truth(key)]
     strategy = f"{ddp}data_parallel_sharding_strategy"
     shared = [f"{section}use_distributed_optimizer" for section in (ddp, words.optimizer)]
     stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     if fsdp:
-        kind = word(reading, strategy, "optim_grads_params")
+        kind = reading.word(strategy, "optim_grads_params")
         reading.no_effect(*shared)
         if kind not in stages:
             reading.refuse(strategy, "is not known", f"use {', '.join(stages)}")
@@ -345,20 +279,18 @@ def read_data_parallel(
         return
     reading.no_effect(strategy)
     said = [key for key in shared if key in reading]
-    values = [truth(reading, key) for key in said]
+    values = [reading.truth(key) for key in said]
     chosen = any(values) if said else default
     put_sharding(reading, int(chosen), said[0] if said else origin)
-    reading.no_effect(*said)
     _put_instances(reading, ddp, is_sharded=chosen)
 
 
 def _put_instances(reading: Reading, ddp: str, *, is_sharded: bool) -> None:
     """Put the groups of data-parallel ranks that each share one copy of the optimizer states."""
     key = f"{ddp}num_distributed_optimizer_instances"
-    number = whole(reading, key)
+    number = reading.whole(key)
     if is_sharded and number > 1:
         reading.put("plan.dp_replicate", number, key)
-    reading.no_effect(key)
 
 
 def put_sharding(reading: Reading, zero_stage: int, key: str) -> None:
@@ -370,56 +302,59 @@ def put_sharding(reading: Reading, zero_stage: int, key: str) -> None:
         reading.put("plan.dp_shard", 1, key)
 
 
-def put_model(reading: Reading, form: ModelForm, origin: str) -> None:
-    """Put the model: its family, its sizes, and notes on what the family leaves out.
+def put_model(
+    reading: Reading,
+    *,
+    gated: bool,
+    moe: bool,
+    mla: bool = False,
+    positions: Positions,
+    layer_norm: bool,
+    gate_key: str,
+    bias_key: str,
+    keys: Mapping[str, str],
+    more: Mapping[str, tuple[Any, str]],
+    origin: str,
+) -> None:
+    """Put a decoder: its family, which is one with the same matmuls, its sizes, and notes on what that leaves out.
 
     Args:
+        gated, moe, mla: MLPs have a gate, blocks have experts, attention is DeepSeek's multi-head latent attention.
+        positions: Kind of position embedding; ``rope`` includes its variants.
+        layer_norm: LayerNorm instead of RMSNorm.
+        gate_key, bias_key: Keys on the gate of MLPs, and on biases of linear layers.
+        keys: Field of ``ModelSpec`` -> key of the file.
+        more: Further fields of the model, each with its value and the key or words on its origin.
         origin: Words on where values come from that the file does not have.
     """
-    family = _family(form)
+    biases, tied = reading.truth(bias_key, default=True), "model.share_embeddings_and_output_weights"
+    plain = "mpt" if positions == "alibi" and not biases else "gpt"
+    family = "deepseek" if mla else "moe" if moe else "llama" if gated else plain
     reading.put("model.name", Path(reading.file).stem, "the name of the file")
-    gate = form.why.get("gated", "")
-    reading.put("model.family", family, gate if gate in reading else origin)
-    for name, key in form.keys.items():
+    reading.put("model.family", family, gate_key if gate_key in reading else origin)
+    for name, key in keys.items():
         value = reading.value(key)
         if value is not None:
             reading.put(f"model.{name}", value, key)
-    for name, (value, key) in form.more.items():
+    for name, (value, key) in more.items():
         reading.put(f"model.{name}", value, key)
-    tied = form.why.get("tied", "")
-    reading.put("model.tied_embeddings", form.tied, tied if tied in reading else origin)
-    _note_differences(reading, form, family)
-
-
-def _note_differences(reading: Reading, form: ModelForm, family: str) -> None:
-    """Note what blocks of the family have otherwise than the file's."""
+    reading.put("model.tied_embeddings", reading.truth(tied, default=True), tied if tied in reading else origin)
     gpt = family == "gpt"
-    if family in ("llama", "moe") and form.biases:
-        reading.put("model.attention_bias", True, form.why.get("biases", ""))
-        reading.not_modeled(form.why.get("biases", ""), "biases of MLPs are left out")
-    elif gpt and not form.biases:
-        reading.not_modeled(form.why.get("biases", ""), "counted with biases")
-    if form.layer_norm is not (family in ("gpt", "mpt")):
-        what = "LayerNorm" if gpt else "RMSNorm, which reads no bias"
-        reading.not_modeled(form.why.get("layer_norm", ""), f"counted as {what}")
+    if family in ("llama", "moe") and biases:
+        reading.put("model.attention_bias", True, bias_key)
+        reading.not_modeled(bias_key, "biases of MLPs are left out")
+    elif gpt and not biases:
+        reading.not_modeled(bias_key, "counted with biases")
+    if layer_norm is not (family in ("gpt", "mpt")):
+        reading.not_modeled(
+            "model.normalization", f"counted as {'LayerNorm' if gpt else 'RMSNorm, which reads no bias'}"
+        )
     expected = {"gpt": "learned", "mpt": "alibi"}.get(family, "rope")
-    if form.positions != expected:
-        reading.not_modeled(form.why.get("positions", ""), f"counted as {expected} positions")
-    for key in form.dropouts:
+    if positions != expected:
+        reading.not_modeled("model.position_embedding_type", f"counted as {expected} positions")
+    for key in ("model.hidden_dropout", "model.attention_dropout"):
         if bool(reading.value(key, 0.1)) is not gpt:
             reading.not_modeled(key, f"the profile has {'dropout' if gpt else 'no dropout'} in this family")
-        reading.no_effect(key)
-
-
-def _family(form: ModelForm) -> str:
-    """Family with the same matmuls."""
-    if form.mla:
-        return "deepseek"
-    if form.moe:
-        return "moe"
-    if form.gated:
-        return "llama"
-    return "mpt" if form.positions == "alibi" and not form.biases else "gpt"
 
 
 def window(reading: Reading, key: str) -> dict[str, tuple[Any, str]]:
@@ -436,28 +371,13 @@ def capacity(reading: Reading, key: str) -> dict[str, tuple[Any, str]]:
     return {} if factor is None else {"capacity_factor": (factor, key), "drop_tokens": (True, key)}
 
 
-def expert_keys(reading: Reading, prefix: str) -> dict[str, str]:
-    """Fields of experts -> keys, for a file with ``num_moe_experts``; reads ``moe_layer_freq`` into the rest."""
-    names = {"num_experts": "num_moe_experts", "top_k": "moe_router_topk"}
-    width = "moe_ffn_hidden_size" if reading.settings.get(f"{prefix}moe_ffn_hidden_size") else "ffn_hidden_size"
-    if reading.value(f"{prefix}{width}") is None:
-        width = "ffn_hidden_size"
-    names["moe_intermediate_size"] = width
-    if width != "ffn_hidden_size":
-        names["intermediate_size"] = "ffn_hidden_size"
-    names["shared_expert_intermediate_size"] = "moe_shared_expert_intermediate_size"
-    if f"{prefix}moe_shared_expert_gate" in reading:
-        names["shared_expert_gate"] = "moe_shared_expert_gate"
-    return {name: prefix + key for name, key in names.items()}
-
-
 def dense_layers(reading: Reading, key: str, num_layers: Any) -> dict[str, tuple[Any, str]]:
     """Leading blocks without experts, by ``moe_layer_freq``: 1, a list of 0 and 1, or a sum of such lists as text."""
     value = reading.value(key, 1)
     blocks = value if isinstance(value, list) else []
     if isinstance(value, str):
-        blocks = [int(one) for one, times in SPAN.findall(value) for _ in range(int(times))]
-        blocks = blocks if SPAN.sub("", value).strip("()+ ") == "" else []
+        blocks = [int(one) for one, times in _SPAN.findall(value) for _ in range(int(times))]
+        blocks = blocks if _SPAN.sub("", value).strip("()+ ") == "" else []
     if value in (1, None):
         return {}
     dense = blocks.index(1) if 1 in blocks else 0
@@ -478,31 +398,52 @@ def grad_dtype(reading: Reading, precision: str, in_fp32: bool | None, key: str)
         reading.put("plan.grad_dtype", "bf16", key)
 
 
-def compare(reading: Reading, compared: Mapping[str, tuple[tuple[Any, ...], str]], degrees: Mapping[str, int]) -> None:
-    """Note settings with which the prediction leaves something out.
+def refuse(reading: Reading, table: Mapping[str, Any]) -> None:
+    """Refuse settings of a table under ``refused`` that have a value other than null, false or 0."""
+    for key, why in table["refused"].items():
+        if reading.value(key):
+            reading.refuse(key, why)
+
+
+def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
+    """Note settings with which the prediction leaves something out, and those without an effect.
 
     Args:
-        compared: Key -> values with which it leaves nothing out, and what it does with others.
+        table: ``not_modeled``: setting -> values with which nothing is left out, and what is with others;
+            ``no_effect``: beginnings of settings. What is null or empty is off, and has no effect either.
+        degrees: See ``read_parallel``. Overlaps of communication that a plan does not have leave nothing out.
     """
-    for key, (values, why) in compared.items():
-        is_moot = degrees["tp"] == 1 and key.endswith("tp_comm_overlap")
-        if key in reading and reading.value(key) not in values and not is_moot:
+    moot = [*["tp_comm_overlap"] * (degrees["tp"] == 1), *["overlap_p2p_comm"] * (degrees["vp"] == 1)]
+    for key, (values, why) in table["not_modeled"].items():
+        if key in reading and reading.value(key) not in values and not key.endswith(tuple(moot)):
             reading.not_modeled(key, why)
-        reading.no_effect(key)
-
-
-def no_effect(reading: Reading, beginnings: tuple[str, ...]) -> None:
-    """Note settings by the beginnings of their keys, and all that are null or empty, which is off."""
+    beginnings = tuple(table["no_effect"])
     reading.no_effect(
         *(key for key, each in reading.settings.items() if key.startswith(beginnings) or each.value in (None, [], {}))
     )
 
 
-def world_size(nodes: Any, devices: Any) -> int | None:
-    """Devices of all nodes; None if one of the numbers is no whole number."""
-    if not isinstance(nodes, int) or not isinstance(devices, int) or isinstance(nodes, bool) or min(nodes, devices) < 1:
-        return None
-    return nodes * devices
+def read_optimizer(reading: Reading, section: str, origin: str) -> None:
+    """Put the optimizer of a section with the keys of ``OptimizerConfig``, and the clipping of gradients.
+
+    Args:
+        origin: Words on where the optimizer comes from if the file does not have it.
+    """
+    key = f"{section}optimizer"
+    name = str(reading.value(key, "adam"))
+    if name not in OPTIMIZERS:
+        reading.refuse(key, "is not modeled yet", f"only {' and '.join(OPTIMIZERS)} are")
+        return
+    decoupled = reading.truth(f"{section}decoupled_weight_decay", default=True)
+    chosen = "adamw" if name == "adam" and decoupled else OPTIMIZERS[name]
+    reading.put("training.optimizer", chosen, key if key in reading else origin)
+    read_clipping(reading, f"{section}clip_grad")
+
+
+def put_length(reading: Reading, *keys: str) -> None:
+    """Put the length of sequences from the first of some settings; it is asked for if the file has none."""
+    if not reading.copy("model.seq_len", *keys):
+        reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
 
 
 def read_clipping(reading: Reading, key: str, default: float = 1.0) -> None:
@@ -510,7 +451,6 @@ def read_clipping(reading: Reading, key: str, default: float = 1.0) -> None:
     norm = reading.value(key, default)
     if isinstance(norm, int | float) and norm > 0:
         reading.put("training.clip_grad_norm", float(norm), key if key in reading else f"{ORIGIN}: clip_grad = 1")
-    reading.no_effect(key)
 
 
 def read_adapters(reading: Reading, prefix: str) -> None:

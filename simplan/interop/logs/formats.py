@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from simplan.errors import file_error
-from simplan.interop.logs import deepspeed, megatron, memory_snapshot, nemo, profiler, torchtitan, transformers
+from simplan.interop.logs import frameworks, memory_snapshot, profiler
 from simplan.interop.logs.reading import LogReading, plain_text
 from simplan.io import MAX_JSON_BYTES, decode_text, parse_json, read_bytes
 from simplan.runs.measurement import Measurement
 from simplan.validate.logged_run import YAML_SUFFIXES, LoggedRun, parse_measured
 
 MAX_TRACE_BYTES = 256 * 2**20
-_READERS = (megatron.read, torchtitan.read, nemo.read, deepspeed.read, transformers.read)
-"""Readers of text, those whose times are of single steps and of the whole step first."""
 _KNOWN = "Megatron-LM, Megatron Bridge, NeMo, torchtitan, DeepSpeed and the Hugging Face Trainer"
 _GZIP = b"\x1f\x8b"
 _PEAKS = ("peak_allocated_gib", "peak_reserved_gib", "peak_device_gib")
@@ -71,8 +69,8 @@ def _reading_of_json(data: Mapping[str, Any], file: str) -> LogReading | None:
         return profiler.read_trace(data, file)
     if memory_snapshot.is_snapshot(data):
         return memory_snapshot.read_snapshot(data, file)
-    if transformers.is_state(data):
-        return transformers.read_state(data, file)
+    if frameworks.is_trainer_state(data):
+        return frameworks.read_trainer_state(data, file)
     return None
 
 
@@ -81,7 +79,7 @@ def _parse_text(content: bytes, file: str) -> LoggedRun:
     if b"\0" in content:
         raise file_error(file, "is a binary file", "give a log, a trace or a snapshot")
     text = plain_text(content.decode("utf-8", errors="replace"))  # a progress bar may be cut inside a character
-    readings = [reading for reader in _READERS if (reading := reader(text)) is not None]
+    readings = [reading for reader in frameworks.READERS if (reading := reader(text)) is not None]
     if not readings:
         rule = f"has no lines of steps that simplan knows; it knows those of {_KNOWN}"
         fix = "write YAML: step_times_s: [2.41, 2.39, ...]"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from simplan.errors import NotModelledError, Problem
@@ -28,7 +27,6 @@ _PROFILE = "megatron-bridge"
 _TARGET = "Megatron Bridge"
 _FAMILIES = ("gpt", "llama", "moe", "deepseek")
 _AS_PROFILE = "as the profile has it"
-_RECOMPUTE = ("none", "selective", "full")
 
 
 def settings(job: Job) -> tuple[Option, ...]:
@@ -43,8 +41,7 @@ def settings(job: Job) -> tuple[Option, ...]:
         raise NotModelledError(
             Problem(field="software", value=job.software.id, rule=rule, fix=f"use software: {_PROFILE}")
         )
-    if job.model.family not in _FAMILIES:
-        writing.refuse("model.family", f"use {', '.join(_FAMILIES)}")
+    writing.allowed("model.family", _FAMILIES)
     _write_model(writing)
     _write_plan(writing)
     _write_training(writing)
@@ -55,7 +52,6 @@ def settings(job: Job) -> tuple[Option, ...]:
 def _write_model(writing: Writing) -> None:
     model = writing.job.model
     latent, experts = model.family == "deepseek", bool(model.num_experts)
-    writing.value("model.family")
     for match in (*MODEL_MATCHES, *(EXPERT_MATCHES if experts else ()), *(LATENT_MATCHES if latent else ())):
         value = writing.value(match.path)
         if latent and match.path in ("model.num_key_value_heads", "model.head_dim"):
@@ -80,8 +76,7 @@ def _write_model(writing: Writing) -> None:
         ("attention_dropout", 0.1 if gpt else 0.0),
     ):
         writing.set(f"model.{key}", value, f"model.family = {model.family}")
-    tied = writing.value("model.tied_embeddings")
-    writing.set("model.share_embeddings_and_output_weights", tied, "model.tied_embeddings")
+    writing.copy("model.share_embeddings_and_output_weights", "model.tied_embeddings")
     _write_attention(writing)
     if experts:
         _write_experts(writing)
@@ -93,16 +88,14 @@ def _write_attention(writing: Writing) -> None:
     latent = model.family == "deepseek"
     if latent:
         writing.set("model.multi_latent_attention", True, "model.family = deepseek")
-    if writing.value("model.qkv_bias"):
-        writing.set("model.add_qkv_bias", True, "model.qkv_bias")
+    writing.copy("model.add_qkv_bias", "model.qkv_bias", if_set=True)
     if writing.value("model.qk_norm") == "projection":
         writing.refuse("model.qk_norm", "use head, or none")
     if model.qk_norm or latent:
         writing.set("model.qk_layernorm", True, "model.qk_norm" if model.qk_norm else "norms of the latent vectors")
     if writing.value("model.sliding_window") is not None:
         writing.set("model.window_size", [model.sliding_window, 0], "model.sliding_window")
-        if writing.value("model.sliding_window_pattern"):
-            writing.set("model.window_attn_skip_freq", model.sliding_window_pattern, "model.sliding_window_pattern")
+        writing.copy("model.window_attn_skip_freq", "model.sliding_window_pattern", if_set=True)
     if writing.value("model.attention_sinks"):
         writing.set("model.softmax_type", "learnable", "model.attention_sinks")
 
@@ -137,7 +130,7 @@ def _write_plan(writing: Writing) -> None:
     writing.match(core.parallel_matches(WORDS))
     core.write_placement(writing, "dist.use_tp_pp_dp_mapping")
     if plan.tp > 1:
-        writing.set("model.sequence_parallel", writing.value("plan.sequence_parallel"), "plan.sequence_parallel")
+        writing.copy("model.sequence_parallel", "plan.sequence_parallel")
         overlapped = software.tp_overlap == "all" and plan.sequence_parallel
         writing.set("comm_overlap._target_", "megatron.bridge.training.comm_overlap.CommOverlapConfig", _AS_PROFILE)
         writing.set("comm_overlap.tp_comm_overlap", overlapped, "tensor-parallel collectives overlap with GEMMs")
@@ -146,14 +139,13 @@ def _write_plan(writing: Writing) -> None:
         writing.set(key, plan.virtual_stages, "plan.virtual_stages")
         writing.set("model.overlap_p2p_comm", True, _AS_PROFILE)
         writing.set("model.batch_p2p_comm", False, _AS_PROFILE)
-    if writing.value("plan.schedule") not in ("none", "1f1b", "interleaved_1f1b"):
-        writing.refuse("plan.schedule", "use 1f1b or interleaved_1f1b")
+    writing.allowed("plan.schedule", ("none", "1f1b", "interleaved_1f1b"), "use 1f1b or interleaved_1f1b")
     if plan.cp > 1:
         words = {own: word or "p2p" for word, own in core.CP_COMM.items()}
         writing.set("model.cp_comm_type", words[writing.value("plan.cp_comm")], "plan.cp_comm")
     if writing.job.model.num_experts:
-        writing.set("model.expert_model_parallel_size", writing.value("plan.ep"), "plan.ep")
-        writing.set("model.expert_tensor_parallel_size", writing.value("plan.etp"), "plan.etp")
+        writing.copy("model.expert_model_parallel_size", "plan.ep")
+        writing.copy("model.expert_tensor_parallel_size", "plan.etp")
     if writing.value("plan.stage_layers") is not None and plan.stage_layers is not None:
         layout = layout_of_blocks(plan.stage_layers, writing.job.model.mtp_num_layers)
         writing.set("model.pipeline_model_parallel_layout", layout, "plan.stage_layers")
@@ -168,9 +160,7 @@ def _write_plan(writing: Writing) -> None:
 
 def _write_recompute(writing: Writing) -> None:
     plan = writing.job.plan
-    mode = writing.value("plan.recompute")
-    if mode not in _RECOMPUTE:
-        writing.refuse("plan.recompute", f"use {', '.join(_RECOMPUTE)}")
+    mode = writing.allowed("plan.recompute", ("none", "selective", "full"))
     if mode == "none":
         writing.set("model.recompute_granularity", None, "plan.recompute")
         return
@@ -187,10 +177,8 @@ def _write_recompute(writing: Writing) -> None:
 
 def _write_data_parallel(writing: Writing) -> None:
     plan, job = writing.job.plan, writing.job
-    stage = writing.value("plan.zero_stage")
+    stage = writing.allowed("plan.zero_stage", (0, 1, 3), "use 0, 1 or 3")
     writing.taken("plan.dp_shard", "plan.dp_replicate")
-    if stage == 2:
-        writing.refuse("plan.zero_stage", "use 0, 1 or 3")
     writing.set("ddp.use_distributed_optimizer", stage > 0, "plan.zero_stage")
     writing.set("ddp.use_megatron_fsdp", stage == 3, "plan.zero_stage")
     if stage == 3:
@@ -209,21 +197,13 @@ def _write_data_parallel(writing: Writing) -> None:
 
 def _write_training(writing: Writing) -> None:
     training = writing.job.training
-    optimizer = writing.value("training.optimizer")
-    words: Mapping[str, tuple[str, bool]] = {
-        "adamw": ("adam", True),
-        "adam": ("adam", False),
-        "sgd_momentum": ("sgd", True),
-    }
-    if optimizer not in words:
-        writing.refuse("training.optimizer", f"use {', '.join(words)}")
-    name, decoupled = words[optimizer]
+    optimizers = {"adamw": ("adam", True), "adam": ("adam", False), "sgd_momentum": ("sgd", True)}
+    name, decoupled = optimizers[writing.allowed("training.optimizer", optimizers)]
     writing.set("optimizer.optimizer", name, "training.optimizer")
     writing.set("optimizer.decoupled_weight_decay", decoupled, "training.optimizer")
     writing.set("optimizer.clip_grad", writing.value("training.clip_grad_norm") or 0.0, "training.clip_grad_norm")
-    precision, recipe = writing.value("training.precision"), writing.value("training.fp8_recipe")
-    if precision not in ("fp16", "bf16", "fp8", "mxfp8", "nvfp4"):
-        writing.refuse("training.precision", "use fp16, bf16, fp8, mxfp8 or nvfp4")
+    recipe, known = writing.value("training.fp8_recipe"), ("fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+    precision = writing.allowed("training.precision", known, "use fp16, bf16, fp8, mxfp8 or nvfp4")
     wide = "fp16" if precision == "fp16" else "bf16"
     for kind in ("bf16", "fp16"):
         writing.set(f"mixed_precision.{kind}", kind == wide, "training.precision")
@@ -239,9 +219,7 @@ def _write_training(writing: Writing) -> None:
     elif precision == "nvfp4":
         writing.set("mixed_precision.fp4", "e2m1", "training.precision")
         writing.set("mixed_precision.fp4_recipe", "nvfp4", "training.precision")
-    dtype = writing.value("plan.grad_dtype")
-    if dtype not in (None, "fp32", wide):
-        writing.refuse("plan.grad_dtype", f"use fp32 or {wide}")
+    dtype = writing.allowed("plan.grad_dtype", (None, "fp32", wide), f"use fp32 or {wide}")
     in_fp32 = dtype == "fp32" or (dtype is None and wide != "fp16")
     writing.set("mixed_precision.grad_reduce_in_fp32", in_fp32, "plan.grad_dtype")
     if training.task == "lora":
@@ -277,10 +255,8 @@ def _write_software(writing: Writing) -> None:
         writing.set("model.moe_token_dispatcher_type", "alltoall", "software.expert_dispatch")
     else:
         writing.refuse("software.expert_dispatch", "use all_to_all, deepep or hybridep")
-    if writing.value("software.expert_overlap"):
-        writing.set("model.overlap_moe_expert_parallel_comm", True, "software.expert_overlap")
-    if writing.value("software.fused_experts"):
-        writing.set("model.use_transformer_engine_op_fuser", True, "software.fused_experts")
+    writing.copy("model.overlap_moe_expert_parallel_comm", "software.expert_overlap", if_set=True)
+    writing.copy("model.use_transformer_engine_op_fuser", "software.fused_experts", if_set=True)
 
 
 def export(job: Job, name: str) -> Exported:

@@ -15,33 +15,22 @@ from simplan.document import parse_yaml
 from simplan.interop.configuration import Configuration, Match, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import megatron_core as core
+from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.bridge.export import BUCKET_ELEMENTS, export, settings
 from simplan.interop.frameworks.bridge.words import (
-    COMPARED,
     DISPATCHERS,
     EXPERT_MATCHES,
     LATENT_MATCHES,
     MODEL_MATCHES,
-    NO_EFFECT,
     PRECISIONS,
     RECIPES,
-    REFUSED,
     WORDS,
     blocks_of_layout,
 )
 
 _SECTIONS = (
-    "model",
-    "train",
-    "optimizer",
-    "scheduler",
-    "ddp",
-    "dataset",
-    "checkpoint",
-    "logger",
-    "mixed_precision",
-    "dist",
-)
+    "model", "train", "optimizer", "scheduler", "ddp", "dataset", "checkpoint", "logger", "mixed_precision", "dist",
+)  # fmt: skip
 _RECIPE = "the recipes of Megatron Bridge have it"
 _NAMED = re.compile(r"(?P<model>.+?)_(?:pretrain|sft|finetune|peft|cpt|lora|dora)(?:_.*)?")
 _SIZES = tuple(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads"))
@@ -81,27 +70,29 @@ def read(file: ConfigFile) -> Configuration:
         rule = "is one of several plans for different devices, which the launcher of Megatron Bridge 0.1 chose from"
         reading.refuse(matrix, rule, "write the settings of one plan under model and train")
         return reading.finish()
-    for key, why in REFUSED.items():
-        if reading.value(key):
-            reading.refuse(key, why)
-        reading.no_effect(key)
+    core.refuse(reading, tables("bridge"))
     whole = all(reading.value(key) for key in _SIZES)
     experts = reading.value("model.num_moe_experts") is not None
     named = None if whole else _put_recipe(reading)
     if named is not None:
         experts = "num_experts" in catalog.model_fields(named)
     degrees = _put_plan(reading, experts=experts or not whole, whole=whole)
-    precision = _put_precision(reading)
+    _put_precision(reading)
     _put_software(reading, experts=experts or not whole)
-    _put_optimizer(reading, precision, degrees)
-    _put_lengths(reading)
+    core.read_optimizer(reading, "optimizer.", f"{core.ORIGIN}: Adam with decoupled weight decay")
+    bucket = reading.value("ddp.bucket_size")
+    if type(bucket) is int and bucket != BUCKET_ELEMENTS:
+        reading.put("plan.bucket_bytes", bucket * 4, "ddp.bucket_size")
+    lengths = ("dataset.seq_length", "dataset.sequence_length", "model.seq_length")
+    core.put_length(reading, *lengths)
+    reading.no_effect(*lengths)
     if whole:
         _put_model(reading, experts=experts)
     else:
         _put_changes(reading)
     core.read_adapters(reading, "peft.")
     reading.ask("cluster", what="does not say how many devices there are", fix="add --cluster dgx-h100 --num-nodes 4")
-    _put_rest(reading, degrees)
+    core.sort_rest(reading, tables("bridge"), degrees)
     return reading.finish()
 
 
@@ -138,7 +129,7 @@ def _put_plan(reading: Reading, *, experts: bool, whole: bool) -> dict[str, int]
     core.read_placement(reading, "dist.use_tp_pp_dp_mapping")
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
     core.read_recompute(reading, WORDS.recompute, names=names)
-    stages = degrees["pp"] * core.whole(reading, "model.virtual_pipeline_model_parallel_size")
+    stages = degrees["pp"] * reading.whole("model.virtual_pipeline_model_parallel_size")
     _put_stages(reading, stages)
     origin = f"the distributed optimizer: {_RECIPE}"
     fsdp = ("dist.use_megatron_fsdp",)  # sets the same key of ddp
@@ -182,20 +173,20 @@ def _put_stages(reading: Reading, num_stages: int) -> None:
     reading.put("plan.stage_layers", list(blocks), ends[0] if first is not None else ends[1])
 
 
-def _put_precision(reading: Reading) -> str:
-    """Put the precision of GEMMs and gradients; returns that of the weights in 16 or 32 bits."""
+def _put_precision(reading: Reading) -> None:
+    """Put the precision of GEMMs and gradients."""
     section = "mixed_precision"
     named = reading.value(section)
     if isinstance(named, str):
         name = named.replace("-", "_")
         if name not in RECIPES:
             reading.refuse(section, "is not modeled yet", f"only {', '.join(RECIPES)} are")
-            return "bf16"
+            return
         precision, recipe = RECIPES[name]
         reading.put("training.precision", precision, section)
         if recipe is not None:
             reading.put("training.fp8_recipe", recipe, section)
-        return "fp16" if precision == "fp16" else "bf16"
+        return
     where = next(
         (each for each in ("mixed_precision.", "model.") if f"{each}bf16" in reading or f"{each}fp8" in reading), ""
     )
@@ -220,18 +211,17 @@ def _put_precision(reading: Reading) -> str:
         reading.put("training.precision", wide or "fp32", said if said in reading else f"{_RECIPE}: bf16_mixed")
     for name in ("mixed_precision.grad_reduce_in_fp32", "ddp.grad_reduce_in_fp32"):
         if name in reading:
-            core.grad_dtype(reading, wide or "fp32", core.truth(reading, name), name)
+            core.grad_dtype(reading, wide or "fp32", reading.truth(name), name)
             break
-    return wide or "fp32"
 
 
 def _put_software(reading: Reading, *, experts: bool) -> None:
     """Put the profile with its options."""
     software: dict[str, Any] = {"preset": "megatron-bridge"}
     if _is_vocabulary_of_tokenizer(reading):
-        software["vocab_multiple"] = core.whole(reading, "model.make_vocab_size_divisible_by", 128)
-    dispatcher = core.word(reading, "model.moe_token_dispatcher_type")
-    backend = core.word(reading, "model.moe_flex_dispatcher_backend", "deepep")
+        software["vocab_multiple"] = reading.whole("model.make_vocab_size_divisible_by", 128)
+    dispatcher = reading.word("model.moe_token_dispatcher_type")
+    backend = reading.word("model.moe_flex_dispatcher_backend", "deepep")
     overlaps = ("comm_overlap.overlap_moe_expert_parallel_comm", "model.overlap_moe_expert_parallel_comm")
     if experts:
         kind = "deepep" if reading.value("model.moe_enable_deepep") else DISPATCHERS.get((dispatcher, backend))
@@ -243,7 +233,7 @@ def _put_software(reading: Reading, *, experts: bool) -> None:
             reading.not_modeled("model.moe_token_dispatcher_type", "tokens come to experts by all-to-all")
         if any(reading.value(key) for key in overlaps):
             software["expert_overlap"] = True
-        if core.truth(reading, "model.use_transformer_engine_op_fuser"):
+        if reading.truth("model.use_transformer_engine_op_fuser"):
             software["fused_experts"] = True
     for key in ("mixed_precision.fp8_dot_product_attention", "model.fp8_dot_product_attention"):
         if reading.value(key):
@@ -258,43 +248,12 @@ def _is_vocabulary_of_tokenizer(reading: Reading) -> bool:
     stated = reading.settings.get("model.vocab_size")
     from_model = stated is not None and stated.value is not None
     whole = all(key in reading for key in _SIZES)
-    return core.truth(reading, "tokenizer.use_tokenizer_vocab_size") or (whole and not from_model)
-
-
-def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int]) -> None:
-    key = "optimizer.optimizer"
-    name = str(reading.value(key, "adam"))
-    if name not in core.OPTIMIZERS:
-        reading.refuse(key, "is not modeled yet", f"only {' and '.join(core.OPTIMIZERS)} are")
-        return
-    decoupled = core.truth(reading, "optimizer.decoupled_weight_decay", default=True)
-    chosen = "adamw" if name == "adam" and decoupled else core.OPTIMIZERS[name]
-    reading.put(
-        "training.optimizer", chosen, key if key in reading else f"{core.ORIGIN}: Adam with decoupled weight decay"
-    )
-    core.read_clipping(reading, "optimizer.clip_grad")
-    bucket = "ddp.bucket_size"
-    size = reading.value(bucket)
-    if type(size) is int and size != BUCKET_ELEMENTS:
-        reading.put("plan.bucket_bytes", size * 4, bucket)
-    reading.no_effect(bucket)
-
-
-def _put_lengths(reading: Reading) -> None:
-    """Put the length of sequences, which is the dataset's."""
-    key = next(
-        (each for each in ("dataset.seq_length", "dataset.sequence_length", "model.seq_length") if each in reading), ""
-    )
-    if key:
-        reading.put("model.seq_len", reading.value(key), key)
-    else:
-        reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
-    reading.no_effect("dataset.seq_length", "dataset.sequence_length", "model.seq_length")
+    return reading.truth("tokenizer.use_tokenizer_vocab_size") or (whole and not from_model)
 
 
 def _put_model(reading: Reading, *, experts: bool) -> None:
     """Put a model whose sizes the file has."""
-    mla = core.truth(reading, "model.multi_latent_attention")
+    mla = reading.truth("model.multi_latent_attention")
     keys, more = _sizes(reading, experts=experts, mla=mla)
     more |= _attention(reading, mla=mla)
     tokenizer = "tokenizer.vocab_size"
@@ -307,28 +266,22 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
         what = "does not say how many tokens there are"
         reading.ask("model.vocab_size", what=what, fix="add --set model.vocab_size=128256")
     position = str(reading.value("model.position_embedding_type", "learned_absolute"))
-    gated = core.truth(reading, "model.gated_linear_unit")
+    gated = reading.truth("model.gated_linear_unit")
     if experts and not gated:
         reading.refuse("model.gated_linear_unit", "is not modeled yet for experts", "only gated experts are")
-    form = core.ModelForm(
+    core.put_model(
+        reading,
         gated=gated,
-        positions="learned" if position == "learned_absolute" else "none" if position == "none" else "rope",
-        biases=core.truth(reading, "model.add_bias_linear", default=True),
-        tied=core.truth(reading, "model.share_embeddings_and_output_weights", default=True),
-        layer_norm=str(reading.value("model.normalization", "LayerNorm")) != "RMSNorm",
         moe=experts,
         mla=mla,
+        positions="learned" if position == "learned_absolute" else "none" if position == "none" else "rope",
+        layer_norm=str(reading.value("model.normalization", "LayerNorm")) != "RMSNorm",
+        gate_key="model.gated_linear_unit",
+        bias_key="model.add_bias_linear",
         keys=keys,
         more=more,
-        why={
-            "gated": "model.gated_linear_unit",
-            "positions": "model.position_embedding_type",
-            "biases": "model.add_bias_linear",
-            "layer_norm": "model.normalization",
-            "tied": "model.share_embeddings_and_output_weights",
-        },
+        origin=core.ORIGIN,
     )
-    core.put_model(reading, form, core.ORIGIN)
 
 
 def _put_changes(reading: Reading) -> None:
@@ -379,12 +332,6 @@ def _attention(reading: Reading, *, mla: bool) -> dict[str, tuple[Any, str]]:
         if reading.value(key) == chosen and not (mla and name == "qk_norm"):
             more[name] = (value, key)
     return more
-
-
-def _put_rest(reading: Reading, degrees: Mapping[str, int]) -> None:
-    """Note what the prediction leaves out, and what has no effect."""
-    core.compare(reading, COMPARED, degrees)
-    core.no_effect(reading, NO_EFFECT)
 
 
 FORMAT = Format("bridge", "Megatron Bridge configuration", _recognizes, read, settings, export)

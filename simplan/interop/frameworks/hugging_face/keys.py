@@ -11,6 +11,7 @@ from simplan.document import Document, parse_yaml
 from simplan.errors import file_error
 from simplan.interop.configuration import Reading, Setting
 from simplan.interop.formats import ConfigFile
+from simplan.interop.frameworks import tables
 from simplan.io import MAX_YAML_BYTES, folder_of, read_text
 
 AUTO = "auto"
@@ -57,12 +58,32 @@ class Keys:
         """True if the file has the key and it is on."""
         return is_true(self.value(key, False))
 
+    def put(self, path: str, value: Any, key: str) -> None:
+        """Give a key of the scenario the value that a setting gives."""
+        self.reading.put(path, value, self.full(key))
+
     def no_effect(self, names: Iterable[str] = (), prefixes: tuple[str, ...] = ()) -> None:
         """Note settings that change neither time nor memory, by name or by how the name begins."""
         known = {*names}
         self.reading.no_effect(
             *(full for key, full in self.settings.items() if key in known or key.startswith(prefixes or ("\0",)))
         )
+
+    def note(self, name: str) -> None:
+        """Note or refuse settings of a table that have other values than those that change nothing."""
+        settings = table(name)
+        for key, (same, why) in settings["not_modeled"].items():
+            if key in self and not is_one_of(self.value(key), same):
+                self.not_modeled(key, why)
+        for key, (same, why) in settings.get("refused", {}).items():
+            if key in self and not is_one_of(self.value(key), same):
+                self.refuse(key, why, "remove it")
+
+    def sort_rest(self, name: str) -> None:
+        """Note settings of a table that nothing has read as without an effect."""
+        settings = table(name)
+        names = (*settings["no_effect"], *settings.get("not_modeled", ()), *settings.get("refused", ()))
+        self.no_effect(names, tuple(settings.get("beginnings", ())))
 
     def not_modeled(self, key: str, why: str) -> None:
         """Note a setting that changes time or memory by something that is left out."""
@@ -88,12 +109,18 @@ class Keys:
         return Keys(self.reading, found)
 
 
+def table(name: str) -> Mapping[str, Any]:
+    """Table of ``tables/hugging_face.yaml``: what settings of one file, or of one part of it, do to a step."""
+    found: Mapping[str, Any] = tables("hugging_face")[name]
+    return found
+
+
 def is_true(value: Any) -> bool:
     """True for the words that argparse and YAML 1.1 take as true."""
     return value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "y", "on", "1")) or value == 1
 
 
-def is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
+def is_one_of(value: Any, words: Iterable[Any]) -> bool:
     """True if a value equals one of several, where true and false may be written as words."""
     return any(value == word or (isinstance(word, bool) and is_true(value) == word) for word in words)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.errors import SpecError
-from simplan.interop.huggingface import model_fields_from_config
-from simplan.interop.model_types import MODEL_TYPES
+from simplan.interop.huggingface import model_fields_from_config, model_types
 from simplan.model.model import ModelSpec
 
 _OTHER_WEIGHTS = re.compile(r"-(hf|instruct|chat|base|it|coder|math|uncased|cased|deduped|bf16|fp16|\d{4})(?=$|-v?\d)")
@@ -50,7 +49,7 @@ def config_of(model: ModelSpec) -> dict[str, Any] | None:
 
     Length of sequences and adapters are no part of it.
     """
-    for name, kind in MODEL_TYPES.items():
+    for name, kind in model_types().items():
         if kind.family != model.family:
             continue
         values = {field: getattr(model, field) for field in kind.keys}

@@ -13,7 +13,7 @@ from simplan import catalog
 from simplan.errors import SpecError
 from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.frameworks.hugging_face import names
-from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
+from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
 from simplan.interop.frameworks.hugging_face.strategies import (
     DEEPSPEED_DEFAULT,
@@ -230,7 +230,7 @@ class TrainerRun:
         if self._adapter_rank() is not None:
             if loaded == "bf16" and self._precision == "fp32":
                 self._precision = "bf16"
-                self.reading.put("training.precision", "bf16", trainer.full(key or ""))
+                trainer.put("training.precision", "bf16", key or "")
             if key == "pure_bf16" or self._is_full_bf16:
                 trainer.not_modeled(key or "bf16", "adapters of 16 bits; here adapters and their states are FP32")
         elif strategy == "deepspeed":
@@ -243,8 +243,8 @@ class TrainerRun:
         else:
             if self._precision != "bf16":
                 self._precision = "bf16"
-                self.reading.put("training.precision", "bf16", trainer.full(key or ""))
-            self.reading.put("training.pure_bf16", True, trainer.full(key or ""))
+                trainer.put("training.precision", "bf16", key or "")
+            trainer.put("training.pure_bf16", True, key or "")
         trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
 
     @property
@@ -256,7 +256,7 @@ class TrainerRun:
         """Master weights and states of DeepSpeed in BF16; half of that needs states on the host."""
         keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
         if all(self.deepspeed.is_true(key) for key in keys):
-            self.reading.put("training.pure_bf16", True, self.deepspeed.full(keys[1]))
+            self.deepspeed.put("training.pure_bf16", True, keys[1])
         elif self.deepspeed.is_true(keys[0]):
             self.deepspeed.not_modeled(keys[0], "FP32 copies are modeled")
 
@@ -290,7 +290,7 @@ class TrainerRun:
         else:
             self.reading.put("plan.microbatch_size", micro, micro_key)
         if total is not None:
-            self.reading.put("training.global_batch_size", total, self.deepspeed.full("train_batch_size"))
+            self.deepspeed.put("training.global_batch_size", total, "train_batch_size")
             if steps is not None:
                 self.reading.put("num_microbatches", steps, steps_key)
             if devices is None and micro is not None and steps is not None:
@@ -299,7 +299,7 @@ class TrainerRun:
                     self.reading.contradiction(self.deepspeed.full("train_batch_size"), rule)
                 else:
                     devices = total // micro // steps  # DeepSpeed stops with any other number
-                    self.reading.put("cluster.num_devices", devices, self.deepspeed.full("train_batch_size"))
+                    self.deepspeed.put("cluster.num_devices", devices, "train_batch_size")
             if (
                 devices is not None
                 and micro is not None
@@ -348,7 +348,7 @@ class TrainerRun:
         elif "optim" in self.trainer:
             self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
             if str(self.trainer.value("optim")) in names.UNFUSED and strategy != "deepspeed":
-                self.reading.put("training.fused_optimizer", False, self.trainer.full("optim"))
+                self.trainer.put("training.fused_optimizer", False, "optim")
         else:
             where = _TRAINER if self.trainer else "usual; no file names one"
             self.reading.put("training.optimizer", "adamw", where)
@@ -367,7 +367,7 @@ class TrainerRun:
     def _put_optimizer(self, keys: Keys, key: str, known: dict[str, str]) -> None:
         word = str(keys.value(key)).lower().removeprefix("optimizernames.")
         if word in known:
-            self.reading.put("training.optimizer", known[word], keys.full(key))
+            keys.put("training.optimizer", known[word], key)
             if word.startswith("paged"):
                 keys.not_modeled(key, "its states may move to host memory page by page")
         else:
@@ -385,12 +385,12 @@ class TrainerRun:
             if key in keys and keys.value(key) != "offload":
                 recompute = "full" if keys.is_true(key) else "none"
                 if recompute == "full" or self.reading.written("plan.recompute") is None:
-                    self.reading.put("plan.recompute", recompute, keys.full(key))
+                    keys.put("plan.recompute", recompute, key)
         if self.trainer.value("gradient_checkpointing") == "offload":
-            self.reading.put("plan.recompute", "full", self.trainer.full("gradient_checkpointing"))
+            self.trainer.put("plan.recompute", "full", "gradient_checkpointing")
             self.trainer.not_modeled("gradient_checkpointing", "the inputs of blocks move to host memory")
         if self.trainer.is_true("disable_gradient_checkpointing"):
-            self.reading.put("plan.recompute", "none", self.trainer.full("disable_gradient_checkpointing"))
+            self.trainer.put("plan.recompute", "none", "disable_gradient_checkpointing")
         elif "finetuning_type" in self.trainer and "gradient_checkpointing" not in self.trainer:
             # LLaMA-Factory, model/model_utils/checkpointing.py: on unless disable_gradient_checkpointing
             self.reading.put("plan.recompute", "full", "the default of LLaMA-Factory")
@@ -405,7 +405,7 @@ class TrainerRun:
         length = self.trainer.first(*names.LENGTHS)
         tokens = whole(self.trainer.value(length)) if length is not None else None
         if length is not None and tokens is not None:
-            self.reading.put("model.seq_len", tokens, self.trainer.full(length))
+            self.trainer.put("model.seq_len", tokens, length)
             packs = any(self.trainer.is_true(key) for key in names.PACKING)
             if not packs and length != "block_size":
                 why = "shorter sequences are padded to the longest of their batch only; all are this long here"
@@ -423,7 +423,7 @@ class TrainerRun:
             self.reading.put("model.hf_config", path, self.trainer.full(key) if folder != "." and key else "next to it")
             self._model = _model_of(base / path, tokens)
         elif preset := preset_of(name):
-            self.reading.put("model.preset", preset, self.trainer.full(key or ""))
+            self.trainer.put("model.preset", preset, key or "")
             self._model = catalog.model(preset)
         else:
             what = f"names the model {name}, whose shapes are not in the catalog" if name else "names no model"
@@ -450,14 +450,14 @@ class TrainerRun:
             if key.startswith(names.QUANTIZED) and key in trainer and trainer.value(key) not in (False, "false", "no"):
                 rule, fix = "is not modeled yet: frozen weights of 4 or 8 bits", "use LoRA with weights of 16 bits"
                 trainer.refuse(key, rule, fix)
-        for key, (neutral, what) in names.OTHER_TASKS.items():
+        for key, (neutral, what) in table("other_tasks").items():
             if key in trainer and str(trainer.value(key)).lower() not in neutral:
                 fix = "predict an update of its policy as sft" if "preference" in what or "learning" in what else ""
                 trainer.refuse(key, f"belongs to {what}, which is not modeled yet", fix)
         adapters = self._adapter_rank()
         if str(trainer.value("stage", "")).lower() == "sft":
             self.task = trainer.full("stage")
-        trainer.no_effect(names.ADAPTER_NAMES, ("lora_", "peft_"))
+        trainer.sort_rest("adapters")
         if adapters is None:
             if self.task:
                 self.reading.put("training.task", "sft", self.task)
@@ -516,15 +516,10 @@ class TrainerRun:
         return self.accelerate.full(key) if backend not in ("no", "eager") else None
 
     def _read_rest(self) -> None:
-        trainer = self.trainer
-        for name, (neutral, why) in names.TRAINER_NOT_MODELED.items():
-            if name in trainer and not is_one_of(trainer.value(name), neutral):
-                trainer.not_modeled(name, why)
-        trainer.no_effect((*names.TRAINER, *names.TRAINER_NOT_MODELED), names.TRAINER_PREFIXES)
-        self.accelerate.no_effect(names.ACCELERATE, names.ACCELERATE_PREFIXES)
-        self.deepspeed.no_effect(
-            (*names.DEEPSPEED, *names.DEEPSPEED_NOT_MODELED, *names.DEEPSPEED_REFUSED), names.DEEPSPEED_PREFIXES
-        )
+        self.trainer.note("trainer")
+        self.trainer.sort_rest("trainer")
+        self.accelerate.sort_rest("accelerate")
+        self.deepspeed.sort_rest("deepspeed")
 
 
 def _config_in(base: Path, name: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from simplan.interop.frameworks.hugging_face import names
-from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
+from simplan.interop.frameworks.hugging_face.keys import Keys, whole
 
 if TYPE_CHECKING:  # a run reads itself by these functions
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
@@ -19,10 +19,10 @@ def read_replicas(run: TrainerRun) -> None:
     """Read DDP's settings."""
     run.reading.put("plan.dp_shard", 1, "DDP replicates parameters")
     if run.accumulates and run.num_devices != 1 and run.trainer.is_true(_SYNC_EACH_BATCH):
-        run.reading.put("plan.grad_sync", "microbatch", run.trainer.full(_SYNC_EACH_BATCH))
+        run.trainer.put("plan.grad_sync", "microbatch", _SYNC_EACH_BATCH)
     megabytes = whole(run.trainer.value("ddp_bucket_cap_mb"))
     if megabytes and run.num_devices not in (None, 1):
-        run.reading.put("plan.bucket_bytes", megabytes * 2**20, run.trainer.full("ddp_bucket_cap_mb"))
+        run.trainer.put("plan.bucket_bytes", megabytes * 2**20, "ddp_bucket_cap_mb")
 
 
 def fsdp_keys(run: TrainerRun) -> Keys:
@@ -66,7 +66,7 @@ def read_fsdp(run: TrainerRun) -> None:
         keys.not_modeled("backward_prefetch", "FSDP2's order of all-gathers in the backward is modeled")
     if keys.is_true("forward_prefetch"):
         keys.not_modeled("forward_prefetch", "FSDP2's order of all-gathers in the forward is modeled")
-    keys.no_effect(names.FSDP)
+    keys.sort_rest("fsdp")
 
 
 def _first_full(run: TrainerRun, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
@@ -135,7 +135,7 @@ def read_zero(run: TrainerRun) -> bool:
         run.reading.put("plan.zero_stage", stage, where)
         mics = whole(deepspeed.value("zero_optimization.mics_shard_size"))
         if mics and mics > 0:
-            run.reading.put("plan.dp_shard", mics, deepspeed.full("zero_optimization.mics_shard_size"))
+            deepspeed.put("plan.dp_shard", mics, "zero_optimization.mics_shard_size")
         else:
             run.reading.put("plan.dp_replicate", 1, where)
     offloads = _read_offload(run, stage, inline)
@@ -153,7 +153,7 @@ def _names_missing_file(run: TrainerRun) -> bool:
     else:
         return False
     run.reading.ask("plan.zero_stage", what=what, fix="put it there, or add --set plan.zero_stage=3")
-    run.reading.put("plan.dp_replicate", 1, keys.full(key))
+    keys.put("plan.dp_replicate", 1, key)
     return True
 
 
@@ -188,7 +188,7 @@ def _read_offload(run: TrainerRun, stage: int, inline: Keys) -> bool:
     elif stage < 2:
         keys.refuse(key, f"is not modeled with ZeRO-{stage}", "use stage 2 or 3")
     else:
-        run.reading.put("plan.offload_optimizer", True, keys.full(key))
+        keys.put("plan.offload_optimizer", True, key)
         for keys, key in places.values():
             keys.not_modeled(key, "FSDP2's CPUOffloadPolicy, with parameters, gradients and states on the host")
     return True
@@ -196,18 +196,11 @@ def _read_offload(run: TrainerRun, stage: int, inline: Keys) -> bool:
 
 def _note_zero(run: TrainerRun, stage: int) -> None:
     zero = run.deepspeed.view(("zero_optimization.",))
-    for name, (neutral, why) in names.ZERO_NOT_MODELED.items():
-        if name in zero and not is_one_of(zero.value(name), neutral):
-            zero.not_modeled(name, why)
+    zero.note("zero")
     if "overlap_comm" in zero and zero.is_true("overlap_comm") != (stage >= 2):
         why = "reductions overlap the backward in ZeRO-2 and 3 here, and follow it in ZeRO-1"
         zero.not_modeled("overlap_comm", why)
-    for name, (neutral, why) in names.DEEPSPEED_NOT_MODELED.items():
-        if name in run.deepspeed and not is_one_of(run.deepspeed.value(name), neutral):
-            run.deepspeed.not_modeled(name, why)
-    for name, (neutral, why) in names.DEEPSPEED_REFUSED.items():
-        if name in run.deepspeed and not is_one_of(run.deepspeed.value(name), neutral):
-            run.deepspeed.refuse(name, why, "remove it")
+    run.deepspeed.note("deepspeed")
 
 
 def read_parallelism(run: TrainerRun) -> None:
@@ -221,9 +214,9 @@ def read_parallelism(run: TrainerRun) -> None:
     for name, path in names.DEGREES.items():
         degree = whole(keys.value(name))
         if degree is not None:
-            run.reading.put(path, degree, keys.full(name))
+            keys.put(path, degree, name)
     if (whole(keys.value("sp_size")) or 1) > 1:
         keys.refuse("sp_size", "is not modeled: sequence parallelism of DeepSpeed-Ulysses", "use cp_size")
     if (whole(keys.value("cp_size")) or 1) > 1:
-        run.reading.put("plan.cp_comm", "all_gather", keys.full("cp_size"))
+        keys.put("plan.cp_comm", "all_gather", "cp_size")
     keys.no_effect(("sp_size", "sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation", "cp_comm_strategy"))

@@ -126,10 +126,7 @@ def export_deepspeed(job: Job, name: str) -> Exported:
     for option in options:
         if not option.setting.key.startswith("--"):
             _put(data, option.setting.key, option.setting.value)
-    files = {
-        SCRIPT: _script(job, name, options, launch),
-        DEEPSPEED_FILE: json.dumps(data, indent=2) + "\n",
-    }
+    files = {SCRIPT: _script(job, name, options, launch), DEEPSPEED_FILE: json.dumps(data, indent=2) + "\n"}
     return Exported({**files, **_model_files(job)}, f"bash {SCRIPT}", _notes(job))
 
 
@@ -159,7 +156,7 @@ def _write_fsdp(writing: Writing) -> None:
     writing.set("fsdp_config.fsdp_version", 2)
     writing.set("fsdp_config.fsdp_reshard_after_forward", plan.zero_stage == 3, where)
     writing.set("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "one unit per block")
-    writing.set("fsdp_config.fsdp_offload_params", writing.value("plan.offload_optimizer"), "plan.offload_optimizer")
+    writing.copy("fsdp_config.fsdp_offload_params", "plan.offload_optimizer")
     writing.set("fsdp_config.fsdp_state_dict_type", "SHARDED_STATE_DICT")
     if plan.dp_replicate > 1:
         for key in ("dp_replicate", "dp_shard"):
@@ -180,7 +177,7 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
     writing.set("--block_size" if training.task == "pretrain" else "--max_length", model.seq_len, "model.seq_len")
     if training.task != "pretrain":
         writing.set("--packing", True, "sequences of model.seq_len tokens")
-    writing.set("--per_device_train_batch_size", writing.value("plan.microbatch_size"), "plan.microbatch_size")
+    writing.copy("--per_device_train_batch_size", "plan.microbatch_size")
     writing.taken("training.global_batch_size", "training.task", "training.precision")
     writing.set("--gradient_accumulation_steps", _steps(job), "training.global_batch_size")
     is_pure = writing.value("training.pure_bf16") and writing.target == "Accelerate"
@@ -188,13 +185,10 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
         writing.set(f"--{half}", training.precision == half and not is_pure, "training.precision")
     if is_pure:
         writing.set("--dtype", "bfloat16", "training.pure_bf16")
-    if training.precision == "tf32":
+    if writing.allowed("training.precision", (*_HALVES, "tf32", "fp32"), "use bf16, fp16, tf32 or fp32") == "tf32":
         writing.set("--tf32", True, "training.precision")
-    elif training.precision not in (*_HALVES, "fp32"):
-        writing.refuse("training.precision", "use bf16, fp16, tf32 or fp32")
     _write_optimizer(writing, has_optimizer=has_optimizer)
-    if writing.value("plan.recompute") not in ("none", "full"):
-        writing.refuse("plan.recompute", "use none or full")
+    writing.allowed("plan.recompute", ("none", "full"), "use none or full")
     writing.set("--gradient_checkpointing", plan.recompute == "full", "plan.recompute")
     if writing.job.software.compiled:
         writing.set("--torch_compile", True, "software.compiled")

@@ -14,7 +14,7 @@ from typing import Any
 from simplan.errors import Problem, SpecError
 from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
-from simplan.interop.frameworks.megatron.options import FLAGS, OLDER_NAMES
+from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.shell import OTHER_FILE, TrainingCommand, Word, number_or_text, read_launches
 from simplan.interop.nccl import nccl_settings
 
@@ -98,18 +98,19 @@ class _Argument:
 
 def _sorted(launch: TrainingCommand) -> Arguments:
     """Arguments of a command; an argument has all words up to the next that begins with ``--``."""
+    table = tables("megatron")
     arguments: list[_Argument] = []
     extra: list[Setting] = []
     for word in launch.arguments:
         if word.text.startswith("--") and len(word.text) > len("--"):
             key, joined, value = word.text.partition("=")
             arguments.append(_Argument(key, word.line, value if joined else None, reason=_reason(word)))
-        elif not arguments or (word.unknown and (arguments[-1].key in FLAGS or arguments[-1].words)):
+        elif not arguments or (word.unknown and (arguments[-1].key in table["flags"] or arguments[-1].words)):
             extra.append(Setting(word.text, True, _line(word.line)))
         else:
             arguments[-1].words.append(word)
             arguments[-1].reason = arguments[-1].reason or _reason(word)
-    last = {OLDER_NAMES.get(each.key, each.key): each for each in arguments}
+    last = {table["older_names"].get(each.key, each.key): each for each in arguments}
     certain, unsure = [], []
     for key, argument in last.items():
         setting = Setting(key, _value(argument), _line(argument.line))
@@ -156,7 +157,7 @@ def _yaml_arguments(file: ConfigFile) -> Arguments:
             continue
         if isinstance(value, str):
             value = _unquoted(_substituted(value, known))
-        setting = Setting(OLDER_NAMES.get(str(key), str(key)), value, line)
+        setting = Setting(tables("megatron")["older_names"].get(str(key), str(key)), value, line)
         if isinstance(value, str) and ("${" in value or "$(" in value):
             unsure.append((setting, "is not set in the file"))
         else:

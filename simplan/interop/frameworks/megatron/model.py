@@ -7,43 +7,34 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from simplan import catalog
+from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.megatron.arguments import is_above
-from simplan.interop.frameworks.megatron.options import (
-    CORE,
-    DEFAULT,
-    DEFAULT_TOKENIZERS,
-    EXPERTS,
-    LATENT_ATTENTION,
-    MODEL,
-    T5,
-    VOCABULARIES,
-)
+from simplan.interop.frameworks.megatron.options import CORE, DEFAULT, EXPERTS, LATENT_ATTENTION, MODEL, T5
 
-if TYPE_CHECKING:  # the reader calls these functions
-    from simplan.interop.frameworks.megatron.reading import MegatronReader
+if TYPE_CHECKING:  # a reading calls these functions
+    from simplan.interop.frameworks.megatron.reading import MegatronReading
 
 _MAX_LAYERS, _MAX_PATTERN = 10_000, 1_000
 _VOCABULARY_KEYS = ("--padded-vocab-size", "--pad-vocab-size-to", "--vocab-size")
 
 
-def read_model(reader: MegatronReader) -> None:
+def read_model(reading: MegatronReading) -> None:
     """Put the section ``model``."""
-    reading = reader.reading
-    if not {"--num-layers", "--hidden-size"} & reading.settings.keys() and not reader.is_unsure("--num-layers"):
+    if not {"--num-layers", "--hidden-size"} & reading.settings.keys() and not reading.is_unsure("--num-layers"):
         reading.ask(
             "model.preset", "model.hf_config", what="does not say the sizes of the model", fix="add --model NAME"
         )
         reading.match([match for match in MODEL if match.path == "model.seq_len"])
     else:
         reading.match(MODEL)
-        _read_family(reader)
-        _read_vocabulary(reader)
-    if "--seq-length" not in reading and not reader.is_unsure("--seq-length"):
+        _read_family(reading)
+        _read_vocabulary(reading)
+    if "--seq-length" not in reading and not reading.is_unsure("--seq-length"):
         reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
 
 
-def _read_family(reader: MegatronReader) -> None:
-    reading, program = reader.reading, reader.program.lower()
+def _read_family(reading: MegatronReading) -> None:
+    program = reading.program.lower()
     gated = "--swiglu" in reading or ("--quick-geglu" in reading and "--glu-linear-offset" in reading)
     if "t5" in program:
         family = "t5"
@@ -51,47 +42,36 @@ def _read_family(reader: MegatronReader) -> None:
         family = "bert"
     elif "--multi-latent-attention" in reading:
         family = "deepseek"
-    elif is_above(reader.value("--num-experts"), 1):
+    elif is_above(reading.peek("--num-experts"), 1):
         family = "moe"
     else:
         family = "llama" if gated else "gpt"
     sign = {"deepseek": "--multi-latent-attention", "moe": "--num-experts", "llama": "--swiglu"}.get(family, "")
-    reading.put("model.family", family, sign if sign in reading else reader.arguments.program or DEFAULT)
+    reading.put("model.family", family, sign if sign in reading else reading.arguments.program or DEFAULT)
     if family in ("moe", "deepseek") and not gated:
         reading.refuse("--num-experts", "has experts without --swiglu, which are not modeled yet", "add --swiglu")
-    if family == "deepseek" and not is_above(reader.value("--num-experts"), 1):
+    if family == "deepseek" and not is_above(reading.peek("--num-experts"), 1):
         reading.refuse("--multi-latent-attention", "without --num-experts is not modeled yet")
     reading.value("--swiglu")
-    _read_sizes(reader, family, gated=gated)
-    _note_differences(reader, family, gated=gated)
+    _read_sizes(reading, family, gated=gated)
+    _note_differences(reading, family, gated=gated)
 
 
-def _read_sizes(reader: MegatronReader, family: str, *, gated: bool) -> None:
-    reading = reader.reading
-    hidden, heads = reader.value("--hidden-size"), reader.value("--num-attention-heads")
+def _read_sizes(reading: MegatronReading, family: str, *, gated: bool) -> None:
+    hidden = reading.peek("--hidden-size")
     if family in ("moe", "deepseek") and "--moe-layer-freq" not in reading:
-        reading.no_effect(
-            "--ffn-hidden-size" if "--moe-ffn-hidden-size" in reading else ""
-        )  # of blocks without experts
-    elif "--ffn-hidden-size" in reading:
-        reading.put("model.intermediate_size", reading.value("--ffn-hidden-size"), "--ffn-hidden-size")
-    elif isinstance(hidden, int) and not reader.is_unsure("--ffn-hidden-size"):
+        if "--moe-ffn-hidden-size" in reading:
+            reading.no_effect("--ffn-hidden-size")  # of blocks without experts
+    elif reading.copy("model.intermediate_size", "--ffn-hidden-size") or reading.is_unsure("--ffn-hidden-size"):
+        pass
+    elif isinstance(hidden, int):
         size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
         reading.put("model.intermediate_size", size, f"{DEFAULT}, by --hidden-size")
-    if "--kv-channels" in reading and family != "deepseek":
-        reading.put("model.head_dim", reading.value("--kv-channels"), "--kv-channels")
+    if family != "deepseek":
+        reading.copy("model.head_dim", "--kv-channels")
     reading.no_effect("--kv-channels")
-    if family in ("llama", "moe", "gpt") and "--num-key-value-heads" in reading:
-        reading.put("model.num_key_value_heads", reading.value("--num-key-value-heads"), "--num-key-value-heads")
-    elif family in ("llama", "moe", "gpt") and "--group-query-attention" in reading:
-        groups = reading.value("--num-query-groups", 1)
-        reading.put(
-            "model.num_key_value_heads",
-            groups,
-            "--num-query-groups" if "--num-query-groups" in reading else DEFAULT,
-        )
-    elif family in ("llama", "moe", "gpt") and isinstance(heads, int):
-        reading.put("model.num_key_value_heads", heads, "without --group-query-attention, one for each head")
+    if family in ("llama", "moe", "gpt"):
+        _read_groups(reading)
     reading.no_effect("--group-query-attention", "--num-query-groups")
     untied = "--untie-embeddings-and-output-weights" in reading
     key = "--untie-embeddings-and-output-weights"
@@ -102,44 +82,47 @@ def _read_sizes(reader: MegatronReader, family: str, *, gated: bool) -> None:
         reading.value("--max-position-embeddings")
         reading._data.get("model", {}).pop("max_position_embeddings", None)
     if family in ("moe", "deepseek"):
-        _read_experts(reader)
+        _read_experts(reading)
     if family == "deepseek":
         reading.match(LATENT_ATTENTION)
         reading.value("--multi-latent-attention")
-    _read_attention(reader, family)
+    _read_attention(reading, family)
 
 
-def _read_experts(reader: MegatronReader) -> None:
-    reading = reader.reading
+def _read_groups(reading: MegatronReading) -> None:
+    """Groups of heads that share keys and values."""
+    path, heads = "model.num_key_value_heads", reading.peek("--num-attention-heads")
+    if reading.copy(path, "--num-key-value-heads"):
+        return
+    if "--group-query-attention" not in reading:
+        if isinstance(heads, int):
+            reading.put(path, heads, "without --group-query-attention, one for each head")
+    elif not reading.copy(path, "--num-query-groups"):
+        reading.put(path, 1, DEFAULT)
+
+
+def _read_experts(reading: MegatronReading) -> None:
     reading.match(EXPERTS)
-    own, dense = reader.value("--moe-ffn-hidden-size"), reader.value("--ffn-hidden-size")
-    if own is not None or dense is not None:
-        key = "--moe-ffn-hidden-size" if own is not None else "--ffn-hidden-size"
-        reading.put("model.moe_intermediate_size", reading.value(key), key)
-    else:
-        reading.ask(
-            "model.moe_intermediate_size",
-            what="does not say how wide experts are",
-            fix="add --set model.moe_intermediate_size=1408",
-        )
-    _read_dense_layers(reader)
+    if not reading.copy("model.moe_intermediate_size", "--moe-ffn-hidden-size", "--ffn-hidden-size"):
+        what, fix = "does not say how wide experts are", "add --set model.moe_intermediate_size=1408"
+        reading.ask("model.moe_intermediate_size", what=what, fix=fix)
+    _read_dense_layers(reading)
     factor = reading.value("--moe-expert-capacity-factor")
     if factor is not None:
         number = float(factor) if isinstance(factor, int | float) else factor
         reading.put("model.capacity_factor", number, "--moe-expert-capacity-factor")
         reading.put("model.drop_tokens", True, "--moe-expert-capacity-factor")
-    if reader.software == CORE and not reader.is_unsure("--moe-token-dispatcher-type"):
-        _read_dispatch(reader)
+    if reading.software == CORE and not reading.is_unsure("--moe-token-dispatcher-type"):
+        _read_dispatch(reading)
     reading.no_effect("--moe-permute-fusion")
     if "--moe-grouped-gemm" not in reading:
-        reading.not_modeled(
-            "--num-experts", "without --moe-grouped-gemm, experts run one after another, which takes longer"
-        )
+        what = "without --moe-grouped-gemm, experts run one after another, which takes longer"
+        reading.not_modeled("--num-experts", what)
 
 
-def _read_dense_layers(reader: MegatronReader) -> None:
+def _read_dense_layers(reading: MegatronReading) -> None:
     """``--moe-layer-freq``: every how many blocks have experts, or a Python list of 0 and 1 by block."""
-    reading, layers = reader.reading, reader.value("--num-layers")
+    layers = reading.peek("--num-layers")
     key = "--moe-layer-freq"
     if key not in reading:
         return
@@ -158,8 +141,7 @@ def _read_dense_layers(reader: MegatronReader) -> None:
     reading.put("model.num_dense_layers", dense, key)
 
 
-def _read_dispatch(reader: MegatronReader) -> None:
-    reading = reader.reading
+def _read_dispatch(reading: MegatronReading) -> None:
     kind = reading.value("--moe-token-dispatcher-type", "allgather")
     backend = reading.value("--moe-flex-dispatcher-backend", "deepep")
     fused = "--moe-permute-fusion" in reading
@@ -172,16 +154,14 @@ def _read_dispatch(reader: MegatronReader) -> None:
     if kind == "allgather":
         if "--moe-token-dispatcher-type" in reading:
             reading.not_modeled("--moe-token-dispatcher-type", "tokens are dispatched by all-to-all")
-        elif is_above(reader.value("--expert-model-parallel-size"), 1):
-            reading.not_modeled(
-                "--expert-model-parallel-size", "the default dispatcher is allgather; here it is all-to-all"
-            )
+        elif is_above(reading.peek("--expert-model-parallel-size"), 1):
+            what = "the default dispatcher is allgather; here it is all-to-all"
+            reading.not_modeled("--expert-model-parallel-size", what)
     if "--overlap-moe-expert-parallel-comm" in reading:
         reading.put("software.expert_overlap", True, "--overlap-moe-expert-parallel-comm")
 
 
-def _read_attention(reader: MegatronReader, family: str) -> None:
-    reading = reader.reading
+def _read_attention(reading: MegatronReading, family: str) -> None:
     biased = "--disable-bias-linear" not in reading
     reading.no_effect("--disable-bias-linear")
     if family in ("llama", "moe"):
@@ -191,23 +171,22 @@ def _read_attention(reader: MegatronReader, family: str) -> None:
             reading.put("model.qkv_bias", True, "--add-qkv-bias")
         if "--qk-layernorm" in reading:
             reading.put("model.qk_norm", "head", "--qk-layernorm")
-        _read_window(reader)
-        if family == "moe" and reader.value("--softmax-type") == "learnable":
+        _read_window(reading)
+        if family == "moe" and reading.peek("--softmax-type") == "learnable":
             reading.put("model.attention_sinks", True, "--softmax-type")
         if family == "moe" and biased:
             reading.put("model.expert_bias", True, f"{DEFAULT}, without --disable-bias-linear")
     elif family == "deepseek":
         reading.no_effect("--qk-layernorm")  # of the latent vectors, which simplan's latent attention has
-    if family != "bert" and "--mtp-num-layers" in reading and is_above(reader.value("--mtp-num-layers"), 0):
+    if family != "bert" and "--mtp-num-layers" in reading and is_above(reading.peek("--mtp-num-layers"), 0):
         if family == "gpt":
             reading.refuse("--mtp-num-layers", "is not modeled with blocks of GPT", "remove it")
         else:
             reading.put("model.mtp_num_layers", reading.value("--mtp-num-layers"), "--mtp-num-layers")
 
 
-def _read_window(reader: MegatronReader) -> None:
+def _read_window(reading: MegatronReading) -> None:
     """``--window-size LEFT,RIGHT``, and ``--window-attn-skip-freq``: period whose last block has no window."""
-    reading = reader.reading
     window = reading.value("--window-size")
     if window is None:
         return
@@ -232,99 +211,81 @@ def _read_window(reader: MegatronReader) -> None:
         reading.put("model.sliding_window_pattern", pattern, "--window-attn-skip-freq")
 
 
-def _note_differences(reader: MegatronReader, family: str, *, gated: bool) -> None:
+def _note_differences(reading: MegatronReading, family: str, *, gated: bool) -> None:
     """Note parts of the blocks that the family has in another form."""
-    reading = reader.reading
-    rms = str(reader.value("--normalization", "LayerNorm")).lower() == "rmsnorm"
-    rotary = (
-        reader.value("--position-embedding-type") in ("rope", "yarn", "mrope")
-        or "--use-rotary-position-embeddings" in reading
-    )
-    sized = "--hidden-size"
+    rms = str(reading.peek("--normalization", "LayerNorm")).lower() == "rmsnorm"
+    positions = reading.peek("--position-embedding-type")
+    rotary = positions in ("rope", "yarn", "mrope") or "--use-rotary-position-embeddings" in reading
     if family in ("llama", "moe", "deepseek"):
         if not rms:
-            reading.not_modeled(
-                "--normalization" if "--normalization" in reading else sized,
-                "LayerNorm is predicted as RMSNorm, whose time is nearly the same",
-            )
+            key = "--normalization" if "--normalization" in reading else "--hidden-size"
+            reading.not_modeled(key, "LayerNorm is predicted as RMSNorm, whose time is nearly the same")
         if not rotary and "--no-position-embedding" not in reading:
             reading.not_modeled("--max-position-embeddings", "learned positions are predicted as rotary ones")
         if family == "llama" and "--disable-bias-linear" not in reading:
             reading.not_modeled("--swiglu", "biases of the MLP are left out, which are a few numbers per row")
     elif family == "gpt":
         if rotary:
-            key = (
-                "--position-embedding-type"
-                if "--position-embedding-type" in reading
-                else "--use-rotary-position-embeddings"
-            )
+            key = "--use-rotary-position-embeddings" if positions is None else "--position-embedding-type"
             reading.not_modeled(
                 key, "rotary positions are predicted as learned ones; the rotation takes a little longer"
             )
-        elif reader.value("--position-embedding-type") not in (None, "learned_absolute"):
+        elif positions not in (None, "learned_absolute"):
             what = "is predicted as learned positions, whose time is nearly the same"
             reading.not_modeled("--position-embedding-type", what)
         if "--disable-bias-linear" in reading:
-            reading.not_modeled(
-                "--disable-bias-linear", "biases are predicted nevertheless, which are a few numbers per row"
-            )
-        for key in ("--squared-relu", "--normalization"):
-            if key in reading and (key != "--normalization" or rms):
-                reading.not_modeled(key, "predicted as GELU" if key == "--squared-relu" else "predicted as LayerNorm")
-        for key in ("--qk-layernorm", "--add-qkv-bias"):
-            reading.not_modeled(
-                key, "norms of queries and keys are left out" if "norm" in key else "predicted as all biases"
-            )
-    _note_dropout(reader, family)
+            what = "biases are predicted nevertheless, which are a few numbers per row"
+            reading.not_modeled("--disable-bias-linear", what)
+        reading.not_modeled("--squared-relu", "predicted as GELU")
+        if rms:
+            reading.not_modeled("--normalization", "predicted as LayerNorm")
+        reading.not_modeled("--qk-layernorm", "norms of queries and keys are left out")
+        reading.not_modeled("--add-qkv-bias", "predicted as all biases")
+    _note_dropout(reading, family)
 
 
-def _note_dropout(reader: MegatronReader, family: str) -> None:
+def _note_dropout(reading: MegatronReading, family: str) -> None:
     has = family in ("gpt", "bert", "t5")
     for key in ("--hidden-dropout", "--attention-dropout"):
-        given = reader.reading.value(key, 0.1)
+        given = reading.value(key, 0.1)
         if (given > 0 if isinstance(given, int | float) else True) == has:
-            reader.reading.no_effect(key)
-            reader.reading.value(key)
-        elif key in reader.reading:
-            what = (
-                "dropout is predicted nevertheless, which takes longer and more memory"
-                if has
-                else "dropout is left out"
-            )
-            reader.reading.not_modeled(key, what)
-        elif "--hidden-size" in reader.reading and key == "--hidden-dropout":
-            reader.reading.not_modeled(
-                "--hidden-size", "the default of Megatron-LM is dropout of 0.1, which is left out"
-            )
+            reading.no_effect(key)
+            reading.value(key)
+        elif key in reading:
+            added = "dropout is predicted nevertheless, which takes longer and more memory"
+            reading.not_modeled(key, added if has else "dropout is left out")
+        elif "--hidden-size" in reading and key == "--hidden-dropout":
+            reading.not_modeled("--hidden-size", "the default of Megatron-LM is dropout of 0.1, which is left out")
 
 
-def _read_vocabulary(reader: MegatronReader) -> None:
-    reading, path = reader.reading, "model.vocab_size"
-    kind = reader.value("--tokenizer-type")
+def _read_vocabulary(reading: MegatronReading) -> None:
+    path = "model.vocab_size"
+    vocabularies, defaults = tables("megatron")["vocabularies"], tables("megatron")["default_tokenizers"]
+    kind = reading.peek("--tokenizer-type")
     sized = next((key for key in _VOCABULARY_KEYS if key in reading), None)
     if sized is not None:
         reading.put(path, reading.value(sized), sized)
         for key in _VOCABULARY_KEYS:
             reading.value(key)
-    elif isinstance(kind, str) and kind in VOCABULARIES and not _has_own_vocabulary(reader, kind):
+    elif isinstance(kind, str) and kind in vocabularies and not _has_own_vocabulary(reading, kind):
         extra = reading.value("--vocab-extra-ids", 0)
-        reading.put(path, VOCABULARIES[kind] + (extra if isinstance(extra, int) else 0), "--tokenizer-type")
-    elif kind is None and reader.program in DEFAULT_TOKENIZERS and "--tokenizer-model" not in reader._all_keys():
-        default = DEFAULT_TOKENIZERS[reader.program]
-        reading.put(path, VOCABULARIES[default], f"{default}, the default of {reader.program}")
-    elif (preset := _preset_of(reader.value("--tokenizer-model"))) is not None:
+        reading.put(path, vocabularies[kind] + (extra if isinstance(extra, int) else 0), "--tokenizer-type")
+    elif kind is None and reading.program in defaults and "--tokenizer-model" not in reading._all_keys():
+        default = defaults[reading.program]
+        reading.put(path, vocabularies[default], f"{default}, the default of {reading.program}")
+    elif (preset := _preset_of(reading.peek("--tokenizer-model"))) is not None:
         size = catalog.model(preset).vocab_size
         reading.put(path, size, "--tokenizer-model")
-    elif not reader.is_unsure(*_VOCABULARY_KEYS):
+    elif not reading.is_unsure(*_VOCABULARY_KEYS):
         of = f" (its tokenizer is {kind})" if isinstance(kind, str) else ""
         what = f"does not say how many entries the vocabulary has{of}"
         reading.ask(path, "model.preset", what=what, fix="add --set model.vocab_size=128256")
     reading.no_effect("--vocab-extra-ids")
 
 
-def _has_own_vocabulary(reader: MegatronReader, kind: str) -> bool:
+def _has_own_vocabulary(reading: MegatronReading, kind: str) -> bool:
     """True if a SentencePiece file has another name than Llama 2's: then nothing says how large it is."""
-    model = reader.reading.settings.get("--tokenizer-model")
+    model = reading.settings.get("--tokenizer-model")
     return kind == "Llama2Tokenizer" and model is not None and not str(model.value).endswith("tokenizer.model")
 
 

@@ -28,7 +28,6 @@ _TARGET = "Megatron-LM arguments"
 _PROGRAMS = {"t5": "pretrain_t5.py", "bert": "pretrain_bert.py"}
 _FAMILIES = ("gpt", "llama", "moe", "deepseek", "t5", "bert")
 _WITH_ROTATION = ("llama", "moe", "deepseek")
-_SCHEDULES = ("none", "1f1b", "interleaved_1f1b")
 _DISPATCH = {
     "copies": ("alltoall",),
     "all_to_all": ("alltoall", "--moe-permute-fusion"),
@@ -162,177 +161,155 @@ def _words(option: Option) -> str:
 
 def _sections(job: Job) -> list[tuple[str, tuple[Option, ...]]]:
     """Arguments in groups, each with the name of its array."""
-    writer = _Writer(job)
+    writer = _Writer(job, _TARGET)
     groups = {
         "MODEL_ARGS": (writer.software, writer.model, writer.blocks, writer.experts),
         "PARALLEL_ARGS": (writer.parallelism, writer.stages, writer.sharding, writer.overlap),
         "RECOMPUTE_ARGS": (writer.recompute,),
         "TRAINING_ARGS": (writer.training,),
-        _ENVIRONMENT: (lambda: write_nccl_algo(writer.writing),),
+        _ENVIRONMENT: (lambda: write_nccl_algo(writer),),
     }
     sections = []
     for title, parts in groups.items():
-        first = len(writer.writing.options)
+        first = len(writer.options)
         for write in parts:
             write()
-        sections.append((title, tuple(writer.writing.options[first:])))
-    writer.writing.finish()
+        sections.append((title, tuple(writer.options[first:])))
+    writer.finish()
     return sections
 
 
-class _Writer:
-    """Writer of one job.
+class _Writer(Writing):
+    """A job on its way into arguments, in parts."""
 
-    Attributes:
-        job: The job.
-        writing: The job on its way into arguments.
-        is_core: True for Megatron Core, False for earlier versions.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.writing = Writing(job, _TARGET)
-        self.is_core = job.software.id == CORE
+    @property
+    def is_core(self) -> bool:
+        """True for Megatron Core, False for earlier versions."""
+        return self.job.software.id == CORE
 
     def software(self) -> None:
         """Version, and padding of the vocabulary."""
-        writing = self.writing
-        if self.job.software.id not in (CORE, OF_2022, OF_2021):
-            writing.refuse("software.id", f"use {CORE}, {OF_2022} or {OF_2021}")
-        if self.job.model.family not in _FAMILIES:
-            writing.refuse("model.family", f"use {', '.join(_FAMILIES)}")
+        software = self.allowed("software.id", (CORE, OF_2022, OF_2021), f"use {CORE}, {OF_2022} or {OF_2021}")
+        self.allowed("model.family", _FAMILIES)
         if self.is_core:
-            writing.set("--use-mcore-models", True, "software")
-        elif self.job.software.id == OF_2022:
-            writing.set("--DDP-impl", "local", "software")
-        multiple = writing.value("software.vocab_multiple")
-        writing.set("--make-vocab-size-divisible-by", multiple, "software.vocab_multiple")
+            self.set("--use-mcore-models", True, "software")
+        elif software == OF_2022:
+            self.set("--DDP-impl", "local", "software")
+        self.copy("--make-vocab-size-divisible-by", "software.vocab_multiple")
 
     def model(self) -> None:
         """Sizes."""
-        writing, model = self.writing, self.job.model
-        writing.match(match for match in MODEL if match.path != "model.max_position_embeddings" or model.family != "t5")
+        model = self.job.model
+        self.match(match for match in MODEL if match.path != "model.max_position_embeddings" or model.family != "t5")
         if model.family == "t5":
-            writing.match(T5)
-            writing.set("--max-position-embeddings", model.seq_len, "needed by Megatron-LM")
-            writing.taken("model.relative_attention_buckets")
-        writing.set("--ffn-hidden-size", writing.value("model.intermediate_size"), "model.intermediate_size")
+            self.match(T5)
+            self.set("--max-position-embeddings", model.seq_len, "needed by Megatron-LM")
+            self.taken("model.relative_attention_buckets")
+        self.copy("--ffn-hidden-size", "model.intermediate_size")
         if model.family != "deepseek":
-            writing.set("--kv-channels", writing.value("model.head_dim"), "model.head_dim")
-        writing.set("--vocab-size", writing.value("model.vocab_size"), "model.vocab_size")
-        groups = writing.value("model.num_key_value_heads")
+            self.copy("--kv-channels", "model.head_dim")
+        self.copy("--vocab-size", "model.vocab_size")
+        groups = self.value("model.num_key_value_heads")
         if groups and groups != model.num_attention_heads:
-            writing.set("--group-query-attention", True, "model.num_key_value_heads")
-            writing.set("--num-query-groups", groups, "model.num_key_value_heads")
-        if not writing.value("model.tied_embeddings"):
-            writing.set("--untie-embeddings-and-output-weights", True, "model.tied_embeddings")
+            self.set("--group-query-attention", True, "model.num_key_value_heads")
+            self.set("--num-query-groups", groups, "model.num_key_value_heads")
+        if not self.value("model.tied_embeddings"):
+            self.set("--untie-embeddings-and-output-weights", True, "model.tied_embeddings")
 
     def blocks(self) -> None:
         """Norms, MLP, positions, biases and attention."""
-        writing, model = self.writing, self.job.model
-        writing.taken("model.family", "model.type_vocab_size")
+        model = self.job.model
+        self.taken("model.family", "model.type_vocab_size")
         if model.family not in _WITH_ROTATION:
             return
         if not self.is_core:
-            writing.refuse("model.family", f"use the software {CORE}")
-        writing.taken("model.gated_mlp")
+            self.refuse("model.family", f"use the software {CORE}")
+        self.taken("model.gated_mlp")
         for key, value in (("--swiglu", True), ("--normalization", "RMSNorm"), ("--position-embedding-type", "rope")):
-            writing.set(key, value, f"model.family: {model.family}")
-        writing.set("--hidden-dropout", 0.0, f"{CORE} predicts no dropout for this family")
-        writing.set("--attention-dropout", 0.0, f"{CORE} predicts no dropout for this family")
+            self.set(key, value, f"model.family: {model.family}")
+        self.set("--hidden-dropout", 0.0, f"{CORE} predicts no dropout for this family")
+        self.set("--attention-dropout", 0.0, f"{CORE} predicts no dropout for this family")
         self._biases()
-        if writing.value("model.qk_norm") == "projection":
-            writing.refuse("model.qk_norm", "use head")
+        if self.value("model.qk_norm") == "projection":
+            self.refuse("model.qk_norm", "use head")
         if model.qk_norm == "head" or model.family == "deepseek":
-            writing.set("--qk-layernorm", True, "model.qk_norm" if model.qk_norm else "norms of the latent vectors")
-        if writing.value("model.attention_sinks"):
-            writing.set("--softmax-type", "learnable", "model.attention_sinks")
-        window, period = writing.value("model.sliding_window"), writing.value("model.sliding_window_pattern")
+            self.set("--qk-layernorm", True, "model.qk_norm" if model.qk_norm else "norms of the latent vectors")
+        if self.value("model.attention_sinks"):
+            self.set("--softmax-type", "learnable", "model.attention_sinks")
+        window = self.value("model.sliding_window")
+        self.taken("model.sliding_window_pattern")
         if window is not None:
-            writing.set("--window-size", f"{window - 1},0", "model.sliding_window")
-            if period:
-                writing.set("--window-attn-skip-freq", period, "model.sliding_window_pattern")
-        if writing.value("model.mtp_num_layers"):
-            writing.set("--mtp-num-layers", model.mtp_num_layers, "model.mtp_num_layers")
+            self.set("--window-size", f"{window - 1},0", "model.sliding_window")
+            self.copy("--window-attn-skip-freq", "model.sliding_window_pattern", if_set=True)
+        self.copy("--mtp-num-layers", "model.mtp_num_layers", if_set=True)
         if model.family == "deepseek":
-            writing.set("--multi-latent-attention", True, "model.family: deepseek")
+            self.set("--multi-latent-attention", True, "model.family: deepseek")
             rank = model.q_lora_rank
-            writing.match(match for match in LATENT_ATTENTION if match.path != "model.q_lora_rank" or rank is not None)
+            self.match(match for match in LATENT_ATTENTION if match.path != "model.q_lora_rank" or rank is not None)
 
     def _biases(self) -> None:
-        writing, model = self.writing, self.job.model
-        biased, experts = writing.value("model.attention_bias"), writing.value("model.expert_bias")
+        model = self.job.model
+        biased, experts = self.value("model.attention_bias"), self.value("model.expert_bias")
         if model.num_experts and biased != experts:
-            writing.refuse("model.attention_bias" if biased else "model.expert_bias", "give biases to both or to none")
+            self.refuse("model.attention_bias" if biased else "model.expert_bias", "give biases to both or to none")
         if not biased:
-            writing.set("--disable-bias-linear", True, "model.attention_bias")
-        if writing.value("model.qkv_bias"):
-            writing.set("--add-qkv-bias", True, "model.qkv_bias")
+            self.set("--disable-bias-linear", True, "model.attention_bias")
+        self.copy("--add-qkv-bias", "model.qkv_bias", if_set=True)
 
     def experts(self) -> None:
         """Experts, and how tokens reach them."""
-        writing, model, plan = self.writing, self.job.model, self.job.plan
+        model, plan = self.job.model, self.job.plan
         if not model.num_experts:
             return
         optional = ("model.shared_expert_intermediate_size", "model.shared_expert_gate")
-        writing.match(match for match in EXPERTS if match.path not in optional)
-        writing.set(
-            "--moe-ffn-hidden-size", writing.value("model.moe_intermediate_size"), "model.moe_intermediate_size"
-        )
-        writing.set("--moe-grouped-gemm", True, f"as {CORE} computes experts")
-        if size := writing.value("model.shared_expert_intermediate_size"):
-            writing.set("--moe-shared-expert-intermediate-size", size, "model.shared_expert_intermediate_size")
-        if writing.value("model.shared_expert_gate"):
-            writing.set("--moe-shared-expert-gate", True, "model.shared_expert_gate")
-        if dense := writing.value("model.num_dense_layers"):
+        self.match(match for match in EXPERTS if match.path not in optional)
+        self.copy("--moe-ffn-hidden-size", "model.moe_intermediate_size")
+        self.set("--moe-grouped-gemm", True, f"as {CORE} computes experts")
+        for match in (match for match in EXPERTS if match.path in optional):
+            self.copy(match.key, match.path, if_set=True)
+        if dense := self.value("model.num_dense_layers"):
             pattern = f"([0]*{dense}+[1]*{model.num_hidden_layers - dense})"
-            writing.set("--moe-layer-freq", pattern, "model.num_dense_layers")
-        writing.taken("model.expert_imbalance")
-        factor = writing.value("model.capacity_factor")
-        if writing.value("model.drop_tokens"):
-            writing.set("--moe-expert-capacity-factor", factor, "model.capacity_factor")
+            self.set("--moe-layer-freq", pattern, "model.num_dense_layers")
+        self.taken("model.expert_imbalance")
+        factor = self.value("model.capacity_factor")
+        if self.value("model.drop_tokens"):
+            self.set("--moe-expert-capacity-factor", factor, "model.capacity_factor")
         elif factor != 1:
-            writing.refuse("model.capacity_factor", "set model.drop_tokens: true, or 1.0")
-        kind, *more = _DISPATCH[writing.value("software.expert_dispatch")]
-        writing.set("--moe-token-dispatcher-type", kind, "software.expert_dispatch")
+            self.refuse("model.capacity_factor", "set model.drop_tokens: true, or 1.0")
+        kind, *more = _DISPATCH[self.value("software.expert_dispatch")]
+        self.set("--moe-token-dispatcher-type", kind, "software.expert_dispatch")
         if more:
-            writing.set(more[0], more[1] if len(more) > 1 else True, "software.expert_dispatch")
-        if writing.value("software.expert_overlap"):
-            writing.set("--overlap-moe-expert-parallel-comm", True, "software.expert_overlap")
-        writing.set("--expert-tensor-parallel-size", writing.value("plan.etp"), "plan.etp")
+            self.set(more[0], more[1] if len(more) > 1 else True, "software.expert_dispatch")
+        self.copy("--overlap-moe-expert-parallel-comm", "software.expert_overlap", if_set=True)
+        self.copy("--expert-tensor-parallel-size", "plan.etp")
         if plan.etp not in (1, plan.tp):
-            writing.refuse("plan.etp", f"use 1 or {plan.tp}")
+            self.refuse("plan.etp", f"use 1 or {plan.tp}")
 
     def parallelism(self) -> None:
         """Degrees."""
-        writing, plan = self.writing, self.job.plan
+        plan = self.job.plan
         always = ("plan.tp", "plan.pp", "plan.microbatch_size")
-        writing.match(match for match in PLAN if match.path in always or writing.value(match.path) > 1)
+        self.match(match for match in PLAN if match.path in always or self.value(match.path) > 1)
         if plan.cp > 1:
-            writing.match([CONTEXT_PARALLEL])
-        if writing.value("plan.sequence_parallel"):
-            writing.set("--sequence-parallel", True, "plan.sequence_parallel")
+            self.match([CONTEXT_PARALLEL])
+        self.copy("--sequence-parallel", "plan.sequence_parallel", if_set=True)
         if self.is_core:
-            write_placement(writing, "--use-tp-pp-dp-mapping")
+            write_placement(self, "--use-tp-pp-dp-mapping")
 
     def stages(self) -> None:
         """Schedule, and blocks per stage."""
-        writing, plan, layers = self.writing, self.job.plan, self.job.model.num_hidden_layers
-        if writing.value("plan.schedule") not in _SCHEDULES:
-            writing.refuse("plan.schedule", "use 1f1b or interleaved_1f1b")
-        virtual, blocks = writing.value("plan.virtual_stages"), writing.value("plan.stage_layers")
-        if blocks is None and plan.pp > 1 and layers % plan.num_stages:
-            if not self.is_core:
-                writing.refuse("plan.stage_layers", f"use the software {CORE}")
-            blocks = self._balanced_blocks()
-        if blocks is not None:
-            if not self.is_core:
-                writing.refuse("plan.stage_layers", f"use the software {CORE}")
-            writing.set("--pipeline-model-parallel-layout", self._layout(blocks), "plan.stage_layers")
-            return
-        if virtual > 1:
+        plan, layers = self.job.plan, self.job.model.num_hidden_layers
+        self.allowed("plan.schedule", ("none", "1f1b", "interleaved_1f1b"), "use 1f1b or interleaved_1f1b")
+        virtual, blocks = self.value("plan.virtual_stages"), self.value("plan.stage_layers")
+        is_uneven = blocks is not None or (plan.pp > 1 and layers % plan.num_stages > 0)
+        if is_uneven and not self.is_core:
+            self.refuse("plan.stage_layers", f"use the software {CORE}")
+        if is_uneven:
+            layout = self._layout(self._balanced_blocks() if blocks is None else blocks)
+            self.set("--pipeline-model-parallel-layout", layout, "plan.stage_layers")
+        elif virtual > 1:
             per_stage = layers // plan.num_stages
-            writing.set("--num-layers-per-virtual-pipeline-stage", per_stage, "plan.virtual_stages")
+            self.set("--num-layers-per-virtual-pipeline-stage", per_stage, "plan.virtual_stages")
 
     def _layout(self, blocks: Sequence[int]) -> str:
         """Stages as Megatron-LM writes them: ``Et|(tt|)*6tL`` for 1, 2, 2, 2, 2, 2, 2 and 1 blocks."""
@@ -343,94 +320,78 @@ class _Writer:
             text += f"({stage}|)*{number}" if number > 1 else f"{stage}|"
         return f"{text}{last}{'m' * self.job.model.mtp_num_layers}L"
 
-    def _balanced_blocks(self) -> list[int]:
+    def _balanced_blocks(self) -> Sequence[int]:
         """Blocks per stage as predicted, which Megatron-LM has to be told if they are not equal."""
         assignment = assign_layers(self.job, cost_model(self.job, None))
-        return list(assignment.stage_layers(self.job.model.num_last_layers))
+        return assignment.stage_layers(self.job.model.num_last_layers)
 
     def sharding(self) -> None:
         """Data parallelism, which follows from the number of devices."""
-        writing, plan = self.writing, self.job.plan
-        stage = writing.value("plan.zero_stage")
-        writing.taken("plan.dp_shard", "plan.dp_replicate", "plan.reshard_after_forward")
-        if stage > 1:
-            writing.refuse("plan.zero_stage", "use 0 or 1")
-        if stage == 1:
-            writing.set("--use-distributed-optimizer", True, "plan.zero_stage")
+        plan = self.job.plan
+        self.taken("plan.dp_shard", "plan.dp_replicate", "plan.reshard_after_forward")
+        if self.allowed("plan.zero_stage", (0, 1), "use 0 or 1") == 1:
+            self.set("--use-distributed-optimizer", True, "plan.zero_stage")
             if plan.dp_replicate > 1:
-                writing.set("--num-distributed-optimizer-instances", plan.dp_replicate, "plan.dp_replicate")
-        if writing.value("plan.grad_sync") == "microbatch":
-            writing.refuse("plan.grad_sync", "use step")
-        dtype = writing.value("plan.grad_dtype")
-        if dtype == "fp16":
-            writing.refuse("plan.grad_dtype", "use bf16 or fp32")
+                self.set("--num-distributed-optimizer-instances", plan.dp_replicate, "plan.dp_replicate")
+        if self.value("plan.grad_sync") == "microbatch":
+            self.refuse("plan.grad_sync", "use step")
+        dtype = self.allowed("plan.grad_dtype", (None, "bf16", "fp32"), "use bf16 or fp32")
         if dtype is not None:
             key = "--grad-reduce-in-bf16" if dtype == "bf16" else "--accumulate-allreduce-grads-in-fp32"
-            writing.set(key, True, "plan.grad_dtype")
+            self.set(key, True, "plan.grad_dtype")
 
     def overlap(self) -> None:
         """Collectives that overlap compute."""
-        writing = self.writing
         if not self.is_core:
             return
-        if writing.value("software.grad_overlap"):
-            writing.set("--overlap-grad-reduce", True, "software.grad_overlap")
-            size = writing.value("plan.bucket_bytes")
+        if self.value("software.grad_overlap"):
+            self.set("--overlap-grad-reduce", True, "software.grad_overlap")
+            size = self.value("plan.bucket_bytes")
             if size is not None:
                 width = _FP32_BYTES // 2 if self.job.plan.grad_dtype == "bf16" else _FP32_BYTES
-                writing.set("--ddp-bucket-size", size // width, "plan.bucket_bytes")
-        if writing.value("software.overlap_param_gather"):
-            writing.set("--overlap-param-gather", True, "software.overlap_param_gather")
-        overlap = writing.value("software.tp_overlap")
+                self.set("--ddp-bucket-size", size // width, "plan.bucket_bytes")
+        self.copy("--overlap-param-gather", "software.overlap_param_gather", if_set=True)
+        overlap = self.allowed("software.tp_overlap", ("none", "backward", "all"), "use none, backward or all")
         if overlap == "all":
-            writing.set("--tp-comm-overlap", True, "software.tp_overlap")
+            self.set("--tp-comm-overlap", True, "software.tp_overlap")
         elif overlap == "none":
-            writing.set("--no-async-tensor-model-parallel-allreduce", True, "software.tp_overlap")
-        elif overlap != "backward":
-            writing.refuse("software.tp_overlap", "use none, backward or all")
-        if writing.value("software.fp8_dot_product_attention"):
-            writing.set("--fp8-dot-product-attention", True, "software.fp8_dot_product_attention")
+            self.set("--no-async-tensor-model-parallel-allreduce", True, "software.tp_overlap")
+        self.copy("--fp8-dot-product-attention", "software.fp8_dot_product_attention", if_set=True)
 
     def recompute(self) -> None:
         """Activation recomputation."""
-        writing = self.writing
+        is_of_2021 = self.job.software.id == OF_2021
         kind, layers, modules = (
-            writing.value(f"plan.{name}") for name in ("recompute", "recompute_layers", "recompute_modules")
+            self.value(f"plan.{name}") for name in ("recompute", "recompute_layers", "recompute_modules")
         )
-        method = "uniform" if layers is None else "block"
-        number = 1 if layers is None else layers
+        method, number = ("uniform", 1) if layers is None else ("block", layers)
         if kind == "none":
-            if self.job.software.id == OF_2021:
-                writing.set("--activations-checkpoint-num-layers", 1, "software; no effect without a method")
-            return
-        if kind not in ("full", "selective") or (kind == "selective" and self.job.software.id == OF_2021):
-            writing.refuse("plan.recompute", "use full" if self.job.software.id == OF_2021 else "use full or selective")
-        if self.job.software.id == OF_2021:
-            writing.set("--activations-checkpoint-method", method, "plan.recompute")
-            writing.set("--activations-checkpoint-num-layers", number, "plan.recompute_layers")
-            return
-        writing.set("--recompute-granularity", kind, "plan.recompute")
-        if kind == "selective":
-            if layers is not None:
-                writing.refuse("plan.recompute_layers", "leave it out, or use plan.recompute: full")
-            if modules is not None:
-                writing.set("--recompute-modules", list(modules), "plan.recompute_modules")
-            return
-        writing.set("--recompute-method", method, "plan.recompute_layers")
-        writing.set("--recompute-num-layers", number, "plan.recompute_layers")
+            if is_of_2021:
+                self.set("--activations-checkpoint-num-layers", 1, "software; no effect without a method")
+        elif is_of_2021:
+            self.allowed("plan.recompute", ("full",))
+            self.set("--activations-checkpoint-method", method, "plan.recompute")
+            self.set("--activations-checkpoint-num-layers", number, "plan.recompute_layers")
+        else:
+            self.allowed("plan.recompute", ("full", "selective"), "use full or selective")
+            self.set("--recompute-granularity", kind, "plan.recompute")
+            if kind == "full":
+                self.set("--recompute-method", method, "plan.recompute_layers")
+                self.set("--recompute-num-layers", number, "plan.recompute_layers")
+            elif layers is not None:
+                self.refuse("plan.recompute_layers", "leave it out, or use plan.recompute: full")
+            elif modules is not None:
+                self.set("--recompute-modules", list(modules), "plan.recompute_modules")
 
     def training(self) -> None:
         """Batch, precision and optimizer."""
-        writing = self.writing
-        writing.match(TRAINING)
-        writing.set("--clip-grad", writing.value("training.clip_grad_norm") or 0.0, "training.clip_grad_norm")
-        precision = writing.value("training.precision")
-        if precision not in _PRECISIONS:
-            writing.refuse("training.precision", f"use {', '.join(_PRECISIONS)}")
+        self.match(TRAINING)
+        self.set("--clip-grad", self.value("training.clip_grad_norm") or 0.0, "training.clip_grad_norm")
+        precision = self.allowed("training.precision", _PRECISIONS)
         for key, value in _PRECISIONS[precision]:
-            writing.set(key, value, "training.precision")
-        recipe = writing.value("training.fp8_recipe")
+            self.set(key, value, "training.precision")
+        recipe = self.value("training.fp8_recipe")
         if precision == "fp8":
-            writing.set("--fp8-recipe", recipe or "tensorwise", "training.fp8_recipe")
+            self.set("--fp8-recipe", recipe or "tensorwise", "training.fp8_recipe")
         if self.job.training.task == "sft":
-            writing.taken("training.task")
+            self.taken("training.task")

@@ -9,15 +9,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.shell.evaluate import Called, Shell, Value, ValuePart, Word
-from simplan.interop.frameworks.shell.slurm import sbatch_settings, whole_number
-from simplan.interop.frameworks.shell.syntax import parse_script
+from simplan.interop.frameworks.shell.evaluate import Called, Shell, Value, Word
+from simplan.interop.frameworks.shell.syntax import parse_script, sbatch_settings, whole_number
 
 _NUMBER = re.compile(r"[-+]?\d(_?\d){0,17}")
 _REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
@@ -104,7 +103,7 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
     for option, names in _SLURM_VARIABLES.items():
         setting = sbatch.get(f"#SBATCH --{option}")
         if setting is not None and isinstance(setting.value, int):
-            values |= {name: ((ValuePart(str(setting.value), setting.line or 0),),) for name in names}
+            values |= {name: ((Word(str(setting.value), setting.line or 0),),) for name in names}
     return values
 
 
@@ -115,21 +114,19 @@ def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[s
     while position < len(words):
         name = words[position].text.rpartition("/")[2]
         is_python = _PYTHON.fullmatch(name) is not None
-        is_program = position > 0 and words[position - 1].text in ("-m", "--module")
-        if name in wrappers:
-            return _launched(words[position], words[position + 1 :], launchers, options, sbatch, called)
+        is_module = position > 0 and words[position - 1].text in ("-m", "--module")
         if is_python or name in _LAUNCHERS or (name == "launch" and launchers[-1:] == ["accelerate"]):
             launchers += [name] if name != "launch" and not is_python else []
             position = _launcher_options(words, position + 1, options)
             is_launched = True
-        elif is_launched:
-            program = words[position]
-            if name.endswith(".py") or is_program or name == "-":
-                program = program if name != "-" else Word("", program.line)
-                return _launched(program, words[position + 1 :], launchers, options, sbatch, called)
-            position += 1  # a wrapper, or a container with its options
+        elif name in wrappers or (is_launched and (name.endswith(".py") or is_module or name == "-")):
+            program = words[position] if name != "-" else Word("", words[position].line)
+            devices = _devices(options, sbatch)
+            return TrainingCommand(
+                program, words[position + 1 :], tuple(launchers), tuple(options), *devices, called.environment
+            )
         else:
-            position += 1
+            position += 1  # a wrapper, or a container with its options
     return None
 
 
@@ -156,14 +153,10 @@ def _is_value(text: str) -> bool:
     return not text.startswith("-") and not text.endswith(".py") and text.rpartition("/")[2] not in _LAUNCHERS
 
 
-def _launched(
-    program: Word,
-    arguments: tuple[Word, ...],
-    launchers: list[str],
-    options: list[Setting],
-    sbatch: Mapping[str, Setting],
-    called: Called,
-) -> TrainingCommand:
+def _devices(
+    options: Sequence[Setting], sbatch: Mapping[str, Setting]
+) -> tuple[tuple[Setting, ...], int | None, int | None, int | None]:
+    """Settings that say how many devices there are; nodes, ranks per node, and ranks in all."""
     by_name = {setting.key.lstrip("-").replace("_", "-"): setting for setting in options}
     used: list[Setting] = []
 
@@ -180,17 +173,7 @@ def _launched(
     if nodes is None and per_node is not None and not {*_NUM_NODES} & by_name.keys():
         nodes = 1 if {"nproc-per-node", "num-gpus"} & by_name.keys() else None
     in_all = nodes * per_node if nodes is not None and per_node is not None else number(_RANKS, "ntasks", "gpus")
-    return TrainingCommand(
-        program,
-        arguments,
-        tuple(launchers),
-        tuple(options),
-        tuple(used),
-        nodes,
-        per_node,
-        in_all,
-        called.environment,
-    )
+    return tuple(used), nodes, per_node, in_all
 
 
 def number_or_text(text: str) -> int | float | str:

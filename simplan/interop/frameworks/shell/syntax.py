@@ -1,28 +1,43 @@
 """Syntax of launch scripts: the part of the shell's grammar that such scripts use, read without running anything.
 
 The grammar is that of POSIX.1-2017, Shell Command Language, section 2.10, with arrays, ``[[ ]]`` and ``(( ))`` of bash.
+Redirections and here-documents are skipped. Options of Slurm stand in comments: ``sbatch_settings``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import shlex
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from simplan.errors import SpecError, file_error
+from simplan.interop.configuration import Setting
 
 _MAX_DEPTH = 40
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]\n]*\])?(\+?)=")
-_FUNCTION = re.compile(r"(?:function[ \t]+)?([A-Za-z_][\w.:-]*)[ \t]*\([ \t]*\)|function[ \t]+([\w.:-]+)")
+_VARIABLE = re.compile(rf"{_NAME.pattern}|[@*#?$!0-9-]")
+_BRACED = re.compile(r"(#?)(\w+|[@*])(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_ASSIGNMENT = re.compile(rf"({_NAME.pattern})(\[[^\]\n]*\])?(\+?)=")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.:-]*")
+_BLANKS = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)*")
 _REDIRECTION = re.compile(r"\d*(&>>?|<<<|<<-?|[<>]&|>>|>\||<>|<(?!\()|>(?!\())")
-_SPECIAL = "@*#?$!-0123456789"
-_OPERATORS = ("&&", "||", ";;", ";", "&", "|", "\n")
-_ENDS = frozenset(" \t\n;&|()<>")
+_OPERATOR = re.compile(r"&&|\|\||;;|[;&|()\n]")
+_TEST_OPERATOR = re.compile(r"&&|\|\||[()<>;&|]")
+_ENDS = " \t\n;&|()<>"
+_PLAIN = re.compile(rf"[^{_ENDS}'\"\\$`]+")
+_IN_QUOTES = re.compile(r'[^"\\$`]+')
+_IN_BRACKETS = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\\'"(){}]+|.""", re.DOTALL)
+_IN_ARITHMETIC = re.compile(r"\\.|[^\\()]+|.", re.DOTALL)
+_SEPARATORS = ("\n", ";", "&", "|", ";;", "&&", "||")
+_INNER = ("then", "else", "elif", "fi", "do", "done", "esac", "}", "in")
+_DECLARES = ("export", "local", "declare", "readonly", "typeset", "env")
+"""Commands whose assignments are words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Part of a word.
 
     Attributes:
@@ -44,11 +59,10 @@ class Part:
 
 
 SourceWord = tuple[Part, ...]
-"""Word as written; no parts for empty quotes."""
+"""Word as written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """``NAME=value``, ``NAME+=value`` or ``NAME=( ... )``.
 
     Attributes:
@@ -59,38 +73,34 @@ class Assignment:
     name: str
     values: tuple[SourceWord, ...]
     line: int
-    appends: bool = False
-    is_array: bool = False
-    is_indexed: bool = False
+    appends: bool
+    is_array: bool
+    is_indexed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Simple:
-    """A command with its words, after its assignments."""
+class Simple(NamedTuple):
+    """A command with its words, after its assignments; the first word of ``(( ... ))`` is ``((``."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[SourceWord, ...]
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(NamedTuple):
     """Commands that depend on each other: ``a && b || c``; the first operator is empty. ``!`` negates a command."""
 
     commands: tuple[tuple[str, bool, Command], ...]
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """``if``: pairs of condition and body, of which the last condition is empty for ``else``."""
+class Branch(NamedTuple):
+    """``if``: pairs of condition and body; the condition is empty for ``else``, and for ``{ ... }`` and ``( ... )``."""
 
     branches: tuple[tuple[Body, Body], ...]
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """``case``: patterns with their bodies."""
 
     word: SourceWord
@@ -98,8 +108,7 @@ class Case:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(NamedTuple):
     """``for`` over words, or ``while``, whose name is empty."""
 
     name: str
@@ -108,32 +117,14 @@ class Loop:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(NamedTuple):
     """Definition of a function."""
 
     name: str
     body: Body
-    line: int
 
 
-@dataclass(frozen=True, slots=True)
-class CommandGroup:
-    """``{ ... }`` or ``( ... )``."""
-
-    body: Body
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """``(( ... ))`` as a command."""
-
-    expression: SourceWord
-    line: int
-
-
-Command = Simple | Chain | Branch | Case | Loop | Function | CommandGroup | Arithmetic
+Command = Simple | Chain | Branch | Case | Loop | Function
 Body = tuple[Command, ...]
 
 
@@ -147,461 +138,442 @@ def parse_script(text: str, file: str, line: int = 1) -> Body:
     Raises:
         SpecError: The text is no script: an open quote or parenthesis, an ``if`` without ``fi``.
     """
-    parser = _Parser(text.replace("\r\n", "\n"), file, line)
-    body = parser.body(())
-    if parser.position < len(parser.text):
-        raise parser.error(f"{parser.text[parser.position : parser.position + 10].split()[0]} has no beginning")
+    parser = _Parser(_Lexer(text.replace("\r\n", "\n"), file, line))
+    body = parser.body()
+    if parser.token.text:
+        raise parser.error(f"{parser.token.text} has no beginning")
     return body
 
 
+def sbatch_settings(text: str) -> Iterator[Setting]:
+    """Options of Slurm in the comments of a script, by their long names."""
+    long_names = {"N": "nodes", "n": "ntasks", "G": "gpus"}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.startswith("#SBATCH"):
+            continue
+        try:
+            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        except ValueError:
+            continue
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            if not word.startswith("-"):
+                continue
+            key, joined, value = word.partition("=")
+            name, value = long_names.get(key.lstrip("-"), key.lstrip("-")), value if joined else following
+            if match := re.fullmatch(r"gpu:(?:[\w.-]+:)?(\d+)", value) if name == "gres" else None:
+                name, value = "gpus-per-node", match[1]
+            yield Setting(f"#SBATCH --{name}", whole_number(value.rpartition(":")[2]) or value, number)
+
+
+def whole_number(text: str) -> int | None:
+    """Whole number, or the lower of a range of nodes if both are equal."""
+    match = re.fullmatch(r"(\d{1,9})(?::\1)?", text)
+    return int(match[1]) if match else None
+
+
+class _Token(NamedTuple):
+    """A word or an operator.
+
+    Attributes:
+        text: As written; empty at the end of the script.
+        line: 1-based line.
+        word: Parts of a word; None for an operator and at the end.
+    """
+
+    text: str
+    line: int
+    word: SourceWord | None = None
+
+
 @dataclass(slots=True)
-class _Parser:
-    """Recursive descent over the characters of a script."""
+class _Lexer:
+    """Characters of a script as tokens, one at a time."""
 
     text: str
     file: str
-    line: int
-    position: int = 0
+    first_line: int
     depth: int = 0
-    here_documents: list[tuple[str, bool]] = field(default_factory=list)
+    position: int = 0
+    _newlines: list[int] = field(init=False)
+    _here_documents: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._newlines = [match.start() for match in re.finditer("\n", self.text)]
+
+    def line(self, position: int | None = None) -> int:
+        """1-based line of a position, by default the current one."""
+        return self.first_line + bisect_left(self._newlines, self.position if position is None else position)
 
     def error(self, what: str, fix: str = "check quotes, parentheses, if and fi", line: int | None = None) -> SpecError:
-        return file_error(self.file, f"this is no shell script: {what}", fix, line or self.line)
+        return file_error(self.file, f"this is no shell script: {what}", fix, line or self.line())
 
-    def body(self, ends: tuple[str, ...]) -> Body:
-        """Commands up to a reserved word or closing bracket, which stays."""
-        self._descend()
-        commands: list[Command] = []
-        while True:
-            self._blanks(";&|")
-            if self.position >= len(self.text) or self._reserved() in ends or self._peek() == ")":
-                break
-            commands.append(self._chain())
-        self.depth -= 1
-        return tuple(commands)
-
-    def _descend(self) -> None:
+    def descend(self) -> None:
+        """Enter a body, a function or a default of ``${NAME:-...}``."""
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise self.error("it is nested too deeply", "take the launch command out of it")
 
-    def _chain(self) -> Command:
-        first, operator, commands = self.line, "", list[tuple[str, bool, Command]]()
+    def token(self, *, in_test: bool = False) -> _Token:
+        """The next token.
+
+        Args:
+            in_test: True after ``[[``, where operators are words.
+        """
         while True:
-            self._blanks("")
-            negated = self._accept_word("!")
-            self._spaces()
+            self._skip_blanks()
+            if in_test or not self._skip_redirection():
+                break
+        start, line = self.position, self.line()
+        if start >= len(self.text):
+            return _Token("", line)
+        if in_test and (match := _TEST_OPERATOR.match(self.text, start)):
+            self.position = match.end()
+            return _Token(match[0], line, (Part("text", match[0], line),))
+        if self.text.startswith("((", start):
+            self.position += 2
+            return _Token("((", line, (Part("arithmetic", self._balanced("))"), line),))
+        if match := _OPERATOR.match(self.text, start):
+            self.position = match.end()
+            if match[0] == "\n":
+                self._skip_here_documents()
+            return _Token(match[0], line)
+        word = self.word()
+        return _Token(self.text[start : self.position], line, word)
+
+    def word(self) -> SourceWord:
+        """Parts of a word, up to a space or an operator."""
+        parts: list[Part] = []
+        while self.position < len(self.text):
+            pair = self.text[self.position : self.position + 2]
+            if match := _PLAIN.match(self.text, self.position):
+                parts.append(Part("text", match[0], self.line()))
+                self.position = match.end()
+            elif pair[0] == "'":
+                start = self.position
+                parts += self._quoted_lines(start + 1, self._upto("'"))
+            elif pair[0] == '"':
+                parts += self._double_quoted()
+            elif pair[0] == "\\":
+                parts += self._escaped()
+            elif pair == "$'":
+                self.position += 1
+            elif pair[0] in "$`" or pair in ("<(", ">("):
+                parts.append(self._expansion(quoted=False))
+            else:
+                break
+        return tuple(parts)
+
+    def _double_quoted(self) -> Iterator[Part]:
+        first = self.line()
+        self.position += 1
+        yield Part("text", "", first, quoted=True)
+        while self.position < len(self.text):
+            pair = self.text[self.position : self.position + 2]
+            if match := _IN_QUOTES.match(self.text, self.position):
+                self.position = match.end()
+                yield from self._quoted_lines(match.start(), match[0])
+            elif pair[0] == '"':
+                self.position += 1
+                return
+            elif pair[0] == "\\" and pair[1:] in '"\\$`\n':
+                yield from self._escaped()
+            elif pair[0] == "\\":
+                yield Part("text", "\\", self.line(), quoted=True)
+                self.position += 1
+            else:
+                yield self._expansion(quoted=True)
+        raise self.error("a quote is not closed", 'add "', first)
+
+    def _quoted_lines(self, start: int, text: str) -> Iterator[Part]:
+        """Text between quotes, one part a line."""
+        for line, each in enumerate(text.splitlines(keepends=True) or [""], start=self.line(start)):
+            yield Part("text", each, line, quoted=True)
+
+    def _escaped(self) -> Iterator[Part]:
+        """Character after a backslash; nothing for the end of a line."""
+        following, line = self.text[self.position + 1 : self.position + 2], self.line()
+        self.position += 2
+        if following != "\n":
+            yield Part("text", following, line, quoted=True)
+
+    def _expansion(self, *, quoted: bool) -> Part:
+        """``$NAME``, ``${NAME...}``, ``$((...))``, ``$(...)``, backticks or ``<(...)``."""
+        start, line = self.position, self.line()
+        following = self.text[start + 1 : start + 2]
+        if self.text[start] == "`":
+            self._upto("`")
+            return Part("command", self.text[start : self.position], line, quoted)
+        if self.text.startswith("$((", start):
+            self.position += 3
+            return Part("arithmetic", self._balanced("))"), line, quoted)
+        if following == "(":
+            self.position += 2
+            self._balanced(")")
+            return Part("command", self.text[start : self.position], line, quoted)
+        if following == "{":
+            self.position += 2
+            return self._braced(line, quoted=quoted)
+        match = _VARIABLE.match(self.text, start + 1)
+        self.position = match.end() if match else start + 1
+        return Part("variable", match[0], line, quoted) if match else Part("text", "$", line, quoted)
+
+    def _braced(self, line: int, *, quoted: bool) -> Part:
+        inside = self._balanced("}")
+        match = _BRACED.fullmatch(inside)
+        if match is None or (match[3] not in (None, "[@]", "[*]") and not match[3][1:-1].isdecimal()):
+            return Part("variable", inside, line, quoted, "?")
+        operator = "#" if match[1] else match[4] or match[3] or ""
+        default: list[Part] = []
+        if match[4]:
+            self.descend()
+            inner = _Lexer(match[5], self.file, line, self.depth)
+            while inner.position < len(inner.text):
+                character = inner.text[inner.position]
+                if parts := inner.word():
+                    default += parts
+                else:
+                    default.append(Part("text", character, line, quoted))
+                    inner.position += 1
+            self.depth -= 1
+        return Part("variable", match[2], line, quoted, operator, tuple(default))
+
+    def _balanced(self, close: str) -> str:
+        """Text up to a closing bracket, over brackets and quotes inside, without the bracket."""
+        start, opened = self.position, 0
+        brackets, inside = "{}" if close == "}" else "()", _IN_ARITHMETIC if close == "))" else _IN_BRACKETS
+        while match := inside.match(self.text, self.position):
+            if opened == 0 and self.text.startswith(close, self.position):
+                self.position += len(close)
+                return self.text[start : match.start()]
+            if match[0] in ("'", '"') and inside is _IN_BRACKETS:
+                raise self.error("a quote is not closed", f"add {match[0]}")
+            opened += (match[0] == brackets[0]) - (match[0] == brackets[1])
+            self.position = match.end()
+        raise self.error("a bracket is not closed", f"add {close}", self.line(start))
+
+    def _upto(self, quote: str) -> str:
+        """Text up to a quote, which is consumed with the one at the position."""
+        end = self.text.find(quote, self.position + 1)
+        if end < 0:
+            raise self.error("a quote is not closed", f"add {quote}")
+        inside = self.text[self.position + 1 : end]
+        self.position = end + 1
+        return inside
+
+    def _skip_blanks(self) -> None:
+        """Skip spaces, continued lines and comments."""
+        match = _BLANKS.match(self.text, self.position)
+        self.position = match.end() if match else self.position
+
+    def _skip_redirection(self) -> bool:
+        """Skip a redirection with its file; False if there is none."""
+        match = _REDIRECTION.match(self.text, self.position)
+        if match is None:
+            return False
+        self.position = match.end()
+        self._skip_blanks()
+        start = self.position
+        self.word()
+        if match[1] in ("<<", "<<-"):
+            self._here_documents.append(self.text[start : self.position].strip("'\"\\"))
+        return True
+
+    def _skip_here_documents(self) -> None:
+        for end in self._here_documents:
+            closing = re.compile(rf"^\t*{re.escape(end)}(?:\n|\Z)", re.MULTILINE).search(self.text, self.position)
+            self.position = closing.end() if closing else len(self.text)
+        self._here_documents.clear()
+
+
+class _Parser:
+    """Tokens as commands, by recursive descent.
+
+    Attributes:
+        token: The next token.
+    """
+
+    def __init__(self, lexer: _Lexer) -> None:
+        self.lexer = lexer
+        self.token = lexer.token()
+
+    def body(self, *ends: str) -> Body:
+        """Commands up to one of some words, or up to a closing bracket; it stays."""
+        self.lexer.descend()
+        commands: list[Command] = []
+        while True:
+            self._skip(*(each for each in _SEPARATORS if each not in ends))
+            if self.token.text in ("", ")", *ends):
+                break
+            commands.append(self._chain())
+        self.lexer.depth -= 1
+        return tuple(commands)
+
+    def error(self, what: str, fix: str = "check quotes, parentheses, if and fi", line: int | None = None) -> SpecError:
+        return self.lexer.error(what, fix, line or self.token.line)
+
+    def _next(self) -> _Token:
+        """Go to the next token; returns the one before it."""
+        before, self.token = self.token, self.lexer.token()
+        return before
+
+    def _skip(self, *texts: str) -> None:
+        while self.token.text in texts:
+            self._next()
+
+    def _accept(self, text: str) -> bool:
+        if self.token.text != text:
+            return False
+        self._next()
+        return True
+
+    def _expect(self, text: str, line: int) -> None:
+        if not self._accept(text):
+            raise self.error(f"{text} is missing", f"add {text}", line)
+
+    def _body_to(self, end: str) -> Body:
+        line, body = self.token.line, self.body(end)
+        self._expect(end, line)
+        return body
+
+    def _chain(self) -> Command:
+        line, operator, commands = self.token.line, "", list[tuple[str, bool, Command]]()
+        while True:
+            self._skip("\n")
+            negated = self._accept("!")
             commands.append((operator, negated, self._command()))
-            self._spaces()
-            operator = next((each for each in _OPERATORS if self.text.startswith(each, self.position)), "")
+            operator = self.token.text
             if operator not in ("&&", "||", "|"):
                 break
-            self.position += len(operator)
-        only = commands[0]
-        return Chain(tuple(commands), first) if len(commands) > 1 or only[1] else only[2]
+            self._next()
+        _, negated, command = commands[0]
+        return Chain(tuple(commands), line) if len(commands) > 1 or negated else command
 
     def _command(self) -> Command:
-        word, line = self._reserved(), self.line
-        compound: dict[str, Callable[[int], Command]] = {"if": self._if, "case": self._case}
+        token = self.token
+        compound: dict[str, Callable[[int], Command]] = {"if": self._if, "case": self._case, "function": self._function}
         compound |= dict.fromkeys(("for", "select"), self._for) | dict.fromkeys(("while", "until"), self._while)
-        if word in compound:
-            self.position += len(word)
-            command = compound[word](line)
-        elif word == "{":
-            self.position += 1
-            command = CommandGroup(self._body_to("}"), line)
-        elif self.text.startswith("((", self.position):
-            self.position += 2
-            command = Arithmetic((Part("arithmetic", self._upto("))"), line),), line)
-        elif self._peek() == "(":
-            self.position += 1
-            body = self.body(())
-            self._expect(")")
-            command = CommandGroup(body, line)
-        elif word in ("then", "else", "elif", "fi", "do", "done", "esac", "}", "in"):
-            raise self.error(f"{word} has no beginning")
-        elif match := _FUNCTION.match(self.text, self.position):
-            self.position = match.end()
-            self._blanks("")
-            self._descend()
-            function = Function(match[1] or match[2], (self._command(),), line)
-            self.depth -= 1
-            return function
-        else:
-            return self._simple()
-        while self._redirection():
-            pass
-        return command
+        if token.text in compound:
+            self._next()
+            return compound[token.text](token.line)
+        if token.text in ("{", "("):
+            self._next()
+            return Branch((((), self._body_to("}" if token.text == "{" else ")")),), token.line)
+        if token.text == "((" and token.word is not None:
+            self._next()
+            return Simple((), ((Part("text", "((", token.line),), token.word), token.line)
+        if token.text in _INNER:
+            raise self.error(f"{token.text} has no beginning")
+        return self._simple()
 
-    def _simple(self) -> Simple:
-        line = self.line
+    def _simple(self) -> Simple | Function:
+        first = self.token
         assignments: list[Assignment] = []
         words: list[SourceWord] = []
-        while True:
-            self._spaces()
-            if self.position >= len(self.text) or (
-                self._peek() in "\n;&|)" and not self.text.startswith("&>", self.position)
-            ):
-                break
-            if self._redirection():
+        while self.token.word is not None and self.token.text != "((":
+            match = _ASSIGNMENT.match(self.token.text)
+            if match is not None and (not words or (words[0] and words[0][0].text in _DECLARES)):
+                assignments.append(self._assignment(match, self.token.word))
                 continue
-            match = _ASSIGNMENT.match(self.text, self.position)
-            if match is not None and (not words or _declares(words)):
-                assignments.append(self._assignment(match))
-                continue
-            if self._peek() == "(":
-                raise self.error("( is not expected here")
-            start = self.position
-            words.append(self._word())
-            if start == self.position:
-                raise self.error(f"{self._peek()} is not expected here")
-            if len(words) == 1 and self.text[start : self.position] == "[[":
+            words.append(self.token.word)
+            if len(words) == 1 and self.token.text == "[[":
                 words += self._test()
-        if not words and not assignments and self.position < len(self.text) and self._peek() != "\n":
-            self.position += 1
-        return Simple(tuple(assignments), tuple(words), line)
+            self._next()
+        if self.token.text in ("(", "(("):
+            if self.token.text == "((" or len(words) > 1 or assignments or not _FUNCTION.fullmatch(first.text):
+                raise self.error("( is not expected here")
+            return self._body_of(first)
+        return Simple(tuple(assignments), tuple(words), first.line)
 
-    def _assignment(self, match: re.Match[str]) -> Assignment:
-        line, self.position = self.line, match.end()
-        appends, is_indexed = bool(match[3]), match[2] is not None
-        if self._peek() != "(":
-            ended = self.position >= len(self.text) or self._peek() in _ENDS
-            value = () if ended and not self._is_substitution() else self._word()
-            return Assignment(match[1], (value,), line, appends, False, is_indexed)
-        self.position += 1
-        values: list[SourceWord] = []
-        while True:
-            self._blanks("")
-            if self.position >= len(self.text):
+    def _assignment(self, match: re.Match[str], word: SourceWord) -> Assignment:
+        token = self._next()
+        name, appends, is_indexed = match[1], bool(match[3]), match[2] is not None
+        if self.token.text == "(" and match.end() == len(token.text):
+            return Assignment(name, tuple(self._array(token.line)), token.line, appends, True, is_indexed)
+        start = word[0]._replace(text=word[0].text[match.end() :])
+        value = (start, *word[1:]) if start.text else word[1:]
+        return Assignment(name, (value,), token.line, appends, False, is_indexed)
+
+    def _array(self, line: int) -> Iterator[SourceWord]:
+        """Words of an array, over its brackets."""
+        self._next()
+        while self.token.text != ")":
+            if not self.token.text:
                 raise self.error("an array is not closed", "add )", line)
-            if self._peek() == ")":
-                self.position += 1
-                return Assignment(match[1], tuple(values), line, appends, True, is_indexed)
-            start = self.position
-            values.append(self._word())
-            if start == self.position:
-                raise self.error(f"{self._peek()} is not expected in an array", "add )")
+            if self.token.word is not None:
+                yield self.token.word
+            elif self.token.text != "\n":
+                raise self.error(f"{self.token.text} is not expected in an array", "add )")
+            self._next()
+        self._next()
 
-    def _test(self) -> list[SourceWord]:
-        """Words after ``[[``, with ``&&`` and the like among them, up to and with ``]]``."""
-        line, words = self.line, list[SourceWord]()
-        while True:
-            self._blanks("")
-            if self.position >= len(self.text):
+    def _test(self) -> Iterator[SourceWord]:
+        """Words after ``[[``, with ``&&`` and the like among them, up to ``]]``, which stays."""
+        line = self.token.line
+        while self.token.text != "]]":
+            self.token = self.lexer.token(in_test=True)
+            if not self.token.text:
                 raise self.error("[[ is not closed", "add ]]", line)
-            start = self.position
-            operator = next((each for each in ("&&", "||") if self.text.startswith(each, start)), "")
-            if operator or self._peek() in "()<>;&|":
-                self.position += len(operator) or 1
-                words.append((Part("text", operator or self.text[start], self.line),))
-            else:
-                words.append(self._word())
-                if self.text[start : self.position] == "]]":
-                    return words
+            if self.token.word is not None:
+                yield self.token.word
 
     def _if(self, line: int) -> Branch:
-        branches = [(self._body_to("then"), self.body(("elif", "else", "fi")))]
-        while self._accept_word("elif"):
-            branches.append((self._body_to("then"), self.body(("elif", "else", "fi"))))
-        if self._accept_word("else"):
-            branches.append(((), self.body(("fi",))))
-        self._expect_word("fi", line)
+        branches: list[tuple[Body, Body]] = []
+        while not branches or self._accept("elif"):
+            branches.append((self._body_to("then"), self.body("elif", "else", "fi")))
+        if self._accept("else"):
+            branches.append(((), self.body("fi")))
+        self._expect("fi", line)
         return Branch(tuple(branches), line)
 
     def _case(self, line: int) -> Case:
-        self._blanks("")
-        word = self._word()
-        self._blanks("")
-        self._expect_word("in", line)
+        word = self._next().word or ()
+        self._skip("\n")
+        self._expect("in", line)
         branches: list[tuple[tuple[SourceWord, ...], Body]] = []
         while True:
-            self._blanks(";")
-            if self._accept_word("esac"):
+            self._skip("\n", ";", ";;")
+            if self._accept("esac"):
                 return Case(word, tuple(branches), line)
-            if self._peek() == "(":
-                self.position += 1
+            self._accept("(")
             patterns: list[SourceWord] = []
-            while self.position < len(self.text) and self._peek() != ")":
-                self._blanks("|")
-                start = self.position
-                patterns.append(self._word())
-                self._blanks("|")
-                if start == self.position:
+            while self.token.text != ")":
+                if self.token.word is not None:
+                    patterns.append(self.token.word)
+                elif self.token.text not in ("|", "\n"):
                     raise self.error("a pattern of case is not closed", "add )", line)
-            self._expect(")")
-            branches.append((tuple(patterns), self._case_body()))
-
-    def _case_body(self) -> Body:
-        commands: list[Command] = []
-        while True:
-            self._blanks("&|")
-            if self.position >= len(self.text) or self.text.startswith(";;", self.position):
-                return tuple(commands)
-            if self._peek() == ";":
-                self.position += 1
-            elif self._reserved() == "esac":
-                return tuple(commands)
-            else:
-                commands.append(self._chain())
+                self._next()
+            self._next()
+            branches.append((tuple(patterns), self.body(";;", "esac")))
 
     def _for(self, line: int) -> Loop:
-        self._spaces()
-        words: list[SourceWord] = []
-        name = _NAME.match(self.text, self.position)
-        if name is not None:
-            self.position = name.end()
-            self._blanks("")
-            if self._accept_word("in"):
-                self._spaces()
-                while self.position < len(self.text) and self._peek() not in "\n;":
-                    start = self.position
-                    words.append(self._word())
-                    self._spaces()
-                    if start == self.position:
-                        raise self.error("for is not followed by words", line=line)
-        elif self.text.startswith("((", self.position):
-            self.position += 2
-            self._upto("))")
-        self._blanks(";")
-        self._expect_word("do", line)
-        return Loop(name[0] if name else "", tuple(words), self._body_to("done"), line)
+        name, words = "", list[SourceWord]()
+        if self.token.text == "((" or _NAME.fullmatch(self.token.text):
+            name = self._next().text.removeprefix("((")
+            self._skip("\n")
+        if self._accept("in"):
+            while self.token.word is not None:
+                words.append(self.token.word)
+                self._next()
+        self._skip("\n", ";")
+        self._expect("do", line)
+        return Loop(name, tuple(words), self._body_to("done"), line)
 
     def _while(self, line: int) -> Loop:
         self._body_to("do")
         return Loop("", (), self._body_to("done"), line)
 
-    def _body_to(self, end: str) -> Body:
-        line, body = self.line, self.body((end,))
-        self._expect_word(end, line)
-        return body
+    def _function(self, line: int) -> Function:
+        """Function after the word ``function``, with or without brackets."""
+        name = self._next()
+        if name.word is None:
+            raise self.error("function has no name", "name it", line)
+        return self._body_of(name)
 
-    def _word(self) -> SourceWord:
-        parts: list[Part] = []
-        while self.position < len(self.text) and (self._peek() not in _ENDS or self._is_substitution()):
-            character = self._peek()
-            if character == "'":
-                self.position += 1
-                self._text(parts, self._upto("'"), quoted=True)
-            elif character == '"':
-                self._double_quoted(parts)
-            elif character == "\\":
-                self._escape(parts)
-            elif character in "$`<>":
-                self._expansion(parts, quoted=False)
-            else:
-                start = self.position
-                while self.position < len(self.text) and self._peek() not in _ENDS and self._peek() not in "'\"\\$`":
-                    self.position += 1
-                parts.append(Part("text", self.text[start : self.position], self.line))
-        return tuple(parts)
-
-    def _escape(self, parts: list[Part]) -> None:
-        following = self.text[self.position + 1 : self.position + 2]
-        if following == "\n":
-            self.line += 1
-        else:
-            parts.append(Part("text", following, self.line, True))
-        self.position += 2
-
-    def _double_quoted(self, parts: list[Part]) -> None:
-        first, self.position = self.line, self.position + 1
-        parts.append(Part("text", "", self.line, True))
-        while True:
-            start = self.position
-            while self.position < len(self.text) and self._peek() not in '"\\$`':
-                self.position += 1
-            self._text(parts, self.text[start : self.position], quoted=True, counts=True)
-            if self.position >= len(self.text):
-                raise self.error("a quote is not closed", 'add "', first)
-            character = self._peek()
-            if character == '"':
-                self.position += 1
-                return
-            if character == "\\":
-                following = self.text[self.position + 1 : self.position + 2]
-                if following and following not in '"\\$`\n':
-                    parts.append(Part("text", "\\", self.line, True))
-                    self.position += 1
-                else:
-                    self._escape(parts)
-            else:
-                self._expansion(parts, quoted=True)
-
-    def _text(self, parts: list[Part], text: str, *, quoted: bool, counts: bool = False) -> None:
-        """Add text, one part a line; ``_upto`` has counted its lines already, unless ``counts``."""
-        line = self.line if counts else self.line - text.count("\n")
-        for number, each in enumerate(text.splitlines(keepends=True) or [""]):
-            parts.append(Part("text", each, line + number, quoted))
-        if counts:
-            self.line += text.count("\n")
-
-    def _is_substitution(self) -> bool:
-        return self.text[self.position : self.position + 2] in ("<(", ">(")
-
-    def _expansion(self, parts: list[Part], *, quoted: bool) -> None:
-        """``$NAME``, ``${NAME...}``, ``$((...))``, ``$(...)``, backticks or ``<(...)``."""
-        line, start, following = self.line, self.position, self.text[self.position + 1 : self.position + 2]
-        if self._peek() == "`":
-            self.position += 1
-            self._upto("`")
-            parts.append(Part("command", self.text[start : self.position], line, quoted))
-        elif self.text.startswith("$((", start):
-            self.position += 3
-            parts.append(Part("arithmetic", self._balanced("))"), line, quoted))
-        elif following == "(":
-            self.position += 2
-            self._balanced(")")
-            parts.append(Part("command", self.text[start : self.position], line, quoted))
-        elif following == "{":
-            self.position += 2
-            parts.append(self._braced(line, quoted=quoted))
-        elif match := _NAME.match(self.text, start + 1):
-            self.position = match.end()
-            parts.append(Part("variable", match[0], line, quoted))
-        elif following and following in _SPECIAL:
-            self.position += 2
-            parts.append(Part("variable", following, line, quoted))
-        elif following == "'" and not quoted:
-            self.position += 1
-        else:
-            self.position += 1
-            parts.append(Part("text", self.text[start], line, quoted))
-
-    def _braced(self, line: int, *, quoted: bool) -> Part:
-        inside = self._balanced("}")
-        match = re.fullmatch(r"(#?)(\w+|[@*])(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", inside, re.DOTALL)
-        if match is None or (match[3] not in (None, "[@]", "[*]") and not match[3][1:-1].isdecimal()):
-            return Part("variable", inside, line, quoted, "?")
-        operator = "#" if match[1] else match[4] or match[3] or ""
-        default: SourceWord = ()
-        if match[4]:
-            self._descend()
-            inner, within = _Parser(match[5], self.file, line, depth=self.depth), list[Part]()
-            while inner.position < len(inner.text):
-                end = inner.text[inner.position]
-                if end in _ENDS:
-                    within.append(Part("text", end, line, quoted))
-                    inner.position += 1
-                else:
-                    within += inner._word()
-            self.depth -= 1
-            default = tuple(within)
-        return Part("variable", match[2], line, quoted, operator, default)
-
-    def _balanced(self, close: str) -> str:
-        """Text up to a closing bracket, over brackets and quotes inside."""
-        first, start, opened = self.line, self.position, 0
-        bracket = "{}" if close == "}" else "()"
-        while self.position < len(self.text):
-            character = self._peek()
-            if opened == 0 and self.text.startswith(close, self.position):
-                inside = self.text[start : self.position]
-                self.position += len(close)
-                return inside
-            if character in "'\"" and close != "))":
-                self._quoted(character)
-                continue
-            opened += (character == bracket[0]) - (character == bracket[1])
-            self.line += character == "\n"
-            self.position += 2 if character == "\\" else 1
-        raise self.error("a bracket is not closed", f"add {close}", first)
-
-    def _quoted(self, quote: str) -> None:
-        """Skip quotes inside brackets."""
-        first, self.position = self.line, self.position + 1
-        while self.position < len(self.text):
-            character = self._peek()
-            self.line += character == "\n"
-            self.position += 2 if character == "\\" and quote == '"' else 1
-            if character == quote:
-                return
-        raise self.error("a quote is not closed", f"add {quote}", first)
-
-    def _upto(self, end: str) -> str:
-        """Text up to an ending, which is consumed."""
-        found = self.text.find(end, self.position)
-        if found < 0:
-            what = "a quote is not closed" if end in "'`" else f"{end} is missing"
-            raise self.error(what, f"add {end}")
-        inside = self.text[self.position : found]
-        self.line += inside.count("\n")
-        self.position = found + len(end)
-        return inside
-
-    def _redirection(self) -> bool:
-        """Skip a redirection with its file."""
-        match = _REDIRECTION.match(self.text, self.position)
-        if match is None:
-            return False
-        self.position = match.end()
-        self._spaces()
-        start = self.position
-        self._word()
-        if match[1] in ("<<", "<<-"):
-            self.here_documents.append((self.text[start : self.position].strip("'\"\\"), match[1] == "<<-"))
-        return True
-
-    def _blanks(self, separators: str) -> None:
-        """Skip spaces, lines, comments, and characters that separate commands."""
-        while True:
-            self._spaces()
-            if self.position >= len(self.text) or self._peek() not in "\n" + separators:
-                return
-            self.position += 1
-            if self.text[self.position - 1] == "\n":
-                self.line += 1
-                self._skip_here_documents()
-
-    def _skip_here_documents(self) -> None:
-        for end, _ in self.here_documents:
-            while self.position < len(self.text):
-                found = self.text.find("\n", self.position)
-                line_end = len(self.text) if found < 0 else found
-                line = self.text[self.position : line_end]
-                self.position = min(len(self.text), line_end + 1)
-                self.line += 1
-                if line.lstrip("\t") == end:
-                    break
-        self.here_documents.clear()
-
-    def _spaces(self) -> None:
-        """Skip spaces, continued lines and a comment."""
-        while self.position < len(self.text):
-            if self._peek() in " \t\r":
-                self.position += 1
-            elif self.text.startswith("\\\n", self.position):
-                self.position += 2
-                self.line += 1
-            elif self._peek() == "#":
-                end = self.text.find("\n", self.position)
-                self.position = len(self.text) if end < 0 else end
-            else:
-                return
-
-    def _peek(self) -> str:
-        return self.text[self.position : self.position + 1]
-
-    def _reserved(self) -> str:
-        """Plain word at the position, which may be a reserved one."""
-        match = re.compile(r"[a-z]+(?=[\s;&|()<>]|$)|[{}!](?=[\s;]|$)").match(self.text, self.position)
-        return match[0] if match else ""
-
-    def _accept_word(self, word: str) -> bool:
-        if self._reserved() != word:
-            return False
-        self.position += len(word)
-        return True
-
-    def _expect_word(self, word: str, line: int) -> None:
-        if not self._accept_word(word):
-            raise self.error(f"{word} is missing", f"add {word}", line)
-
-    def _expect(self, character: str) -> None:
-        if self._peek() != character:
-            raise self.error(f"{character} is missing", f"add {character}")
-        self.position += 1
-
-
-def _declares(words: list[SourceWord]) -> bool:
-    """True after ``export``, ``local`` and the like, whose assignments are words."""
-    return words[0][:1] != () and words[0][0].text in ("export", "local", "declare", "readonly", "typeset", "env")
+    def _body_of(self, name: _Token) -> Function:
+        if self._accept("("):
+            self._expect(")", name.line)
+        self._skip("\n")
+        self.lexer.descend()
+        body = (self._command(),)
+        self.lexer.depth -= 1
+        return Function(name.text, body)

@@ -12,10 +12,9 @@ from simplan.errors import Problem, SpecError, did_you_mean, file_error
 from simplan.interop.configuration import Configuration, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks.shell import TrainingCommand, Word, number_or_text, read_launches
-from simplan.interop.frameworks.torchtitan.facts import facts
 from simplan.interop.frameworks.torchtitan.python import read_function
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
-from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, RunSettings
+from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts
 from simplan.interop.nccl import nccl_settings
 from simplan.io import MAX_YAML_BYTES, read_text
 
@@ -123,7 +122,7 @@ def _read_script(file: ConfigFile) -> Configuration:
     problems = [
         _problem_of(setting, unknown[setting.key], "write its value")
         for setting in by_key.values()
-        if setting.key in unknown and ALIASES.get(setting.key, setting.key) in DEFAULTS
+        if setting.key in unknown and facts().aliases.get(setting.key, setting.key) in facts().defaults
     ]
     if problems:
         raise SpecError(problems, file=file.name)
@@ -284,9 +283,9 @@ def _own(file: ConfigFile, by_key: dict[str, Setting], name: str) -> tuple[str, 
     if not model:
         raise _problem(file, by_key["config"], "has no model of torchtitan that simplan knows", "")
     by_key["module"] = Setting("module", model, by_key["module"].line)
-    read = {ALIASES.get(setting.key, setting.key): setting.value for setting in settings}
-    by_key |= {key: Setting(key, value) for key, value in read.items() if key not in {*DEFAULTS, *by_key}}
-    return config, {key: value for key, value in read.items() if key in DEFAULTS}
+    read = {facts().aliases.get(setting.key, setting.key): setting.value for setting in settings}
+    by_key |= {key: Setting(key, value) for key, value in read.items() if key not in {*facts().defaults, *by_key}}
+    return config, {key: value for key, value in read.items() if key in facts().defaults}
 
 
 def _problem(file: ConfigFile, setting: Setting, rule: str, fix: str) -> SpecError:

@@ -19,7 +19,7 @@ from typing import Any
 
 from simplan.errors import did_you_mean, file_error
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.torchtitan.facts import facts
+from simplan.interop.frameworks.torchtitan.settings import facts
 
 _SECTIONS = {"TrainingConfig": "training", "ParallelismConfig": "parallelism", "CompileConfig": "compile"}
 _CHECKPOINTING = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}

@@ -7,47 +7,11 @@ from typing import Any
 
 from simplan.interop.configuration import Configuration
 from simplan.interop.frameworks.torchtitan import stages
-from simplan.interop.frameworks.torchtitan.facts import facts, num_layers
-from simplan.interop.frameworks.torchtitan.settings import RunSettings
+from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts, num_layers
 from simplan.interop.nccl import read_nccl_algo
 from simplan.problems import render_value
 from simplan.wording import either
 
-_NO_EFFECT = (
-    "job.", "profiling.", "profiler.", "metrics.", "checkpoint.", "lr_scheduler.", "comm.", "dataloader.",
-    "training.dataloader.", "validation.", "validator.", "memory_estimation.", "debug.", "tokenizer.", "observability.",
-    "fault_tolerance.",
-)  # fmt: skip
-"""Sections that change no step between two logs, checkpoints and validations."""
-_KEYS_WITHOUT_EFFECT = frozenset({
-    "hf_assets_path", "dump_folder", "model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion",
-    "optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay",
-    "training.dataset", "training.dataset_path", "training.steps", "training.warmup_steps", "training.seed",
-    "training.gc_freq", "training.shuffle_seed", "training.mixed_precision_reduce",
-    "parallelism.context_parallel_load_balancer", "parallelism.spmd_backend",
-    "activation_checkpoint.preserve_rng_state", "activation_checkpoint.early_stop",
-    "activation_checkpoint.determinism_check", "quantize.linear.float8.scaling_type_input",
-    "quantize.linear.float8.scaling_type_weight", "quantize.linear.float8.scaling_type_grad_output",
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "model.norm_type",
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
-    "activation_checkpoint.force_recompute_mm_shapes_by_fqns",
-})  # fmt: skip
-_NOT_MODELED = {
-    "training.deterministic": "deterministic kernels are slower",
-    "debug.deterministic": "deterministic kernels are slower",
-    "debug.detect_anomaly": "checks of every operation take time",
-    "training.gc_debug": "a collection of garbage at every step takes time",
-    "fault_tolerance.enable": "replicas of torchft reduce gradients over a slower network",
-    "override.imports": "other kernels in place of torchtitan's",
-    "optimizer.early_step_in_backward": "gradients are freed during backward, and updates overlap it",
-    "parallelism.enable_compiled_autograd": "backward is compiled across blocks",
-    "parallelism.enable_fsdp_symm_mem": "FSDP's collectives through symmetric memory are faster",
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": "FSDP gathers the weights in 8 bits, half of the bytes",
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": "one all-reduce for the scales of all weights",
-    "quantize.linear.float8.force_recompute_fp8_weight_in_bwd": "weights are cast again in backward",
-    "quantize.linear.float8.emulate": "emulated FP8 is slower",
-}  # fmt: skip
-"""Settings that, if they are on, change time or memory by something that is left out."""
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
 _FLOAT8 = ("float8", "quantize.linear.float8", "quantize.dense.float8")
 _MX = ("mx", "quantize.linear.mx", "quantize.dense.mx")
@@ -95,7 +59,7 @@ def _model(settings: RunSettings) -> Any:
     """Put the section ``model``; its keys, or None if the command line has to name it."""
     name, flavor = str(settings["model.name"]), str(settings["model.flavor"])
     name = {"llama": "llama3", "llama3_ft": "llama3", "torchft.llama3": "llama3"}.get(name, name)
-    settings.put("model.seq_len", settings.whole("training.seq_len"), "training.seq_len")
+    settings.put_whole("model.seq_len", "training.seq_len")
     if name in facts().other_models:
         settings.refuse("model.name", f"is {facts().other_models[name]}, which is not modeled yet")
         return None
@@ -115,32 +79,29 @@ def _model(settings: RunSettings) -> Any:
 
 def _devices(settings: RunSettings, num_devices: int | None, devices_key: str) -> None:
     """Put the number of devices, if the file says it, and ask for the rest."""
-    degrees = _degrees(settings)
-    known = settings["parallelism.data_parallel_shard_degree"] not in (-1, None)
-    product = degrees if known else None
+    shard, product = "parallelism.data_parallel_shard_degree", 1
+    for name in (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+    ):
+        degree = settings[f"parallelism.{name}_degree"]
+        product *= degree if isinstance(degree, int) and degree > 0 else 1
+    is_known = settings[shard] not in (-1, None)
     if num_devices is not None:
         settings.reading.put("cluster.num_devices", num_devices, devices_key)
-        if num_devices % degrees or (product is not None and product != num_devices):
-            rule = f"the degrees multiply to {degrees}, and {devices_key} starts {num_devices} ranks"
-            settings.contradiction("parallelism.data_parallel_shard_degree", rule, "change one of them")
-    elif product is not None:
-        origin = "all degrees multiplied"
-        settings.reading.put("cluster.num_devices", product, origin)
+        if num_devices % product or (is_known and product != num_devices):
+            rule = f"the degrees multiply to {product}, and {devices_key} starts {num_devices} ranks"
+            settings.contradiction(shard, rule, "change one of them")
+    elif is_known:
+        settings.reading.put("cluster.num_devices", product, "all degrees multiplied")
     what = "does not say on which devices it runs"
-    if num_devices is None and product is None:
+    if num_devices is None and not is_known:
         settings.reading.ask("cluster", what=what, fix="add --cluster dgx-h100 --num-nodes 1")
     else:
         settings.reading.ask("cluster.preset", "cluster.device", what=what, fix="add --cluster dgx-h100")
-
-
-def _degrees(settings: RunSettings) -> int:
-    """Product of the degrees that are given."""
-    product = 1
-    for name in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel"):
-        value = settings[f"parallelism.{name}_degree"]
-        product *= value if isinstance(value, int) and value > 0 else 1
-    value = settings["parallelism.context_parallel_degree"]
-    return product * (value if isinstance(value, int) and value > 0 else 1)
 
 
 def _pipeline(settings: RunSettings, layers: int | None) -> int:
@@ -231,8 +192,7 @@ def _batch(settings: RunSettings, pp: int) -> None:
     if batch in (-1, None):
         settings.put("num_microbatches", number, "training.local_batch_size")
         return
-    batch = settings.whole("training.global_batch_size")
-    settings.put("training.global_batch_size", batch, "training.global_batch_size")
+    batch = settings.put_whole("training.global_batch_size", "training.global_batch_size")
     replicas, shards = (settings[f"parallelism.data_parallel_{kind}_degree"] for kind in ("replicate", "shard"))
     if not isinstance(replicas, int) or not isinstance(shards, int) or shards < 1:
         accumulates = "if gradients are accumulated, the pipeline drains after each part of the batch"
@@ -248,12 +208,11 @@ def _batch(settings: RunSettings, pp: int) -> None:
 
 def _sharding(settings: RunSettings, pp: int) -> None:
     """Put data parallelism."""
-    replicas = settings.whole("parallelism.data_parallel_replicate_degree")
     key = "parallelism.data_parallel_shard_degree"
     shards, cp = settings[key], settings["parallelism.context_parallel_degree"]
-    settings.put("plan.dp_replicate", replicas, "parallelism.data_parallel_replicate_degree")
+    replicas = settings.put_whole("plan.dp_replicate", "parallelism.data_parallel_replicate_degree")
     if shards not in (-1, None):
-        settings.put("plan.dp_shard", settings.whole(key), key)
+        settings.put_whole("plan.dp_shard", key)
     reshard = settings["parallelism.fsdp_reshard_after_forward"]
     if reshard not in ("default", "always", "never"):
         settings.contradiction("parallelism.fsdp_reshard_after_forward", "must be default, always or never")
@@ -271,15 +230,13 @@ def _sharding(settings: RunSettings, pp: int) -> None:
 
 def _tensor_and_context(settings: RunSettings) -> None:
     """Put tensor and context parallelism."""
-    tp = settings.whole("parallelism.tensor_parallel_degree")
-    settings.put("plan.tp", tp, "parallelism.tensor_parallel_degree")
+    tp = settings.put_whole("plan.tp", "parallelism.tensor_parallel_degree")
     parallel_sequence = settings.flag("parallelism.enable_sequence_parallel")
     if tp > 1:
         settings.put("plan.sequence_parallel", parallel_sequence, "parallelism.enable_sequence_parallel")
         if settings.flag("parallelism.disable_loss_parallel"):
             settings.not_modeled("parallelism.disable_loss_parallel", "every tensor-parallel rank has the whole logits")
-    cp = settings.whole("parallelism.context_parallel_degree")
-    settings.put("plan.cp", cp, "parallelism.context_parallel_degree")
+    cp = settings.put_whole("plan.cp", "parallelism.context_parallel_degree")
     rotates = settings["parallelism.context_parallel_rotate_method"]
     if cp > 1 and rotates in ("allgather", "alltoall"):
         value = "all_gather" if rotates == "allgather" else "ring"
@@ -428,11 +385,12 @@ def _version_0_3(settings: RunSettings) -> None:
 
 def _rest(settings: RunSettings) -> None:
     """Note what is left."""
-    for key, why in _NOT_MODELED.items():
+    for key, why in facts().not_modeled.items():
         if key in settings and settings[key] not in (False, None, []):
             settings.not_modeled(key, why)
     settings.reading.no_effect(*(name for key, name in settings.names.items() if not _has_effect(key)))
 
 
 def _has_effect(key: str) -> bool:
-    return not key.startswith(_NO_EFFECT) and key not in _KEYS_WITHOUT_EFFECT and ".optimizer_kwargs." not in key
+    is_known = key in facts().no_effect or key.startswith(facts().sections_without_effect)
+    return not is_known and ".optimizer_kwargs." not in key

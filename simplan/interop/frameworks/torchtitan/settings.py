@@ -1,106 +1,87 @@
-"""Settings of torchtitan under one name each, whatever version they are of, with its defaults."""
+"""Settings of torchtitan under one name each, whatever version they are of, with its defaults and its own models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from simplan import catalog
 from simplan.interop.configuration import Reading, Setting
+from simplan.interop.frameworks import tables
 from simplan.problems import render_value
 
-_PIPELINE = ("degree", "split_points", "schedule", "schedule_csv", "microbatches")
-ALIASES: Mapping[str, str] = {
-    # until the end of 2024 (pytorch/torchtitan at 3f20451, torchtitan/config_manager.py)
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
-    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
-    **{f"experimental.pipeline_parallel_{key}": f"parallelism.pipeline_parallel_{key}" for key in _PIPELINE},
-    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
-    "experimental.context_parallel_rotate_method": "parallelism.context_parallel_rotate_method",
-    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
-    "float8.enable_float8_linear": "float8.enable_float8_linear",
-    # 2025 (6b11290c1, torchtitan/config_manager.py)
-    **{
-        f"float8.{key}": f"quantize.linear.float8.{key}"
-        for key in (
-            "enable_fsdp_float8_all_gather",
-            "precompute_float8_dynamic_scale_for_fsdp",
-            "force_recompute_fp8_weight_in_bwd",
-            "recipe_name",
-            "filter_fqns",
-            "emulate",
-        )
-    },
-    "float8.moe_fqns_prototype": "quantize.grouped_mm.float8.fqns",
-    "float8.moe_fqns": "quantize.grouped_mm.float8.fqns",
-    **{f"mx.{key}": f"quantize.linear.mx.{key}" for key in ("recipe_name", "filter_fqns")},
-    # 0.3 (torchtitan/config/configs.py, manager.py)
-    "module": "model.name",
-    "compile.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
-    "parallelism.pipeline_parallel_module_fqns_per_model_part": "parallelism.module_fqns_per_model_part",
-}
-"""Keys of other versions -> key by which simplan reads and writes them."""
+_BASE = "<<"
+_ATTENTION = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
+"""Endings of flavors that name an attention kernel."""
 _OLD = (
     "training.tensor_parallel_degree", "training.data_parallel", "float8.enable_float8_linear",
     "experimental.pipeline_parallel", "experimental.context_parallel", "experimental.enable_async",
 )  # fmt: skip
 """Beginnings of keys that were renamed in March 2025 (785c34c99, the section ``parallelism``), or before."""
 
-DEFAULTS: Mapping[str, Any] = {
-    "model.name": "llama3",
-    "model.flavor": "debugmodel",
-    "model.converters": (),
-    "training.local_batch_size": 8,
-    "training.global_batch_size": -1,
-    "training.seq_len": 2048,
-    "training.max_norm": 1.0,
-    "training.dtype": "float32",
-    "training.mixed_precision_param": "bfloat16",
-    "training.enable_cpu_offload": False,
-    "optimizer.name": "AdamW",
-    "optimizer.implementation": "fused",
-    "parallelism.data_parallel_replicate_degree": 1,
-    "parallelism.data_parallel_shard_degree": -1,
-    "parallelism.fsdp_reshard_after_forward": "default",
-    "parallelism.tensor_parallel_degree": 1,
-    "parallelism.enable_sequence_parallel": True,
-    "parallelism.disable_loss_parallel": False,
-    "parallelism.enable_async_tensor_parallel": False,
-    "parallelism.pipeline_parallel_degree": 1,
-    "parallelism.pipeline_parallel_schedule": "1F1B",
-    "parallelism.pipeline_parallel_schedule_csv": "",
-    "parallelism.pipeline_parallel_microbatch_size": 1,
-    "parallelism.pipeline_parallel_first_stage_less_layers": 1,
-    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
-    "parallelism.context_parallel_degree": 1,
-    "parallelism.context_parallel_rotate_method": "allgather",
-    "parallelism.expert_parallel_degree": 1,
-    "parallelism.expert_tensor_parallel_degree": 1,
-    "activation_checkpoint.mode": "selective",
-    "activation_checkpoint.selective_ac_option": "2",
-    "compile.enable": False,
-    "compile.components": ("model", "loss"),
-    "loss": "chunked",
-    **dict.fromkeys((
-        "compile.backend", "float8.enable_float8_linear", "optimizer.fused",
-        "parallelism.context_parallel_load_balancer", "parallelism.expert_parallel_comm_backend",
-        "parallelism.module_fqns_per_model_part", "parallelism.pipeline_parallel_layers_per_stage",
-        "parallelism.pipeline_parallel_microbatches", "parallelism.pipeline_parallel_split_points",
-        "quantize.linear.float8.filter_fqns", "quantize.linear.float8.recipe_name", "training.disable_cuda_graphs",
-    )),
-}  # fmt: skip
-"""Keys that simplan reads, with torchtitan's defaults (238fa9953, torchtitan/config/job_config.py; 0.3.0,
-torchtitan/config/configs.py); None for those without."""
-OF_2024: Mapping[str, Any] = {"optimizer.implementation": "foreach", "compile.components": ("model",)}
-"""Other defaults at the end of 2024 (3f20451; the optimizer is fused since 6e4988550, 2025-02-24)."""
-VERSION_0_3: Mapping[str, Any] = {"activation_checkpoint.selective_ac_option": "op"}
-"""Other defaults of version 0.3, where SelectiveAC is per operation."""
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Content of ``tables/torchtitan.yaml``.
+
+    Attributes:
+        models: Model -> flavor -> keys of the section ``model``.
+        of_2024: Flavors with another shape until the end of 2024.
+        other_models: Model that simplan does not have -> description.
+        other_configurations: Configuration of a model that simplan has -> what it has that simplan does not have.
+        configurations: Module -> configuration -> settings that are not the default.
+        aliases: Key of another version -> key by which simplan reads and writes it.
+        defaults: Key that simplan reads -> default, null for none.
+        defaults_of_2024, defaults_of_0_3: Other defaults at the end of 2024, and of version 0.3.
+        not_modeled: Setting that, if it is on, changes time or memory by something that is left out -> what that is.
+        no_effect: Keys that change no step between two logs, checkpoints and validations, or that are read with others.
+        sections_without_effect: Sections of which all keys are so.
+    """
+
+    models: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    of_2024: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    other_models: Mapping[str, str]
+    other_configurations: Mapping[str, str]
+    configurations: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    aliases: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    defaults_of_2024: Mapping[str, Any]
+    defaults_of_0_3: Mapping[str, Any]
+    not_modeled: Mapping[str, str]
+    no_effect: tuple[str, ...]
+    sections_without_effect: tuple[str, ...]
+
+    def model(self, name: str, flavor: str, *, of_2024: bool = False) -> Mapping[str, Any] | None:
+        """Keys of the section ``model`` for a model and flavor; None if torchtitan has no such flavor."""
+        known = {**self.models.get(name, {}), **(self.of_2024.get(name, {}) if of_2024 else {})}
+        ending = next((each for each in _ATTENTION if flavor.endswith(each)), "")
+        return known.get(flavor.removesuffix(ending))
+
+
+@cache
+def facts() -> Facts:
+    """The facts, read once."""
+    data = tables("torchtitan")
+    configurations = {
+        module: {name: _with_base(settings) for name, settings in named.items()}
+        for module, named in data["configurations"].items()
+    }
+    lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
+    return Facts(**{**data, **lists, "configurations": configurations})
+
+
+def num_layers(model: Mapping[str, Any]) -> int:
+    """Blocks of a model of ``Facts.model``."""
+    fields = catalog.model_fields(model["preset"]) if "preset" in model else model
+    return int(fields["num_hidden_layers"])
+
+
+def _with_base(settings: Mapping[str, Any]) -> dict[str, Any]:
+    base = settings.get(_BASE)
+    own = {key: value for key, value in settings.items() if key != _BASE}
+    return {**(_with_base(base) if base else {}), **own}
 
 
 @dataclass(slots=True)
@@ -130,15 +111,15 @@ class RunSettings:
         Args:
             named: RunSettings of the configuration that the command names; None before version 0.3.
         """
-        by_key: dict[str, Setting] = {}
+        aliases, by_key = facts().aliases, dict[str, Setting]()
         for setting in settings:
-            key = ALIASES.get(setting.key, setting.key)
+            key = aliases.get(setting.key, setting.key)
             by_key.pop(key, None)
             by_key[key] = setting
         names = {key: setting.key for key, setting in by_key.items()}
         reading = Reading.of(title, file, by_key.values())
         old = any(key.startswith(_OLD) for key in names.values())
-        layers = {} if named is None else {**VERSION_0_3, **named}
+        layers = {} if named is None else {**facts().defaults_of_0_3, **named}
         return cls(reading, names, layers, name, old and named is None)
 
     def __contains__(self, key: str) -> bool:
@@ -151,7 +132,8 @@ class RunSettings:
             return self.reading.value(self.names[key])
         if key in self.named:
             return self.named[key]
-        return (OF_2024 if self.is_of_2024 and key in OF_2024 else DEFAULTS).get(key)
+        of_2024 = facts().defaults_of_2024
+        return (of_2024 if self.is_of_2024 and key in of_2024 else facts().defaults).get(key)
 
     def key(self, key: str) -> str:
         """Key in the words of the file, or its canonical name."""
@@ -178,6 +160,12 @@ class RunSettings:
             return value
         self.reading.contradiction(self.key(key), f"must be a whole number, at least {minimum}")
         return max(minimum, 1)
+
+    def put_whole(self, path: str, key: str) -> int:
+        """Give a key of the scenario the whole number that a setting gives; returns it."""
+        value = self.whole(key)
+        self.put(path, value, key)
+        return value
 
     def listed(self, key: str) -> list[str]:
         """Names of a list, or of text with commas; a contradiction is recorded for other values."""

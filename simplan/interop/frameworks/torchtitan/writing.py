@@ -7,13 +7,13 @@ import io
 import json
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from simplan import catalog
 from simplan.interop.configuration import Match
 from simplan.interop.frameworks.torchtitan import stages
-from simplan.interop.frameworks.torchtitan.facts import facts
+from simplan.interop.frameworks.torchtitan.settings import facts
 from simplan.interop.writing import Exported, Option, Writing
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -55,7 +55,7 @@ def settings_of(job: Job) -> tuple[Option, ...]:
     Raises:
         NotModelledError: torchtitan cannot express the job; names the key.
     """
-    return _Job(job, TARGET_TOML).options()
+    return _Job(job, TARGET_TOML).settings()
 
 
 def export_toml(job: Job, name: str) -> Exported:
@@ -65,7 +65,7 @@ def export_toml(job: Job, name: str) -> Exported:
         NotModelledError: torchtitan cannot express the job; names the key.
     """
     written = _Job(job, TARGET_TOML)
-    options = written.options()
+    options = written.settings()
     config = f"{name}.toml"
     command = ["-m", "torchtitan.train", "--job.config_file", config, "--model.hf_assets_path", '"$HF_ASSETS"']
     script = _script(job, name, [*command, "--training.dataset", '"$DATASET"'], ())
@@ -80,7 +80,7 @@ def export_arguments(job: Job, name: str) -> Exported:
         NotModelledError: torchtitan's command line cannot express the job; names the key.
     """
     written = _Job(job, TARGET)
-    options = written.options()
+    options = written.settings()
     module, configuration = written.module, written.configuration
     files: dict[str, str | bytes] = dict(written.files)
     if job.training.precision == "fp8":
@@ -128,7 +128,8 @@ _NO_ARGUMENTS = ("model.", "activation_checkpoint.", "optimizer.name", "quantize
 """Settings that are no options of version 0.3: the configuration or a subcommand says them."""
 
 
-class _Job:
+@dataclass(slots=True)
+class _Job(Writing):
     """A job on its way into settings.
 
     Attributes:
@@ -137,15 +138,18 @@ class _Job:
         module, configuration, flavor: Configuration of version 0.3 that the settings are written over, and its model.
     """
 
-    def __init__(self, job: Job, target: str) -> None:
-        self.job = job
-        self.is_toml = target == TARGET_TOML
-        self.files: dict[str, str | bytes] = {}
-        self.notes: list[str] = []
-        self.module = self.configuration = self.flavor = ""
-        self._writing = Writing(job, target)
+    files: dict[str, str | bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    module: str = ""
+    configuration: str = ""
+    flavor: str = ""
 
-    def options(self) -> tuple[Option, ...]:
+    @property
+    def is_toml(self) -> bool:
+        """True for files of version 0.2, False for arguments of version 0.3."""
+        return self.target == TARGET_TOML
+
+    def settings(self) -> tuple[Option, ...]:
         """The settings.
 
         Raises:
@@ -156,23 +160,23 @@ class _Job:
         self._precision()
         self._sharding()
         self._batch()
-        self._writing.match(_MATCHES)
+        self.match(_MATCHES)
         self._ranks_of_a_stage()
         if self.job.plan.pp > 1:
             self._pipeline()
         else:
-            self._writing.taken("plan.virtual_stages", "plan.schedule", "plan.stage_layers")
+            self.taken("plan.virtual_stages", "plan.schedule", "plan.stage_layers")
         self._recompute()
-        return self._writing.finish()
+        return self.finish()
 
     def _model(self) -> None:
         model = self.job.model
-        name, flavor = _flavor_of(model) or self._refuse(
+        name, flavor = _flavor_of(model) or self.refuse(
             "model.name", f"torchtitan has {_flavors()}; or write a configuration of torchtitan for it"
         )
-        self._writing.taken(*(f"model.{field}" for field in ModelSpec.model_fields))
-        self._set("model.name", name, "model")
-        self._set("model.flavor", flavor, "model")
+        self.taken(*(f"model.{field}" for field in ModelSpec.model_fields))
+        self.set("model.name", name, "model")
+        self.set("model.flavor", flavor, "model")
         if not self.is_toml:
             self._named(name, flavor)
 
@@ -187,103 +191,97 @@ class _Job:
         if not found:
             ones = sorted({settings["model.flavor"] for settings in known.values()})
             fix = f"its configurations are of {', '.join(ones)}; use --to torchtitan-toml" if ones else ""
-            self._refuse("model.name", fix or "use --to torchtitan-toml")
+            self.refuse("model.name", fix or "use --to torchtitan-toml")
         self.module, self.configuration, self.flavor = name, found[0], flavor
 
     def _software(self) -> None:
         software = self.job.software
-        if software.id not in _PROFILES:
-            self._refuse("software.id", f"add --software {either(reversed(_PROFILES))}")
-        self._writing.taken("software.compiled", "software.tp_overlap")
-        parts = [
-            *(["model"] if software.compiled else []),
-            *(["loss"] if software.id == "torchtitan-2025" else []),
-        ]
-        self._set("compile.enable", bool(parts), "software")
+        self.allowed("software.id", _PROFILES, f"add --software {either(reversed(_PROFILES))}")
+        self.taken("software.compiled", "software.tp_overlap")
+        parts = [*(["model"] if software.compiled else []), *(["loss"] if software.id == "torchtitan-2025" else [])]
+        self.set("compile.enable", bool(parts), "software")
         if parts:
-            self._set("compile.components", parts, "software")
+            self.set("compile.components", parts, "software")
         if software.tp_overlap not in ("none", "all") or (software.tp_overlap == "all" and not software.compiled):
-            self._refuse("software.tp_overlap", "use none, or all with software.compiled = true")
+            self.refuse("software.tp_overlap", "use none, or all with software.compiled = true")
         prefix = _P if self.is_toml else "compile."
-        self._set(f"{prefix}enable_async_tensor_parallel", software.tp_overlap == "all", "software.tp_overlap")
+        self.set(f"{prefix}enable_async_tensor_parallel", software.tp_overlap == "all", "software.tp_overlap")
         if not self.is_toml:
-            self._set("training.disable_cuda_graphs", True, "pipelines need it, and simplan has no CUDA graphs")
+            self.set("training.disable_cuda_graphs", True, "pipelines need it, and simplan has no CUDA graphs")
             self.notes.append("torchtitan 0.3 computes the loss in chunks, which needs less memory than predicted")
-        norm = self._writing.value("training.clip_grad_norm")
-        self._set("training.max_norm", 1.0 if norm is None else norm, "training.clip_grad_norm")
+        norm = self.value("training.clip_grad_norm")
+        self.set("training.max_norm", 1.0 if norm is None else norm, "training.clip_grad_norm")
         if norm is None:
             self.notes.append("torchtitan always clips gradients, and training.clip_grad_norm is not set")
 
     def _precision(self) -> None:
         training = self.job.training
-        self._writing.taken("training.precision", "training.fp8_recipe")
-        if training.precision not in ("bf16", "fp32", "fp8", "mxfp8"):
-            self._refuse("training.precision", "use bf16, fp32, fp8 or mxfp8")
+        self.taken("training.fp8_recipe")
+        self.allowed("training.precision", ("bf16", "fp32", "fp8", "mxfp8"), "use bf16, fp32, fp8 or mxfp8")
         wide = "float32" if training.precision == "fp32" else "bfloat16"
-        self._set("training.mixed_precision_param", wide, "training.precision")
-        if self._writing.value("training.pure_bf16"):
-            self._set("training.dtype", "bfloat16", "training.pure_bf16")
+        self.set("training.mixed_precision_param", wide, "training.precision")
+        if self.value("training.pure_bf16"):
+            self.set("training.dtype", "bfloat16", "training.pure_bf16")
         converter = {"fp8": "quantize.linear.float8", "mxfp8": "quantize.linear.mx"}.get(training.precision)
         if converter is None:
             return
         if not self.is_toml and training.precision == "mxfp8":
-            self._refuse("training.precision", "use --to torchtitan-toml, or bf16 or fp8")
+            self.refuse("training.precision", "use --to torchtitan-toml, or bf16 or fp8")
         if not self.is_toml and (training.fp8_recipe or "tensorwise") not in ("rowwise", "rowwise_with_gw_hp"):
-            self._refuse("training.fp8_recipe", "use rowwise, as version 0.3 has no other; or --to torchtitan-toml")
-        self._set("model.converters", [converter], "training.precision")
+            self.refuse("training.fp8_recipe", "use rowwise, as version 0.3 has no other; or --to torchtitan-toml")
+        self.set("model.converters", [converter], "training.precision")
         if training.precision == "fp8":
-            self._set(f"{converter}.recipe_name", training.fp8_recipe or "tensorwise", "training.fp8_recipe")
-        self._set(f"{converter}.filter_fqns", ["output" if self.is_toml else "lm_head"], "the head stays in BF16")
+            self.set(f"{converter}.recipe_name", training.fp8_recipe or "tensorwise", "training.fp8_recipe")
+        self.set(f"{converter}.filter_fqns", ["output" if self.is_toml else "lm_head"], "the head stays in BF16")
 
     def _batch(self) -> None:
         plan, number = self.job.plan, self.job.num_microbatches
-        self._writing.taken("plan.microbatch_size")
+        self.taken("plan.microbatch_size")
         if plan.pp > 1:
-            self._set(
+            self.set(
                 "training.local_batch_size", number * plan.microbatch_size, "global_batch_size / data-parallel ranks"
             )
-            self._set(f"{_P}pipeline_parallel_microbatch_size", plan.microbatch_size, "plan.microbatch_size")
+            self.set(f"{_P}pipeline_parallel_microbatch_size", plan.microbatch_size, "plan.microbatch_size")
         else:
-            self._set("training.local_batch_size", plan.microbatch_size, "plan.microbatch_size")
-        self._writing.taken("plan.grad_sync", "plan.grad_dtype")
-        if plan.grad_dtype not in (None, "fp32"):
-            self._refuse("plan.grad_dtype", "leave it out")
+            self.set("training.local_batch_size", plan.microbatch_size, "plan.microbatch_size")
+        self.taken("plan.grad_sync")
+        self.allowed("plan.grad_dtype", (None, "fp32"), "leave it out")
         if number > 1 and plan.pp == 1 and plan.dp * plan.cp > 1 and not plan.reduces_every_microbatch:
-            self._refuse("plan.grad_sync", "use microbatch: torchtitan reduces gradients in every backward")
+            self.refuse("plan.grad_sync", "use microbatch: torchtitan reduces gradients in every backward")
         if plan.grad_sync == "microbatch" and plan.pp > 1:
-            self._refuse("plan.grad_sync", "use step: pipelines reduce gradients once")
+            self.refuse("plan.grad_sync", "use step: pipelines reduce gradients once")
 
     def _sharding(self) -> None:
         plan = self.job.plan
-        self._writing.taken("plan.zero_stage", "plan.reshard_after_forward")
+        self.taken("plan.zero_stage", "plan.reshard_after_forward")
         sharded = plan.dp_shard * plan.cp > 1
         if sharded and plan.zero_stage not in (2, 3):
-            self._refuse("plan.zero_stage", "use 3, or dp_replicate in place of dp_shard and cp")
+            self.refuse("plan.zero_stage", "use 3, or dp_replicate in place of dp_shard and cp")
         keeps = plan.zero_stage == 2 or not plan.reshard_after_forward
         policy = "default" if not sharded or keeps == (plan.pp > 1) else "never" if keeps else "always"
-        self._set(f"{_P}fsdp_reshard_after_forward", policy, "plan.zero_stage")
+        self.set(f"{_P}fsdp_reshard_after_forward", policy, "plan.zero_stage")
 
     def _ranks_of_a_stage(self) -> None:
         """Tensor, context and expert parallelism."""
         plan = self.job.plan
-        self._writing.taken("plan.sequence_parallel", "plan.cp_comm", "plan.etp")
+        self.taken("plan.sequence_parallel", "plan.cp_comm", "plan.etp")
         if plan.tp > 1 and not self.is_toml:
-            self._set(f"{_P}enable_sequence_parallel", plan.sequence_parallel, "plan.sequence_parallel")
+            self.set(f"{_P}enable_sequence_parallel", plan.sequence_parallel, "plan.sequence_parallel")
         elif plan.tp > 1 and not plan.sequence_parallel:
-            self._refuse("plan.sequence_parallel", "use true")
+            self.refuse("plan.sequence_parallel", "use true")
         methods = {"all_gather": "allgather", "ring": "alltoall"} if self.is_toml else {"all_gather": ""}
         if plan.cp > 1 and plan.cp_comm not in methods:
-            self._refuse("plan.cp_comm", f"use {either(methods)}")
+            self.refuse("plan.cp_comm", f"use {either(methods)}")
         if plan.cp > 1 and self.is_toml:
-            self._set(f"{_P}context_parallel_rotate_method", methods[plan.cp_comm], "plan.cp_comm")
+            self.set(f"{_P}context_parallel_rotate_method", methods[plan.cp_comm], "plan.cp_comm")
         if plan.ep > 1 and self.is_toml:
-            self._set(f"{_P}expert_tensor_parallel_degree", plan.etp, "plan.etp")
+            self.set(f"{_P}expert_tensor_parallel_degree", plan.etp, "plan.etp")
         elif plan.etp > 1:
-            self._refuse("plan.etp", "use 1")
+            self.refuse("plan.etp", "use 1")
 
     def _pipeline(self) -> None:
         plan = self.job.plan
-        self._writing.taken("plan.virtual_stages", "plan.schedule", "plan.stage_layers")
+        self.taken("plan.virtual_stages", "plan.schedule", "plan.stage_layers")
         names = {own: name for name, own in stages.SCHEDULES.items()}
         prediction = predict(self.job)
         bounds = prediction.assignment.boundaries
@@ -291,31 +289,22 @@ class _Job:
         layers[0] -= 1  # the embedding, and the layers after the blocks
         layers[-1] -= self.job.model.num_last_layers
         if plan.schedule in names:
-            self._set(f"{_P}pipeline_parallel_schedule", names[plan.schedule], "plan.schedule")
+            self.set(f"{_P}pipeline_parallel_schedule", names[plan.schedule], "plan.schedule")
         else:
             shape = SCHEDULE_FACTS.get(plan.schedule)
             like = "ZBVZeroBubble" if shape is not None and shape.placement == "v" else stages.CUSTOM_MULTI
-            self._set(f"{_P}pipeline_parallel_schedule", like, "stages of the ranks")
-            self._set(f"{_P}pipeline_parallel_schedule_csv", _TABLE_FILE, f"plan.schedule: {plan.schedule}")
+            self.set(f"{_P}pipeline_parallel_schedule", like, "stages of the ranks")
+            self.set(f"{_P}pipeline_parallel_schedule_csv", _TABLE_FILE, f"plan.schedule: {plan.schedule}")
             self.files[_TABLE_FILE] = _csv(prediction.table)
         modules = stages.modules_of_layers(layers, "output" if self.is_toml else "lm_head")
-        self._set(f"{_P}module_fqns_per_model_part", modules, "plan.stage_layers")
+        self.set(f"{_P}module_fqns_per_model_part", modules, "plan.stage_layers")
 
     def _recompute(self) -> None:
-        value = self._writing.value("plan.recompute")
         known = [name for name in _RECOMPUTE if self.is_toml or name != "selective_layer"]
-        if value not in known:
-            self._refuse("plan.recompute", f"use {either(known)}")
-        mode, option = _RECOMPUTE[value]
-        self._set("activation_checkpoint.mode", mode, "plan.recompute")
+        mode, option = _RECOMPUTE[self.allowed("plan.recompute", known, f"use {either(known)}")]
+        self.set("activation_checkpoint.mode", mode, "plan.recompute")
         if option is not None and self.is_toml:
-            self._set("activation_checkpoint.selective_ac_option", option, "plan.recompute")
-
-    def _set(self, key: str, value: Any, comment: str) -> None:
-        self._writing.set(key, value, comment)
-
-    def _refuse(self, path: str, fix: str) -> Any:
-        return self._writing.refuse(path, fix)
+            self.set("activation_checkpoint.selective_ac_option", option, "plan.recompute")
 
 
 def _flavor_of(model: ModelSpec) -> tuple[str, str] | None:

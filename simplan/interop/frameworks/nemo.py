@@ -1,126 +1,93 @@
-"""Settings of NeMo 1.x.
+"""NeMo: configurations of 1.x (``model`` and ``trainer``, as its launcher has them) and of 2.0 (dumps of NeMo-Run).
 
-Keys, defaults and meanings: NVIDIA/NeMo at 8cfedd7, nemo/collections/nlp/models/language_modeling
-(megatron_gpt_model.py, megatron_base_model.py); NVIDIA/NeMo-Framework-Launcher at 26e42fa, launcher_scripts/conf.
+NeMo 2.0 has Megatron Core's names, under other sections. Keys, defaults and meanings: NVIDIA/NeMo at 8cfedd7,
+nemo/collections/nlp/models/language_modeling (megatron_gpt_model.py, megatron_base_model.py), nemo/lightning/pytorch
+(strategies/megatron_strategy.py, plugins/mixed_precision.py) and nemo/collections/llm/gpt/model;
+NVIDIA/NeMo-Framework-Launcher at 26e42fa, launcher_scripts/conf. Options without an effect: ``tables/nemo.yaml``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from simplan import catalog
+from simplan.document import parse_yaml
 from simplan.interop.configuration import Configuration, Reading
+from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import megatron_core as core
+from simplan.interop.frameworks import tables
+from simplan.interop.frameworks.bridge.words import PRECISIONS as FP8_PRECISIONS
 
-ORIGIN = "the default of NeMo"
-PRECISIONS: Mapping[str | int, str] = {
+_ORIGIN = "the default of NeMo"
+_PRECISIONS: Mapping[str | int, str] = {
     **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
     **dict.fromkeys((16, "16", "16-mixed", "fp16", "fp16-mixed"), "fp16"),
     **dict.fromkeys((32, "32", "32-true", "fp32"), "fp32"),
 }
 _SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
 _WHOLE = ("fused_adam", "adamw", "adam", "megatron_fused_adam")
-_VOCABULARIES: Mapping[str, int] = {
-    "GPT2BPETokenizer": 50257,
-    "tiiuae/falcon-7b": 65024,
-    "bigcode/starcoder2-tokenizer": 49152,
-    "mistralai/Mistral-7B-v0.1": 32000,
-    "mistralai/Mixtral-8x7B-v0.1": 32000,
-    "mistral-community/Mixtral-8x22B-v0.1": 32000,
-    "mistralai/Mistral-Nemo-Base-2407": 131072,
-    "mistralai/Mistral-Large-Instruct-2407": 32768,
-}
-"""Tokens of a tokenizer, without padding; of the published config.json of each model."""
 _LLAMA_3 = re.compile(r"meta-llama/(Meta-)?Llama-3(\.\d)?-\d+B(-Instruct)?")
 _LLAMA_3_VOCABULARY = 128256
-_POSITIONS: Mapping[str, Literal["learned", "rope", "alibi", "none"]] = {
-    "learned_absolute": "learned",
-    "learned_parameters": "learned",
-    "rope": "rope",
-    "alibi": "alibi",
-    "kerple": "alibi",
+_POSITIONS: Mapping[str, core.Positions] = {
+    "learned_absolute": "learned", "learned_parameters": "learned", "rope": "rope", "alibi": "alibi", "kerple": "alibi",
     "none": "none",
-}
+}  # fmt: skip
 _GATES = ("swiglu", "geglu", "reglu")
 _PLAIN = ("gelu", "fast-gelu", "relu", "squared-relu", "squaredrelu", "openai-gelu", "openai_gelu")
-
-_NO_EFFECT = (
-    "defaults", "hydra.", "run.", "exp_manager.", "s3_checkpointing.", "env_vars.", "name", "restore_from_path",
-    "trainer.accelerator", "trainer.logger", "trainer.enable_", "trainer.use_distributed_sampler", "trainer.max_",
-    "trainer.log_", "trainer.val_check", "trainer.limit_", "trainer.benchmark", "trainer.num_sanity",
-    "trainer.strategy", "trainer.replace_sampler_ddp", "trainer.profiler", "trainer.check_val",
-    "trainer.accumulate_grad_batches", "model.name", "model.seed", "model.init_method_std",
-    "model.use_scaled_init_method", "model.layernorm_epsilon", "model.layernorm_zero_centered_gamma",
-    "model.do_layer_norm_weight_decay", "model.make_vocab_size_divisible_by", "model.pre_process",
-    "model.post_process", "model.persist_layer_norm", "model.headscale", "model.normalize_attention_scores",
-    "model.rotary_", "model.scale_positional_embedding", "model.attention_type", "model.tokenizer.",
-    "model.native_amp_", "model.hysteresis", "model.fp16_lm_cross_entropy", "model.moe_aux_loss_coeff",
-    "model.moe_z_loss_coeff", "model.moe_router_load_balancing_type", "model.moe_input_jitter_eps",
-    "model.grad_allreduce_chunk_size_mb", "model.grad_div_ar_fusion", "model.gradient_as_bucket_view",
-    "model.onnx_safe", "model.bias_activation_fusion", "model.bias_dropout_add_fusion", "model.masked_softmax_fusion",
-    "model.get_attention_mask_from_fusion", "model.apex_transformer_log_level", "model.resume_from_checkpoint",
-    "model.restore_from_", "model.skip_train", "model.reset_lr", "model.use_cpu_initialization",
-    "model.sync_batch_comm", "model.fp8_margin", "model.fp8_interval", "model.fp8_amax_", "model.fp8_e4m3",
-    "model.fp8_hybrid", "model.fp8_wgrad", "model.fp8_map", "model.reduce_amax", "model.use_emha",
-    "model.gc_interval", "model.nsys_profile.", "model.dist_ckpt_", "model.data.", "model.optim.lr",
-    "model.optim.weight_", "model.optim.betas", "model.optim.eps", "model.optim.sched", "model.optim.lock_timeout",
-    "model.optim.contiguous_", "model.megatron_timer_kwargs.", "model.enable_megatron_timers",
-    "model.apply_query_key_layer_scaling", "model.openai_gelu", "model.ffn_dropout", "model.use_te_rng_tracker",
-    "model.seq_len_interpolation_factor", "model.deteministic_mode", "model.validation_param_sync_overlap",
-    "model.fsdp_", "model.batch_p2p_comm", "model.precision", "model.nccl_communicator_config_path",
-    "model.tp_comm_overlap_", "model.transformer_block_type",
-    "model.ub_tp_comm_overlap_cfg", "model.wgrad_deferral_limit", "model.moe_grouped_gemm",
-    "model.cpu_offloading_", "model.activations_checkpoint_", "model.target", "model.nemo_version",
-    "model.apply_rope_fusion", "model.optim.name", "model.mcore_", "model.transformer_engine",
-    "model.use_flash_attention", "model.num_micro_batches_with_partial_activation_checkpoints",
-    "model.megatron_amp_O2",
+_CLASSES = re.compile(
+    r"(?P<family>[A-Za-z]+?)(?P<version>[\d.]*)Config(?P<size>[\dx]+(?:P\d+)?[MB])(?P<active>_A\d+B)?"
+)
+_WORDS_OF_2 = core.Words(
+    "model.config.", "trainer.strategy.", "trainer.strategy.ddp.", "optim.config.", "data.", "model.config."
+)
+_SECTIONS = {
+    "model.": "model.config.",
+    "ddp.": "trainer.strategy.ddp.",
+    "optimizer.": "optim.config.",
+    "mixed_precision.": "trainer.plugins.",
+}
+"""Sections of Megatron Bridge -> sections of NeMo 2.0 with the same keys."""
+_SIZES_OF_2 = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_moe_experts",
 )  # fmt: skip
-"""Keys, or their beginnings, that are read with others or change neither time nor memory."""
-
-_NOT_MODELED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "model.ub_tp_comm_overlap": ((True,), "tensor-parallel collectives are taken to overlap with GEMMs"),
-    "model.optim.overlap_grad_sync": ((True,), "gradient reductions are taken to overlap with backward"),
-    "model.optim.overlap_param_sync": ((True,), "parameter all-gathers are taken to overlap with forward"),
-    "model.overlap_p2p_comm": ((True, None), "an interleaved schedule is taken to prefetch its receives"),
-    "model.fp8_params": ((False, None), core.WIDE_WEIGHTS),
-    "model.rampup_batch_size": ((None,), "the batch is that at the end of the ramp"),
-    "model.gradient_accumulation_fusion": ((True,), "GEMMs are taken to add to the stored gradients"),
-    "model.cross_entropy_loss_fusion": ((True,), "the loss is taken to be one kernel"),
-    "model.defer_embedding_wgrad_compute": ((False,), "the head's weight gradients are computed in backward"),
-    "model.enable_cuda_graph": ((False,), "kernels are launched one by one"),
-    "model.sharp": ((False,), "switches reduce nothing"),
-    "model.optim.nccl_ub": ((False,), "NCCL's buffers are not registered"),
-    "model.deterministic_mode": ((False,), "kernels are the fastest ones"),
-    "model.fp32_residual_connection": ((False,), "the residual stream has 16 bits"),
-    "model.megatron_amp_O2": ((True,), "weights have 16 bits next to FP32 master copies"),
-    "model.activations_checkpoint_layers_per_pipeline": ((None, 0), "all stages recompute the same number of blocks"),
-    "model.num_micro_batches_with_partial_activation_checkpoints": ((None, 0), "all microbatches recompute the same"),
-    "model.moe_token_dispatcher_type": (("alltoall",), "tokens come to experts by all-to-all"),
-    "model.optim.dtype": (("fp32", 32), "optimizer states have 32 bits"),
-}
-"""Key -> values with which the prediction is about the same thing, and what is left out with others."""
-
-_VIRTUAL = "model.virtual_pipeline_model_parallel_size"
-_REFUSED = {
-    "model.fsdp": "sharded parameters are not modeled yet for NeMo 1.x",
-    "model.cpu_offloading": "offloading to the host is not modeled yet for NeMo 1.x",
-    "model.adapter_tuning.type": "bottleneck adapters are not modeled yet",
-    "model.virtual_prompt_style": "prompt tuning is not modeled yet",
-    "model.pipeline_model_parallel_split_rank": "an encoder and a decoder on separate stages are not modeled yet",
-}
 
 
-def read_version_1(reading: Reading) -> Configuration:
+def _recognizes(file: ConfigFile) -> bool:
+    document = file.yaml
+    if document is None:
+        return False
+    data = document.data
+    if str(data.get("_target_", "")).startswith("nemo.") or "nemo.lightning.pytorch" in file.text:
+        return True
+    model = data.get("model")
+    return isinstance(model, dict) and isinstance(data.get("trainer"), dict) and "tensor_model_parallel_size" in model
+
+
+def _read(file: ConfigFile) -> Configuration:
+    """Configuration of a NeMo file.
+
+    Raises:
+        SpecError: The file is no YAML, or its settings contradict each other; ``NotModelledError`` for other jobs.
+    """
+    document = file.yaml or parse_yaml(file.text, file.name)
+    settings = core.interpolated(core.flattened(document), prefix="training.")
+    keys = {setting.key for setting in settings}
+    if any(key.startswith("trainer.strategy.") for key in keys) and "model.micro_batch_size" not in keys:
+        return _read_version_2(Reading.of("NeMo 2.0 configuration", file.name, settings))
+    return _read_version_1(Reading.of("NeMo 1.x configuration", file.name, settings))
+
+
+def _read_version_1(reading: Reading) -> Configuration:
     """Configuration of NeMo 1.x.
 
     Raises:
         SpecError: Settings contradict each other; ``NotModelledError`` for other jobs.
     """
     words = core.Words("model.", "model.", "model.ddp.", "model.optim.", "model.", "model.")
-    for key, why in _REFUSED.items():
-        if reading.value(key):
-            reading.refuse(key, why)
+    table = tables("nemo")["version_1"]
+    core.refuse(reading, table)
     if "model.encoder.num_layers" in reading or "model.bert_binary_head" in reading:
         rule = "only decoders (GPT, Llama, Mixtral ...) are read from NeMo's configurations"
         reading.refuse("model", rule, "name a scenario with family t5 or bert")
@@ -135,13 +102,8 @@ def read_version_1(reading: Reading) -> Configuration:
     _put_precision(reading)
     _put_model(reading, experts=experts)
     _put_adapters(reading)
-    put_devices(reading, degrees, "model.")
-    for key, (values, why) in _NOT_MODELED.items():
-        value = reading.value(key)
-        if key in reading and value not in values and _matters(key, reading, degrees):
-            reading.not_modeled(key, why)
-        reading.no_effect(key)
-    core.no_effect(reading, _NO_EFFECT)
+    _put_devices(reading, degrees, "model.")
+    core.sort_rest(reading, table, degrees)
     return reading.finish()
 
 
@@ -165,7 +127,7 @@ def _put_adapters(reading: Reading) -> None:
         core.put_adapters(
             reading,
             key=key,
-            rank=(core.whole(reading, f"{section}adapter_dim", 32), f"{section}adapter_dim"),
+            rank=(reading.whole(f"{section}adapter_dim", 32), f"{section}adapter_dim"),
             modules=[module for word in words for module in _LORA_MODULES.get(str(word), (word,))],
             modules_key=f"{section}target_modules" if targets is not None else "NeMo's default: attention_qkv",
         )
@@ -175,19 +137,12 @@ def _put_adapters(reading: Reading) -> None:
         reading.no_effect(setting)
 
 
-def _matters(key: str, reading: Reading, degrees: Mapping[str, int]) -> bool:
-    """False for overlaps of communication that the plan does not have."""
-    if key == "model.ub_tp_comm_overlap":
-        return degrees["tp"] > 1
-    return key != "model.overlap_p2p_comm" or core.whole(reading, _VIRTUAL) > 1
-
-
 def _put_software(reading: Reading) -> None:
     """Put the profile: with Megatron Core, Transformer Engine or flash attention it is of 2024, else of 2022."""
     signs = ("model.mcore_gpt", "model.transformer_engine", "model.use_flash_attention")
     modern = next((key for key in signs if reading.value(key)), "layers are NeMo's own, as of 2022")
     preset = "nemo" if modern in reading else "nemo-2022"
-    multiple = core.whole(reading, "model.make_vocab_size_divisible_by", 128)
+    multiple = reading.whole("model.make_vocab_size_divisible_by", 128)
     software = preset if multiple == 128 else {"preset": preset, "vocab_multiple": multiple}
     reading.put("software", software, modern)
 
@@ -198,7 +153,7 @@ def _put_optimizer(reading: Reading, degrees: Mapping[str, int]) -> None:
     if name not in (*_SHARDED, *_WHOLE):
         reading.refuse(key, "is not modeled yet", f"only {', '.join((*_SHARDED, *_WHOLE))} are")
         return
-    origin = key if key in reading else f"{ORIGIN}: fused_adam"
+    origin = key if key in reading else f"{_ORIGIN}: fused_adam"
     core.put_sharding(reading, int(name in _SHARDED), origin)
     reading.put("training.optimizer", "adamw", origin)
     core.read_clipping(reading, "trainer.gradient_clip_val", default=0)
@@ -217,16 +172,16 @@ def _put_optimizer(reading: Reading, degrees: Mapping[str, int]) -> None:
 def _put_precision(reading: Reading) -> None:
     key, fp8 = "trainer.precision", "model.fp8"
     value = reading.value(key, reading.value("model.precision", 32))
-    precision = PRECISIONS.get(value) if isinstance(value, str | int) else None
+    precision = _PRECISIONS.get(value) if isinstance(value, str | int) else None
     if precision is None:
-        reading.refuse(key, "is not known", f"use {', '.join(map(str, PRECISIONS))}")
+        reading.refuse(key, "is not known", f"use {', '.join(map(str, _PRECISIONS))}")
         return
-    if core.truth(reading, fp8):
+    if reading.truth(fp8):
         reading.put("training.precision", "fp8", fp8)
         reading.put("training.fp8_recipe", "delayed", "Transformer Engine's delayed scaling is NeMo 1.x's only recipe")
         return
     reading.no_effect(fp8)
-    said = next((each for each in (key, "model.precision") if each in reading), ORIGIN)
+    said = next((each for each in (key, "model.precision") if each in reading), _ORIGIN)
     reading.put("training.precision", precision, said)
 
 
@@ -245,29 +200,22 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
     if not gated and not experts and kind == "learned" and reading.value("model.max_position_embeddings"):
         keys["max_position_embeddings"] = "model.max_position_embeddings"
     reading.no_effect("model.max_position_embeddings", "model.qkv_bias", "model.window_size")
-    form = core.ModelForm(
+    core.put_model(
+        reading,
         gated=gated or experts,
-        positions=kind or "learned",
-        biases=core.truth(reading, "model.bias", default=True),
-        tied=core.truth(reading, "model.share_embeddings_and_output_weights", default=True),
-        layer_norm="rms" not in str(reading.value("model.normalization", "layernorm")),
         moe=experts,
+        positions=kind or "learned",
+        layer_norm="rms" not in str(reading.value("model.normalization", "layernorm")),
+        gate_key="model.activation",
+        bias_key="model.bias",
         keys=keys,
         more=more,
-        why={
-            "gated": "model.activation",
-            "positions": "model.position_embedding_type",
-            "biases": "model.bias",
-            "layer_norm": "model.normalization",
-            "tied": "model.share_embeddings_and_output_weights",
-        },
+        origin=_ORIGIN,
     )
-    core.put_model(reading, form, ORIGIN)
     falcon = "falcon" in str(reading.value("model.name"))  # the customization is of its blocks alone
     for key, left in _BLOCK_OPTIONS.items():
         if reading.value(key) not in (None, False, "pre_ln") and (falcon or "customization" not in key):
             reading.not_modeled(key, left)
-        reading.no_effect(key)
 
 
 def _sizes(reading: Reading, *, experts: bool, gated: bool) -> tuple[dict[str, str], dict[str, tuple[Any, str]]]:
@@ -282,26 +230,34 @@ def _sizes(reading: Reading, *, experts: bool, gated: bool) -> tuple[dict[str, s
     more = core.window(reading, "model.window_size")
     width, hidden = "intermediate_size", reading.value("model.hidden_size")
     if experts:
-        keys |= core.expert_keys(reading, "model.")
+        own = reading.value("model.moe_ffn_hidden_size") is not None
+        keys |= {
+            "num_experts": "model.num_moe_experts",
+            "top_k": "model.moe_router_topk",
+            "moe_intermediate_size": "model.moe_ffn_hidden_size" if own else "model.ffn_hidden_size",
+            **({"intermediate_size": "model.ffn_hidden_size"} if own else {}),
+            "shared_expert_intermediate_size": "model.moe_shared_expert_intermediate_size",
+            "shared_expert_gate": "model.moe_shared_expert_gate",
+        }
         more |= core.capacity(reading, "model.moe_expert_capacity_factor")
         reading.no_effect("model.moe_pad_expert_input_to_capacity")
         width = "moe_intermediate_size"
     else:
         keys[width] = "model.ffn_hidden_size"
     if reading.value("model.ffn_hidden_size") is None and isinstance(hidden, int):
-        more[width] = (4 * hidden, f"{ORIGIN}: 4 x hidden_size")
+        more[width] = (4 * hidden, f"{_ORIGIN}: 4 x hidden_size")
     if reading.value("model.qkv_bias") and gated:
         more["qkv_bias"] = (True, "model.qkv_bias")
-    length = next((key for key in _LENGTHS if key in reading), None)
+    lengths = ("model.encoder_seq_length", "model.seq_length", "model.data.seq_length")
+    length = next((key for key in lengths if key in reading), None)
     if length is not None:
         more["seq_len"] = (reading.value(length), length)
     else:
-        reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
+        core.put_length(reading)
     _put_vocabulary(reading, more)
     return keys, more
 
 
-_LENGTHS = ("model.encoder_seq_length", "model.seq_length", "model.data.seq_length")
 _BLOCK_OPTIONS = {
     "model.mcore_customization_config.parallel_attention": "attention and MLP follow each other",
     "model.mcore_customization_config.new_decoder_architecture": "blocks have one norm each",
@@ -317,21 +273,23 @@ def _put_vocabulary(reading: Reading, more: dict[str, tuple[Any, str]]) -> None:
         more["vocab_size"] = (reading.value(key), key)
     elif _LLAMA_3.fullmatch(tokenizer):
         more["vocab_size"] = (_LLAMA_3_VOCABULARY, name)
-    elif tokenizer in _VOCABULARIES:
-        more["vocab_size"] = (_VOCABULARIES[tokenizer], name)
+    elif tokenizer in tables("nemo")["vocabularies"]:
+        more["vocab_size"] = (tables("nemo")["vocabularies"][tokenizer], name)
     else:
         what = "does not say how many tokens the vocabulary has"
         reading.ask("model.vocab_size", "model.preset", what=what, fix="add --set model.vocab_size=32000")
 
 
 def _world(reading: Reading) -> int | None:
+    """Devices of all nodes; None if one of the numbers is no whole number."""
     nodes, devices = reading.value("trainer.num_nodes", 1), reading.value("trainer.devices")
-    if isinstance(devices, list):
-        devices = len(devices)
-    return core.world_size(nodes, devices)
+    devices = len(devices) if isinstance(devices, list) else devices
+    if type(nodes) is int and type(devices) is int and min(nodes, devices) > 0:
+        return nodes * devices
+    return None
 
 
-def put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> None:
+def _put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> None:
     """Put the number of devices, and ask for the cluster."""
     world = _world(reading)
     device = "trainer.devices"
@@ -350,3 +308,96 @@ def put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> Non
         what=f"does not say which cluster its {world:,} devices are in",
         fix="add --cluster dgx-h100, or another of `simplan show clusters`",
     )
+
+
+def _read_version_2(reading: Reading) -> Configuration:
+    """Configuration of NeMo 2.0.
+
+    Raises:
+        SpecError: Settings contradict each other; ``NotModelledError`` for other jobs.
+    """
+    reading.put("software", "nemo", "NeMo 2.0 is Megatron Core under Lightning")
+    core.read_adapters(reading, "peft.")
+    preset = _put_named_model(reading)
+    experts = bool(preset) and "num_experts" in catalog.model_fields(preset)
+    degrees = core.read_parallel(reading, _WORDS_OF_2, experts=experts)
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+    core.read_recompute(reading, _WORDS_OF_2.recompute, names=names)
+    origin = "the recipes of NeMo 2.0 have the distributed optimizer"
+    core.read_data_parallel(reading, _WORDS_OF_2, default=True, origin=origin)
+    if reading.value("trainer.strategy.fsdp") is not None:
+        reading.refuse("trainer.strategy.fsdp", "sharded parameters are not modeled yet for NeMo")
+    _put_precision_of_2(reading)
+    core.read_optimizer(reading, "optim.config.", core.ORIGIN)
+    core.put_length(reading, "data.seq_length")
+    _put_devices(reading, degrees, "data.")
+    for key in (f"model.config.{size}" for size in _SIZES_OF_2):
+        if key in reading:
+            reading.refuse(key, "changes the model that its class names", "write the model into a scenario")
+    _put_rest(reading, degrees)
+    return reading.finish()
+
+
+def _put_precision_of_2(reading: Reading) -> None:
+    """Put the precision of GEMMs and gradients."""
+    plugins = "trainer.plugins."
+    said = f"{plugins}precision" if f"{plugins}precision" in reading else "trainer.precision"
+    value = reading.value(said, "bf16-mixed")
+    precision = _PRECISIONS.get(value) if isinstance(value, str | int) else None
+    fp8, recipe = f"{plugins}fp8", f"{plugins}fp8_recipe"
+    name = str(reading.value(recipe, "delayed"))
+    if precision is None:
+        reading.refuse(said, "is not known", f"use {', '.join(map(str, _PRECISIONS))}")
+    elif reading.value(fp8) is None:
+        reading.put("training.precision", precision, said if said in reading else _ORIGIN)
+    elif name not in FP8_PRECISIONS:
+        reading.refuse(recipe, "is not modeled yet", f"only {', '.join(FP8_PRECISIONS)} are")
+    else:
+        low, scaling = FP8_PRECISIONS[name]
+        reading.put("training.precision", low, fp8)
+        if scaling is not None:
+            reading.put("training.fp8_recipe", scaling, recipe if recipe in reading else _ORIGIN)
+        for key in (f"{plugins}fp8_param_gather", f"{plugins}fp8_params"):
+            if reading.value(key):
+                reading.not_modeled(key, core.WIDE_WEIGHTS)
+    grads = f"{plugins}grad_reduce_in_fp32"
+    core.grad_dtype(reading, precision or "bf16", reading.value(grads), grads)
+
+
+def _put_rest(reading: Reading, degrees: dict[str, int]) -> None:
+    """Note what the prediction leaves out, and what has no effect."""
+
+    def moved(key: str) -> str:
+        section = next((each for each in _SECTIONS if key.startswith(each)), "")
+        return _SECTIONS.get(section, "") + key.removeprefix(section)
+
+    theirs, own = tables("bridge"), tables("nemo")["version_2"]
+    known = [moved(key) for key in theirs["no_effect"] if key.startswith(tuple(_SECTIONS))]
+    not_modeled = {moved(key): each for key, each in theirs["not_modeled"].items()}
+    core.sort_rest(reading, {"not_modeled": not_modeled, "no_effect": [*own["no_effect"], *known]}, degrees)
+
+
+def _put_named_model(reading: Reading) -> str:
+    """Put the catalog's model of a class such as ``Llama31Config405B``; its name, empty if it is asked for."""
+    key = "model.config._target_"
+    name = str(reading.value(key, "")).rpartition(".")[2]
+    match, known = _CLASSES.fullmatch(name), catalog.names("models")
+    if match is not None:
+        size = match["size"].replace("P", ".").lower() + (match["active"] or "").replace("_", "-").lower()
+        wanted = _squeezed(f"{match['family']}{match['version']}-{size}")
+        for model in known:
+            if _squeezed(model) == wanted:
+                reading.put("model.preset", model, key)
+                return model
+    reading.no_effect(key)
+    what = f"names a model that the catalog does not have ({name})" if name else "does not name a model"
+    reading.ask("model", what=what, fix="add --model llama3-8b, or another of `simplan show models`")
+    return ""
+
+
+def _squeezed(name: str) -> str:
+    """Name without marks, and with sizes in the catalog's unit."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("500m", "0.5b").replace("600m", "0.6b"))
+
+
+FORMAT = Format("nemo", "NeMo configuration", _recognizes, _read)

@@ -1,0 +1,215 @@
+"""Files of a training with the Hugging Face stack: what they are, and which others they name.
+
+Arguments of the Trainer stand in launch scripts, JSON and YAML; ``accelerate launch`` has a YAML file of its own (DDP,
+FSDP, DeepSpeed), and DeepSpeed a JSON file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from simplan.document import Document
+from simplan.errors import Problem, SpecError, file_error
+from simplan.interop.configuration import Configuration, Reading, Setting
+from simplan.interop.formats import ConfigFile, Format
+from simplan.interop.frameworks.hugging_face import writing
+from simplan.interop.frameworks.hugging_face.keys import AUTO, Keys, document_of, flattened, named_document
+from simplan.interop.frameworks.hugging_face.run import TrainerRun
+from simplan.interop.frameworks.hugging_face.script import (
+    arguments_of,
+    config_files,
+    included_devices,
+    is_trl,
+    launch_of,
+    options_of,
+    sft_of,
+)
+from simplan.interop.frameworks.shell import TrainingCommand
+from simplan.interop.nccl import nccl_settings
+
+Named = Sequence[tuple[str, Setting]]
+"""Settings with their keys within their file."""
+
+_TRAINER, _AXOLOTL = "Hugging Face Trainer arguments", "axolotl configuration"
+_ACCELERATE, _DEEPSPEED = "Accelerate configuration", "DeepSpeed configuration"
+_TRAINER_SIGNS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "model_name_or_path", "per_device_batch_size",
+)  # fmt: skip
+_AXOLOTL_SIGNS = ("base_model", "micro_batch_size", "sequence_len")
+_ACCELERATE_SIGNS = (
+    "compute_environment", "num_processes", "fsdp_config", "deepspeed_config", "num_machines", "mixed_precision",
+)  # fmt: skip
+_DEEPSPEED_SIGNS = ("zero_optimization", "train_micro_batch_size_per_gpu")
+_AXOLOTL_NAMES = {
+    "micro_batch_size": "per_device_train_batch_size", "optimizer": "optim", "base_model": "model_name_or_path",
+}  # fmt: skip
+"""Keys of axolotl that have another name in TrainingArguments."""
+
+
+def _has_accelerate(file: ConfigFile) -> bool:
+    keys = _document(file).data.keys()
+    return "distributed_type" in keys and any(sign in keys for sign in _ACCELERATE_SIGNS)
+
+
+def _has_deepspeed(file: ConfigFile) -> bool:
+    keys = _document(file).data.keys()
+    has_batch = "train_batch_size" in keys and ("fp16" in keys or "bf16" in keys or "optimizer" in keys)
+    return "model" not in keys and (any(sign in keys for sign in _DEEPSPEED_SIGNS) or has_batch)
+
+
+def _has_trainer(file: ConfigFile) -> bool:
+    if document_of(file) is None:
+        return launch_of(file.text, file.name) is not None
+    keys = _document(file).data.keys()
+    signs = [sign for sign in _TRAINER_SIGNS if sign in keys]
+    return "model" not in keys and (len(signs) >= 2 or _is_axolotl(keys) or _TRAINER_SIGNS[0] in keys)
+
+
+def _is_axolotl(keys: Iterable[str]) -> bool:
+    return sum(sign in keys for sign in _AXOLOTL_SIGNS) >= 2
+
+
+def _document(file: ConfigFile) -> Document:
+    return document_of(file) or Document({}, {})
+
+
+def _read_accelerate(file: ConfigFile) -> Configuration:
+    document = document_of(file)
+    if document is None:
+        raise file_error(file.name, "this is no configuration of Accelerate: it is no YAML mapping", "check its colons")
+    return _run(_ACCELERATE, file, accelerate=[*flattened(document)]).configuration()
+
+
+def _read_deepspeed(file: ConfigFile) -> Configuration:
+    document = document_of(file)
+    if document is None:
+        raise file_error(file.name, "this is no DeepSpeed configuration: it is no JSON object", "check its braces")
+    return _run(_DEEPSPEED, file, deepspeed=[*flattened(document)]).configuration()
+
+
+def _read_trainer(file: ConfigFile) -> Configuration:
+    document = document_of(file)
+    if document is not None:
+        title, settings, names_launcher = _arguments([*flattened(document)])
+        run = _run(title, file, trainer=settings)
+        run.names_launcher = names_launcher
+        return run.configuration()
+    launch = launch_of(file.text, file.name)
+    if launch is None:
+        rule = "holds no arguments of the Trainer"
+        fix = "give a launch script, TrainingArguments.to_json_string(), or YAML of these arguments"
+        raise file_error(file.name, rule, fix)
+    return _read_launch(launch, file)
+
+
+def _arguments(settings: Named) -> tuple[str, Named, bool]:
+    """Title, settings by names of TrainingArguments, and True if the tool that they are for launches DDP by itself."""
+    keys = {key for key, _ in settings}
+    if _is_axolotl(keys):
+        names = _AXOLOTL_NAMES if "adapter" in keys else {**_AXOLOTL_NAMES, "lora_r": "lora_unused"}
+        return _AXOLOTL, [(names.get(key, key), _halved(key, setting)) for key, setting in settings], True
+    if "finetuning_type" in keys:
+        return "LLaMA-Factory configuration", settings, True
+    return _TRAINER, settings, False
+
+
+def _halved(key: str, setting: Setting) -> Setting:
+    """``bf16: auto`` of axolotl as what it is on every device that has BF16."""
+    return replace(setting, value=True) if key == "bf16" and setting.value == AUTO else setting
+
+
+def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
+    """Arguments of a command, with the files of arguments that it names."""
+    settings: list[tuple[str, Setting]] = []
+    title = _TRAINER
+    for name in config_files(launch):
+        found = named_document(name, file)
+        if found is None:
+            rule, fix = "is named by the command and is not next to it", "put it there"
+            raise SpecError(Problem(field=name, rule=rule, fix=fix), file=file.name)
+        title, own, _ = _arguments([*flattened(found[1], found[0])])
+        settings += own
+    settings += _arguments(arguments_of(launch.arguments))[1]
+    settings += [(setting.key, setting) for setting in nccl_settings(launch.environment)]
+    options = options_of(launch)
+    launched_by = launch.launchers[-1] if launch.launchers else launch.program.text
+    run = _run(f"{title}, launched by {launched_by}", file, trainer=settings, accelerate=options)
+    run.num_devices, run.ranks_per_node = launch.num_devices, launch.ranks_per_node
+    key = launch.launcher[0].key if launch.launcher else ""
+    run.devices_key = next((setting.key for _, setting in options if setting.key.endswith(f" {key}")), key)
+    if (included := included_devices(launch)) is not None:
+        run.num_devices, run.devices_key = included
+    elif not launch.launchers and launch.program.text.endswith(".py"):
+        run.num_devices = run.ranks_per_node = 1
+        run.devices_key = f"python starts one process, in line {launch.program.line}"
+    run.names_launcher = launch.launchers[-1:] != ("accelerate",)
+    run.unknown = frozenset(name for name, setting in [*settings, *options] if setting.value is None)
+    run.is_trl, run.task = is_trl(launch), sft_of(launch)
+    return run.configuration()
+
+
+def _run(
+    title: str, file: ConfigFile, *, trainer: Named = (), accelerate: Named = (), deepspeed: Named = ()
+) -> TrainerRun:
+    """The run of a file, with the files that its settings name.
+
+    Args:
+        trainer, accelerate, deepspeed: Settings of the training script, of ``accelerate launch``, and of DeepSpeed.
+
+    Raises:
+        SpecError: A file is wrong.
+    """
+    missing: list[str] = []
+
+    def named(*candidates: tuple[str, Named]) -> Named:
+        """Settings of the file that the first of the keys names."""
+        for key, settings in candidates:
+            setting = next((setting for name, setting in settings if name == key), None)
+            if setting is not None and isinstance(setting.value, str) and setting.value:
+                found = named_document(setting.value, file)
+                missing.extend([] if found is not None else [setting.key])
+                return [] if found is None else [*flattened(found[1], found[0])]
+        return []
+
+    accelerate = [*named(("config_file", accelerate)), *accelerate]
+    deepspeed = [
+        *deepspeed,
+        *named(
+            ("deepspeed", trainer),
+            ("deepspeed_config_file", accelerate),
+            ("deepspeed_config.deepspeed_config_file", accelerate),
+        ),
+        *((key.removeprefix("deepspeed."), setting) for key, setting in trainer if key.startswith("deepspeed.")),
+    ]
+    trainer = [*trainer, *((f"fsdp_config.{key}", setting) for key, setting in named(("fsdp_config", trainer)))]
+    reading = Reading.of(title, file.name, [setting for _, setting in [*trainer, *accelerate, *deepspeed]])
+
+    def keys(settings: Named) -> Keys:
+        return Keys(reading, {key: setting.key for key, setting in settings})
+
+    return TrainerRun(
+        reading,
+        keys(trainer),
+        keys(accelerate),
+        keys(deepspeed),
+        missing=tuple(missing),
+        loads_as_computed=title.startswith(_AXOLOTL),
+        reads_others=file.reads_others,
+    )
+
+
+FORMATS = (
+    Format(
+        "accelerate",
+        _ACCELERATE,
+        _has_accelerate,
+        _read_accelerate,
+        writing.accelerate_options,
+        writing.export_accelerate,
+    ),
+    Format(
+        "deepspeed", _DEEPSPEED, _has_deepspeed, _read_deepspeed, writing.deepspeed_options, writing.export_deepspeed
+    ),
+    Format("trainer", _TRAINER, _has_trainer, _read_trainer, writing.trainer_options),
+)

@@ -1,1 +1,0 @@
-"""NeMo: reading configurations of versions 1.x and 2.0."""
