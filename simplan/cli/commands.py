@@ -33,6 +33,7 @@ from simplan.cli.terminal.options import opened
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cli.terminal.scenario_request import ScenarioRequest
+from simplan.cluster.background import BackgroundJob
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path
@@ -174,10 +175,12 @@ def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | N
     search = same_batch.argument(without="plan")
     if request.is_file:
         search += " --from-current" if found is None else " --set 'search={}'"
+    beside_jobs = any(isinstance(each, BackgroundJob) for each in scenario.job.cluster.background)
+    searched = [] if beside_jobs else [f"simplan search {search}"]  # every plan would simulate the other jobs: minutes
     if found is None:
-        return [f"simplan explain {this}", f"simplan search {search}", *steps]
+        return [f"simplan explain {this}", *searched, *steps]
     changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
-    return [*changed, f"simplan search {search}", f"simplan explain {this}", *steps]
+    return [*changed, *searched, f"simplan explain {this}", *steps]
 
 
 def explain_command(
