@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -154,7 +155,9 @@ def _inconsistent(job: RunSpec) -> Iterator[Problem]:
     if job.dtype not in (dtype, "fp64"):
         rule = f"must be {dtype} for training.precision = {job.training.precision}, or fp64"
         yield Problem(field="dtype", value=job.dtype, rule=rule)
-    if job.boundaries[-1] != len(job.model.layers) or len(job.boundaries) != num_stages + 1:
+    ends = job.boundaries[:1], job.boundaries[-1:]
+    increase = all(before < after for before, after in pairwise(job.boundaries))
+    if ends != ((0,), (len(job.model.layers),)) or len(job.boundaries) != num_stages + 1 or not increase:
         rule = f"must split {len(job.model.layers)} layers into {num_stages} stages"
         yield Problem(field="boundaries", value=str(list(job.boundaries)), rule=rule)
 

@@ -76,6 +76,13 @@ def test_plans_that_cannot_be_are_rejected() -> None:
         check_job(make_job(plan={"tp": 2}))
 
 
+@pytest.mark.parametrize("boundaries", [(), (-1, 2, 4), (0, 2), (0, 2, 2), (0, 3, 2, 4), (0, 4, 4)])
+def test_stages_split_all_layers(boundaries: tuple[int, ...]) -> None:
+    job = make_job("gpipe", pp=2)
+    with pytest.raises(SpecError, match=rf"^boundaries = .*: must split {len(job.model.layers)} layers into 2 stages"):
+        check_job(job.model_copy(update={"boundaries": boundaries}))
+
+
 def test_the_dtype_is_that_of_the_precision() -> None:
     training = TrainingSpec(global_batch_size=8, precision="bf16")
     check_job(make_job(training=training, dtype="bf16"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def _damaged(framework: str, number: int, mutator: Mutator, folder: Path) -> Pat
     given, texts = _texts(framework, number)
     case = CASES[framework][number]
     if not given.endswith((".yaml", ".json")) and case.get("settings") and mutator.choice((True, True, False)):
-        return _WRITERS[framework](case | {"settings": mutator.changed(case["settings"])}, folder)
+        with suppress(AttributeError, ValueError):  # no mapping, or a value that holds itself: nothing to write
+            return _WRITERS[framework](case | {"settings": mutator.changed(case["settings"])}, folder)
     damaged = mutator.choice(tuple(texts))
     for name, text in texts.items():
         if name == damaged:
