@@ -142,7 +142,7 @@ def test_the_executor_knows_only_what_it_runs() -> None:
 
 
 def app_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """What a module of the dashboard must not import; worker processes, besides, know no Streamlit."""
+    """Packages that a module of the dashboard must not import; for modules of worker processes, Streamlit is one."""
     wrong = {"executor", "torch", "fit", *(("streamlit",) if module.startswith(IN_WORKERS) else ())}
     found = imports_of(source, module, is_package=is_package)
     return [f"{module} imports {name}" for name in found if name.split(".")[0] in wrong]

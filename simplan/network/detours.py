@@ -29,7 +29,7 @@ _SETTLED = 1e-6
 """Largest change of a busy share in a sweep over all links after which splits stay."""
 
 
-class Split(NamedTuple):
+class DetourShares(NamedTuple):
     """Detours of one link, and the traffic that takes each.
 
     Attributes:
@@ -45,7 +45,7 @@ class Split(NamedTuple):
 
 def splits_of(
     load: Floats, links: Sequence[FabricLink], detours: Callable[[int], Sequence[tuple[int, ...]]]
-) -> dict[int, Split]:
+) -> dict[int, DetourShares]:
     """Returns the splits of all links of which some traffic takes detours.
 
     Args:
@@ -53,7 +53,7 @@ def splits_of(
         links: Links of the fabric.
         detours: Function from a link to the paths that lead from one end to the other; none for a link without.
     """
-    now, splits = load.copy(), dict[int, Split]()
+    now, splits = load.copy(), dict[int, DetourShares]()
     has_split = np.zeros(len(load), np.bool_)
     for _ in range(_MAX_SWEEPS):
         changed = 0.0
@@ -67,14 +67,14 @@ def splits_of(
     return {link: split for link, split in splits.items() if split.shares.any()}
 
 
-def _unused(link: int, links: Sequence[FabricLink], detours: Sequence[tuple[int, ...]]) -> Split:
+def _unused(link: int, links: Sequence[FabricLink], detours: Sequence[tuple[int, ...]]) -> DetourShares:
     """Detours of a link without traffic."""
     legs = np.full((len(detours), max(map(len, detours), default=0)), -1, np.int32)
     slowness = np.zeros(legs.shape)
     for row, detour in enumerate(detours):
         legs[row, : len(detour)] = detour
         slowness[row, : len(detour)] = [links[link].bytes_per_s / links[leg].bytes_per_s for leg in detour]
-    return Split(legs, slowness, np.zeros(len(detours)))
+    return DetourShares(legs, slowness, np.zeros(len(detours)))
 
 
 @jit
@@ -116,7 +116,7 @@ def divert(load: Floats, link: int, own: float, legs: Ints, slowness: Floats, sh
         load: ``(num_links,)`` Busy share of each link; updated.
         link: The link.
         own: Busy share of the link by traffic on its minimal path; the rest are detours of others.
-        legs, slowness, shares: See ``Split``; shares are updated.
+        legs, slowness, shares: See ``DetourShares``; shares are updated.
 
     Returns:
         Largest change of the busy share of the link or a leg.
@@ -147,7 +147,7 @@ def divert(load: Floats, link: int, own: float, legs: Ints, slowness: Floats, sh
     return changed
 
 
-def on_detours(usage: LinkUsage, splits: dict[int, Split]) -> LinkUsage:
+def on_detours(usage: LinkUsage, splits: dict[int, DetourShares]) -> LinkUsage:
     """Returns a usage of minimal paths with its part of the traffic on detours."""
     places = [place for place, link in enumerate(usage.links.tolist()) if link in splits]
     if not places:
