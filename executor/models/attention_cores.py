@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor.distributed.context_parallel import AttentionCore, ContextAttention, causal_attention
+from executor.distributed.context_parallel import AttentionCore, ContextAttention, attend, causal_attention
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.recompute import Around, run_again
 from simplan.model.families import FAMILIES
@@ -125,8 +125,7 @@ class LayerRequest:
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of every query to every key; all tensors are (batch, heads, tokens, head_dim)."""
-    grouped = q.shape[_HEADS] != k.shape[_HEADS]
-    return functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    return attend(q, k, v)
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
@@ -212,9 +211,8 @@ class MaskedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """See ``causal_attention``; the table includes the mask."""
         del mask
-        grouped = q.shape[_HEADS] != k.shape[_HEADS]
         table = self._table_like(q)[..., : q.shape[_TOKENS], : k.shape[_TOKENS]]  # shorter documents have its corner
-        return functional.scaled_dot_product_attention(q, k, v, table, enable_gqa=grouped)
+        return attend(q, k, v, table)
 
     def _table_like(self, q: Tensor) -> Tensor:
         """(1, heads, queries, keys), or (queries, keys) for all heads; made once, in the precision of the queries."""

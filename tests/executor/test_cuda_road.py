@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import executor.dry_run.rehearse
 from executor.calibration.kernel_timing import Probe
 from executor.calibration.timing import Stopwatch
 from executor.distributed.activation_offload import HostLink, _Kept, _Saved
+from executor.distributed.context_parallel import attend
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import allow_tf32
 from executor.dry_run.rehearse import rehearse
@@ -44,6 +46,22 @@ def test_convolutions_round_as_products_do(allowed: bool) -> None:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 8), (torch.bfloat16, 2)])
+def test_fused_attention_of_fp32_has_no_groups(dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel for FP32 takes as many keys as queries; its fallback keeps the scores."""
+    asked: list[tuple[int, bool]] = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, *others: object, enable_gqa: bool, **options: object) -> Any:
+        asked.append((k.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, h, 16, 64, device="cuda", dtype=dtype) for h in (8, 2))
+        attend(q, k, k, is_causal=True)
+    assert asked == [(heads, heads == 2)]
 
 
 @pytest.fixture
