@@ -252,6 +252,11 @@ class _Run:
             if not rendezvous.nodes.leads:
                 return
             written = rendezvous.collect(job.plan.num_devices, failed=failure is not None)
+        missing = [rank for rank in range(job.plan.num_devices) if rank not in written]
+        lost = None
+        if missing and failure is None:
+            number = counted(len(missing), "rank")
+            lost = failure = f"other nodes did not send what {number} measured, the first of them rank {missing[0]}"
         measurement = gather(segments, written, failure, self.notes)
         for note in measurement.notes[len(self.notes) :]:
             self._note(note)
@@ -261,4 +266,6 @@ class _Run:
         except OSError as error:
             said = f"{file} cannot be written: {error.strerror}"
             raise RunError(said if failure is None else f"{failure}; and {said}") from None
+        if lost is not None:
+            raise RunError(f"{lost}; {file} has what came")
         self.measurement = measurement

@@ -35,7 +35,7 @@ def start(host: Host, *args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         host.command([sys.executable, "-m", "executor", *map(str, args)]),
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # progress: a pipe that nobody reads is full after a thousand steps
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -6,13 +6,19 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from executor.launch.errors import RankEnd
+from executor.launch.nodes import Rendezvous
 from executor.launch.rank import unfinished_error_file
 from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collective
+from executor.run import _Run
+from simplan.errors import RunError
+from simplan.runs.measurement import Measurement
+from tests.executor.conftest import make_job
 
 RUNNING, WAITING, FINISHED = RankState.RUNNING, RankState.WAITING, RankState.FINISHED
 TIMEOUT_S = 10.0
@@ -151,3 +157,22 @@ def test_flight_recorder_names_the_rank_that_has_not_issued_a_collective() -> No
     assert late == (1, said)
     assert late_in_collective({0: dump(3, 7), 1: dump(3, 7)}) is None
     assert late_in_collective({}) is None
+
+
+class _Nodes:
+    """A leading node to which the other node never sends what its rank measured."""
+
+    nodes = SimpleNamespace(leads=True)
+
+    def leave(self, files: dict[int, dict[str, str]]) -> None:
+        self._files = files
+
+    def collect(self, num_ranks: int, *, failed: bool) -> dict[int, tuple[str, dict[str, str]]]:
+        return {rank: ("here", texts) for rank, texts in self._files.items()}
+
+
+def test_a_run_without_the_measurements_of_another_node_is_not_complete(tmp_path: Path) -> None:
+    run = _Run(make_job(dp=2), tmp_path, None, None, cast(Rendezvous, _Nodes()), local_ranks=(0,))
+    with pytest.raises(RunError, match=r"did not send what 1 rank measured, the first of them rank 1; .* has what"):
+        run._gather(None)
+    assert not Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes()).complete
