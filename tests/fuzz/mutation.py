@@ -40,7 +40,7 @@ class Mutator:
         for _ in range(self._random.choice((1, 1, 1, 2, 3))):
             places = list(_places(document))
             if not places:
-                return self._random.choice(VALUES)
+                return self._value()
             holder, key = self._random.choice(places)
             self._change(holder, key, places)
         return document
@@ -48,7 +48,7 @@ class Mutator:
     def _change(self, holder: Any, key: Any, places: list[tuple[Any, Any]]) -> None:
         how = self._random.random()
         if how < 0.65:
-            holder[key] = self._near(holder[key]) if self._random.random() < 0.5 else self._random.choice(VALUES)
+            holder[key] = self._near(holder[key]) if self._random.random() < 0.5 else self._value()
         elif how < 0.8:
             del holder[key]
         elif how < 0.9:
@@ -57,7 +57,11 @@ class Mutator:
         elif isinstance(holder, list):
             holder.insert(key, copy.deepcopy(holder[key]))
         else:
-            holder[self._random.choice(("x", "", "tp", "preset", f"{key}s", f"{key}_"))] = holder[key]
+            holder[self._random.choice(("x", "", "tp", "preset", f"{key}s", f"{key}_"))] = copy.deepcopy(holder[key])
+
+    def _value(self) -> Any:
+        """A copy: changes to it must reach no later input, and it must never hold itself."""
+        return copy.deepcopy(self._random.choice(VALUES))
 
     def _near(self, value: Any) -> Any:
         """A value of the same type that is a little or a lot off."""
