@@ -21,7 +21,7 @@ RESERVE = "allocator's reserve"
 """Memory that the caching allocator reserves beyond tensors."""
 
 WITHIN, BETWEEN, HOST = "within nodes", "between nodes", "to and from the host"
-_MAX_BARS = 64
+_MAX_BARS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class MemoryBar:
 
 
 def memory_bars(memory: Iterable[RankMemory]) -> tuple[MemoryBar, ...]:
-    """One bar per rank; above 64 ranks, one per group of ranks with equal memory."""
+    """One bar per rank; above 16 ranks, one per group of ranks with equal memory."""
     found = [_memory_bar(rank) for rank in memory]
     if len(found) <= _MAX_BARS:
         return tuple(found)

@@ -107,8 +107,9 @@ def _show_table(
     documents: Mapping[str, Document], plans: Mapping[str, ComparedPlan], budget: float, price: float | None
 ) -> None:
     rows = {letter: _cells(plan.headline, plans[_CURRENT].headline, budget, price) for letter, plan in plans.items()}
-    names = list(dict.fromkeys(name for row in rows.values() for name in row)) or ["step time"]
-    cells = [[name, *(escaped(row.get(name, "")) for row in rows.values())] for name in names]
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    filled = [name for name in names if any(row.get(name) for row in rows.values())] or ["step time"]
+    cells = [[name, *(escaped(row.get(name, "")) for row in rows.values())] for name in filled]
     st.markdown(format_table_markdown(["", *rows], cells))
     for letter, plan in plans.items():
         if plan.refused:

@@ -74,7 +74,7 @@ def _search_section() -> dict[str, Any]:
     )
     if share != default_share:
         section["max_memory_fraction"] = share / 100
-    deadline_s = remembered_number("Deadline, s", "deadline", 0.0, help="Maximum step time; 0 for none")
+    deadline_s = remembered_number("Deadline, s", "deadline", 0.0, format="%g", help="Maximum step time; 0 for none")
     if deadline_s:
         section["max_step_time_s"] = deadline_s
     if _may_compile() and remembered_switch("Compiled and eager", "compiled", help="Compare both in every plan"):
