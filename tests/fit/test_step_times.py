@@ -142,7 +142,8 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     [[down], [up]] = spread.half_widths([part])
     low_s, high_s = (seconds / summary.step_time_s for seconds in summary.step_time_interval_s)
     assert high_s == pytest.approx(np.exp(up), rel=0.01)
-    assert low_s == pytest.approx(np.exp(-down), rel=0.01)
+    # the prediction moves no byte faster than the data sheet, which the fit does not know
+    assert low_s >= np.exp(-down) * (1 - 0.01)
 
 
 def test_errors_on_runs_left_out_of_the_fit_are_no_worse_than_committed() -> None:
