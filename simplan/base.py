@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Hashable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
 from simplan.problems import parse_model
@@ -46,13 +47,14 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    _hash: int | None = PrivateAttr(default=None)
+    @cached_property
+    def _hash(self) -> int:
+        """Hash of the fields, mappings included; cached, because a search looks values up by it."""
+        fields = tuple(_hashable(getattr(self, name)) for name in type(self).model_fields)
+        return hash((type(self).__name__, fields))
 
     def __hash__(self) -> int:
-        """Hash of the fields, mappings included; cached, because a search looks values up by it."""
-        if self._hash is None:
-            fields = tuple(_hashable(getattr(self, name)) for name in type(self).model_fields)
-            self._hash = hash((type(self).__name__, fields))
+        """See ``_hash``."""
         return self._hash
 
     def __eq__(self, other: object) -> bool:
@@ -63,7 +65,8 @@ class Spec(BaseModel):
 
     def __getstate__(self) -> dict[Any, Any]:
         """State without the hash: another process hashes strings differently."""
-        return {**super().__getstate__(), "__pydantic_private__": {"_hash": None}}
+        state = super().__getstate__()
+        return {**state, "__dict__": {name: value for name, value in state["__dict__"].items() if name != "_hash"}}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A changed copy, validated like any other (pydantic's own would skip that and keep cached properties).

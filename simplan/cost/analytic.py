@@ -50,7 +50,7 @@ class AnalyticCost:
         self._stack = stack or FrameworkRates()
         self._collectives = collectives
         self._route_of = lru_cache(maxsize=1024)(partial(route_of, cluster=cluster))
-        self._compute = cache(kernels.cost_estimate)
+        self._compute, self._compute_s = cache(kernels.cost_estimate), cache(kernels.seconds)
         self._moved: dict[tuple[CollectiveKind, int, ExpertDraw | None, Route | None], CostEstimate] = {}
 
     def placed(self, placement: Placement | None) -> Self:
@@ -79,7 +79,7 @@ class AnalyticCost:
 
     def compute_s(self, work: LayerWork) -> float:
         """Returns the seconds of ``compute`` without a formula."""
-        return self._kernels.seconds(work)
+        return self._compute_s(work)
 
     def communication(self, communication: Communication) -> CostEstimate:
         """See ``CostModel``."""

@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -166,7 +166,7 @@ class ParallelPlan(Spec):
         """Devices of the plan (``ep`` and ``etp`` reuse the ranks of a stage)."""
         return self.dp * self.tp * self.cp * self.pp
 
-    @property
+    @cached_property
     def shard(self) -> Shard:
         """Split of every layer over tensor-, context- and expert-parallel ranks."""
         return Shard(

@@ -150,8 +150,8 @@ class _Search:
         try:
             for exploration in self._explorations.values():
                 exploration.bound()
-                exploration.explore()
-            for exploration in self._explorations.values():
+                exploration.explore(until_ranked=True)
+            for exploration in self._explorations.values():  # early: they are often best, and prune many other plans
                 self._num_partial += search_partial_recompute(
                     exploration,
                     self._space,
@@ -159,9 +159,11 @@ class _Search:
                     self._incumbents,
                     lambda: self._tell("looking for the fewest recomputed blocks"),
                 )
-            while self._confirm():
+            changed = True
+            while changed:
                 for exploration in self._explorations.values():
                     exploration.explore()
+                changed = self._confirm()
             for exploration in self._explorations.values():
                 exploration.find_misses()
             self._tell()

@@ -9,11 +9,11 @@ excludes in the end is dropped. So the result depends neither on the number of p
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,16 +111,30 @@ class Exploration:
         self._rows, self._least_bytes, self._least_s = rows.take(order), least_bytes[order], least_s[order]
         self._left = list(range(len(order)))
 
-    def explore(self) -> None:
+    def explore(self, *, until_ranked: bool = False) -> None:
         """Evaluate the candidates that are not pruned, most promising first.
 
-        A second call, after corrections made incumbents slower, resumes with the pruned candidates.
+        A further call resumes with the others, and after corrections made incumbents slower with the pruned ones.
+
+        Args:
+            until_ranked: Stop once there are as many groups of plans as a search with one objective ranks.
         """
         cut: list[int] = []
+        until_ranked = until_ranked and len(self._incumbents.goal.objectives) == 1  # so that no later row is cut
         for row in self._hopeful(cut):
             self._take(row)
             self._told()
+            if until_ranked and self._incumbents.is_full:
+                self._left = self._left[bisect_right(self._left, row) :]
+                return
         self._left, self._has_explored = cut, True
+
+    def bounded_with(self, name: str, value: Any) -> tuple[Candidates, Column, Floats] | None:
+        """Candidates with a value that fit by their bounds, and these bounds in bytes and seconds; None for none."""
+        here = np.zeros(0, np.bool_) if self._rows is None else self._rows.has(name, value)
+        if self._rows is None or not here.any():
+            return None
+        return self._rows.take(here), self._least_bytes[here], self._least_s[here]
 
     def find_misses(self) -> None:
         """Find the near misses among plans that are not pruned by their bounds.

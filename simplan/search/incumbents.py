@@ -160,6 +160,11 @@ class Incumbents:
         return [group.shown for group in self.groups]
 
     @property
+    def is_full(self) -> bool:
+        """True once there are as many groups as are ranked: they then prune candidates."""
+        return len(self.groups) == self._top
+
+    @property
     def front(self) -> list[Timed]:
         """Pareto front of both objectives, sorted by the first; empty with one objective.
 

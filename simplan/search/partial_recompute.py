@@ -1,14 +1,12 @@
 """Search for the fewest recomputed blocks per stage with which a plan fits.
 
 More recomputed blocks mean less memory and longer steps. So among plans that differ only in ``recompute_layers``, the
-best has the fewest recomputed blocks that fit. Bisection finds it after the other plans are known, only for plans that
-could still be among the best.
+best has the fewest recomputed blocks that fit. Bisection finds it, only for plans that could be among the best.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,12 +18,10 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import assign_layers, cost_model
 from simplan.rules import violations
 from simplan.rules.recompute import recompute_layers_modelled, recompute_modelled
-from simplan.search.bounds.candidate_bounds import Bounds
 from simplan.search.candidates import plan_order
-from simplan.search.enumeration import Enumeration
 from simplan.search.evaluate import Evaluator
 from simplan.search.explore import Exploration
-from simplan.search.incumbents import Incumbents
+from simplan.search.incumbents import Goal, Incumbents
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import rounded
 
@@ -34,6 +30,7 @@ _MAX_CANDIDATES = 32
 _MIN_SHARE = 2 / 3
 """Minimum step time without recomputation over step time with full: forward takes no longer than backward."""
 _EQUAL_BLOCKS_FACTOR = 0.99  # factor for an estimate that assumes equal blocks in a stage
+_MAX_ROWS = 32_768  # bounded at a time, for limited memory
 _NUM_PROBES = 2  # probes next to a guess before the bisection
 
 
@@ -45,6 +42,7 @@ class _Whole(NamedTuple):
         about_s: Estimated step time with the fewest recomputed blocks that may fit.
         least_bytes: Lower bound on memory with all blocks recomputed.
         share: Estimated fraction of blocks that must be recomputed.
+        all_s: Estimated seconds that recomputing all blocks adds to the step.
     """
 
     value: float
@@ -53,6 +51,7 @@ class _Whole(NamedTuple):
     share: float
     order: tuple[Any, ...]
     plan: ParallelPlan
+    all_s: float
 
 
 def _has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -> bool:
@@ -78,7 +77,7 @@ def search_partial_recompute(
     """Try fewer recomputed blocks for plans that fit with all blocks recomputed and not with none.
 
     Args:
-        exploration: The completed exploration of plans that recompute all or no blocks.
+        exploration: The exploration of plans that recompute all or no blocks, with their bounds.
         incumbents: Best plans, updated; they also prune candidates.
         on_progress: Called after each plan.
 
@@ -88,9 +87,9 @@ def search_partial_recompute(
     job, capacity = exploration.job, exploration.capacity_bytes
     if capacity is None or not _has_partial(job, space, calibration):
         return 0
-    enumeration = Enumeration(space.model_copy(update={"recompute": ("full",)}), job)
+    promising = sorted(_whole(exploration, incumbents, capacity))[:_MAX_CANDIDATES]
     found = 0
-    for one in sorted(_whole(enumeration, exploration.bounds, incumbents, capacity))[:_MAX_CANDIDATES]:
+    for one in sorted(_in_stages(job, each, incumbents.goal) for each in promising):
         if incumbents.is_hopeless(one.plan.num_devices, one.least_bytes, _EQUAL_BLOCKS_FACTOR * one.about_s):
             continue
         fitting = _fewest_blocks(job, one, exploration.evaluator, capacity)
@@ -101,25 +100,34 @@ def search_partial_recompute(
     return found
 
 
-def _whole(enumeration: Enumeration, bounds: Bounds, incumbents: Incumbents, capacity: int) -> Iterator[_Whole]:
+def _whole(exploration: Exploration, incumbents: Incumbents, capacity: int) -> Iterator[_Whole]:
     """Yield plans with full recomputation that may fit with fewer recomputed blocks and be among the best."""
-    num_devices = enumeration.num_devices
-    for table in enumeration.tables(Counter()):
-        of_all = bounds.of(table, capacity)
-        fits = np.flatnonzero(of_all.device_bytes <= capacity)
-        least_s = of_all.step_time_s[fits]
-        near = [not incumbents.is_hopeless(num_devices, 0, _MIN_SHARE * s) for s in least_s.tolist()]
-        fits = fits[np.array(near, np.bool_)]
-        none = bounds.of(table.take(fits).with_value("recompute", "none"))
-        least, most = of_all.device_bytes[fits], none.device_bytes
-        shares = np.maximum(0.0, (most - capacity) / np.maximum(1, most - least))
-        about_s = none.step_time_s + shares * np.maximum(0.0, of_all.step_time_s[fits] - none.step_time_s)
-        for row, size, share, seconds in zip(
-            fits.tolist(), least.tolist(), shares.tolist(), about_s.tolist(), strict=True
-        ):
-            if not incumbents.is_hopeless(num_devices, size, _EQUAL_BLOCKS_FACTOR * seconds):
-                plan, value = table.plan(row), incumbents.goal.values(num_devices, size, seconds)[0]
-                yield _Whole(value, seconds, size, share, plan_order(plan), plan)
+    num_devices = exploration.enumeration.num_devices
+    found = exploration.bounded_with("recompute", "full")
+    if found is None:
+        return
+    rows, row_bytes, row_s = found
+    near = [not incumbents.is_hopeless(num_devices, 0, _MIN_SHARE * s) for s in row_s.tolist()]
+    near_rows = np.flatnonzero(near)
+    for start in range(0, len(near_rows), _MAX_ROWS):
+        here = near_rows[start : start + _MAX_ROWS]
+        full, least, full_s = rows.take(here), row_bytes[here], row_s[here]
+        none = exploration.bounds.of(full.with_value("recompute", "none"))
+        shares = np.maximum(0.0, (none.device_bytes - capacity) / np.maximum(1, none.device_bytes - least))
+        all_s = np.maximum(0.0, full_s - none.step_time_s)
+        columns = least.tolist(), shares.tolist(), (none.step_time_s + shares * all_s).tolist(), all_s.tolist()
+        for row, (size, share, about_s, more_s) in enumerate(zip(*columns, strict=True)):
+            if not incumbents.is_hopeless(num_devices, size, _EQUAL_BLOCKS_FACTOR * about_s):
+                plan, value = full.plan(row), incumbents.goal.values(num_devices, size, about_s)[0]
+                yield _Whole(value, about_s, size, share, plan_order(plan), plan, more_s)
+
+
+def _in_stages(job: Job, one: _Whole, goal: Goal) -> _Whole:
+    """The plan with a better estimate: every stage recomputes one block at least, and the largest one has few."""
+    share = max(one.share, 1 / _most_blocks(job.with_plan(one.plan)))
+    about_s = one.about_s + (share - one.share) * one.all_s
+    value = goal.values(one.plan.num_devices, one.least_bytes, about_s)[0]
+    return one._replace(value=value, about_s=about_s)
 
 
 def _fewest_blocks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from simplan.model.implementations.layer_implementation import LayerImplementati
 from simplan.model.layer import LayerSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.plan.plan import ParallelPlan, RecomputeModule
+from simplan.plan.shard import Shard
 from simplan.software.rates import FrameworkRates, MemorySpread
 from simplan.training import OPTIMIZERS, OptimizerName, TrainingSpec
 
@@ -370,7 +372,12 @@ class SoftwareSpec(Spec):
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """Layers of a model, as one rank holds and computes them."""
-        implementation = self.layers.model_copy(
+        return _implemented_layers(self.padded(model, plan), plan.shard, self._implementation)
+
+    @cached_property
+    def _implementation(self) -> LayerImplementation:
+        """``layers``, with the options that decide on kernels."""
+        return self.layers.model_copy(
             update={
                 "compiled": self.compiled and self.runtime == "torch",
                 "compiled_in_parts": self.executable,
@@ -381,7 +388,6 @@ class SoftwareSpec(Spec):
                 "eight_bit_attention": self.fp8_dot_product_attention,
             }
         )
-        return implemented_layers(self.padded(model, plan).layers_of(plan.shard), implementation, model.family)
 
     def padded(self, model: ModelSpec, plan: ParallelPlan) -> ModelSpec:
         """The model with the vocabulary that the framework uses under a plan, perhaps a larger one."""
@@ -440,3 +446,9 @@ class SoftwareSpec(Spec):
             return state.model_copy(update={"reduced": width})
         apart = state.gradient if self.separate_grad_accumulator and width > state.gradient else 0
         return state.model_copy(update={"gradient": width, "reduced": apart or width, "unaccumulated": apart})
+
+
+@lru_cache(maxsize=256)
+def _implemented_layers(model: ModelSpec, shard: Shard, implementation: LayerImplementation) -> tuple[LayerSpec, ...]:
+    """Cached layers under an implementation: plans of a search share most of them."""
+    return implemented_layers(model.layers_of(shard), implementation, model.family)

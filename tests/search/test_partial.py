@@ -14,7 +14,10 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import SearchResult, SearchSpace, search
-from simplan.search.statistics import rounded
+from simplan.search.explore import Exploration
+from simplan.search.incumbents import Goal, Incumbents
+from simplan.search.partial_recompute import _in_stages, _most_blocks, _whole
+from simplan.search.statistics import Statistics, rounded
 from simplan.units import MIB
 from tests.search.brute_force import Row, shown
 from tests.search.jobs import plans_of, small_job
@@ -126,3 +129,24 @@ def test_how_many_plans_there_are_depends_on_no_ranking() -> None:
     assert few.total == many.total == sum(many.rejected.values()) + many.bounded + many.timed
     assert few.rejected == many.rejected
     assert many.some_blocks > 0
+
+
+@pytest.mark.parametrize("num_blocks", [8, 10, 13])
+@pytest.mark.parametrize("software", CAPACITIES)
+def test_estimates_are_just_below_the_time_with_one_block_in_every_stage(software: str, num_blocks: int) -> None:
+    """A plan is not simulated if 0.99 of its estimate is too slow, so this bounds the fewest blocks of any plan."""
+    job = replace(asked_for(software), cluster=catalog.cluster("dgx-h100", 4))
+    job = job.with_changes({"model.num_hidden_layers": num_blocks})
+    interleaved = {"schedule": ("1f1b", "interleaved_1f1b"), "pp": (2, 4), "virtual_stages": (1, 2, 3, 4)}
+    space = SearchSpace.model_validate({**SPACE, **interleaved, "microbatch_size": 1})
+    goal = Goal.of(space, job)
+    exploration = Exploration(job, space, None, 1, Incumbents(goal, 4), Statistics(), lambda: None)
+    exploration.bound()
+    estimates = list(_whole(exploration, Incumbents(goal, 4), 10**15))  # bytes, so that memory asks for no block
+    assert len(estimates) > 3
+    for one in estimates:
+        better = _in_stages(job, one, goal)
+        assert one.about_s < better.about_s
+        if (most := _most_blocks(job.with_plan(one.plan))) > 1:
+            seconds = predict(job.with_plan(one.plan.model_copy(update={"recompute_layers": 1}))).step_time_s
+            assert 0.9 < better.about_s / seconds <= 1 / 0.99, most

@@ -265,8 +265,12 @@ class Stages:
 
 def _with_kernels(layer: LayerSpec) -> LayerSpec:
     """Returns the layer with a fused kernel for every backward."""
-    operators = (replace(o, composed=False, backward_scratch=()) if o.composed else o for o in layer.operators)
-    return replace(layer, operators=tuple(operators))
+    key = ("kernels of backward",)
+    if key not in layer.derived:
+        operators = (replace(o, composed=False, backward_scratch=()) if o.composed else o for o in layer.operators)
+        layer.derived[key] = replace(layer, operators=tuple(operators))
+    found: LayerSpec = layer.derived[key]
+    return found
 
 
 def _matrices(layer: LayerSpec) -> Iterator[tuple[int, int]]:
