@@ -247,16 +247,16 @@ class _Run:
         job = segments[-1].job
         folder = self._folder_of(job)
         written = written_here(folder, job.plan.num_devices) if rendezvous is None else {}
+        lost = None
         if rendezvous is not None:
             rendezvous.leave({rank: RankFiles(folder, rank).texts() for rank in self.local_ranks})
             if not rendezvous.nodes.leads:
                 return
             written = rendezvous.collect(job.plan.num_devices, failed=failure is not None)
-        missing = [rank for rank in range(job.plan.num_devices) if rank not in written]
-        lost = None
-        if missing and failure is None:
-            number = counted(len(missing), "rank")
-            lost = failure = f"other nodes did not send what {number} measured, the first of them rank {missing[0]}"
+            missing = [rank for rank in range(job.plan.num_devices) if rank not in written]
+            if missing and failure is None:
+                number = counted(len(missing), "rank")
+                lost = failure = f"other nodes did not send what {number} measured, the first of them rank {missing[0]}"
         measurement = gather(segments, written, failure, self.notes)
         for note in measurement.notes[len(self.notes) :]:
             self._note(note)

@@ -101,7 +101,7 @@ def _damaged(framework: str, number: int, mutator: Mutator, folder: Path) -> Pat
     given, texts = _texts(framework, number)
     case = CASES[framework][number]
     if not given.endswith((".yaml", ".json")) and case.get("settings") and mutator.choice((True, True, False)):
-        with suppress(AttributeError, ValueError):  # no mapping, or a value that holds itself: nothing to write
+        with suppress(AttributeError):  # no mapping: nothing to write
             return _WRITERS[framework](case | {"settings": mutator.changed(case["settings"])}, folder)
     damaged = mutator.choice(tuple(texts))
     for name, text in texts.items():
