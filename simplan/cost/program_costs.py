@@ -36,7 +36,7 @@ class CostTerm:
     Attributes:
         name: Name, e.g. ``block forward``.
         cost_estimate: Cost estimate of one occurrence.
-        count: Occurrences over all ranks of the Program.
+        count: Occurrences over all ranks of the job, those that are not simulated included.
         stream: Stream of a collective; None for other work, and for collectives merged into a compute operation.
     """
 
@@ -89,7 +89,8 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
     alone.
     """
     columns = program.columns
-    used, first, counts = np.unique(columns.work, return_index=True, return_counts=True)
+    used, first = np.unique(columns.work, return_index=True)
+    counts = np.bincount(columns.work, program.num_represented[columns.rank], len(program.works))
     duration_s, deviation_s, least_s = np.zeros((3, len(program.works)))
     terms: dict[Work, CostTerm] = {}
     for place in np.argsort(first).tolist():
@@ -107,7 +108,7 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
             duration_s[entry] += term.cost_estimate.seconds
             deviation_s[entry] += term.cost_estimate.seconds * term.cost_estimate.relative_std
             least_s[entry] += term.cost_estimate.least_s
-            term.count += int(counts[place])
+            term.count += int(counts[entry])
     by_op = (duration_s[columns.work], deviation_s[columns.work], least_s[columns.work])
     return ProgramCosts(*by_op, terms, cost.overlap_slowdown)
 

@@ -35,6 +35,7 @@ from simplan.program.folding import Folding, fold, unfolded
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.lowering.script import Scripts
 from simplan.program.lowering.stage import Stages
+from simplan.program.lowering.units import shard_elements
 from simplan.program.program import Communication, HostWait, LayerWork, Op, Phase, Program, Stream
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
 from simplan.program.tables.complete import complete_table
@@ -120,18 +121,37 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     mapping = RankMapping.of(plan)
     if cluster.cores_per_node is not None or cluster.jitter is not None or job.training.backup_workers:
         return unfolded(mapping)
-    num_shards = plan.dp_shard * plan.cp
-    parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
-    uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
+    shards = tuple(range(plan.dp_shard * plan.cp)) if deals else _shard_classes(job)
     contended = None if is_static(cluster) else cluster
     if contended is not None and any(isinstance(each, int) for each in plan.placement or ()):
         return unfolded(mapping)
     slow = tuple(slowdowns(cluster, plan).items())
     nodes = tuple(group.num_nodes for group in cluster.node_groups)
-    return _kept_folding(
-        mapping, job.placement, cluster.devices_per_node, deals or uneven, contended, slow, nodes, _sizes(plan)
-    )
+    return _kept_folding(mapping, job.placement, cluster.devices_per_node, shards, contended, slow, nodes, _sizes(plan))
+
+
+def _shard_classes(job: Job) -> tuple[int, ...]:
+    """By index in a shard group, a number that is equal for shards with equal work; empty if all are equal.
+
+    FSDP shards differ in what they sum over tensor-parallel ranks: if the rows of a parameter with partial gradients do
+    not divide evenly, its last shards have fewer or none of them.
+    """
+    plan = job.plan
+    if not plan.shards_parameters:
+        return ()
+    parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
+    shapes = frozenset(p.shape for p in parameters if p.partial_gradient and not p.expert)
+    return _classes_of_shards(shapes, plan.dp_shard * plan.cp)
+
+
+@lru_cache(maxsize=128)
+def _classes_of_shards(shapes: frozenset[tuple[int, ...]], num_shards: int) -> tuple[int, ...]:
+    """See ``_shard_classes``; for shapes of the parameters that make shards differ."""
+    sizes = np.array([[shard_elements(shape, num_shards, shard) for shard in range(num_shards)] for shape in shapes])
+    if not sizes.size or (sizes == sizes[:, :1]).all():
+        return ()
+    return tuple(np.unique(sizes, axis=1, return_inverse=True)[1].reshape(-1).tolist())
 
 
 def _sizes(plan: ParallelPlan) -> tuple[int, ...] | None:
@@ -144,7 +164,7 @@ def _kept_folding(
     mapping: RankMapping,
     placement: Placement | None,
     devices_per_node: int,
-    unequal_shards: bool,
+    shard_classes: tuple[int, ...],
     contended: ClusterSpec | None,
     slow: tuple[tuple[int, float], ...],
     node_groups: tuple[int, ...],
@@ -156,7 +176,7 @@ def _kept_folding(
         mapping: Mesh of the ranks.
         placement: Devices of the ranks; None if they are the devices of their own numbers.
         devices_per_node: Devices of a node.
-        unequal_shards: True if ranks of a shard group have different work.
+        shard_classes: By index in a shard group, a number that is equal for shards with equal work; empty if all are.
         contended: Cluster on whose links communications slow each other down; None for none.
         slow: Ranks that compute more slowly than the others, with their slowdowns.
         node_groups: Nodes of each node group; empty for equal nodes.
@@ -177,12 +197,8 @@ def _kept_folding(
     ends = np.cumsum(node_groups)
 
     def owns(rank: int) -> tuple[int, float, int, int]:
-        """Rank's index in its shard group if shards are unequal, else 0; its slowdown, node group and microbatch size.
-
-        torch's ZeRO-1 assigns unsharded parameters to ranks. And if rows do not divide evenly, the last shards of a
-        parameter have fewer rows to sum over tensor-parallel ranks.
-        """
-        part = mapping.shard_group(rank).index(rank) if unequal_shards else 0
+        """Class of the rank's shard; its slowdown, node group and microbatch size."""
+        part = shard_classes[mapping.shard_group(rank).index(rank)] if shard_classes else 0
         group = int(np.searchsorted(ends, devices[rank] // devices_per_node, side="right"))
         size = 0 if microbatch_sizes is None else microbatch_sizes[mapping.dp_rank(rank)]
         return part, slowdown_of.get(rank, 1.0), group, size

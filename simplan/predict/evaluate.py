@@ -187,7 +187,7 @@ def recomputed_share(job: Job, assignment: StageAssignment) -> float:
 
 def _terms(step: TruncatedStep) -> tuple[Term, ...]:
     """Cost terms of a step; equal work of several ranks is one term, with the mean count per rank."""
-    num_ranks = len(step.programs[0].ranks)
+    num_ranks = len(step.programs[0].stands_for)
     merged: dict[tuple[str, str], Term] = {}
     fewer: dict[tuple[str, str], float] = {}
     for simulated in reversed(step.simulated):  # the longer step last

@@ -62,7 +62,8 @@ def apply_overlap_slowdown(
 
 def _term(program: Program, program_costs: ProgramCosts, beside_s: _Floats) -> CostTerm:
     """Cost term of the overlap slowdown, mean over ranks."""
-    num_ranks, total_s = len(program.ranks), float(beside_s.sum())
+    beside_s = beside_s * program.num_represented[program.columns.rank]
+    num_ranks, total_s = len(program.stands_for), float(beside_s.sum())
     one = program.works[program.columns.work[beside_s.argmax()]][0]
     relative = np.divide(
         program_costs.deviations_s, program_costs.durations_s, out=np.zeros_like(beside_s), where=beside_s > 0

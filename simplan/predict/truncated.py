@@ -304,7 +304,7 @@ class TruncatedStep:
         """
         longer, *shorter = (_busy_and_total_s(step.program, step.times) for step in self.simulated)
         busy_s, total_s = map(self._extrapolated, longer, shorter[0]) if shorter else longer
-        return max(0.0, 1.0 - busy_s / len(self.programs[0].ranks) / total_s)  # not -1e-16 by rounding
+        return max(0.0, 1.0 - busy_s / len(self.programs[0].stands_for) / total_s)  # not -1e-16 by rounding
 
 
 def _splits_of_ranks(program: Program, times: Times) -> dict[int, Split]:
@@ -319,10 +319,11 @@ def _splits_of_ranks(program: Program, times: Times) -> dict[int, Split]:
 
 
 def _busy_and_total_s(program: Program, times: Times) -> tuple[float, float]:
-    """Compute seconds summed over ranks, and seconds from the first to the last compute of any rank."""
+    """Compute seconds summed over all ranks of the job, and seconds from the first to the last compute of any rank."""
     computes = program.on_stream(Stream.COMPUTE) & program.of_kind(*COMPUTING) & (times.end_s > times.start_s)
     start_s, end_s = times.start_s[computes], times.end_s[computes]
-    return float((end_s - start_s).sum()), float(end_s.max() - start_s.min())
+    represented = program.num_represented[program.columns.rank[computes]]
+    return float(((end_s - start_s) * represented).sum()), float(end_s.max() - start_s.min())
 
 
 def _step_times_s(step: Simulated, vectors_s: _Floats, *, steps_overlap: bool) -> _Floats:

@@ -318,6 +318,11 @@ class Program:
         """Number of operations."""
         return len(self.columns.rank)
 
+    @cached_property
+    def num_represented(self) -> NDArray[np.int64]:
+        """``(world_size,)`` Number of ranks that each simulated rank represents, itself included; 0 for others."""
+        return np.bincount(self.stands_for, minlength=len(self.stands_for))
+
     @property
     def ops(self) -> Sequence[Op]:
         """The operations as objects, created on access."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from simplan import catalog
 from simplan.cost.program_costs import estimate_program
+from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import build_program, cost_model, simulate_program
+from simplan.predict.build import folding_of
+from simplan.predict.truncated import TruncatedStep, predicted_extent
 from simplan.scenario import load_scenario
 from simplan.sim.memory import memory_peak
+from simplan.training import TrainingSpec
 from tests.laws import check_engines
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
@@ -39,3 +46,34 @@ def test_folded_is_unfolded_and_compiled_is_simulated(file: Path) -> None:
     if level == 2:
         assert prediction.step_time_s == pytest.approx(every, rel=1e-9)
         assert [memory.allocated_bytes for memory in prediction.memory] == peaks
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("qwen3-0.6b", {"tp": 2, "dp_shard": 24}),  # norms of 128 rows: 21 shards of 6, one of 2, two of none
+        ("gpt-oss-20b", {"tp": 2, "dp_shard": 24, "ep": 2}),  # a router of 32 rows as well
+        ("qwen3-0.6b", {"tp": 2, "dp_shard": 12, "pp": 2, "schedule": "1f1b"}),
+    ],
+)
+def test_uneven_shards_fold_to_classes_of_equal_work(model: str, plan: dict[str, int]) -> None:
+    cluster = catalog.cluster("dgx-h100", 48)
+    training = TrainingSpec(global_batch_size=96, precision="bf16")
+    job = Job(catalog.model(model), cluster, training, ParallelPlan(**plan), catalog.software("torchtitan"))
+    folding, extent = folding_of(job), predicted_extent(job)
+    assert len(folding.ranks) <= 24  # three classes of shards, on nodes whose ranks have some or all of them
+    folded, whole = TruncatedStep(job, extent, folding=folding), TruncatedStep(job, extent)
+    assert float(folded.seconds()[0]) == float(whole.seconds()[0])
+    assert folded.memory() == whole.memory()
+    of_simulated, of_all = (step.splits(float(whole.seconds()[0])) for step in (folded, whole))
+    assert [of_simulated[rank] for rank in folding.stands_for] == list(of_all.values())
+    assert folded.idle_fraction() == pytest.approx(whole.idle_fraction(), rel=1e-12)
+    assert _counts(folded) == _counts(whole)
+
+
+def _counts(step: TruncatedStep) -> Counter[str]:
+    """Occurrences of each kind of work over all ranks."""
+    counts: Counter[str] = Counter()
+    for term in step.simulated[0].program_costs.terms:
+        counts[term.title] += term.count
+    return counts
