@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_folded_is_unfolded_and_compiled_is_simulated(file: Path) -> None:
         ("qwen3-0.6b", {"tp": 2, "dp_shard": 12, "pp": 2, "schedule": "1f1b"}),
     ],
 )
-def test_uneven_shards_fold_to_classes_of_equal_work(model: str, plan: dict[str, int]) -> None:
+def test_uneven_shards_fold_to_classes_of_equal_work(model: str, plan: dict[str, Any]) -> None:
     cluster = catalog.cluster("dgx-h100", 48)
     training = TrainingSpec(global_batch_size=96, precision="bf16")
     job = Job(catalog.model(model), cluster, training, ParallelPlan(**plan), catalog.software("torchtitan"))
