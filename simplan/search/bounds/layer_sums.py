@@ -21,6 +21,7 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.script import Scripts
 from simplan.program.lowering.stage import Stages
 from simplan.program.memory.footprint import layers_effects
+from simplan.program.memory.low_precision_footprint import persistent_weight_bytes
 from simplan.program.program import Communication, LayerWork, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 from simplan.search.bounds.device_groups import LAYER_AXES, Groups, groups_of
@@ -29,6 +30,7 @@ from simplan.training import LAYERWISE
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
 """Action table of one microbatch through all layers."""
+_NUM_SUMMED = 8  # fields of StageSums, the first ones, that are sums over layers
 _MANY = 10**9  # parameters; large enough that the update time per parameter is constant
 
 Floats = NDArray[np.float64]
@@ -38,7 +40,7 @@ class LayerSums(NamedTuple):
     """Per-layer costs of one microbatch on the first rank of a stage.
 
     Attributes:
-        summed: ``(7, layers + 1)`` Prefix sums of the first seven fields of ``StageSums``, exclusive of the layer.
+        summed: ``(8, layers + 1)`` Prefix sums of the first eight fields of ``StageSums``, exclusive of the layer.
         input_bytes, output_bytes: ``(layers,)`` Input of a layer, and its output without tensors it only passes on.
         backward_bytes: ``(layers,)`` Peak bytes of a layer's backward beyond the saved activations.
         update_s: Optimizer seconds per parameter.
@@ -53,15 +55,16 @@ class LayerSums(NamedTuple):
     balance_s: list[float]
 
     def of_stages(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
-        """``(12, stages)`` Fields of ``StageSums`` for stages of some layers.
+        """``(13, stages)`` Fields of ``StageSums`` for stages of some layers.
 
         Args:
             starts, ends: ``(stages,)`` First layer of each stage, and the one after its last.
         """
-        last, found = ends - 1, np.empty((12, len(starts)))
-        found[:7] = self.summed[:, ends] - self.summed[:, starts]
-        found[7], found[8], found[9] = self.input_bytes[starts], self.output_bytes[last], self.backward_bytes[last]
-        found[10], found[11] = self.summed[1, ends] - self.summed[1, last], self.update_s
+        last, found = ends - 1, np.empty((len(StageSums._fields), len(starts)))
+        found[:_NUM_SUMMED] = self.summed[:, ends] - self.summed[:, starts]
+        last_backward_s = self.summed[1, ends] - self.summed[1, last]
+        found[_NUM_SUMMED:-2] = self.input_bytes[starts], self.output_bytes[last], self.backward_bytes[last]
+        found[-2], found[-1] = last_backward_s, self.update_s
         return found
 
 
@@ -72,6 +75,7 @@ class StageSums(NamedTuple):
         forward_s, backward_s: Seconds of a pass, including the exposed collectives inside layers.
         trained, experts, frozen: Weight elements, tied weights counted once: trained except expert-parallel ones;
             trained expert-parallel ones; frozen ones.
+        quantized_bytes: Quantized weights between steps, minus the weights that they replace.
         kept_bytes: Bytes saved for backward, including layer inputs.
         between_bytes: Part of ``kept_bytes`` still saved between dgrad and wgrad; 0 for an unsplit backward.
         input_bytes: Input bytes of the first layer.
@@ -86,6 +90,7 @@ class StageSums(NamedTuple):
     trained: Floats
     experts: Floats
     frozen: Floats
+    quantized_bytes: Floats
     kept_bytes: Floats
     between_bytes: Floats
     input_bytes: Floats
@@ -110,7 +115,7 @@ class Way(NamedTuple):
     boundaries: NDArray[np.int64]
 
     def stages(self, placement: NDArray[np.int64]) -> Floats:
-        """``(12, stages)`` Fields of ``StageSums``; each rank has one stage of all layers if the split is unknown.
+        """``(13, stages)`` Fields of ``StageSums``; each rank has one stage of all layers if the split is unknown.
 
         Args:
             placement: ``(stages,)`` Pipeline rank of each stage.
@@ -240,12 +245,12 @@ class LayerSumsCache:
                 known[key] = (*passes.of_layer(position, splits=splits), *_bytes_of(stages, position, splits=splits))
             rows.append(known[key])
         balance_s, *fields = np.array(rows).T
-        summed = np.concatenate([np.zeros((7, 1)), np.cumsum(fields[:7], axis=1)], axis=1)
+        summed = np.pad(np.cumsum(fields[:_NUM_SUMMED], axis=1), ((0, 0), (1, 0)))
         on_host = plan.offload_optimizer
         update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, plan.microbatch_size, _MANY, on_host=on_host)
         counts = job.training.optimizer not in LAYERWISE and cost_cache.sends
         update_s = cost_cache.work_s(update) / _MANY if counts else 0.0
-        input_bytes, output_bytes, backward_bytes = fields[7:]
+        input_bytes, output_bytes, backward_bytes = fields[_NUM_SUMMED:]
         return LayerSums(summed, input_bytes, output_bytes, backward_bytes, update_s, balance_s.tolist())
 
 
@@ -262,7 +267,8 @@ def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ..
     worst = sum(effect.during_bytes for effect in layers_effects([footprint], forward=False))
     made = sum(tensor.num_bytes for tensor in stages.leaving([layer]) if not tensor.passes)
     kept = 0 if stages.plan.offload_activations else footprint.activations
-    return trained - experts, experts, frozen, kept, between, footprint.input_bytes, made, worst
+    quantized = persistent_weight_bytes(layer, stages.state)
+    return trained - experts, experts, frozen, quantized, kept, between, footprint.input_bytes, made, worst
 
 
 _BOTH = (Phase.FORWARD, Phase.BACKWARD)

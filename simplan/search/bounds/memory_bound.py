@@ -11,13 +11,14 @@ from simplan.search.bounds.in_flight import Instants, rank_instants
 from simplan.search.bounds.layer_sums import Floats, Pipeline, StageSums
 from simplan.search.candidates import Candidates, Column
 from simplan.software.software import StateBytes
+from simplan.training import UPDATES
 
 
 class MemoryBound:
     """Lower bound on the bytes of the worst device of a candidate.
 
-    Every pipeline rank counts weights, gradients and optimizer states of its stages, its receive buffers, and the saved
-    activations of one microbatch of one stage.
+    Every pipeline rank counts weights, gradients and optimizer states of its stages, its receive buffers, temporaries of
+    its optimizer, and the saved activations of one microbatch of one stage.
 
     The first rank, the last rank and the rank with the most saved activations also count a few candidate peak points:
     activations of all microbatches in flight, transient bytes of one layer's backward, and sent tensors. With FSDP they
@@ -25,8 +26,7 @@ class MemoryBound:
 
     If the split of layers is unknown, the mean of the states over pipeline ranks counts.
 
-    Lookup tables, other transient memory and the allocator reserve for it are not counted. Below 16-bit precision, only
-    one microbatch counts, since copies of weights are saved once for all microbatches.
+    Lookup tables, other transient memory and the allocator reserve for it are not counted.
     """
 
     def __init__(self, job: Job) -> None:
@@ -57,9 +57,14 @@ class MemoryBound:
         """Bounds of plans with one schedule, ``many`` microbatches, and the same use of FSDP and expert parallelism."""
         stages, placement, num_ranks = pipeline.stages, pipeline.placement, pipeline.num_ranks
         state = self._job.software.state(self._job.training, rows.plan(0))
-        of_ranks = (pipeline.of_ranks(of)[ways] for of in (stages.trained, stages.experts, stages.frozen))
-        trained, experts, frozen = of_ranks
+        elements = (stages.trained, stages.experts, stages.frozen, stages.quantized_bytes)
+        trained, experts, frozen, quantized = (pipeline.of_ranks(of)[ways] for of in elements)
         held = self._state_bytes(rows, state, trained, experts, frozen)
+        if not rows.shards_parameters[0]:
+            held = held + quantized
+        update = self._update_bytes(rows, state, trained, experts)
+        if self._job.software.flat_updates:  # counted in addition to the peak of the passes
+            held, update = held + update, np.zeros_like(update)
         if not pipeline.has_split:  # ranks share the states of all layers
             return np.asarray(self._context_bytes + (held.mean(axis=1) / num_ranks).astype(np.int64))
         kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
@@ -75,7 +80,7 @@ class MemoryBound:
             during = np.maximum(0, during - gradients)
             held = held + many * pipeline.of_ranks(received)[ways]
         largest = np.stack([kept[:, placement == rank].max(axis=1) for rank in range(num_ranks)], axis=1)[ways]
-        most = (held + self._reserve * largest).max(axis=1)
+        most = (held + self._reserve * np.maximum(largest, update)).max(axis=1)
         schedule = rows.values["schedule"][int(rows["schedule"][0])] if num_ranks > 1 else "naive"
         facts = SCHEDULE_FACTS.get(schedule)
         if facts is not None and facts.needs_times:  # the order of actions depends on times that are unknown here
@@ -102,7 +107,7 @@ class MemoryBound:
         if rows.base.offload_optimizer:  # in host memory; still a lower bound where a CPU device shares that memory
             return np.zeros_like(trained)
         optimizer_bytes = state.optimizer_bytes(self._job.training.optimizer)
-        weight_bytes = state.parameter + state.gradient
+        weight_bytes = state.parameter + state.gradient + state.unaccumulated
         held = trained * (
             weight_bytes / divided(sharded, rows.num_shards) + optimizer_bytes / divided(shares_states, rows.num_shards)
         )
@@ -110,6 +115,16 @@ class MemoryBound:
             weight_bytes / divided(sharded, expert_shards) + optimizer_bytes / divided(shares_states, expert_shards)
         )
         return np.asarray(held + frozen * state.frozen / divided(sharded, rows.num_shards))
+
+    def _update_bytes(self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats) -> Floats:
+        """``(rows, ranks)`` Bytes of upcast gradients and of the optimizer's temporaries, from element counts."""
+        if rows.base.offload_optimizer:
+            return np.zeros_like(trained)
+        shards = np.where(rows["zero_stage"] > 0, rows.num_shards, 1)[:, None]
+        all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
+        dense, of_experts = trained / shards, experts / all_ranks
+        temporaries = UPDATES[self._job.training.update].num_temporaries * state.moment
+        return np.asarray((dense + of_experts) * state.widened_bytes + temporaries * np.maximum(dense, of_experts))
 
     def _passing_bytes(
         self,
@@ -123,8 +138,6 @@ class MemoryBound:
     ) -> Floats:
         """``(rows,)`` Transient bytes of one rank at its worst peak point."""
         own, (kept, between, during) = instants.stages, own_bytes
-        if state.linear is not None:
-            return np.asarray((kept[:, own] @ np.minimum(instants.in_flight, 1).T)[ways].max(axis=1))
         passing = kept[:, own] @ instants.in_flight.T + between[:, own] @ instants.between.T
         passing += during[:, own] @ instants.begins.T
         if self._job.software.runtime == "torch" and int(rows["pp"][0]) > 1:
