@@ -44,10 +44,6 @@ class FsdpHooks(Hooks):
     """
 
     STATE: ClassVar = (
-        "gathering",
-        "_gathered",
-        "_accumulated",
-        "_narrow",
         "_copied",
         "_forward_buffer_bytes",
         "_reduce_buffer_bytes",
@@ -55,8 +51,8 @@ class FsdpHooks(Hooks):
         "_last_scatter",
         "last_reduction",
         "_last_copy",
-        "_on_host",
     )
+    STAGE_STATE: ClassVar = ("gathering", "_gathered", "_accumulated", "_narrow", "_on_host")
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int, *, host_waits: bool) -> None:
         super().__init__(stages, writer, level)
@@ -77,10 +73,12 @@ class FsdpHooks(Hooks):
         self._unit_of = {stage: unit_of_layer(units) for stage, units in self.units.items()}
         self._first = {s: units_at([unit.layers[0] for unit in units]) for s, units in self.units.items()}
         self._last = {s: units_at([unit.layers[-1] for unit in units]) for s, units in self.units.items()}
-        self.gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
-        self._gathered: set[tuple[int, int]] = set()
-        self._accumulated: set[tuple[int, int]] = set()  # units whose unsharded gradients are held
-        self._narrow: set[tuple[int, int]] = set()  # units with gradients not yet added to the accumulated ones
+        # units of the stage being lowered
+        self.gathering: dict[int, int] = {}  # unit -> its all-gather, not yet waited for
+        self._gathered: set[int] = set()
+        self._accumulated: set[int] = set()  # units whose unsharded gradients are held
+        self._narrow: set[int] = set()  # units with gradients not yet added to the accumulated ones
+        self._on_host: set[int] = set()  # units whose reduced gradients are there
         self._copied: list[int] = []  # the last two copies out of all-gather buffers
         self._forward_buffer_bytes = 0  # of the last all-gather in forward, freed with the next
         self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
@@ -88,12 +86,6 @@ class FsdpHooks(Hooks):
         self._last_scatter: int | None = None
         self.last_reduction: int | None = None
         self._last_copy: int | None = None  # of reduced gradients to the host
-        self._on_host: set[tuple[int, int]] = set()  # units whose reduced gradients are there
-
-    @property
-    def knows_stages(self) -> bool:
-        """True: hooks depend on which units of each stage are unsharded and which accumulate gradients."""
-        return True
 
     def expands(self, action: Action) -> bool:
         """Returns True for all actions without a pipeline: units are unsharded and reduced between layers.
@@ -105,7 +97,7 @@ class FsdpHooks(Hooks):
             return True
         changes_dtype = self.stages.state.gathered != self.stages.state.accumulated
         units = range(len(self.units[action.stage]))
-        accumulates = changes_dtype or any((action.stage, index) not in self._accumulated for index in units)
+        accumulates = changes_dtype or any(index not in self._accumulated for index in units)
         return action.kind is not ActionKind.FORWARD and accumulates
 
     def before_forward(self, action: Action, part: range) -> None:
@@ -115,7 +107,7 @@ class FsdpHooks(Hooks):
             return
         stage = action.stage
         for index in self._beginning(action, part):
-            if (stage, index) not in self._gathered:
+            if index not in self._gathered:
                 # the first one waits for all before it, the others for the copy-out of the buffer before the last
                 waits = [self.writer.last_compute] if part.start == 0 else self._copied[-2:-1]
                 self.gather(action, index, waits)
@@ -134,7 +126,7 @@ class FsdpHooks(Hooks):
         for index in self._ending(action, part):
             unit = self.units[stage][index]
             if self._reshards and not unit.stays:
-                self._gathered.discard((stage, index))
+                self._gathered.discard(index)
                 effects.append(MemoryEffect.freeing(_GATHERED, unit.padded * self.stages.state.gathered))
         if part.stop == len(self.stages.layers[stage]) and self._forward_buffer_bytes:
             effects.append(MemoryEffect.freeing(_BUFFERS, self._forward_buffer_bytes))
@@ -155,12 +147,12 @@ class FsdpHooks(Hooks):
         if self._at_head(stage, part):  # no prefetch before the backward of the loss is done
             self.writer.compute(action, "loss", memory=self.stages.loss_effects(stage, forward=False))
         for index in sorted(self._ending(action, part), reverse=True):  # experts after the enclosing unit
-            if (stage, index) not in self._gathered:
-                if (stage, index) not in self.gathering:
+            if index not in self._gathered:
+                if index not in self.gathering:
                     self.gather(action, index, [])
                 self.copy_out(action, index, in_forward=False)
             for ahead in self.units_ahead(self.units[stage][index], index):
-                if (stage, ahead) not in self._gathered and (stage, ahead) not in self.gathering:
+                if ahead not in self._gathered and ahead not in self.gathering:
                     self.gather(action, ahead, self._copied[-1:])
 
     def units_ahead(self, unit: Unit, index: int) -> range:
@@ -176,10 +168,10 @@ class FsdpHooks(Hooks):
         """
         stage, state, beginning = action.stage, self.stages.state, self._beginning(action, part)
         if phase is Phase.BACKWARD_INPUT:
-            self._widen(action, [index for index in beginning if (stage, index) in self._narrow])
+            self._widen(action, [index for index in beginning if index in self._narrow])
         elif phase is Phase.BACKWARD_WEIGHT and state.gathered != state.accumulated:
-            new = [index for index in beginning if (stage, index) not in self._narrow]
-            self._narrow |= {(stage, index) for index in new}
+            new = [index for index in beginning if index not in self._narrow]
+            self._narrow |= {*new}
             held = self._trained(stage, new) * state.gathered
             if held:
                 self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
@@ -197,9 +189,9 @@ class FsdpHooks(Hooks):
         """Waits for the last reduction, and for prefetched units that backward did not use."""
         if self._in_pipeline:
             return
-        for stage, index in [key for key in self.gathering if key[0] == action.stage]:
-            self.writer.block_on(self.gathering.pop((stage, index)))
-            freed = self.units[stage][index].padded * self.stages.state.gathered
+        for index in [*self.gathering]:
+            self.writer.block_on(self.gathering.pop(index))
+            freed = self.units[action.stage][index].padded * self.stages.state.gathered
             self.writer.compute(action, "drop", memory=[MemoryEffect.freeing(_BUFFERS, freed)])
         if self._synchronizes:
             self._finish(action)
@@ -218,7 +210,7 @@ class FsdpHooks(Hooks):
         if not self._in_pipeline:
             return
         for index in self._in_order_of_modules(action):
-            self._widen(action, [index] if (action.stage, index) in self._narrow else [])
+            self._widen(action, [index] if index in self._narrow else [])
             if self.units[action.stage][index].trained:
                 self.reduce_unit(action, index, made_now=False)
             else:
@@ -231,7 +223,7 @@ class FsdpHooks(Hooks):
     def _settle(self, action: Action) -> None:
         """Copies out the units of a stage in its first compute after UNSHARD."""
         for index in self._in_order_of_modules(action):
-            if (action.stage, index) in self.gathering:
+            if index in self.gathering:
                 self.copy_out(action, index, in_forward=False)
 
     @property
@@ -262,7 +254,7 @@ class FsdpHooks(Hooks):
             waits,
             [MemoryEffect(_BUFFERS, num_bytes + cast_bytes + self._copied_by_gloo(num_bytes), num_bytes)],
         )
-        self.gathering[action.stage, index] = gather
+        self.gathering[index] = gather
         if self._host_waits and not in_background:
             self.writer.block_on(gather)
 
@@ -277,13 +269,13 @@ class FsdpHooks(Hooks):
         buffers = MemoryEffect(_BUFFERS, 0, -freed)
         if in_forward:
             self._forward_buffer_bytes = num_bytes
-        self.writer.block_on(self.gathering.pop((action.stage, index)))
+        self.writer.block_on(self.gathering.pop(index))
         memory = [MemoryEffect(_GATHERED, num_bytes, num_bytes), buffers]
         copied = self.writer.compute(
             action, self.name(action, index, "copy"), self._copy(action, index, Phase.GATHER_COPY), memory
         )
         self._copied = [*self._copied[-1:], copied]
-        self._gathered.add((action.stage, index))
+        self._gathered.add(index)
 
     def _in_order_of_modules(self, action: Action) -> list[int]:
         """Returns all units of a stage, layer by layer; a nested unit comes after its layer's unit."""
@@ -309,7 +301,7 @@ class FsdpHooks(Hooks):
         """Adds gradients in the dtype of the weights to the accumulated gradients, and frees them."""
         if not indices:
             return
-        self._narrow -= {(action.stage, index) for index in indices}
+        self._narrow -= {*indices}
         freed = self._trained(action.stage, indices) * self.stages.state.gathered
         self._hold_gradients(action, indices)
         self.writer.compute(action, "widen gradients", memory=[MemoryEffect.freeing(_GRADIENTS, freed)])
@@ -317,8 +309,8 @@ class FsdpHooks(Hooks):
     def _hold_gradients(self, action: Action, indices: list[int]) -> None:
         """Holds unsharded gradients of units until they are reduced; later gradients are added to them."""
         state = self.stages.state
-        new = [index for index in indices if (action.stage, index) not in self._accumulated]
-        self._accumulated |= {(action.stage, index) for index in new}
+        new = [index for index in indices if index not in self._accumulated]
+        self._accumulated |= {*new}
         held = self._trained(action.stage, new) * state.accumulated
         # gradients are computed in the precision of the weights and upcast unit by unit
         narrow = max(self.units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
@@ -331,12 +323,12 @@ class FsdpHooks(Hooks):
 
         With host offload, the reduced shard is then copied to the host.
         """
-        state, unit, key = self.stages.state, self.units[action.stage][index], (action.stage, index)
+        state, unit = self.stages.state, self.units[action.stage][index]
         whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
         group = self._group(unit)
         output_bytes = input_bytes // len(group)
-        held_bytes = unit.trained * state.accumulated if key in self._accumulated else 0
-        self._accumulated.discard(key)
+        held_bytes = unit.trained * state.accumulated if index in self._accumulated else 0
+        self._accumulated.discard(index)
         # new gradients of the same precision are added in place to the accumulated ones
         adds_in_place = held_bytes > 0 and state.gathered == state.accumulated
         extra = whole_bytes if made_now and not adds_in_place else 0
@@ -344,8 +336,8 @@ class FsdpHooks(Hooks):
             MemoryEffect(_GRADIENTS, extra, -held_bytes),
             MemoryEffect(_BUFFERS, input_bytes - self._reduce_buffer_bytes, input_bytes - self._reduce_buffer_bytes),
         ]
-        if key in self._gathered:  # resharded before the buffer is made
-            self._gathered.discard(key)
+        if index in self._gathered:  # resharded before the buffer is made
+            self._gathered.discard(index)
             gathered_bytes = unit.padded * state.gathered
             memory.append(MemoryEffect(_GATHERED, -gathered_bytes, -gathered_bytes))
         self._reduce_buffer_bytes = input_bytes
@@ -354,8 +346,8 @@ class FsdpHooks(Hooks):
             action, self.name(action, index, "copy"), self._copy(action, index, Phase.REDUCE_COPY), memory
         )
         replicated = len(self._replicate_group) > 1
-        is_first = self.stages.plan.offload_optimizer and key not in self._on_host
-        self._on_host |= {key} if is_first else set()
+        is_first = self.stages.plan.offload_optimizer and index not in self._on_host
+        self._on_host |= {index} if is_first else set()
         stays = is_first and not self._copies_to_host  # the output is the gradient
         held_until_end = output_bytes if replicated and not stays else 0
         copy_bytes = self._copied_by_gloo(input_bytes)
@@ -403,8 +395,8 @@ class FsdpHooks(Hooks):
 
     def _reshard(self, action: Action, indices: Iterable[int], name: str = "reshard") -> None:
         """Frees the unsharded parameters of some units."""
-        gathered = [index for index in indices if (action.stage, index) in self._gathered]
-        self._gathered -= {(action.stage, index) for index in gathered}
+        gathered = [index for index in indices if index in self._gathered]
+        self._gathered -= {*gathered}
         num_bytes = sum(self.units[action.stage][index].padded for index in gathered) * self.stages.state.gathered
         if num_bytes:
             self.writer.compute(action, name, memory=[MemoryEffect.freeing(_GATHERED, num_bytes)])
@@ -456,7 +448,7 @@ class FsdpListHooks(FsdpHooks):
         super().gather(action, index, [listed] if alone else waits, in_background=in_background)
         self._list_parts(action, index, len(unit.matrices), copies=True)
         if alone:
-            self.writer.block_on(self.gathering[action.stage, index])
+            self.writer.block_on(self.gathering[index])
 
     def copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
         """In backward, all-gathers again the matrices that were freed after recomputation."""

@@ -27,15 +27,11 @@ class Hooks:
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
+    STAGE_STATE: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         self.stages, self.writer, self.level = stages, writer, level
         self.is_first_forward = self.is_last_backward = False
-
-    @property
-    def knows_stages(self) -> bool:
-        """True if hooks of a stage depend on more than the first forward and the last backward."""
-        return False
 
     def expands(self, action: Action) -> bool:
         """Returns True if the action must be lowered layer by layer, because hooks act between layers."""

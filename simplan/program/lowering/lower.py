@@ -210,8 +210,13 @@ class _RankLowering:
         self.new_received: list[int] = []
         self.sent: list[int] = []
         self.sent_bytes = 0
-        self.stateful = (self.writer, self.hooks, self.offload)
-        self.first_shape = builder.shape(take_state(self.stateful)[0])
+        self.common = [(each, name) for each in (self.writer, self.hooks, self.offload) for name in each.STATE]
+        self.of_stage = [(self.hooks, name) for name in self.hooks.STAGE_STATE]
+        self.shapes_of_stage: dict[Hashable, int] = defaultdict(count().__next__)
+        self.first_shapes = (
+            builder.shape(take_state(self.common)[0]),
+            self.shapes_of_stage[take_state(self.of_stage)[0]],
+        )
 
     def run(self, row: Sequence[Action], leading: Mapping[int, int]) -> None:
         """Stamps a row of the action table: each action as lowered in the state that the rank has reached.
@@ -231,53 +236,61 @@ class _RankLowering:
         if self.offload.expands:  # offloads are identified by their microbatch
             kinds = np.array([self.numbers[pair] for pair in zip(kinds.tolist(), microbatch.tolist(), strict=True)])
 
-        def lowered(place: int, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
+        def lowered(place: int, shape: int, of_stage: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
             of = leaders[variant[place]]
             action = of.action._replace(microbatch=actions[place].microbatch)
-            return self._lowered(of._replace(action=action), shape, num_inputs, sent_bytes)
+            return self._lowered(of._replace(action=action), shape, of_stage, num_inputs, sent_bytes)
 
-        walked = self.walker.run(kinds, needs, (self.first_shape, self.builder.num_ops), lowered)
+        stages = np.unique(stage, return_inverse=True)[1].reshape(-1)
+        walked = self.walker.run(kinds, needs, stages, (*self.first_shapes, self.builder.num_ops), lowered)
         self.builder.stamp(walked, stage, microbatch)
 
     def _template_key(self, variant: ActionVariant) -> Hashable:
         """Returns the key of an action's template; the state of the rank is the other part of it."""
         kind, stage = variant.action.kind, variant.action.stage
-        alone = variant.is_first or kind in (_K.UNSHARD, _K.RESHARD, _K.OPTIM)
+        alone = variant.is_first or kind is _K.OPTIM
         return kind, -1 - stage if alone else self.alike[stage], *variant[1:]
 
     def _alike_stages(self) -> dict[int, int]:
         """Returns stage of the rank -> first stage whose passes have the same operations.
 
-        Stages are distinct if hooks or activation offload depend on the stage.
+        Stages are distinct if activation offload depends on the stage.
         """
-        stages, apart = self.stages, self.hooks.knows_stages or self.offload.expands
+        stages, apart = self.stages, self.offload.expands
         keys = {stage: stage if apart else _stage_key(stages, stage) for stage in stages.stages_of(self.pp_rank)}
         first: dict[Hashable, int] = {}
         return {stage: first.setdefault(key, stage) for stage, key in keys.items()}
 
-    def _lowered(self, variant: ActionVariant, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
+    def _lowered(
+        self, variant: ActionVariant, shape: int, of_stage: int, num_inputs: int, sent_bytes: int
+    ) -> ActionTemplate:
         """Lowers an action in the state of a shape.
 
         Args:
-            shape: Number of the state of the rank.
+            shape: Number of the shape of the state common to all stages of the rank.
+            of_stage: Number of the shape of the state of the action's stage.
             num_inputs: Number of operations that the action needs, in addition to those in the state.
             sent_bytes: Bytes held by pending sends.
         """
         self.is_paired, self.receives = variant.is_paired, variant.receives
         self.hooks.is_first_forward, self.hooks.is_last_backward = variant.is_first, variant.is_last
         builder = self.builder
-        num_indices = restore_state(self.stateful, builder.structures[shape])
+        num_indices = restore_state(self.common, builder.structures[shape])
+        num_indices = restore_state(self.of_stage, [*self.shapes_of_stage][of_stage], num_indices)
         self.writer.stage = variant.action.stage
         symbols: list[int] = [OpIndex(-1 - num_indices - k) for k in range(num_inputs)]
         self.received, self.new_received, self.sent, self.sent_bytes = symbols, [], [], sent_bytes
         self._write(variant.action)
         rows = self.writer.take_rows()
-        structure, indices = take_state(self.stateful)
+        structure, indices = take_state(self.common)
+        own_structure, own_indices = take_state(self.of_stage)
         return ActionTemplate(
             builder.template_rows(rows),
             len(rows),
             builder.shape(structure),
+            self.shapes_of_stage[own_structure],
             tuple(indices),
+            tuple(own_indices),
             tuple(self.new_received),
             tuple(self.sent),
             self.sent_bytes - sent_bytes,

@@ -6,9 +6,10 @@ state become the same operations, only later. Each action is therefore lowered o
 with relative waits. A rank's row is then a list of templates (``simplan.program.lowering.walk``), which numpy expands
 together (``ProgramBuilder.columns``).
 
-The state of a rank is held by the objects that lower it: each names its changing attributes in ``STATE``. Indices of
-operations (``OpIndex``) are extracted from the state. The remainder, the *shape*, alone decides which template follows.
-While an action is lowered, indices are symbols: a wait of -1 - k means the k-th index of the state.
+The state of a rank is held by the objects that lower it: each names its changing attributes in ``STATE``, and hooks
+those of the stage being lowered in ``STAGE_STATE``. Indices of operations (``OpIndex``) are extracted from the state.
+The remainder, the *shape*, alone decides which template follows. While an action is lowered, indices are symbols: a
+wait of -1 - k means the k-th index of the state.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class OpIndex(int):
     """Index of an operation: relative to the first operation of the action being lowered, or a negative symbol."""
 
     __slots__ = ()
+
+
+StateAttribute = tuple[Any, str]
+"""An object that lowers actions, and the name of one of its changing attributes."""
 
 
 class RendezvousPoint(NamedTuple):
@@ -284,25 +289,25 @@ def _meetings(
     return found
 
 
-def take_state(objects: Sequence[Any]) -> tuple[Hashable, list[int]]:
-    """Returns the shape of the objects' state, and the indices of operations in it, in order."""
+def take_state(attributes: Sequence[StateAttribute]) -> tuple[Hashable, list[int]]:
+    """Returns the shape of a state, and the indices of operations in it, in order."""
     indices: list[int] = []
-    shape = tuple([_taken(getattr(each, name), indices) for each in objects for name in each.STATE])
-    return shape, indices
+    return tuple([_taken(getattr(owner, name), indices) for owner, name in attributes]), indices
 
 
-def restore_state(objects: Sequence[Any], shape: Hashable) -> int:
-    """Restores objects to the state of a shape, with symbols for its indices: -1 for the first, -2 for the second.
+def restore_state(attributes: Sequence[StateAttribute], shape: Hashable, num_symbols: int = 0) -> int:
+    """Restores attributes to the state of a shape, with symbols for its indices: -1 for the first, -2 for the second.
+
+    Args:
+        num_symbols: Number of symbols that others have; the first one here follows them.
 
     Returns:
-        The number of indices.
+        The number of symbols, those of others included.
     """
     assert isinstance(shape, tuple)
-    symbols = map(OpIndex, count(-1, -1))
-    values = iter(shape)
-    for each in objects:
-        for name in each.STATE:
-            setattr(each, name, _restored(next(values), symbols))
+    symbols = map(OpIndex, count(-1 - num_symbols, -1))
+    for (owner, name), value in zip(attributes, shape, strict=True):
+        setattr(owner, name, _restored(value, symbols))
     return -1 - next(symbols)
 
 

@@ -1,7 +1,8 @@
 """Walks of a rank along its row: the sequence of templates, and the operations that each may wait for.
 
 The walk is a finite automaton. Its states are shapes of the rank's state (``simplan.program.lowering.stamping``), its
-input the actions of the row. Each newly lowered template adds a transition. Long rows are walked in compiled code.
+input the actions of the row. An action sees the state common to all stages of the rank, and that of its own stage. Each
+newly lowered template adds a transition. Long rows are walked in compiled code.
 """
 
 from __future__ import annotations
@@ -21,8 +22,22 @@ _LONG_ROW = 5_000
 """Actions per row from which the interpreter (10 microseconds each, for many rows) is slower than importing numba."""
 _MAX_NEEDED = 4
 """Maximum number of P2P transfers that a forward or backward needs, plus one."""
-_ACTION, _NEEDS, _TEMPLATE, _BEGINS, _INPUTS = range(5)  # of an action of a row
-_FIRST, _NUM_OPS, _NEXT_SHAPE, _ITEMS, _NUM_NEXT, _NUM_RECEIVED, _NUM_SENT, _SENT_BYTES, _EARLIER, _CODE = range(10)
+_ACTION, _NEEDS, _STAGE, _TEMPLATE, _BEGINS, _INPUTS = range(6)  # of an action of a row
+(
+    _FIRST,
+    _NUM_OPS,
+    _NEXT_SHAPE,
+    _NEXT_OF_STAGE,
+    _ITEMS,
+    _NUM_NEXT,
+    _NUM_OWN_NEXT,
+    _NUM_RECEIVED,
+    _NUM_SENT,
+    _SENT_BYTES,
+    _EARLIER,
+    _CODE,
+) = range(12)  # of a template
+_SHAPE, _HELD = range(2)  # of a stage, followed by the indices of its state
 
 
 class ActionTemplate(NamedTuple):
@@ -30,8 +45,10 @@ class ActionTemplate(NamedTuple):
 
     Attributes:
         first: Index of its first row among all rows of the builder.
-        next_shape: Number of the shape of the state after the action.
-        next_indices: Indices in that state: relative ones, or symbols of the state before.
+        next_shape: Number of the shape of the common state after the action.
+        next_of_stage: Number of the shape of its stage's state after the action.
+        next_indices: Indices in the common state: relative ones, or symbols of the states before.
+        next_own_indices: Indices in the stage's state, likewise.
         received: Relative indices of receives for the forward or backward that follows.
         sent: Relative indices of sends.
         sent_bytes: Bytes held by sends until the end of the step.
@@ -40,7 +57,9 @@ class ActionTemplate(NamedTuple):
     first: int
     num_ops: int
     next_shape: int
+    next_of_stage: int
     next_indices: tuple[int, ...]
+    next_own_indices: tuple[int, ...]
     received: tuple[int, ...]
     sent: tuple[int, ...]
     sent_bytes: int
@@ -67,87 +86,101 @@ class Walker:
     def __init__(self) -> None:
         # By template: the numbers of an ``ActionTemplate`` (its indices are a range of ``_items``), then the template
         # lowered before it in the same state, and a code of its action and the number of transfers that it needs.
-        self._templates = np.zeros((64, 10), np.int64)
+        self._templates = np.zeros((64, 12), np.int64)
         self._items = np.zeros(256, np.int64)
         self._num_templates = self._num_items = 0
-        self._latest = np.full(64, -1)  # by shape, the last template that was lowered in it
-        self._longest = 1  # maximum number of indices of a state
-        self._ends: dict[tuple[int, int, int, int], int] = {}  # templates of actions that need all sends
+        self._latest = np.full((64, 8), -1)  # by shapes, the last template that was lowered in them
+        self._longest = self._longest_own = 1  # maximum number of indices of a common state, and of a stage's
+        self._ends: dict[tuple[int, int, int, int, int], int] = {}  # templates of actions that need all sends
 
     def run(
         self,
         actions: Integers,
         needs: Integers,
-        start: tuple[int, int],
-        lowered: Callable[[int, int, int, int], ActionTemplate],
+        stages: Integers,
+        start: tuple[int, int, int],
+        lowered: Callable[[int, int, int, int, int], ActionTemplate],
     ) -> RowWalk:
         """Walks a row.
 
         Args:
             actions: ``(actions,)`` Numbers from 0; equal numbers become the same operations in the same state.
             needs: ``(actions,)`` Position in the row of the receive that an action needs, ``ALL_SENT``, or -1 for none.
-            start: Number of the shape of the initial state, which has no indices, and index of the first operation.
-            lowered: Returns the template of an action. Its arguments are the position in the row, the number of the
-                shape, the number of transfers needed, and the bytes held by sends.
+            stages: ``(actions,)`` Index of the action's stage among those of the rank.
+            start: Numbers of the shapes of the initial states, common and of each stage, which have no indices, and
+                index of the first operation.
+            lowered: Returns the template of an action. Its arguments are the position in the row, the numbers of both
+                shapes, the number of transfers needed, and the bytes held by sends.
         """
         count = len(actions)
-        row = np.stack([actions, needs, *np.zeros((3, count), np.int64)])
+        row = np.stack([actions, needs, stages, *np.zeros((3, count), np.int64)])
         inputs, state = np.empty(16 * count + 64, np.int64), np.empty(self._longest, np.int64)
-        at = np.array([0, start[0], 0, start[1], 0])  # actions walked, shape, inputs used, operations, length of state
+        own = np.zeros((1 + stages.max(initial=0), _HELD + 1 + self._longest_own), np.int64)
+        own[:, _SHAPE] = start[1]
+        at = np.array([0, start[0], 0, start[2], 0])  # actions walked, shape, inputs used, operations, length of state
         walk = _compiled() if "numba" in sys.modules or count >= _LONG_ROW else _walk
         while True:
             state = state if len(state) >= self._longest else np.resize(state, self._longest)
-            walk(row, inputs, state, at, self._latest, self._templates, self._items)
+            more = _HELD + 1 + self._longest_own - own.shape[1]
+            own = own if more <= 0 else np.pad(own, ((0, 0), (0, more)))
+            walk(row, inputs, state, own, at, self._latest, self._templates, self._items)
             place, shape, used, ops, held = at.tolist()
             if place == count:
                 break
-            action, needed = row[:_TEMPLATE, place].tolist()
-            if used + held + _MAX_NEEDED > len(inputs):
+            action, needed, stage = row[:_TEMPLATE, place].tolist()
+            of_stage, own_held = own[stage, : _HELD + 1].tolist()
+            if used + held + own_held + _MAX_NEEDED > len(inputs):
                 inputs = np.concatenate([inputs, np.empty_like(inputs)])
             elif needed != ALL_SENT:
                 num_needed = int(self._templates[row[_TEMPLATE, needed], _NUM_RECEIVED]) if needed >= 0 else 0
-                self._add(lowered(place, shape, num_needed, 0), shape, action * _MAX_NEEDED + num_needed)
+                template = lowered(place, shape, of_stage, num_needed, 0)
+                self._add(template, (shape, of_stage), action * _MAX_NEEDED + num_needed)
             else:
                 taken = self._templates[row[_TEMPLATE, :place]]
                 given, sent_bytes = self._all_sent(taken, row[_BEGINS, :place]), int(taken[:, _SENT_BYTES].sum())
-                key = shape, action, len(given), sent_bytes
+                key = shape, of_stage, action, len(given), sent_bytes
                 if key not in self._ends:
-                    self._ends[key] = self._add(lowered(place, shape, len(given), sent_bytes))
+                    self._ends[key] = self._add(lowered(place, shape, of_stage, len(given), sent_bytes))
                 number = self._ends[key]
-                given = np.concatenate([state[:held], given])
+                given = np.concatenate([state[:held], own[stage, _HELD + 1 :][:own_held], given])
                 row[_TEMPLATE:, place] = number, ops, used
                 inputs = np.concatenate([inputs[:used], given, np.empty(16 * (count - place) + 64, np.int64)])
                 state = self._after(number, given, ops)
-                template = self._templates[number]
-                at[:] = place + 1, template[_NEXT_SHAPE], used + len(given), ops + template[_NUM_OPS], len(state)
+                entry = self._templates[number]
+                at[:] = place + 1, entry[_NEXT_SHAPE], used + len(given), ops + entry[_NUM_OPS], len(state)
         taken = self._templates[row[_TEMPLATE]]
         return RowWalk(taken[:, _FIRST], taken[:, _NUM_OPS], inputs[:used], np.diff(row[_INPUTS], append=used))
 
-    def _add(self, template: ActionTemplate, shape: int = 0, code: int = -1) -> int:
+    def _add(self, template: ActionTemplate, shapes: tuple[int, int] = (0, 0), code: int = -1) -> int:
         """Adds a template, and a transition to it from a state for actions with this code; returns its number."""
         number, begin = self._num_templates, self._num_items
-        *numbers, nexts, received, sent, sent_bytes = template
-        items = (*nexts, *received, *sent)
+        *numbers, nexts, own_nexts, received, sent, sent_bytes = template
+        items = (*nexts, *own_nexts, *received, *sent)
+        counts = len(nexts), len(own_nexts), len(received), len(sent)
         self._num_templates, self._num_items = number + 1, begin + len(items)
-        self._longest = max(self._longest, len(nexts))
+        self._longest, self._longest_own = max(self._longest, counts[0]), max(self._longest_own, counts[1])
         self._templates, self._items = _with_room(self._templates, number), _with_room(self._items, self._num_items)
         self._items[begin : self._num_items] = items
-        self._latest = _with_room(self._latest, shape)
+        more = [max(0, 1 + shape - size) for shape, size in zip(shapes, self._latest.shape, strict=True)]
+        if any(more):  # doubled at least, as copies take time
+            grown = [(0, max(num, size * (num > 0))) for num, size in zip(more, self._latest.shape, strict=True)]
+            self._latest = np.pad(self._latest, grown, constant_values=-1)
         earlier = -1
         if code >= 0:
-            earlier, self._latest[shape] = self._latest[shape], number
-        self._templates[number] = *numbers, begin, len(nexts), len(received), len(sent), sent_bytes, earlier, code
+            earlier, self._latest[shapes] = self._latest[shapes], number
+        self._templates[number] = *numbers, begin, *counts, sent_bytes, earlier, code
         return number
 
     def _all_sent(self, taken: Integers, begins: Integers) -> Integers:
         """Returns the indices of all sends of some actions, in order."""
         counts = taken[:, _NUM_SENT]
         of = np.repeat(np.arange(len(taken)), counts)
-        first = (taken[:, _ITEMS] + taken[:, _NUM_NEXT] + taken[:, _NUM_RECEIVED] - (np.cumsum(counts) - counts))[of]
-        return begins[of] + self._items[first + np.arange(len(of))]
+        before = taken[:, [_ITEMS, _NUM_NEXT, _NUM_OWN_NEXT, _NUM_RECEIVED]].sum(axis=1)
+        first = (before - (np.cumsum(counts) - counts))[of]
+        return np.asarray(begins[of] + self._items[first + np.arange(len(of))])
 
     def _after(self, number: int, given: Integers, ops: int) -> Integers:
-        """Returns the state after a template with these inputs."""
+        """Returns the common state after a template with these inputs."""
         begin, num_next = self._templates[number, [_ITEMS, _NUM_NEXT]]
         nexts = self._items[begin : begin + num_next]
         return np.array([ops + index if index >= 0 else given[-1 - index] for index in nexts.tolist()], np.int64)
@@ -164,6 +197,7 @@ def _walk(
     row: Integers,
     inputs: Integers,
     state: Integers,
+    own: Integers,
     at: Integers,
     latest: Integers,
     templates: Integers,
@@ -171,28 +205,42 @@ def _walk(
 ) -> None:
     """Follows known templates until one is unknown, all sends are needed, or an array is full."""
     place, shape, used, ops, held = at
-    while place < row.shape[1] and used + held + _MAX_NEEDED <= len(inputs):
-        needed, end = row[_NEEDS, place], used + held
-        if needed == ALL_SENT:
+    while place < row.shape[1]:
+        needed, stage = row[_NEEDS, place], row[_STAGE, place]
+        own_held = own[stage, _HELD]
+        end = used + held + own_held
+        if needed == ALL_SENT or end + _MAX_NEEDED > len(inputs):
             break
-        inputs[used:end] = state[:held]
+        inputs[used : used + held] = state[:held]
+        inputs[used + held : end] = own[stage, _HELD + 1 : _HELD + 1 + own_held]
         if needed >= 0:
             sender = row[_TEMPLATE, needed]
-            first = templates[sender, _ITEMS] + templates[sender, _NUM_NEXT]
+            first = templates[sender, _ITEMS] + templates[sender, _NUM_NEXT] + templates[sender, _NUM_OWN_NEXT]
             for index in range(first, first + templates[sender, _NUM_RECEIVED]):
                 inputs[end] = row[_BEGINS, needed] + items[index]
                 end += 1
-        code = row[_ACTION, place] * _MAX_NEEDED + end - used - held
-        number = latest[shape] if shape < len(latest) else -1
+        code = row[_ACTION, place] * _MAX_NEEDED + end - used - held - own_held
+        of_stage, number = own[stage, _SHAPE], -1
+        if shape < latest.shape[0] and of_stage < latest.shape[1]:
+            number = latest[shape, of_stage]
         while number >= 0 and templates[number, _CODE] != code:
             number = templates[number, _EARLIER]
         if number < 0:
             break
         row[_TEMPLATE, place], row[_BEGINS, place], row[_INPUTS, place] = number, ops, used
-        first, held = templates[number, _ITEMS], templates[number, _NUM_NEXT]
-        for nth in range(held):
+        first, held, own_held = (
+            templates[number, _ITEMS],
+            templates[number, _NUM_NEXT],
+            templates[number, _NUM_OWN_NEXT],
+        )
+        for nth in range(held + own_held):
             index = items[first + nth]
-            state[nth] = ops + index if index >= 0 else inputs[used - 1 - index]
+            value = ops + index if index >= 0 else inputs[used - 1 - index]
+            if nth < held:
+                state[nth] = value
+            else:
+                own[stage, _HELD + 1 + nth - held] = value
+        own[stage, _SHAPE], own[stage, _HELD] = templates[number, _NEXT_OF_STAGE], own_held
         shape, used, ops, place = templates[number, _NEXT_SHAPE], end, ops + templates[number, _NUM_OPS], place + 1
     at[0], at[1], at[2], at[3], at[4] = place, shape, used, ops, held
 

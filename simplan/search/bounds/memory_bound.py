@@ -17,8 +17,8 @@ from simplan.training import UPDATES
 class MemoryBound:
     """Lower bound on the bytes of the worst device of a candidate.
 
-    Every pipeline rank counts weights, gradients and optimizer states of its stages, its receive buffers, temporaries of
-    its optimizer, and the saved activations of one microbatch of one stage.
+    Every pipeline rank counts weights, gradients and optimizer states of its stages, its receive buffers, its
+    optimizer's temporaries, and the saved activations of one microbatch of one stage.
 
     The first rank, the last rank and the rank with the most saved activations also count a few candidate peak points:
     activations of all microbatches in flight, transient bytes of one layer's backward, and sent tensors. With FSDP they
