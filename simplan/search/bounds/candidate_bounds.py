@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
 
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
-from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, Pipeline
+from simplan.search.bounds.layer_sums import Floats, Layers, LayersCache, Pipeline, Way
 from simplan.search.bounds.memory_bound import MemoryBound
 from simplan.search.bounds.replicas import Replica, replicas_of
 from simplan.search.bounds.step_time_bound import StepTimeBound
@@ -44,7 +46,8 @@ class Bounds:
 
     def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
         self._job = job
-        self._sums = LayerSumsCache(job, calibration)
+        self._layers = LayersCache(job, calibration)
+        self._known: dict[Hashable, Layers] = {}  # by fields of a plan that its layers depend on
         self._memory = MemoryBound(job)
         self._times: StepTimeBound | None = None
         schedules = ("none", *SCHEDULE_FACTS)
@@ -102,8 +105,9 @@ class Bounds:
             near = np.flatnonzero(of_part <= limit)
             if len(near):
                 if self._times is None:
-                    self._times = StepTimeBound(self._job, self._sums.cost_cache(part.plan(0)))
-                seconds[here[near]] = self._times.seconds(part.take(near), pipeline, ways[near])
+                    self._times = StepTimeBound(self._job, self._layers.cost_cache(part.plan(0)))
+                used, own = np.unique(ways[near], return_inverse=True)
+                seconds[here[near]] = self._times.seconds(part.take(near), pipeline.take(used), own.reshape(-1))
         return Bounded(num_bytes, seconds)
 
     def _pipeline(
@@ -111,18 +115,57 @@ class Bounds:
     ) -> tuple[Pipeline, Column]:
         """The pipeline that all rows share, and by row the index of its layer configuration."""
         columns = [*(rows[name] for name in _WAY), rows.shards_parameters, which]
-        if self._job.cluster.is_mixed or rows["placement"].any():  # the mesh decides which groups cross nodes
+        if not self._is_uniform(rows):  # the mesh decides which groups cross nodes
             columns += [rows[name] for name in _MESH]
-        if self._sums.in_low_precision:
+        if self._layers.in_low_precision:
             columns.append(self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"]))
-        _, first, ways = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
-        plans = [rows.plan(row) for row in first.tolist()]
-        found = [
-            self._sums.way(plan, replicas[number] or replicas_of(self._job.with_plan(plan))[0])
-            for plan, number in zip(plans, which[first].tolist(), strict=True)
-        ]
-        placement = stage_ranks(plans[0].schedule, plans[0].pp, plans[0].num_stages) or ()
+        numbers, first, ways = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
+        if self._is_uniform(rows):
+            found = self._uniform_ways(rows, first, numbers)
+        else:
+            plans = [rows.plan(row) for row in first.tolist()]
+            numbers_of_replicas = which[first].tolist()
+            found = [
+                self._way(plan, replicas[number] or replicas_of(self._job.with_plan(plan))[0])
+                for plan, number in zip(plans, numbers_of_replicas, strict=True)
+            ]
+        plan = rows.plan(0)
+        placement = stage_ranks(plan.schedule, plan.pp, plan.num_stages) or ()
         return Pipeline.of(found, placement, splits=bool(self._splits[rows["schedule"][0]])), ways.reshape(-1)
+
+    def _is_uniform(self, rows: Candidates) -> bool:
+        """True if layers do not depend on the mesh: equal nodes, and ranks in the order of the mesh."""
+        return not self._job.cluster.is_mixed and not rows["placement"].any()
+
+    def _uniform_ways(self, rows: Candidates, first: Column, numbers: Column) -> list[Way]:
+        """Layer configurations of some rows on equal nodes; most are known from other pipelines.
+
+        Args:
+            first: Rows, one for each layer configuration.
+            numbers: ``(fields, configurations)`` All that the layers of a pipeline depend on.
+        """
+        cluster, num_ranks = self._job.cluster, int(rows["pp"][0])
+        width = cluster.num_devices // num_ranks
+        aligned = width % cluster.devices_per_node == 0 or cluster.devices_per_node % width == 0
+        of_pipeline = bool(self._splits[rows["schedule"][0]]), 0 if aligned else num_ranks
+        found = []
+        for row, key in zip(first.tolist(), map(tuple, numbers.T.tolist()), strict=True):
+            layers = self._known.get((of_pipeline, key))
+            if layers is None:
+                plan = rows.plan(row)
+                layers = self._known[of_pipeline, key] = self._layers.layers(plan, plan.microbatch_size)
+            found.append(layers)
+        devices = tuple(range(0, cluster.num_devices, width))
+        plan = rows.plan(0)
+        return [Way([layers] * num_ranks, devices, self._layers.boundaries(plan, layers)) for layers in found]
+
+    def _way(self, plan: ParallelPlan, replica: Replica) -> Way:
+        """Layer configuration of a plan on the devices of a replica."""
+        cluster = self._job.cluster
+        groups = [cluster.group_of(device) if cluster.is_mixed else None for device in replica.devices]
+        by_group = {group: self._layers.layers(plan, replica.microbatch_size, group) for group in {*groups}}
+        ranks = [by_group[group] for group in groups]
+        return Way(ranks, replica.devices, self._layers.boundaries(plan, ranks[0]))
 
     def _least_scales(self, pipeline: Pipeline) -> Floats:
         """``(ways,)`` Memory of the largest device over that of the largest one in the pipeline."""

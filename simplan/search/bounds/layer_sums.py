@@ -1,8 +1,10 @@
-"""Prefix sums of per-layer costs for one layer configuration, used to bound many plans."""
+"""Prefix sums of the bytes and times of layers for one layer configuration, used to bound many plans."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -25,54 +27,63 @@ from simplan.program.memory.low_precision_footprint import persistent_weight_byt
 from simplan.program.program import Communication, LayerWork, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 from simplan.search.bounds.device_groups import LAYER_AXES, Groups, groups_of
-from simplan.search.bounds.replicas import Replica
 from simplan.training import LAYERWISE
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
 """Action table of one microbatch through all layers."""
-_NUM_SUMMED = 8  # fields of StageSums, the first ones, that are sums over layers
+_NUM_SUMMED = 6  # fields of StageBytes, the first ones, that are sums over layers
 _MANY = 10**9  # parameters; large enough that the update time per parameter is constant
 
 Floats = NDArray[np.float64]
 
 
-class LayerSums(NamedTuple):
-    """Per-layer costs of one microbatch on the first rank of a stage.
+class LayerBytes(NamedTuple):
+    """Memory of the layers for one microbatch on the first rank of a stage.
 
     Attributes:
-        summed: ``(8, layers + 1)`` Prefix sums of the first eight fields of ``StageSums``, exclusive of the layer.
+        summed: ``(6, layers + 1)`` Prefix sums of the first six fields of ``StageBytes``, exclusive of the layer.
         input_bytes, output_bytes: ``(layers,)`` Input of a layer, and its output without tensors it only passes on.
         backward_bytes: ``(layers,)`` Peak bytes of a layer's backward beyond the saved activations.
-        update_s: Optimizer seconds per parameter.
-        balance_s: ``(layers,)`` Seconds per layer that the balanced split uses.
     """
 
     summed: Floats
     input_bytes: Floats
     output_bytes: Floats
     backward_bytes: Floats
-    update_s: float
-    balance_s: list[float]
 
     def of_stages(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
-        """``(13, stages)`` Fields of ``StageSums`` for stages of some layers.
+        """``(9, stages)`` Fields of ``StageBytes`` for stages of some layers.
 
         Args:
             starts, ends: ``(stages,)`` First layer of each stage, and the one after its last.
         """
-        last, found = ends - 1, np.empty((len(StageSums._fields), len(starts)))
-        found[:_NUM_SUMMED] = self.summed[:, ends] - self.summed[:, starts]
-        last_backward_s = self.summed[1, ends] - self.summed[1, last]
-        found[_NUM_SUMMED:-2] = self.input_bytes[starts], self.output_bytes[last], self.backward_bytes[last]
-        found[-2], found[-1] = last_backward_s, self.update_s
-        return found
+        summed = self.summed[:, ends] - self.summed[:, starts]
+        last = ends - 1
+        return np.vstack([summed, self.input_bytes[starts], self.output_bytes[last], self.backward_bytes[last]])
 
 
-class StageSums(NamedTuple):
-    """Per-stage costs of one microbatch, ``(ways, stages)``; a way is a layer configuration.
+class LayerTimes(NamedTuple):
+    """Times of the layers for one microbatch on the first rank of a stage.
 
     Attributes:
-        forward_s, backward_s: Seconds of a pass, including the exposed collectives inside layers.
+        summed: ``(2, layers + 1)`` Prefix sums of forward and backward seconds, exclusive of the layer.
+        update_s: Optimizer seconds per parameter.
+    """
+
+    summed: Floats
+    update_s: float
+
+    def of_stages(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
+        """``(4, stages)`` Fields of ``StageTimes``; for arguments see ``LayerBytes.of_stages``."""
+        last_backward_s = self.summed[1, ends] - self.summed[1, ends - 1]
+        update_s = np.full(len(ends), self.update_s)
+        return np.vstack([self.summed[:, ends] - self.summed[:, starts], last_backward_s, update_s])
+
+
+class StageBytes(NamedTuple):
+    """Memory of each stage for one microbatch, ``(ways, stages)``; a way is a layer configuration.
+
+    Attributes:
         trained, experts, frozen: Weight elements, tied weights counted once: trained except expert-parallel ones;
             trained expert-parallel ones; frozen ones.
         quantized_bytes: Quantized weights between steps, minus the weights that they replace.
@@ -81,12 +92,8 @@ class StageSums(NamedTuple):
         input_bytes: Input bytes of the first layer.
         output_bytes: Bytes that the last layer hands to the next stage.
         backward_bytes: Peak bytes of the backward of the last layer beyond the saved activations.
-        last_backward_s: Part of ``backward_s`` of the last layer.
-        update_s: Optimizer seconds per parameter.
     """
 
-    forward_s: Floats
-    backward_s: Floats
     trained: Floats
     experts: Floats
     frozen: Floats
@@ -96,8 +103,82 @@ class StageSums(NamedTuple):
     input_bytes: Floats
     output_bytes: Floats
     backward_bytes: Floats
+
+
+class StageTimes(NamedTuple):
+    """Times of each stage for one microbatch, ``(ways, stages)``.
+
+    Attributes:
+        forward_s, backward_s: Seconds of a pass, including the exposed collectives inside layers.
+        last_backward_s: Part of ``backward_s`` of the last layer.
+        update_s: Optimizer seconds per parameter.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
     last_backward_s: Floats
     update_s: Floats
+
+
+class Layers:
+    """Bytes and times of all layers in one layer configuration, each worked out once it is needed.
+
+    Most candidates are rejected by their bytes, so times of many configurations are never needed.
+
+    Args:
+        job: Job with the plan, without a pipeline.
+        stages: All layers as one stage; shared by configurations that differ in times only.
+        groups: By axis, devices of the groups of collectives.
+        cost_cache: Cost estimates for the plan.
+        splits: True if backward is split into dgrad and wgrad.
+    """
+
+    def __init__(
+        self, job: Job, stages: Stages, groups: Mapping[str, Groups], cost_cache: CostCache, *, splits: bool
+    ) -> None:
+        self._job, self._stages, self._groups, self._cost_cache = job, stages, groups, cost_cache
+        self._splits = splits
+
+    @cached_property
+    def bytes(self) -> LayerBytes:
+        """Memory of the layers."""
+        fields = self._by_layer(lambda position: _bytes_of(self._stages, position, splits=self._splits))
+        summed = np.pad(np.cumsum(fields[:_NUM_SUMMED], axis=1), ((0, 0), (1, 0)))
+        return LayerBytes(summed, *fields[_NUM_SUMMED:])
+
+    @cached_property
+    def times(self) -> LayerTimes:
+        """Times of the layers."""
+        job, plan, cost_cache = self._job, self._job.plan, self._cost_cache
+        passes = _PassTimes(job, self._stages, self._groups, cost_cache)
+        fields = self._by_layer(lambda position: passes.of_layer(position, splits=self._splits))
+        block = self._stages.layers[0][1]
+        update = LayerWork(block, Phase.OPTIMIZER, plan.microbatch_size, _MANY, on_host=plan.offload_optimizer)
+        counts = job.training.optimizer not in LAYERWISE and cost_cache.sends
+        update_s = cost_cache.work_s(update) / _MANY if counts else 0.0
+        return LayerTimes(np.pad(np.cumsum(fields, axis=1), ((0, 0), (1, 0))), update_s)
+
+    @cached_property
+    def balance_s(self) -> tuple[float, ...]:
+        """``(layers,)`` Seconds per layer that the balanced split uses."""
+        size, layers, seconds = self._job.plan.microbatch_size, self._stages.layers[0], dict[str, float]()
+        for layer in layers:
+            if layer.key not in seconds:
+                works = (LayerWork(layer, phase, size, layer.num_parameters) for phase in _BOTH)
+                seconds[layer.key] = sum(map(self._cost_cache.work_s, works))
+        return tuple(seconds[layer.key] for layer in layers)
+
+    def _by_layer(self, facts: Callable[[int], tuple[float, ...]]) -> Floats:
+        """``(facts, layers)`` Facts of each layer by its position, worked out once for equal layers."""
+        alternates = self._job.plan.recompute == "selective_layer"
+        known: dict[Hashable, tuple[float, ...]] = {}
+        rows = []
+        for position, layer in enumerate(self._stages.layers[0]):
+            key = layer.key, position % 2 if alternates else 0
+            if key not in known:
+                known[key] = facts(position)
+            rows.append(known[key])
+        return np.array(rows).T
 
 
 class Way(NamedTuple):
@@ -110,36 +191,36 @@ class Way(NamedTuple):
             is unknown: over unequal devices it depends on their memory.
     """
 
-    ranks: Sequence[LayerSums]
+    ranks: Sequence[Layers]
     devices: tuple[int, ...]
     boundaries: NDArray[np.int64]
 
-    def stages(self, placement: NDArray[np.int64]) -> Floats:
-        """``(13, stages)`` Fields of ``StageSums``; each rank has one stage of all layers if the split is unknown.
+    def stages(self, placement: NDArray[np.int64], of: Callable[[Layers], LayerBytes | LayerTimes]) -> Floats:
+        """``(fields, stages)`` Bytes or times of stages; each rank has one of all layers if the split is unknown.
 
         Args:
             placement: ``(stages,)`` Pipeline rank of each stage.
+            of: Selects bytes or times.
         """
         starts, ends = (np.broadcast_to(each, placement.shape) for each in (self.boundaries[:-1], self.boundaries[1:]))
-        found = self.ranks[0].of_stages(starts, ends)
+        found = of(self.ranks[0]).of_stages(starts, ends)
         for layers in {id(of): of for of in self.ranks[1:] if of is not self.ranks[0]}.values():
             here = np.array([of is layers for of in self.ranks])[placement]
-            found[:, here] = layers.of_stages(starts[here], ends[here])
+            found[:, here] = of(layers).of_stages(starts[here], ends[here])
         return found
 
 
-class Pipeline(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pipeline:
     """Pipeline shared by a set of plans: its ranks, stages, placement, and split or unsplit backward.
 
     Attributes:
         ways: Layer configurations.
-        stages: Sums over the stages, by layer configuration.
         placement: ``(stages,)`` Pipeline rank of each stage.
         splits: True if backward is split into dgrad and wgrad.
     """
 
     ways: Sequence[Way]
-    stages: StageSums
     placement: NDArray[np.int64]
     splits: bool
 
@@ -147,8 +228,21 @@ class Pipeline(NamedTuple):
     def of(cls, ways: Sequence[Way], placement: Sequence[int], *, splits: bool) -> Pipeline:
         """Make the pipeline of some layer configurations, which all have a known split of layers or none."""
         num_stages, num_ranks = len(ways[0].boundaries) - 1, len(ways[0].devices)
-        ranks = np.array(placement) if num_stages >= num_ranks else np.arange(num_ranks)
-        return cls(ways, StageSums(*np.stack([way.stages(ranks) for way in ways], axis=1)), ranks, splits)
+        return cls(ways, np.array(placement) if num_stages >= num_ranks else np.arange(num_ranks), splits)
+
+    @cached_property
+    def stages(self) -> StageBytes:
+        """Memory of the stages, by layer configuration."""
+        return StageBytes(*np.stack([way.stages(self.placement, lambda of: of.bytes) for way in self.ways], axis=1))
+
+    @cached_property
+    def times(self) -> StageTimes:
+        """Times of the stages, by layer configuration."""
+        return StageTimes(*np.stack([way.stages(self.placement, lambda of: of.times) for way in self.ways], axis=1))
+
+    def take(self, ways: NDArray[np.int64]) -> Pipeline:
+        """The pipeline of some of its layer configurations."""
+        return Pipeline([self.ways[way] for way in ways.tolist()], self.placement, self.splits)
 
     @property
     def num_ranks(self) -> int:
@@ -166,96 +260,64 @@ class Pipeline(NamedTuple):
         return np.stack(ranks, axis=1)
 
 
-class LayerSumsCache:
-    """Cache of ``LayerSums`` by layer configuration."""
+class LayersCache:
+    """Cache of ``Layers`` by layer configuration, and of the split of layers into stages."""
 
     def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
         self._job, self._calibration = job, calibration
         self.in_low_precision = job.training.precision in job.software.low_precision
-        self._sums: dict[Hashable, LayerSums] = {}
+        self._layers: dict[Hashable, Layers] = {}
+        self._stages: dict[Hashable, Stages] = {}
         self._boundaries: dict[Hashable, NDArray[np.int64]] = {}
 
-    def way(self, plan: ParallelPlan, replica: Replica) -> Way:
-        """Layer configuration of a plan on the devices of a replica."""
-        cluster = self._job.cluster
-        groups = [cluster.group_of(device) if cluster.is_mixed else None for device in replica.devices]
-        by_group = {group: self._of(plan, replica.microbatch_size, group) for group in {*groups}}
-        ranks = [by_group[group] for group in groups]
-        return Way(ranks, replica.devices, self._boundaries_of(plan, ranks[0].balance_s))
-
-    def _of(self, plan: ParallelPlan, microbatch_size: int, node_group: int | None) -> LayerSums:
-        """Sums for the layer configuration of a plan, on the devices of a node group."""
+    def layers(self, plan: ParallelPlan, microbatch_size: int, node_group: int | None = None) -> Layers:
+        """Layer configuration of a plan, on the devices of a node group."""
         facts, cluster = SCHEDULE_FACTS.get(plan.schedule), self._job.cluster
         splits = facts is not None and facts.splits_backward
         groups = {axis: groups_of(plan, cluster, axis, node_group) for axis in LAYER_AXES}
-        of_plan = self._split_of(plan), plan.recompute, plan.recompute_modules
-        key = (*of_plan, splits, microbatch_size, node_group, *groups.values())
-        if (layer_sums := self._sums.get(key)) is None:
-            layer_sums = self._sums[key] = self._made(plan, microbatch_size, node_group, groups, splits=splits)
-        return layer_sums
+        of_plan = plan.shard, microbatch_size, plan.shards_parameters, plan.recompute, plan.recompute_modules
+        # low-precision weights may be quantized once for all microbatches
+        many = self._job.with_plan(plan).num_microbatches if self.in_low_precision else 0
+        key = (*of_plan, splits, many, node_group, *groups.values())
+        if (layers := self._layers.get(key)) is None:
+            alone = {"pp": 1, "virtual_stages": 1, "schedule": "none", "stage_layers": None, "placement": None}
+            cost_cache = self.cost_cache(plan.model_copy(update=alone), node_group)
+            job = self._job.with_plan(
+                plan.model_copy(update=alone | {"microbatch_size": microbatch_size, "microbatch_sizes": None})
+            )
+            if (stages := self._stages.get(of_plan)) is None:
+                stages = Stages(job, StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL)
+                self._stages[of_plan] = stages
+            layers = self._layers[key] = Layers(job, stages, groups, cost_cache, splits=splits)
+        return layers
 
-    def _boundaries_of(self, plan: ParallelPlan, balance_s: Sequence[float]) -> NDArray[np.int64]:
-        """See ``Way``; split as in ``predict``."""
+    def boundaries(self, plan: ParallelPlan, balanced: Layers) -> NDArray[np.int64]:
+        """See ``Way``; split as in ``predict``.
+
+        Args:
+            balanced: The layers to split.
+        """
         num_last, ranks = self._job.model.num_last_layers, stage_ranks(plan.schedule, plan.pp, plan.num_stages)
-        key = self._split_of(plan), ranks
-        if key not in self._boundaries:
-            if (given := given_stage_layers(self._job.with_plan(plan))) is not None:
+        given = given_stage_layers(self._job.with_plan(plan))
+        if self._job.cluster.is_mixed and given is None:
+            return np.array([0, len(self._job.model.layers)])
+        key = (ranks, given) if given is not None else (ranks, balanced.balance_s)
+        if (found := self._boundaries.get(key)) is None:
+            if given is not None:
                 assignment = assign_stage_layers(given, num_last)
-            elif self._job.cluster.is_mixed:
-                assignment = StageAssignment((0, len(balance_s)))
             else:
-                assignment = balanced_assignment(balance_s, plan.num_stages, num_last, ranks)
-            self._boundaries[key] = np.array(assignment.boundaries)
-        return self._boundaries[key]
+                assignment = balanced_assignment(balanced.balance_s, plan.num_stages, num_last, ranks)
+            found = self._boundaries[key] = np.array(assignment.boundaries)
+        return found
 
     def cost_cache(self, plan: ParallelPlan, node_group: int | None = None) -> CostCache:
         """Cost estimates for a plan; ranks of communication are devices."""
         job = self._job.with_plan(plan if plan.placement is None else plan.model_copy(update={"placement": None}))
         return CostCache(cost_model(job, self._calibration), node_group, sends=job.cluster.cores_per_node is None)
 
-    def _split_of(self, plan: ParallelPlan) -> Hashable:
-        """Key of a layer configuration; includes the number of microbatches in low precision.
-
-        Low-precision weights may be quantized once for all microbatches.
-        """
-        many = self._job.with_plan(plan).num_microbatches if self.in_low_precision else 0
-        return plan.shard, plan.microbatch_size, plan.shards_parameters, many
-
-    def _made(
-        self,
-        plan: ParallelPlan,
-        microbatch_size: int,
-        node_group: int | None,
-        groups: Mapping[str, Groups],
-        *,
-        splits: bool,
-    ) -> LayerSums:
-        job = self._job
-        alone = {"pp": 1, "virtual_stages": 1, "schedule": "none", "stage_layers": None, "placement": None}
-        plan = plan.model_copy(update=alone)
-        cost_cache = self.cost_cache(plan, node_group)
-        plan = plan.model_copy(update={"microbatch_size": microbatch_size, "microbatch_sizes": None})
-        stages = Stages(job.with_plan(plan), StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL)
-        passes = _PassTimes(job, plan, stages, groups, cost_cache)
-        known: dict[Hashable, tuple[float, ...]] = {}
-        rows = []
-        for position, layer in enumerate(stages.layers[0]):
-            key = layer.key, position % 2 if plan.recompute == "selective_layer" else 0
-            if key not in known:
-                known[key] = (*passes.of_layer(position, splits=splits), *_bytes_of(stages, position, splits=splits))
-            rows.append(known[key])
-        balance_s, *fields = np.array(rows).T
-        summed = np.pad(np.cumsum(fields[:_NUM_SUMMED], axis=1), ((0, 0), (1, 0)))
-        on_host = plan.offload_optimizer
-        update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, plan.microbatch_size, _MANY, on_host=on_host)
-        counts = job.training.optimizer not in LAYERWISE and cost_cache.sends
-        update_s = cost_cache.work_s(update) / _MANY if counts else 0.0
-        input_bytes, output_bytes, backward_bytes = fields[_NUM_SUMMED:]
-        return LayerSums(summed, input_bytes, output_bytes, backward_bytes, update_s, balance_s.tolist())
-
 
 def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ...]:
-    """Element and byte fields of ``StageSums`` for one layer, in field order."""
+    """Fields of ``StageBytes`` for one layer, in field order."""
     layer, facts = stages.layers[0][position], stages.facts(0, position)
     footprint, between = facts.footprint, 0
     if splits:
@@ -281,14 +343,11 @@ class _PassTimes:
     Ring context-parallel communication counts as free, and so does expert dispatch with ``expert_overlap``.
 
     Args:
-        plan: Plan without a pipeline.
-        stages: All layers as one stage.
-        groups: By axis, devices of its groups.
+        job, stages, groups, cost_cache: See ``Layers``.
     """
 
-    def __init__(
-        self, job: Job, plan: ParallelPlan, stages: Stages, groups: Mapping[str, Groups], cost_cache: CostCache
-    ) -> None:
+    def __init__(self, job: Job, stages: Stages, groups: Mapping[str, Groups], cost_cache: CostCache) -> None:
+        plan = job.plan
         self._groups = {axis: of_axis[0] for axis, of_axis in groups.items()}
         self._others = {of_axis[0]: of_axis for of_axis in groups.values() if len(of_axis) > 1}
         self._hidden = {"cp"} if plan.cp > 1 and plan.cp_comm == "ring" else set()
@@ -301,14 +360,12 @@ class _PassTimes:
             cost_cache,
         )
 
-    def of_layer(self, position: int, *, splits: bool) -> tuple[float, float, float]:
-        """Seconds of a layer: for the balanced split, forward, and backward (split or not, the faster one)."""
-        layer = self._stages.layers[0][position]
-        works = (LayerWork(layer, phase, self._size, layer.num_parameters) for phase in _BOTH)
+    def of_layer(self, position: int, *, splits: bool) -> tuple[float, float]:
+        """Seconds of a layer: forward, and backward (split or not, the faster one)."""
         backward_s = self._seconds(position, Phase.BACKWARD)
         if splits:
             backward_s = min(backward_s, sum(self._seconds(position, part) for part in _PARTS))
-        return sum(map(self._cost_cache.work_s, works)), self._seconds(position, Phase.FORWARD), backward_s
+        return self._seconds(position, Phase.FORWARD), backward_s
 
     def _seconds(self, position: int, phase: Phase) -> float:
         segments = self._scripts.computed(0, position, phase)

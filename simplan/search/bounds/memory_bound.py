@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from simplan.job import Job
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.search.bounds.in_flight import Instants, rank_instants
-from simplan.search.bounds.layer_sums import Floats, Pipeline, StageSums
+from simplan.search.bounds.layer_sums import Floats, Pipeline, StageBytes
 from simplan.search.candidates import Candidates, Column
 from simplan.software.software import StateBytes
 from simplan.training import UPDATES
@@ -129,7 +129,7 @@ class MemoryBound:
     def _passing_bytes(
         self,
         rows: Candidates,
-        stages: StageSums,
+        stages: StageBytes,
         own_bytes: tuple[Floats, Floats, Floats],
         ways: Column,
         into: Floats,

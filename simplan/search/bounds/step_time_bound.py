@@ -79,15 +79,15 @@ class StepTimeBound:
 
     def _pipelined_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(rows,)`` Bounds with a pipeline, or without sharded parameters."""
-        stages, num_ranks = pipeline.stages, pipeline.num_ranks
+        times, num_ranks = pipeline.times, pipeline.num_ranks
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
-        forward_s = stages.forward_s + self._batch_s
+        forward_s = times.forward_s + self._batch_s
         hops_s = self._hops_s(rows, pipeline, ways)
-        none = np.zeros((len(stages.forward_s), 1))
+        none = np.zeros((len(forward_s), 1))
         first = slice(0, num_ranks)
         before_s = np.hstack([none, (forward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[ways]
-        back_s = np.hstack([none, (stages.backward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[ways]
-        work_s = pipeline.of_ranks(forward_s + stages.backward_s)[ways]
+        back_s = np.hstack([none, (times.backward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[ways]
+        work_s = pipeline.of_ranks(forward_s + times.backward_s)[ways]
         done_s = before_s + many[:, None] * work_s + self._sends_s(rows, hops_s[ways], many)
         scatters_s = None
         if rows.shards_parameters[0] and self._cost_cache.sends:
@@ -113,7 +113,7 @@ class StepTimeBound:
         """
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
         fills = not pipeline.splits and int(rows["virtual_stages"][0]) == 1
-        speeds = 1 / (pipeline.stages.forward_s + pipeline.stages.backward_s)
+        speeds = 1 / (pipeline.times.forward_s + pipeline.times.backward_s)
         total = np.zeros(len(rows))
         for speed in speeds[ways].T[::-1]:
             total += np.maximum(0.0, speed - fills * total) / many
@@ -124,9 +124,9 @@ class StepTimeBound:
 
         With many stages and few microbatches, latencies of sends are most of what a plan takes beyond its compute.
         """
-        stages = pipeline.stages
+        times = pipeline.times
         num_sends = np.count_nonzero(np.diff(pipeline.placement))
-        return np.asarray((stages.forward_s + stages.backward_s).sum(axis=1) + 2 * num_sends * hops_s.min(axis=1))
+        return np.asarray((times.forward_s + times.backward_s).sum(axis=1) + 2 * num_sends * hops_s.min(axis=1))
 
     def _hops_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(ways, ranks)`` Seconds of one microbatch's P2P send from the first stage of each rank to the next rank."""
@@ -179,7 +179,7 @@ class StepTimeBound:
         software = self._job.software
         state = software.state(self._job.training, rows.plan(0))
         of_first, of_first_experts = (of[:, first][ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
-        beside_s = (pipeline.stages.backward_s - pipeline.stages.last_backward_s)[:, first][ways]
+        beside_s = (pipeline.times.backward_s - pipeline.times.last_backward_s)[:, first][ways]
         for here, plan in self._meshes(rows):
             shares = plan.shards_optimizer_only
             evenly = shares and self._shares_evenly
@@ -218,7 +218,7 @@ class StepTimeBound:
         """``(rows, ranks)`` Optimizer seconds for the parameters that a rank updates."""
         shards = np.where(rows["zero_stage"] > 0, rows.num_shards, 1)[:, None]
         all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
-        update_s = pipeline.stages.update_s[:, : trained.shape[1]][ways]
+        update_s = pipeline.times.update_s[:, : trained.shape[1]][ways]
         return np.asarray(update_s * (trained / shards + experts / all_ranks))
 
     def _alone_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
@@ -231,7 +231,7 @@ class StepTimeBound:
         found = np.zeros(len(rows))
         for row, way in enumerate(ways.tolist()):
             units = self._sharding.alone(rows, row)
-            forwards_s, backwards_s = np.diff(pipeline.ways[way].ranks[0].summed[:2])
+            forwards_s, backwards_s = np.diff(pipeline.ways[way].ranks[0].times.summed)
             forward_s, reduced_s, plain_s = units.pass_times_s(forwards_s, backwards_s)
             num_reduced = int(many[row]) if each[row] else 1
             passes_s = many[row] * (forward_s + batch_s) + num_reduced * reduced_s
