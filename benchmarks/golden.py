@@ -37,8 +37,8 @@ _INPUTS = frozenset({"schema_version", "kind", "name", "inputs", "links", "assum
 _SEARCHES = sorted(Path("benchmarks/searches").glob("*.yaml"))
 _SMALL: dict[str, dict[str, Any]] = {
     "small": {},
-    "small, time and memory": {"objective": ["step_time", "memory"]},
-    "small, fewest devices": {"objective": ["num_devices"], "num_devices": [2, 4, 8], "max_step_time_s": 20.0},
+    "small, time and memory": {"objectives": ["step_time", "memory"]},
+    "small, fewest devices": {"objective": "num_devices", "num_devices": [2, 4, 8], "max_step_time_s": 20.0},
     "small, context": {"cp": [1, 2, 4], "compiled": [False, True]},
 }
 """Searches of seconds, which cover objectives and axes that those of real questions do not have."""
