@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def searches(paths: Sequence[Path]) -> Iterator[Entry]:
     """Plans, times and memory of small searches and of those of the files."""
     job = simplan.make_job("gpt2-1.5b", cluster="dgx-h100", num_nodes=1, global_batch_size=64)
     for name, space in _SMALL.items():
-        yield name, _numbers_of_search(lambda space=space: search(job, space))
+        yield name, _numbers_of_search(partial(search, job, space))
     for path in paths:
         yield path.stem, _numbers_of_search(load_search(path).search)
 
