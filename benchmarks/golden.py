@@ -35,7 +35,7 @@ _TOLERANCE = 1e-12
 _SHOWN = 40
 _LONG_TEXT = 200
 _INPUTS = frozenset({"schema_version", "kind", "name", "inputs", "links", "assumptions", "timeline"})
-_SEARCHES = sorted(Path("benchmarks/searches").glob("*.yaml"))
+_SEARCHES = sorted(Path(__file__).with_name("searches").glob("*.yaml"))
 _SMALL: dict[str, dict[str, Any]] = {
     "small": {},
     "small, time and memory": {"objectives": ["step_time", "memory"]},

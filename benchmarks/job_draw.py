@@ -8,7 +8,7 @@ catalog change.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, TypeVar, get_args
 
@@ -241,7 +241,7 @@ class _Draw:
         """True with a probability, and for the wanted key."""
         return key == self._wanted or self._random.random() < share
 
-    def _some(self, values: dict[str, Sequence[Any]], share: float) -> Document:
+    def _some(self, values: Mapping[str, Sequence[Any]], share: float) -> Document:
         """Each key with a value of its own, with a probability."""
         return {
             key: self._random.choice(choices) for key, choices in values.items() if choices and self._has(key, share)
