@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.job_draw import random_scenario
-from benchmarks.table import BenchmarkRow
+from benchmarks.table import BenchmarkRow, to_markdown
 from simplan.errors import SimplanError
 from simplan.scenario.writing import scenario_text
 
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
         costs.append(cost)
         print(cost.words, cost.error, sep="\n" if cost.error else "", flush=True)
     if number > 1:
-        print(*(row.to_markdown() for row in rows(costs)), sep="\n")
+        print(to_markdown([*rows(costs)]))
     return 0
 
 
