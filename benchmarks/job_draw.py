@@ -19,6 +19,7 @@ from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute, RecomputeModule
 from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.predict import cost_model
 from simplan.scenario import Scenario, scenario_from
 from simplan.training import OptimizerName, Precision
 from simplan.wording import divisors
@@ -88,7 +89,9 @@ def _mended(document: Document, num_microbatches: int) -> Scenario | None:
     for _ in range(_MENDINGS):
         _complete(document, num_microbatches)
         try:
-            return scenario_from(document)
+            scenario = scenario_from(document)
+            cost_model(scenario.job, None)  # refuses devices without published rates
+            return scenario
         except SpecError as error:
             refused = {tuple(problem.field.split(".")[:2]) for problem in error.problems}
         found = [path for path in refused if len(path) == 2 and path[1] in document[path[0]]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
 import subprocess
@@ -37,7 +38,8 @@ class JobCost:
 
     Attributes:
         cpu_s: Seconds of CPU.
-        peak_bytes: Resident memory of the process, with what predictions before left in caches.
+        peak_bytes: Resident memory of the process, with what predictions before left in caches; of all predictions in
+            the process, if this one ended it.
         num_operations: Operations of the step's Program; 0 if it was not predicted.
         error: Traceback of an exception that is no ``SimplanError``; empty for none.
         ended: Limit at which the prediction was ended; empty if it was not.
@@ -74,7 +76,7 @@ def rows(costs: Sequence[JobCost]) -> Iterator[BenchmarkRow]:
     found = f"{len(slow)} (median {middle_s:.2f} s, 99 % up to {most_s:.2f} s; most {_listed(by_time)})"
     yield BenchmarkRow(f"{what}: over {_GOAL_S:.0f} s of CPU", "none", found, not slow)
 
-    by_memory = sorted(costs, key=lambda cost: (bool(cost.ended), cost.peak_bytes), reverse=True)
+    by_memory = sorted(costs, key=lambda cost: cost.peak_bytes, reverse=True)
     large = [cost for cost in by_memory if cost.peak_bytes > _GOAL_BYTES or cost.ended == "memory"]
     middle_bytes = by_memory[len(by_memory) // 2].peak_bytes
     found = f"{len(large)} (median {middle_bytes / 2**30:.2f} GiB; most {_listed(by_memory)})"
@@ -107,10 +109,12 @@ def _in_a_process(seeds: Sequence[int]) -> Iterator[JobCost]:
         for line in process.stdout:
             yield JobCost(**json.loads(line))
             del left[0]
-    if process.returncode == -signal.SIGXCPU:
-        yield JobCost(left[0], _LIMIT_S, 0, ended="CPU")
-    elif process.returncode:
-        yield JobCost(left[0], 0.0, 0, ended=f"exit code {process.returncode}")
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        at_limit = process.returncode == -signal.SIGXCPU
+        ended = "CPU" if at_limit else f"exit code {process.returncode}"
+        yield JobCost(left[0], _LIMIT_S if at_limit else 0.0, used.ru_maxrss * 1024, ended=ended)
 
 
 def _measure(seeds: Sequence[int]) -> None:
