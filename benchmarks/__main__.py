@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.accuracy import accuracy
+from benchmarks.calculon_speed import calculon_speed
 from benchmarks.closed_forms import closed_forms
 from benchmarks.cold_start import cold_start
 from benchmarks.compiled_speed import compiled_speed
@@ -21,6 +22,7 @@ from benchmarks.engine_speed import engine_speed
 from benchmarks.executor_speed import executor_speed
 from benchmarks.large_plan import large_plan
 from benchmarks.predict_speed import predict_speed
+from benchmarks.random_jobs import random_jobs
 from benchmarks.search_speed import search_speed
 from benchmarks.shaped_hosts import shaped_hosts
 from benchmarks.table import HEADER, BenchmarkRow, to_markdown
@@ -33,6 +35,8 @@ _ALL: dict[str, Callable[[], Iterable[BenchmarkRow]]] = {
     "compiled-speed": compiled_speed,
     "executor-speed": executor_speed,
     "predict-speed": predict_speed,
+    "calculon-speed": calculon_speed,
+    "random-jobs": random_jobs,
     "search-speed": search_speed,
     "large-plan": large_plan,
     "cold-start": cold_start,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from typing import Any
@@ -13,3 +14,8 @@ def alone(module: str, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", module, *arguments]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found
+
+
+def peak_bytes() -> int:
+    """Largest memory that this process had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

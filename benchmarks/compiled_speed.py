@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.alone import alone
+from benchmarks.alone import alone, peak_bytes
 from benchmarks.engine_speed import program_of
 from benchmarks.table import BenchmarkRow
 from simplan import catalog
@@ -148,7 +147,7 @@ def _unfolded() -> dict[str, Any]:
         "price_s": price_s,
         "simpy_s": simpy_s,
         "num_ops": len(program.ops),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak_bytes(),
         "difference": abs(times.step_time_s / prediction.action_level_step_time_s - 1),
     }
 
