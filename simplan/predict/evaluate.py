@@ -33,6 +33,7 @@ from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.executable import check_executable
 from simplan.rules import check_job
 from simplan.sim.engine import timeline
+from simplan.sim.engine_choice import load_for_another
 from simplan.units import format_flop_per_s, format_percent
 
 
@@ -77,6 +78,7 @@ def predict_step(
             check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
         if is_custom_schedule(plan.schedule):
             check_executable(step.tables[0], plan, job.software)
+    load_for_another(step.programs)
     simulated, fine = step.simulated[0], step.programs[0]
     step_time_s, *moved_s = step.seconds(_vectors).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
