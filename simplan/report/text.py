@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -15,8 +15,6 @@ from simplan.plan.plan import ParallelPlan
 from simplan.prediction import MemoryVerdict, Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
-from simplan.search import Fix
-from simplan.search.switch import right_order
 from simplan.units import (
     counted,
     format_bytes,
@@ -27,6 +25,9 @@ from simplan.units import (
     format_rate,
     format_time,
 )
+
+if TYPE_CHECKING:
+    from simplan.search import Fix
 
 _MAX_TERMS = 8
 _SHOWN_S = 1e-7
@@ -166,6 +167,8 @@ def certainty_of_order(predictions: Sequence[Prediction]) -> list[tuple[float, i
     Returns:
         ``right_order`` of both; None for the fastest one of a job, which differs from the others in more than the plan.
     """
+    from simplan.search.switch import right_order
+
     fastest: dict[Job, Prediction] = {}
     found: list[tuple[float, int] | None] = []
     for each in predictions:

@@ -28,9 +28,7 @@ class _Nodes(Protocol):
     def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
-def topological_order(
-    first: Sequence[int], after: Sequence[int], missing: _Nodes, ready: _Nodes, order: _Nodes
-) -> int:
+def topological_order(first: Sequence[int], after: Sequence[int], missing: _Nodes, ready: _Nodes, order: _Nodes) -> int:
     """Writes the nodes in topological order; returns their number, fewer than all nodes if there is a cycle.
 
     The last node to become ready comes first (Kahn 1962, with a stack). The order therefore follows a rank until the
