@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -479,19 +479,19 @@ def split_parts(split: Split) -> dict[str, float]:
     >>> list(split_parts(Split(1.0, 0.5, 0.2, 0.0, 0.0, 0.1)))
     ['compute', 'recompute', 'exposed communication', 'wait', 'host', 'optimizer']
     """
-    return {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in asdict(split).items()}
+    names = (field.name for field in fields(split))
+    return {name.removesuffix("_s").replace("_", " "): getattr(split, name) for name in names}
 
 
 def _split_table(prediction: Prediction) -> str:
-    splits = [split_parts(split) for split in prediction.splits]
-    names = [name for name in splits[0] if any(split[name] >= _SHOWN_S for split in splits)]
-    rows = _grouped(
-        (
-            memory.rank,
-            [f"{format_time(split[name])} {100 * split[name] / prediction.step_time_s:3.0f} %" for name in names],
-        )
-        for memory, split in zip(prediction.memory, splits, strict=True)
-    )
+    parts = {split: split_parts(split) for split in prediction.splits}  # few differ
+    names = [name for name in parts[prediction.splits[0]] if any(own[name] >= _SHOWN_S for own in parts.values())]
+    cells = {
+        split: [f"{format_time(own[name])} {100 * own[name] / prediction.step_time_s:3.0f} %" for name in names]
+        for split, own in parts.items()
+    }
+    pairs = zip(prediction.memory, prediction.splits, strict=True)
+    rows = _grouped((memory.rank, cells[split]) for memory, split in pairs)
     headers = ["rank", *(name.replace("communication", "comm") for name in names)]
     return "Step breakdown per rank\n" + _rank_table(headers, rows)
 
