@@ -680,7 +680,7 @@ _INTERRUPTED = 130
 
 @cache
 def _commands(name: str) -> Callable[..., Any]:
-    """The parser of one command, or of all if there is none of this name; making all takes longer than most commands."""
+    """The parser of one command, or of all if none has this name; making all takes longer than most commands."""
     named = [each for each in app.registered_commands if each.callback is not None and _name_of(each) == name]
     one = copy(app)
     one.registered_commands = named or app.registered_commands

@@ -165,6 +165,7 @@ def name_of(request: ScenarioRequest, scenario: Scenario, *, several: bool) -> s
 
 
 def calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
+    """Calibration of a prediction, None for the catalog; a note says if layers were not timed."""
     calibration = chosen(scenario, file)
     if calibration is not None and not covers(calibration, scenario):
         this = as_argument(scenario.file) if scenario.file and Path(scenario.file).exists() else "FILE"

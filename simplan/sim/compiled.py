@@ -27,19 +27,27 @@ Durations = Sequence[float] | _Floats
 JITTED, INTERPRETED = "simplan.sim.jitted", "simplan.sim.interpreted"
 _RUNS_OF_A_PREDICTION = 10
 _FEWEST_RUN = 400_000
-"""Operations times runs from which the interpreter (1 microsecond each) is slower than importing numba (0.4 seconds)."""
+"""Operations times runs for which the interpreter (1 microsecond each) needs as long as to load numba."""
 
 
 class Loops(Protocol):
     """Loops over the nodes of a graph: the modules ``simplan.sim.jitted`` and ``simplan.sim.interpreted``."""
 
-    def topological_order(self, first: _Indices, after: _Indices, missing: _Indices, /) -> _Indices: ...
+    def topological_order(self, first: _Indices, after: _Indices, missing: _Indices, /) -> _Indices:
+        """Returns the nodes in topological order; fewer than all nodes if there is a cycle."""
+        ...
 
-    def spans(self, first: _Indices, before: _Indices, durations_s: _Floats, /) -> tuple[_Floats, _Floats]: ...
+    def spans(self, first: _Indices, before: _Indices, durations_s: _Floats, /) -> tuple[_Floats, _Floats]:
+        """Returns start and end of every node, from the durations of the nodes."""
+        ...
 
-    def tails(self, first: _Indices, before: _Indices, durations_s: _Floats, /) -> _Floats: ...
+    def tails(self, first: _Indices, before: _Indices, durations_s: _Floats, /) -> _Floats:
+        """Returns the time from the start of every node to the end of the step, from the durations of the nodes."""
+        ...
 
-    def latest(self, first: _Indices, before: _Indices, leader: _Indices, durations_s: _Floats, /) -> _Floats: ...
+    def latest(self, first: _Indices, before: _Indices, leader: _Indices, durations_s: _Floats, /) -> _Floats:
+        """Returns the end of the last node for each vector of durations of the operations."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +11,13 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
 
-class _Numbers(Protocol):
-    """A list or an array that a loop writes to."""
-
-    def __getitem__(self, index: int, /) -> float: ...
-
-    def __setitem__(self, index: int, value: float, /) -> None: ...
+_Ints = Sequence[int] | Ints
+_Floats = Sequence[float] | Floats
 
 
-class _Nodes(Protocol):
-    """A list or an array of nodes or counts that a loop writes to."""
-
-    def __getitem__(self, index: int, /) -> int: ...
-
-    def __setitem__(self, index: int, value: int, /) -> None: ...
-
-
-def topological_order(first: Sequence[int], after: Sequence[int], missing: _Nodes, ready: _Nodes, order: _Nodes) -> int:
+def topological_order(
+    first: _Ints, after: _Ints, missing: list[int] | Ints, ready: list[int] | Ints, order: list[int] | Ints
+) -> int:
     """Writes the nodes in topological order; returns their number, fewer than all nodes if there is a cycle.
 
     The last node to become ready comes first (Kahn 1962, with a stack). The order therefore follows a rank until the
@@ -60,7 +49,7 @@ def topological_order(first: Sequence[int], after: Sequence[int], missing: _Node
 
 
 def node_ends(
-    first: Sequence[int], before: Sequence[int], durations_s: Sequence[float], start_s: _Numbers, end_s: _Numbers
+    first: _Ints, before: _Ints, durations_s: _Floats, start_s: list[float] | Floats, end_s: list[float] | Floats
 ) -> None:
     """Computes start and end of every node.
 
@@ -79,7 +68,7 @@ def node_ends(
         end_s[node] = ready_s + durations_s[node]
 
 
-def node_tails(first: Sequence[int], before: Sequence[int], durations_s: Sequence[float], tail_s: _Numbers) -> None:
+def node_tails(first: _Ints, before: _Ints, durations_s: _Floats, tail_s: list[float] | Floats) -> None:
     """Computes the time from the start of every node to the end of the step, on the longest path.
 
     Args:
