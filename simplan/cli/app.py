@@ -500,7 +500,7 @@ def explain(
     calibration: CalibrationFile = None,
 ) -> int:
     """Show every term of step time and memory, with its formula and numbers."""
-    from simplan.cli.explain import explain_command
+    from simplan.cli.commands import explain_command
 
     return explain_command(scenario, other, as_json=json, calibration_file=calibration, stragglers=straggler or ())
 
@@ -514,7 +514,7 @@ def trace(
     calibration: CalibrationFile = None,
 ) -> int:
     """Write the predicted step as a trace for Perfetto or chrome://tracing."""
-    from simplan.cli.explain import trace_command
+    from simplan.cli.commands import trace_command
 
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
@@ -546,7 +546,7 @@ def draw(
 
     With --network, links and switches of the cluster. With --load, the load of links over the step.
     """
-    from simplan.cli.draw import draw_command, draw_load_command, draw_network_command
+    from simplan.cli.commands import draw_command, draw_load_command, draw_network_command
 
     if network:
         return draw_network_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)

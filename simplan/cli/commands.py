@@ -1,9 +1,11 @@
-"""``simplan run`` and ``simplan calibrate``."""
+"""Commands without their flags, except ``predict``: each function runs one command and returns its exit code."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from simplan.cli.calibrations import (
     CalibrationTarget,
@@ -22,17 +24,158 @@ from simplan.cli.execute import (
     refuse_other_software,
 )
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
-from simplan.cli.predict import calibration_for
+from simplan.cli.predict import calibration_for, name_of, predict_step
 from simplan.cli.search import scenarios_to_time
-from simplan.cli.terminal.output import print_json, print_result
+from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
+from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
+from simplan.explain import difference, explain
+from simplan.io import write_json, write_text
 from simplan.report.comparison import comparison_text
+from simplan.report.drawings.drawing import draw_pipeline
+from simplan.report.drawings.drawing_svg import drawing_svg
+from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
+from simplan.report.drawings.fabric_svg import fabric_svg
+from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
+from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import verdict
+from simplan.report.trace import predicted_trace
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import scenarios_on_fewer
+
+
+def explain_command(
+    request: ScenarioRequest,
+    other: Path | None,
+    *,
+    as_json: bool,
+    calibration_file: Path | None,
+    stragglers: Sequence[str] = (),
+) -> int:
+    """``simplan explain``; stragglers are given as ``rank=17,slowdown=1.3``."""
+    if stragglers:
+        request = request.with_overrides({"cluster.stragglers": [_straggler(text) for text in stragglers]})
+    explained = []
+    for each in (request, *([replace(request, source=other)] if other else [])):
+        scenario = each.scenario()
+        calibration = calibration_for(
+            scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
+        )
+        prediction, simulated = predict_step(scenario, calibration)
+        name = name_of(each, scenario, several=other is not None)
+        explained.append(explain(replace(prediction, name=name), simulated, calibration=calibration))
+    if other is None:
+        document, text = explained[0].to_json(), explanation_text(explained[0])
+    else:
+        found = difference(*explained)
+        document, text = found.to_json(), difference_text(found)
+    if as_json:
+        print_json(document)
+    else:
+        print_result(text)
+    return 0
+
+
+def _straggler(text: str) -> dict[str, Any]:
+    """Straggler of an option.
+
+    Raises:
+        SpecError: The option is not ``rank=RANK,slowdown=TIMES`` or ``node=NODE,slowdown=TIMES``.
+    """
+    pairs = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    try:
+        named: dict[str, Any] = {"node": pairs["node"]} if "node" in pairs else {"rank": int(pairs["rank"])}
+        if len(pairs) == 2:
+            return {**named, "slowdown": float(pairs["slowdown"])}
+    except (KeyError, ValueError):
+        pass
+    rule = "must name a rank or a node, and how many times longer it computes"
+    raise SpecError(Problem(field="--straggler", value=text, rule=rule, fix="write rank=17,slowdown=1.3"))
+
+
+def trace_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, calibration_file: Path | None
+) -> int:
+    """``simplan trace``."""
+    if output is None and not as_json:
+        raise SpecError(Problem(field="--output", rule="is missing", fix="give -o FILE, or --json to print the trace"))
+    scenario = request.scenario()
+    calibration = calibration_for(scenario, calibration_file)
+    document = predicted_trace(*predict_step(scenario, calibration))
+    if output is not None:
+        write_json(output, document)
+        say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
+    if as_json:
+        print_json(document)
+    return 0
+
+
+def draw_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw``."""
+    if output is not None:
+        refuse_other_suffix(output)
+    scenario = request.scenario()
+    drawing = draw_pipeline(scenario.predict(calibration_for(scenario, calibration_file)))
+    if output is not None:
+        write_text(output, drawing_svg(drawing))
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(drawing.to_json())
+    else:
+        print_drawing(drawing, width)
+    return 0
+
+
+def draw_network_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw --network``."""
+    for option, value in (("--width", width), ("--calibration", calibration_file)):
+        if value is not None:
+            rule, fix = "has no meaning with --network", "remove one of the two"
+            raise SpecError(Problem(field=option, value=str(value), rule=rule, fix=fix))
+    if output is not None:
+        refuse_other_suffix(output)
+    drawing = draw_fabric(request.scenario().job.cluster)
+    if output is not None:
+        write_text(output, fabric_svg(drawing))
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(drawing.to_json())
+    else:
+        print_result(fabric_text(drawing))
+    return 0
+
+
+def draw_load_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw --load``."""
+    if width is not None:
+        rule, fix = "has no meaning with --load", "remove one of the two"
+        raise SpecError(Problem(field="--width", value=str(width), rule=rule, fix=fix))
+    if output is not None:
+        refuse_other_suffix(output)
+    scenario = request.scenario()
+    if scenario.job.cluster.topology is None:
+        fix = "give cluster.topology, e.g. {kind: leaf_spine, nodes_per_leaf: 4}"
+        raise SpecError(Problem(field="--load", rule="needs links, and the cluster has no topology", fix=fix))
+    network = predict_step(scenario, calibration_for(scenario, calibration_file))[0].network
+    assert network is not None
+    drawing = draw_link_load(scenario.name, network)
+    if output is not None:
+        write_text(output, link_load_svg(drawing))
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(drawing.to_json())
+    else:
+        print_result(link_load_text(drawing))
+    return 0
 
 
 def run_command(
