@@ -45,7 +45,7 @@ Line = Annotated[str, BeforeValidator(_in_one_line), Field(max_length=10_000)]
 class Spec(BaseModel):
     """A frozen value type. Unknown keys, wrong types and non-finite numbers are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     @cached_property
     def _hash(self) -> int:

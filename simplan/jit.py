@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from functools import cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from numba import njit
 
@@ -16,9 +19,22 @@ def jit(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     The machine code is cached next to the source or in the user's cache folder (``NUMBA_CACHE_DIR`` overrides both). So
     only the first process of an installation waits for the compiler. If neither folder is writable, every process does.
+    Who waits is told so once.
     """
+    kept: Any
     try:
-        kept: Callable[_P, _R] = njit(nogil=True, cache=True)(function)
+        kept = njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba: "cannot locate suitable caching directory"
         kept = njit(nogil=True)(function)
-    return kept
+        _announce("in every process: no folder for machine code is writable, and NUMBA_CACHE_DIR names none")
+    else:
+        if not any(Path(kept.stats.cache_path).glob(f"*.{function.__name__}-*.nbi")):
+            _announce("once per installation")
+    compiled: Callable[_P, _R] = kept
+    return compiled
+
+
+@cache
+def _announce(how_often: str) -> None:
+    """Logs the compilation; without a logging configuration that is a line on stderr."""
+    logging.getLogger(__name__).warning("compiling the simulator, %s (about 5 s)", how_often)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -307,8 +307,7 @@ class Prediction:
         table: Action table, one row per pipeline rank.
         step_time_s: Seconds of one optimizer step (Level 2).
         step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
-        action_level_step_time_s: Step time at Level 1: actions as units, without overlap inside them, and without
-            contention on links and jitter.
+        action_level: Simulates ``action_level_step_time_s``, which few ask for.
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
         capacity_bytes: Memory of one device, of the peak-memory rank if devices differ; None if unknown.
@@ -335,7 +334,7 @@ class Prediction:
     table: Table
     step_time_s: float
     step_time_interval_s: tuple[float, float]
-    action_level_step_time_s: float
+    action_level: Callable[[], float] = field(compare=False)
     bubble_fraction: float
     capacity_bytes: int | None
     fits: bool | None
@@ -364,6 +363,11 @@ class Prediction:
             memory = f"{'fits' if fits else 'does not fit'}: {memory} of {format_bytes(self.capacity_bytes)}"
         mfu = "" if self.mfu is None else f", MFU {format_percent(self.mfu)}"
         return f"Prediction({self.name}: {time}, {memory}{mfu})"
+
+    @property
+    def action_level_step_time_s(self) -> float:
+        """Step time at Level 1: actions as units, without overlap inside them, and without contention and jitter."""
+        return self.action_level()
 
     @property
     def worst_rank(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
+from simplan.sim import interpreted, jitted
 from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, peak_position
@@ -158,18 +160,21 @@ def check_times(simulated: Simulated) -> None:
 
 
 def check_engines(program: Program, durations_s: Durations) -> None:
-    """Compiled is as simulated: the times of all operations to the last bit, and every rank's peak of memory.
+    """Compiled and interpreted are as simulated: the times of all operations to the last bit, and peaks of memory.
 
     Args:
         program: A static one.
         durations_s: Of its operations.
     """
     times = simulate(program, durations_s)
-    compiled = compile_program(program)
-    found = compiled.times(durations_s)
-    assert (found.start_s == times.start_s).all()
-    assert (found.end_s == times.end_s).all()
-    assert compiled.step_times_s([durations_s, durations_s]) == [times.step_time_s] * 2
+    for loops in (jitted, interpreted):
+        compiled = replace(compile_program(program), loops=loops)
+        found = compiled.times(durations_s)
+        assert (found.start_s == times.start_s).all()
+        assert (found.end_s == times.end_s).all()
+        assert compiled.step_times_s([durations_s, durations_s]) == [times.step_time_s] * 2
+        through_s = found.start_s + compiled.tails_s(durations_s)
+        assert through_s.max(initial=0.0) == pytest.approx(times.step_time_s, rel=1e-12)
     for rank in program.ranks:
         _check_peak(program, rank)
 

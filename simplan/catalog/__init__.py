@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -321,8 +322,11 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
 
     With ``textbook``, the priors that a fit starts from, without fitted values (``kernels_fitted.yaml``).
     """
-    entry = _entry("software", name)
-    fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
+    if name not in _software_names():
+        _entry("software", name)  # raises
+    entry = _software_entry(name)
+    references = entry.pop("references")
+    fields = {"id": name, **entry, "sources": _expanded(entry["sources"], references)}
     fields["memory_spread"], fields["sources"]["memory_spread"] = _memory_spread(name, entry.get("rates_of"))
     if "rates_of" in entry:
         same = software(entry["rates_of"], textbook=textbook)
@@ -361,11 +365,16 @@ def unfitted_memory_spread() -> MemorySpread:
 
 def _software_files() -> dict[str, Any]:
     """Software profiles, one per file, with torch first."""
-    folder = resources.files("simplan.catalog").joinpath("software")
-    names = (file.name.removesuffix(".yaml") for file in folder.iterdir())
-    entries = {name: _software_entry(name) for name in sorted(names, key=lambda name: (name != "torch", name))}
+    entries = {name: _software_entry(name) for name in _software_names()}
     references = {key: value for entry in entries.values() for key, value in entry.pop("references").items()}
     return {"software": entries, "references": references}
+
+
+@cache
+def _software_names() -> tuple[str, ...]:
+    files = resources.files("simplan.catalog").joinpath("software").iterdir()
+    names = (file.name.removesuffix(".yaml") for file in files)
+    return tuple(sorted(names, key=lambda name: (name != "torch", name)))
 
 
 def _software_entry(name: str) -> dict[str, Any]:
@@ -451,7 +460,11 @@ def _profiles_of(framework: str) -> str:
 
 def _sources(kind: Kind | Literal["kernels"], sources: dict[str, str]) -> dict[str, str]:
     """Sources with the file's short references expanded: ``mamf: shape`` is a reference and a detail."""
-    references: dict[str, str] = _parsed(kind)["references"]
+    return _expanded(sources, _parsed(kind)["references"])
+
+
+def _expanded(sources: Mapping[str, str], references: Mapping[str, str]) -> dict[str, str]:
+    """Sources with short references expanded."""
 
     def expanded(source: str) -> str:
         name, colon, detail = source.partition(": ")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -89,7 +91,7 @@ def predict(
 
     Several scenarios are one table, fastest first.
     """
-    from simplan.cli.commands import predict_command
+    from simplan.cli.predict import predict_command
 
     return predict_command(
         scenario,
@@ -677,9 +679,17 @@ _INTERRUPTED = 130
 
 
 @cache
-def _commands() -> Callable[..., Any]:
-    """The commands with their parsers: ``app(...)`` makes them at each call, which takes longer than most commands."""
-    return typer.main.get_command(app)
+def _commands(name: str) -> Callable[..., Any]:
+    """The parser of one command, or of all if none has this name; making all takes longer than most commands."""
+    named = [each for each in app.registered_commands if each.callback is not None and _name_of(each) == name]
+    one = copy(app)
+    one.registered_commands = named or app.registered_commands
+    return typer.main.get_command(one)
+
+
+def _name_of(command: typer.models.CommandInfo) -> str:
+    assert command.callback is not None
+    return command.name or typer.main.get_command_name(command.callback.__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -692,7 +702,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        code = _commands()(args=None if argv is None else list(argv), prog_name="simplan", standalone_mode=False)
+        args = sys.argv[1:] if argv is None else list(argv)
+        code = _commands(args[0] if args else "")(args=args, prog_name="simplan", standalone_mode=False)
     except SimplanError as error:
         complain(str(error))
         return error.exit_code

@@ -1,16 +1,14 @@
-"""Commands without their flags: each function runs one command and returns its exit code."""
+"""Commands without their flags, except ``predict``: each function runs one command and returns its exit code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from simplan.cli.calibrations import (
     CalibrationTarget,
-    chosen,
-    covers,
     ensure,
     is_needed,
     measure,
@@ -26,161 +24,27 @@ from simplan.cli.execute import (
     refuse_other_software,
 )
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
+from simplan.cli.predict import calibration_for, name_of, predict_step
 from simplan.cli.search import scenarios_to_time
-from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
-from simplan.cli.terminal.options import opened
-from simplan.cli.terminal.output import emphasize, print_json, print_result, say
-from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
-from simplan.cluster.background import BackgroundJob
-from simplan.cluster.machine import THIS_MACHINE
-from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
-from simplan.io import as_argument, write_json, write_text
-from simplan.predict import Simulated
-from simplan.prediction import Prediction
+from simplan.io import write_json, write_text
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
 from simplan.report.drawings.fabric_svg import fabric_svg
+from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
 from simplan.report.explanation import difference_text, explanation_text
-from simplan.report.text import certainty_of_order, prediction_text, predictions_text, verdict
-from simplan.report.trace import predicted_trace, write_predicted_trace
+from simplan.report.text import verdict
+from simplan.report.trace import predicted_trace
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import scenarios_on_fewer
-from simplan.search import Fix, fixes
-from simplan.units import format_percent
-
-_MOST_OF_A_STEP = 0.5
-"""Fraction of exposed communication above which an assumed plan has a warning."""
-
-
-def predict_command(
-    request: ScenarioRequest,
-    others: Sequence[Path],
-    *,
-    as_json: bool,
-    trace: Path | None,
-    output: Path | None,
-    calibration_file: Path | None,
-    budget: Mapping[str, float | None],
-) -> int:
-    """``simplan predict``."""
-    if others:
-        if trace is not None:
-            rule, fix = "is of one scenario", f"give it with each of the {len(others) + 1}"
-            raise SpecError(Problem(field="--trace", value=str(trace), rule=rule, fix=fix))
-        return _predict_all(request, others, as_json, output, calibration_file, budget)
-    scenario = request.scenario()
-    given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
-    scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
-    calibration = _calibration_for(scenario, calibration_file)
-    prediction, simulated = _predict_step(scenario, calibration)
-    found = _fixes(prediction, calibration)
-    document = prediction.to_json()
-    if found is not None:
-        document["fixes"] = [fix.to_json() for fix in found]
-    if output is not None:
-        write_json(output, document)
-    if trace is not None:
-        write_predicted_trace(trace, prediction, simulated)
-    if as_json:
-        print_json(document)
-        return 0
-    warning = _warning(scenario, request, prediction)
-    steps, line = _next(scenario, request, found), verdict(prediction)
-    assumed = {"plan": scenario.plan_is_assumed, "batch": scenario.batch_is_assumed}
-    text = prediction_text(prediction, steps, found or (), warning, assumed={key for key in assumed if assumed[key]})
-    certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
-    print_result(text.replace(line, emphasize(line, certain), 1))
-    return 0
-
-
-def _predict_step(scenario: Scenario, calibration: Calibration | None) -> tuple[Prediction, Simulated]:
-    """Prediction and simulated step; on a terminal, with the progress of the simulation of links."""
-    if scenario.job.cluster.topology is None:
-        return scenario.predict_step(calibration)
-    with ProgressLine("simulating links", elsewhere=False) as line:
-        return scenario.predict_step(calibration, line.update)
-
-
-def _predict_all(
-    request: ScenarioRequest,
-    others: Sequence[Path],
-    as_json: bool,
-    output: Path | None,
-    calibration_file: Path | None,
-    budget: Mapping[str, float | None],
-) -> int:
-    """Table of the predictions of several scenarios."""
-    predictions = []
-    for each in (request, *(replace(request, source=opened(other)) for other in others)):
-        scenario = each.scenario()
-        given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
-        scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
-        calibration = _calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
-        predictions.append(replace(scenario.predict(calibration), name=_name_of(each, scenario, several=True)))
-    predictions.sort(key=lambda prediction: prediction.step_time_s)
-    certainties = (each and {"fraction": each[0], "num_pairs": each[1]} for each in certainty_of_order(predictions))
-    document = {
-        "schema_version": 1,
-        "kind": "predictions",
-        "predictions": [each.to_json() for each in predictions],
-        "published_pairs_in_this_order": [*certainties],
-    }
-    if output is not None:
-        write_json(output, document)
-    if as_json:
-        print_json(document)
-    else:
-        print_result(predictions_text(predictions))
-    return 0
-
-
-def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix, ...] | None:
-    """Changes with which a job fits; None if it fits as it is."""
-    if prediction.fits is not False and prediction.host_fits is not False:
-        return None
-    with ProgressLine("does not fit; trying changes", elsewhere=False):
-        return fixes(prediction, calibration)
-
-
-def _warning(scenario: Scenario, request: ScenarioRequest, prediction: Prediction) -> str:
-    """Sentence on an assumed plan that does not fit or mostly waits for communication; empty for any other."""
-    exposed_s = sum(split.exposed_communication_s for split in prediction.splits) / len(prediction.splits)
-    share = exposed_s / prediction.step_time_s
-    fits = prediction.fits is not False and prediction.host_fits is not False
-    if not scenario.plan_is_assumed or (fits and share <= _MOST_OF_A_STEP):
-        return ""
-    words = f"{format_percent(share)} of the step is exposed communication. Find faster plans"
-    if not fits:
-        words = "other plans may fit. Find them"
-    return (
-        f"The plan was assumed, and {words}:\n"
-        f"  simplan search {request.with_batch(scenario.job.training.global_batch_size).argument(without='plan')}"
-    )
-
-
-def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | None) -> list[str]:
-    """Commands to run after a prediction."""
-    this = request.argument()
-    steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
-    steps.append(f"simplan trace {this} -o trace.json")
-    same_batch = request.with_batch(scenario.job.training.global_batch_size)
-    search = same_batch.argument(without="plan")
-    if request.is_file:
-        search += " --from-current" if found is None else " --set 'search={}'"
-    beside_jobs = any(isinstance(each, BackgroundJob) for each in scenario.job.cluster.background)
-    searched = [] if beside_jobs else [f"simplan search {search}"]  # every plan would simulate the other jobs: minutes
-    if found is None:
-        return [f"simplan explain {this}", *searched, *steps]
-    changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
-    return [*changed, *searched, f"simplan explain {this}", *steps]
 
 
 def explain_command(
@@ -197,11 +61,11 @@ def explain_command(
     explained = []
     for each in (request, *([replace(request, source=other)] if other else [])):
         scenario = each.scenario()
-        calibration = _calibration_for(
+        calibration = calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
-        prediction, simulated = _predict_step(scenario, calibration)
-        name = _name_of(each, scenario, several=other is not None)
+        prediction, simulated = predict_step(scenario, calibration)
+        name = name_of(each, scenario, several=other is not None)
         explained.append(explain(replace(prediction, name=name), simulated, calibration=calibration))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0])
@@ -232,11 +96,6 @@ def _straggler(text: str) -> dict[str, Any]:
     raise SpecError(Problem(field="--straggler", value=text, rule=rule, fix="write rank=17,slowdown=1.3"))
 
 
-def _name_of(request: ScenarioRequest, scenario: Scenario, *, several: bool) -> str:
-    """Name of a scenario, or of its file if there are several: those of saved plans have one name."""
-    return request.source.stem if several and request.is_file else scenario.name
-
-
 def trace_command(
     request: ScenarioRequest, *, as_json: bool, output: Path | None, calibration_file: Path | None
 ) -> int:
@@ -244,8 +103,8 @@ def trace_command(
     if output is None and not as_json:
         raise SpecError(Problem(field="--output", rule="is missing", fix="give -o FILE, or --json to print the trace"))
     scenario = request.scenario()
-    calibration = _calibration_for(scenario, calibration_file)
-    document = predicted_trace(*_predict_step(scenario, calibration))
+    calibration = calibration_for(scenario, calibration_file)
+    document = predicted_trace(*predict_step(scenario, calibration))
     if output is not None:
         write_json(output, document)
         say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
@@ -261,7 +120,7 @@ def draw_command(
     if output is not None:
         refuse_other_suffix(output)
     scenario = request.scenario()
-    drawing = draw_pipeline(scenario.predict(_calibration_for(scenario, calibration_file)))
+    drawing = draw_pipeline(scenario.predict(calibration_for(scenario, calibration_file)))
     if output is not None:
         write_text(output, drawing_svg(drawing))
         say(f"wrote {output}; any browser opens it")
@@ -297,8 +156,6 @@ def draw_load_command(
     request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
 ) -> int:
     """``simplan draw --load``."""
-    from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
-
     if width is not None:
         rule, fix = "has no meaning with --load", "remove one of the two"
         raise SpecError(Problem(field="--width", value=str(width), rule=rule, fix=fix))
@@ -308,7 +165,7 @@ def draw_load_command(
     if scenario.job.cluster.topology is None:
         fix = "give cluster.topology, e.g. {kind: leaf_spine, nodes_per_leaf: 4}"
         raise SpecError(Problem(field="--load", rule="needs links, and the cluster has no topology", fix=fix))
-    network = _predict_step(scenario, _calibration_for(scenario, calibration_file))[0].network
+    network = predict_step(scenario, calibration_for(scenario, calibration_file))[0].network
     assert network is not None
     drawing = draw_link_load(scenario.name, network)
     if output is not None:
@@ -357,7 +214,7 @@ def _run_alone(
     smaller = scenarios_on_fewer(scenario, rendezvous.nodes[0])[0] if rendezvous.is_elastic else {}
     every = [scenario, *smaller.values()]
     needed = is_needed(scenario.job.cluster)
-    calibration = ensure(every, calibration_file) if needed else _calibration_for(scenario, calibration_file)
+    calibration = ensure(every, calibration_file) if needed else calibration_for(scenario, calibration_file)
     outcome = execute(scenario, calibration, folder, options)
     if as_json:
         print_json(outcome.to_json())
@@ -404,11 +261,3 @@ def calibrate_command(
     device = calibration.environment.get("device") or "this machine"
     print_result(f"{where} holds {', '.join(parts)}, timed on {device}, {calibration.num_cores} cores")
     return 0
-
-
-def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
-    calibration = chosen(scenario, file)
-    if calibration is not None and not covers(calibration, scenario):
-        this = as_argument(scenario.file) if scenario.file and Path(scenario.file).exists() else "FILE"
-        say(f"note: not every layer here was timed itself; `simplan calibrate {this}` times them")
-    return calibration

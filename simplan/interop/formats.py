@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simplan.document import Document, parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
@@ -15,7 +15,9 @@ from simplan.interop.configuration import Configuration
 from simplan.interop.writing import Exported, Option
 from simplan.io import folder_of
 from simplan.job import Job
-from simplan.search.switch import ChangedSetting, changed_keys, changed_options
+
+if TYPE_CHECKING:
+    from simplan.search.switch import ChangedSetting
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ def read_configuration(file: ConfigFile, framework: str | None = None) -> Config
     Raises:
         SpecError: The format is unknown, or the file is wrong.
     """
-    readers = {name: each.read for name, each in formats().items() if each.read is not None}
     if framework is None and file.yaml is not None and {"model", "cluster"} <= file.yaml.data.keys():
         return None  # a scenario, whatever its comments say
+    readers = {name: each.read for name, each in formats().items() if each.read is not None}
     if framework is None:
         found = (name for name in readers if formats()[name].recognizes(file))
         framework = next(found, None)
@@ -133,6 +135,8 @@ def changed_settings(configuration: Configuration, before: Job, after: Job) -> t
 
     A framework that cannot express one of the jobs, or that is only read, leaves the keys of the scenario.
     """
+    from simplan.search.switch import ChangedSetting, changed_keys, changed_options
+
     write = formats()[configuration.format].settings if configuration.format in formats() else None
     if write is None:
         return changed_keys(before, after)

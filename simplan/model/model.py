@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -273,13 +274,25 @@ class ModelSpec(Spec):
         everything below the first adapter. MFU is computed from these FLOPs. Padding tokens count for nothing, in
         attention and in matmuls. ``full_attention`` counts the full square of every document.
         """
-        total = attention = 0
-        for layer in self.layers:
-            total += layer.flops(full_attention=full_attention) + layer.backward_flops(full_attention=full_attention)
-            for core in (kernel for kernel in layer.kernels if isinstance(kernel, Attention)):
-                matmuls = 3 if core.propagates else 1
-                attention += matmuls * (core.full_flops if full_attention else core.flops)
-        return attention + round((total - attention) * self.document_share)
+        return self._flops_per_sequence[full_attention]
+
+    @cached_property
+    def _flops_per_sequence(self) -> tuple[int, int]:
+        """Model FLOPs of one sequence, without and with full attention."""
+        alike = Counter(layer.key for layer in self.layers)
+        layers = {layer.key: layer for layer in self.layers}.values()
+        found = []
+        for full in (False, True):
+            total = attention = 0
+            for layer in layers:
+                total += alike[layer.key] * (
+                    layer.flops(full_attention=full) + layer.backward_flops(full_attention=full)
+                )
+                for core in (kernel for kernel in layer.kernels if isinstance(kernel, Attention)):
+                    matmuls = alike[layer.key] * (3 if core.propagates else 1)
+                    attention += matmuls * (core.full_flops if full else core.flops)
+            found.append(attention + round((total - attention) * self.document_share))
+        return found[0], found[1]
 
     @property
     def num_blocks(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,11 +45,13 @@ from simplan.program.tables.partition import (
     balanced_unequal_assignment,
 )
 from simplan.program.tables.table import plan_table
-from simplan.runs.run_spec import RunSpec
 from simplan.sim.engine import CoreUse
 from simplan.software.rates import FrameworkRates
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import Precision, TrainingSpec, UpdateName
+
+if TYPE_CHECKING:
+    from simplan.runs.run_spec import RunSpec
 
 _MAX_OPERATIONS = 120_000  # a larger Level 2 Program expands only layers with communication; its time is the same
 
@@ -77,6 +79,8 @@ def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
         prediction: Prediction to run.
         options: Further fields of ``RunSpec``; ``dtype`` defaults to the training precision (tf32: fp32, fp8: bf16).
     """
+    from simplan.runs.run_spec import RunSpec
+
     job = prediction.job
     fields: dict[str, Any] = {
         "name": prediction.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import BackupStep, Prediction, Term, worst_memory
 from simplan.program.action import Table
+from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import LayerWork, Phase, Program
 from simplan.program.tables.check import check_table
@@ -33,6 +35,7 @@ from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.executable import check_executable
 from simplan.rules import check_job
 from simplan.sim.engine import timeline
+from simplan.sim.engine_choice import load_for_another
 from simplan.units import format_flop_per_s, format_percent
 
 
@@ -72,11 +75,12 @@ def predict_step(
     folding, extent = folding_of(job), predicted_extent(job)
     expand_all = expands_all(job, folding, extent.simulated)
     step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, progress)
-    with locating(plan.schedule):
-        for table in step.tables:
-            check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
-        if is_custom_schedule(plan.schedule):
+    if is_custom_schedule(plan.schedule):
+        with locating(plan.schedule):
+            for table in step.tables:
+                check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
             check_executable(step.tables[0], plan, job.software)
+    load_for_another(step.programs)
     simulated, fine = step.simulated[0], step.programs[0]
     step_time_s, *moved_s = step.seconds(_vectors).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
@@ -105,7 +109,7 @@ def predict_step(
         table=step.tables[0],
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
-        action_level_step_time_s=float(step.at_level1().seconds()[0]),
+        action_level=partial(_action_level_s, job, extent, calibration, folding, step.assignment, step.tables),
         bubble_fraction=step.idle_fraction(),
         capacity_bytes=worst_memory(memory).capacity_bytes,
         fits=fits,
@@ -121,7 +125,7 @@ def predict_step(
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
             *buffer_assumption(job, worst_memory(memory)),
-            *_packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
+            *_packing_assumptions(step, step_time_s),
             *_simulation_assumptions(job, extent, calibration),
         ),
         network=step.network(step_time_s, uncontended_s, without_background_s),
@@ -129,6 +133,20 @@ def predict_step(
         backup_workers=_backup_step(job, step_time_s, calibration),
     )
     return prediction, simulated
+
+
+def _action_level_s(
+    job: Job,
+    extent: Extent,
+    calibration: Calibration | None,
+    folding: Folding,
+    assignment: StageAssignment,
+    tables: tuple[Table, ...],
+) -> float:
+    """Step time at Level 1; its inputs, unlike the step at Level 2, are small and can be pickled."""
+    step = TruncatedStep(job, extent, calibration, 1, folding)
+    vars(step).update(assignment=assignment, tables=tables)  # the same at both levels
+    return float(step.seconds()[0])
 
 
 def _backup_step(job: Job, step_time_s: float, calibration: Calibration | None) -> BackupStep | None:
@@ -177,11 +195,16 @@ def recomputed_share(job: Job, assignment: StageAssignment) -> float:
     """Recomputed FLOPs over FLOPs of forward and backward."""
     plan = job.plan
     again = total = 0
+    found: dict[tuple[object, Recompute, int], tuple[int, int]] = {}
     for number, layer in enumerate(job.software.layers_of(job.model, plan)):
         mode = recompute_of(layer, plan, assignment.place(number))
-        kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
-        again += sum(kernel.flops for index in kernels if isinstance(kernel := layer.kernels[index], Gemm | Attention))
-        total += layer.flops() + layer.backward_flops()
+        key = (layer.key, mode, (number - 1) % 2)  # selective_layer has two kinds of blocks
+        if key not in found:
+            kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
+            own = (layer.kernels[index] for index in kernels)
+            flops = sum(kernel.flops for kernel in own if isinstance(kernel, Gemm | Attention))
+            found[key] = flops, layer.flops() + layer.backward_flops()
+        again, total = again + found[key][0], total + found[key][1]
     return again / total
 
 
@@ -212,13 +235,9 @@ def _terms(step: TruncatedStep) -> tuple[Term, ...]:
     )
 
 
-def _packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
-    """Yield sentences on packed sequences; none if sequences are not packed.
-
-    Args:
-        job: Predicted job.
-        attention_share: Fraction of the step time spent in attention cores, on the rank with the largest.
-    """
+def _packing_assumptions(step: TruncatedStep, step_time_s: float) -> Iterator[str]:
+    """Yield sentences on packed sequences; none if sequences are not packed."""
+    job = step.job
     model = job.model
     if not model.document_lengths:
         return
@@ -241,6 +260,7 @@ def _packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
         yield f"{spread}; one rank waits for no other"
         return
     excess = fullest_excess(packs, ranks, each)
+    attention_share = attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s
     yield (
         f"{spread}; waiting for the fullest one is not in the step time: at most "
         f"{format_percent(attention_share * excess)} of it, for attention is {format_percent(attention_share)} of the "

@@ -106,7 +106,8 @@ def apply_jitter(
         Costs of the step nearest to the mean, step times of all simulated steps, and the ``(num_ops,)`` factors of the
         durations of the returned step.
     """
-    factors, compiled = Factors.of(program, program_costs, jitter), compile_program(program)
+    factors = Factors.of(program, program_costs, jitter)
+    compiled = compile_program(program, num_runs=NUM_STEPS)
 
     def steps_s(drawn: _Floats) -> _Floats:
         """``(num_steps, num_ops)`` Durations with these factors; those of dropped replicas are cut."""

@@ -179,13 +179,6 @@ class TruncatedStep:
         sizes = (extent.simulated, extent.simulated - extent.period) if extent.period else (extent.simulated,)
         return tuple(table_of(job, self.assignment, self.cost, size) for size in sizes)
 
-    def at_level1(self) -> TruncatedStep:
-        """The step at Level 1: actions as units, without overlap inside them."""
-        truncated_step = replace(self, level=1)
-        # the same at both levels
-        vars(truncated_step).update(cost=self.cost, assignment=self.assignment, tables=self.tables)
-        return truncated_step
-
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """Programs of the action tables."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -15,8 +15,6 @@ from simplan.plan.plan import ParallelPlan
 from simplan.prediction import MemoryVerdict, Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
-from simplan.search import Fix
-from simplan.search.switch import right_order
 from simplan.units import (
     counted,
     format_bytes,
@@ -27,6 +25,9 @@ from simplan.units import (
     format_rate,
     format_time,
 )
+
+if TYPE_CHECKING:
+    from simplan.search import Fix
 
 _MAX_TERMS = 8
 _SHOWN_S = 1e-7
@@ -166,6 +167,8 @@ def certainty_of_order(predictions: Sequence[Prediction]) -> list[tuple[float, i
     Returns:
         ``right_order`` of both; None for the fastest one of a job, which differs from the others in more than the plan.
     """
+    from simplan.search.switch import right_order
+
     fastest: dict[Job, Prediction] = {}
     found: list[tuple[float, int] | None] = []
     for each in predictions:
@@ -476,19 +479,19 @@ def split_parts(split: Split) -> dict[str, float]:
     >>> list(split_parts(Split(1.0, 0.5, 0.2, 0.0, 0.0, 0.1)))
     ['compute', 'recompute', 'exposed communication', 'wait', 'host', 'optimizer']
     """
-    return {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in asdict(split).items()}
+    names = (field.name for field in fields(split))
+    return {name.removesuffix("_s").replace("_", " "): getattr(split, name) for name in names}
 
 
 def _split_table(prediction: Prediction) -> str:
-    splits = [split_parts(split) for split in prediction.splits]
-    names = [name for name in splits[0] if any(split[name] >= _SHOWN_S for split in splits)]
-    rows = _grouped(
-        (
-            memory.rank,
-            [f"{format_time(split[name])} {100 * split[name] / prediction.step_time_s:3.0f} %" for name in names],
-        )
-        for memory, split in zip(prediction.memory, splits, strict=True)
-    )
+    parts = {split: split_parts(split) for split in prediction.splits}  # few differ
+    names = [name for name in parts[prediction.splits[0]] if any(own[name] >= _SHOWN_S for own in parts.values())]
+    cells = {
+        split: [f"{format_time(own[name])} {100 * own[name] / prediction.step_time_s:3.0f} %" for name in names]
+        for split, own in parts.items()
+    }
+    pairs = zip(prediction.memory, prediction.splits, strict=True)
+    rows = _grouped((memory.rank, cells[split]) for memory, split in pairs)
     headers = ["rank", *(name.replace("communication", "comm") for name in names)]
     return "Step breakdown per rank\n" + _rank_table(headers, rows)
 

@@ -15,7 +15,6 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import MISSING, Path, find_place, in_file_order, render_value, validate
-from simplan.search import SearchSpace
 from simplan.training import TrainingSection
 from simplan.unmodeled import unmodeled
 
@@ -235,6 +234,8 @@ def where_keys_belong(section: str, *, searches: bool) -> dict[str, str]:
     for other, spec in _SECTIONS.items():
         found |= {key: f"{other}.{key}" for key in spec.model_fields if other != section}
     if searches:
+        from simplan.search.space import SearchSpace
+
         in_search = SearchSpace.model_fields.keys()
         moved = {key: place.partition(".") for key, place in found.items() if place.startswith("plan.")}
         found |= {

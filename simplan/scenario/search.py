@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import SpecError
@@ -25,9 +25,10 @@ from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario.file import Scenario, ScenarioParts, check_budget, parts_of, relocated
-from simplan.search import SearchResult, SearchSpace, search
-from simplan.search.space import that_it_has
 from simplan.training import TrainingBudget
+
+if TYPE_CHECKING:
+    from simplan.search import SearchResult, SearchSpace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ class SearchScenario:
         Raises:
             SpecError: See ``simplan.search.search``.
         """
+        from simplan.search import search
+
         result = search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
         return replace(result, assumptions=self.assumptions)
 
@@ -96,6 +99,8 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
     Raises:
         SpecError: See ``load_search``.
     """
+    from simplan.search.space import SearchSpace, that_it_has
+
     sections, data = parts.sections, parts.data
     if "search" not in data:
         fix = "write search: {} in its place, which asks for all default ranges"

@@ -8,8 +8,11 @@ only the SimPy engine applies, and it is the reference in all other cases.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +21,33 @@ from simplan.errors import NotModelledError, Problem
 from simplan.program.program import STREAMS, Program
 from simplan.sim.engine import CoreUse, Times
 
-_VECTORS = 8  # evaluated together: a node's ends fill one cache line
 _Floats = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.int32]
 Durations = Sequence[float] | _Floats
+JITTED, INTERPRETED = "simplan.sim.jitted", "simplan.sim.interpreted"
+_RUNS_OF_A_PREDICTION = 10
+_FEWEST_RUN = 400_000
+"""Operations times runs for which the interpreter (1 microsecond each) needs as long as to load numba."""
+
+
+class Loops(Protocol):
+    """Loops over the nodes of a graph: the modules ``simplan.sim.jitted`` and ``simplan.sim.interpreted``."""
+
+    def topological_order(self, first: _Indices, after: _Indices, missing: _Indices, /) -> _Indices:
+        """Returns the nodes in topological order; fewer than all nodes if there is a cycle."""
+        ...
+
+    def spans(self, first: _Indices, before: _Indices, durations_s: _Floats, /) -> tuple[_Floats, _Floats]:
+        """Returns start and end of every node, from the durations of the nodes."""
+        ...
+
+    def tails(self, first: _Indices, before: _Indices, durations_s: _Floats, /) -> _Floats:
+        """Returns the time from the start of every node to the end of the step, from the durations of the nodes."""
+        ...
+
+    def latest(self, first: _Indices, before: _Indices, leader: _Indices, durations_s: _Floats, /) -> _Floats:
+        """Returns the end of the last node for each vector of durations of the operations."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,12 +59,14 @@ class CompiledProgram:
         leader: ``(num_nodes,)`` Operation whose duration the node has: the first operation of a meeting.
         first: ``(num_nodes + 1,)`` Offsets into ``before`` at which the predecessors of each node begin.
         before: ``(num_edges,)`` Predecessors of all nodes, on the streams and through waits.
+        loops: Loops over the nodes, compiled or interpreted.
     """
 
     node: _Indices
     leader: _Indices
     first: _Indices
     before: _Indices
+    loops: Loops
 
     def times(self, durations_s: Durations) -> Times:
         """Returns start and end of every operation, as ``simplan.sim.engine.simulate`` does.
@@ -54,15 +82,12 @@ class CompiledProgram:
         Args:
             durations_s: ``(num_ops,)`` or ``(num_vectors, num_ops)``, in seconds.
         """
-        from simplan.sim.longest_path import node_ends
-
         given_s = np.ascontiguousarray(durations_s, np.float64)
         vectors_s = np.atleast_2d(given_s)
         assert vectors_s.shape[1] == len(self.node), vectors_s.shape
         starts_s, ends_s = np.empty_like(vectors_s), np.empty_like(vectors_s)
-        start_s, end_s = np.empty(len(self.leader)), np.empty(len(self.leader))
         for k, vector_s in enumerate(vectors_s):
-            node_ends(self.first, self.before, self.leader, vector_s, start_s, end_s)
+            start_s, end_s = self.loops.spans(self.first, self.before, vector_s[self.leader])
             starts_s[k], ends_s[k] = start_s[self.node], end_s[self.node]
         return starts_s.reshape(given_s.shape), ends_s.reshape(given_s.shape)
 
@@ -72,10 +97,7 @@ class CompiledProgram:
         Args:
             durations_s: ``(num_ops,)`` Durations in seconds.
         """
-        from simplan.sim.longest_path import node_tails
-
-        tail_s = np.empty(len(self.leader))
-        node_tails(self.first, self.before, self.leader, np.ascontiguousarray(durations_s, np.float64), tail_s)
+        tail_s = self.loops.tails(self.first, self.before, np.asarray(durations_s, np.float64)[self.leader])
         return np.asarray(tail_s[self.node])
 
     def step_times_s(self, durations_s: Sequence[Durations] | _Floats) -> list[float]:
@@ -84,24 +106,22 @@ class CompiledProgram:
         Args:
             durations_s: ``(num_vectors, num_ops)`` Durations in seconds.
         """
-        from simplan.sim.longest_path import latest_ends
-
         vectors_s = np.ascontiguousarray(durations_s, np.float64)
         assert vectors_s.shape == (len(vectors_s), len(self.node)), vectors_s.shape
-        latest_s = np.empty(len(vectors_s))
-        for begin in range(0, len(vectors_s), _VECTORS):
-            part_s = vectors_s[begin : begin + _VECTORS]
-            end_s = np.empty((len(self.leader), len(part_s)))
-            latest_ends(self.first, self.before, self.leader, part_s, end_s, latest_s[begin : begin + _VECTORS])
-        return latest_s.tolist()
+        found: list[float] = self.loops.latest(self.first, self.before, self.leader, vectors_s).tolist()
+        return found
 
 
-def compile_program(program: Program, sharing: CoreUse | None = None) -> CompiledProgram:
+def compile_program(
+    program: Program, sharing: CoreUse | None = None, *, num_runs: int = _RUNS_OF_A_PREDICTION
+) -> CompiledProgram:
     """Returns a static Program as arrays.
 
     Args:
         program: A checked Program.
         sharing: Cores that operations share; None for no sharing.
+        num_runs: Expected number of vectors of durations. Few runs of a small Program are interpreted, unless the
+            machine code is loaded.
 
     Raises:
         NotModelledError: Operations share cores.
@@ -115,18 +135,18 @@ def compile_program(program: Program, sharing: CoreUse | None = None) -> Compile
                 fix="simulate it with the SimPy engine",
             )
         )
-    from simplan.sim.longest_path import topological_order
-
+    jits = JITTED in sys.modules or len(program) * num_runs >= _FEWEST_RUN
+    loops = cast(Loops, import_module(JITTED if jits else INTERPRETED))
     operation, node = np.unique(leaders_of(program), return_inverse=True)
     source, target = (node[operations] for operations in _edges(program))
     num_nodes = len(operation)
     first, after = _adjacent(source, target, num_nodes)
-    order = topological_order(first, after, np.bincount(target, minlength=num_nodes).astype(np.int32))
+    order = loops.topological_order(first, after, np.bincount(target, minlength=num_nodes).astype(np.int32))
     assert len(order) == num_nodes, "deadlock in a checked Program"
     number = np.empty(num_nodes, np.int32)
     number[order] = np.arange(num_nodes, dtype=np.int32)
     first, before = _adjacent(number[target], number[source], num_nodes)
-    return CompiledProgram(number[node], operation[order].astype(np.int32), first, before)
+    return CompiledProgram(number[node], operation[order].astype(np.int32), first, before, loops)
 
 
 def leaders_of(program: Program) -> npt.NDArray[np.int64]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simplan.program.program import Program
-from simplan.sim.compiled import Durations, compile_program
+from simplan.sim.compiled import INTERPRETED, JITTED, Durations, compile_program
 from simplan.sim.engine import CoreUse, Times, simulate
 
-_FEWEST_OPERATIONS = 20_000
-"""Operations from which the eight runs of a truncated prediction in SimPy (20 microseconds per operation together) take
-longer than importing numba and loading its machine code (0.4 seconds)."""
+_FEWEST_OPERATIONS = 5_000
+"""Operations from which a further prediction loads the machine code: that pays after a dozen predictions."""
 
 
 class Engine(Protocol):
@@ -37,7 +36,7 @@ class _SimPy:
     """The reference engine."""
 
     program: Program
-    sharing: CoreUse | None
+    sharing: CoreUse
 
     def times(self, durations_s: Durations) -> Times:
         return simulate(self.program, durations_s, self.sharing)
@@ -47,19 +46,23 @@ class _SimPy:
 
 
 def load_compiled() -> None:
-    """Loads the compiled engine, which then runs small Programs as well; useful before many simulations."""
-    importlib.import_module("simplan.sim.longest_path")
+    """Loads the machine code of the compiled engine, which then runs small Programs as well."""
+    import_module(JITTED)
+
+
+def load_for_another(programs: Iterable[Program]) -> None:
+    """Loads the machine code if this process has simulated before, and the Programs of its next prediction are large.
+
+    So the first prediction of a process does not wait for numba, and the second one is compiled.
+    """
+    if INTERPRETED in sys.modules and sum(map(len, programs)) >= _FEWEST_OPERATIONS:
+        load_compiled()
 
 
 def engine_of(program: Program, sharing: CoreUse | None) -> Engine:
-    """Returns SimPy for shared cores and for small Programs, and the compiled engine for large static ones.
-
-    Once the compiled engine is loaded, it runs small Programs as well.
+    """Returns SimPy for ranks that share cores, and the compiled engine for static Programs.
 
     Args:
         sharing: Cores that operations share; None for no sharing.
     """
-    loaded = "simplan.sim.longest_path" in sys.modules
-    if sharing is None and (loaded or len(program) >= _FEWEST_OPERATIONS):
-        return compile_program(program)
-    return _SimPy(program, sharing)
+    return compile_program(program) if sharing is None else _SimPy(program, sharing)

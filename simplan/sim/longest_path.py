@@ -1,19 +1,24 @@
-"""Inner loops of the compiled engine, compiled with numba."""
+"""Inner loops of the compiled engine: on lists for the interpreter, on arrays for numba."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
-
-from simplan.jit import jit
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
 
-@jit
-def topological_order(first: Ints, after: Ints, missing: Ints) -> Ints:
-    """Returns the nodes in topological order; fewer than all nodes if there is a cycle.
+_Ints = Sequence[int] | Ints
+_Floats = Sequence[float] | Floats
+
+
+def topological_order(
+    first: _Ints, after: _Ints, missing: list[int] | Ints, ready: list[int] | Ints, order: list[int] | Ints
+) -> int:
+    """Writes the nodes in topological order; returns their number, fewer than all nodes if there is a cycle.
 
     The last node to become ready comes first (Kahn 1962, with a stack). The order therefore follows a rank until the
     rank has to wait, and a node's inputs were written shortly before the node.
@@ -22,55 +27,67 @@ def topological_order(first: Ints, after: Ints, missing: Ints) -> Ints:
         first: Offsets into ``after`` at which each node's successors begin; one more entry for the end.
         after: Successors of all nodes.
         missing: Per node, the number of its predecessors; modified.
+        ready, order: ``(num_nodes,)`` Scratch, and the order; written to.
     """
-    num_nodes = len(missing)
-    order = np.empty(num_nodes, np.int32)
-    ready = np.empty(num_nodes, np.int32)
-    num_ready = 0
+    num_nodes = len(first) - 1
+    num_ready = num_done = 0
     for node in range(num_nodes - 1, -1, -1):
         if missing[node] == 0:
             ready[num_ready] = node
             num_ready += 1
-    num_done = 0
     while num_ready > 0:
         num_ready -= 1
         node = ready[num_ready]
         order[num_done] = node
         num_done += 1
-        for edge in range(first[node], first[node + 1]):
-            other = after[edge]
+        for other in after[first[node] : first[node + 1]]:
             missing[other] -= 1
             if missing[other] == 0:
                 ready[num_ready] = other
                 num_ready += 1
-    return order[:num_done]
+    return num_done
 
 
-@jit
-def node_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, start_s: Floats, end_s: Floats) -> None:
+def node_ends(
+    first: _Ints, before: _Ints, durations_s: _Floats, start_s: list[float] | Floats, end_s: list[float] | Floats
+) -> None:
     """Computes start and end of every node.
 
     Args:
         first: Offsets into ``before`` at which each node's predecessors begin; nodes are in topological order.
         before: Predecessors of all nodes.
-        leader: Per node, the operation whose duration it has.
-        durations_s: ``(num_ops,)`` Durations in seconds.
+        durations_s: ``(num_nodes,)`` Durations in seconds.
         start_s, end_s: ``(num_nodes,)`` Start and end in seconds; written to.
     """
-    for node in range(len(leader)):
+    for node in range(len(durations_s)):
         ready_s = 0.0
-        for edge in range(first[node], first[node + 1]):
-            ready_s = max(ready_s, end_s[before[edge]])
+        for other in before[first[node] : first[node + 1]]:
+            if end_s[other] > ready_s:  # max() would take the interpreter three times as long
+                ready_s = end_s[other]
         start_s[node] = ready_s
-        end_s[node] = ready_s + durations_s[leader[node]]
+        end_s[node] = ready_s + durations_s[node]
 
 
-@jit
-def latest_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, end_s: Floats, latest_s: Floats) -> None:
-    """Computes the end of the last node under several duration vectors together.
+def node_tails(first: _Ints, before: _Ints, durations_s: _Floats, tail_s: list[float] | Floats) -> None:
+    """Computes the time from the start of every node to the end of the step, on the longest path.
 
     Args:
-        first, before, leader: As for ``node_ends``.
+        first, before, durations_s: As for ``node_ends``.
+        tail_s: ``(num_nodes,)`` Zeros; time in seconds is written to it.
+    """
+    for node in range(len(durations_s) - 1, -1, -1):
+        tail_s[node] += durations_s[node]
+        for other in before[first[node] : first[node + 1]]:
+            if tail_s[node] > tail_s[other]:
+                tail_s[other] = tail_s[node]
+
+
+def latest_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, end_s: Floats, latest_s: Floats) -> None:
+    """Computes the end of the last node under several duration vectors together; for numba only.
+
+    Args:
+        first, before: As for ``node_ends``.
+        leader: Per node, the operation whose duration it has.
         durations_s: ``(num_vectors, num_ops)`` Durations in seconds.
         end_s: ``(num_nodes, num_vectors)`` Scratch; its rows are contiguous so that the inner loops are vectorized.
         latest_s: ``(num_vectors,)`` End of the last node in seconds; written to.
@@ -87,18 +104,3 @@ def latest_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, en
         for k in range(num_vectors):
             end_s[node, k] += durations_s[k, leader[node]]
             latest_s[k] = max(latest_s[k], end_s[node, k])
-
-
-@jit
-def node_tails(first: Ints, before: Ints, leader: Ints, durations_s: Floats, tail_s: Floats) -> None:
-    """Computes the time from the start of every node to the end of the step, on the longest path.
-
-    Args:
-        first, before, leader, durations_s: As for ``node_ends``.
-        tail_s: ``(num_nodes,)`` Time in seconds; written to.
-    """
-    tail_s[:] = 0.0
-    for node in range(len(leader) - 1, -1, -1):
-        tail_s[node] += durations_s[leader[node]]
-        for edge in range(first[node], first[node + 1]):
-            tail_s[before[edge]] = max(tail_s[before[edge]], tail_s[node])

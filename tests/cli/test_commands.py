@@ -414,6 +414,17 @@ def test_files_named_by_a_scenario_of_a_pipe_are_where_the_command_runs(
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_a_prediction_as_text_imports_no_compiler_and_no_other_command(
+    scenario: Path, environment: dict[str, str]
+) -> None:
+    unused = ["numba", "simplan.search.api", "simplan.cli.execute", "simplan.interop.frameworks.megatron"]
+    code = f"import sys; from simplan.cli import main; main(['predict', {str(scenario)!r}]); "
+    code += f"print(sys.modules.keys() & {set(unused)!r}, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "step time" in result.stdout
+    assert result.stderr == "set()\n"
+
+
 def test_check_reads_a_pipe_once(scenario: Path, environment: dict[str, str]) -> None:
     check = f"{sys.executable} -m simplan check"
     result = bash(f"{check} <(cat {scenario})", environment)
