@@ -80,6 +80,11 @@ class Statistics:
         """Number of candidates rejected, pruned or timed."""
         return self.rejected.total() + self.bounded + self.timed
 
+    @property
+    def rejected_by_rules(self) -> int:
+        """Number of candidates that violate a rule."""
+        return self.rejected.total() - self.rejected["memory"] - self.rejected["max_step_time_s"]
+
     def almost(self, nearly: Iterable[Waiting]) -> None:
         """Add candidates that may fit with ``MORE`` times the memory."""
         self.nearly = heapq.nsmallest(_MAX_NEAR_MISSES, [*self.nearly, *nearly])

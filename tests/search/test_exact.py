@@ -13,8 +13,8 @@ from simplan.job import Job
 from simplan.plan.collectives import Collectives
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
-from simplan.search import SearchProgress, SearchResult, SearchSpace, evaluate, search
-from simplan.search.evaluate import Evaluator
+from simplan.search import SearchProgress, SearchResult, SearchSpace, search, workers
+from simplan.search.evaluate import Evaluator, Numbers
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
 from tests.search.jobs import small_job
@@ -241,7 +241,8 @@ def test_where_nothing_fits_the_nearest_misses_are_those_that_lack_least() -> No
 
 
 def test_processes_find_and_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "_ALONE_S", -1.0)
+    monkeypatch.setattr(workers, "_ALONE_S", -1.0)
+    monkeypatch.setattr(workers._Processes, "is_ready", True)  # so that no call is made here
     space = SearchSpace(**SPACE, top=9)
     one, two = found_by(space), found_by(space, jobs=2)
     assert (one.ranked, one.nearest_misses, one.space) == (two.ranked, two.nearest_misses, two.space)
@@ -261,12 +262,10 @@ def test_what_is_ranked_is_predicted_whole_and_ranked_again(monkeypatch: pytest.
     truth = found_by(space)
     numbers = Evaluator.numbers
 
-    def short(self: Evaluator, plans: Any, max_bytes: int | None, *, whole: bool = False) -> Any:
-        found = numbers(self, plans, max_bytes, whole=whole)
-        if whole:
-            return found
-        shares = [0.5 + 0.5 * (plan.virtual_stages * 7 + plan.pp * 3 + plan.dp_shard) % 5 / 5 for plan in plans]
-        return [(size, s if s is None else share * s) for share, (size, s) in zip(shares, found, strict=True)]
+    def short(self: Evaluator, plan: ParallelPlan, max_bytes: int | None, *, whole: bool = False) -> Numbers:
+        size, seconds = numbers(self, plan, max_bytes, whole=whole)
+        share = 1.0 if whole else 0.5 + 0.5 * (plan.virtual_stages * 7 + plan.pp * 3 + plan.dp_shard) % 5 / 5
+        return size, seconds if seconds is None else share * seconds
 
     monkeypatch.setattr(Evaluator, "numbers", short)
     monkeypatch.setattr(Evaluator, "is_approximate", lambda *_: True)
