@@ -10,10 +10,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from multiprocessing import current_process
+from queue import Empty
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -156,8 +157,11 @@ class _Processes:
         return result
 
     def end(self) -> None:
+        with suppress(Empty):
+            while True:  # loky fails if it ends while calls wait for their turn
+                self._executor._work_ids.get_nowait()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of loky where there is no pgrep: it then looks for no grandchildren
+            warnings.simplefilter("ignore")  # of loky, where there is no pgrep to look for grandchildren
             self._executor.shutdown(wait=True, kill_workers=True)
 
 
