@@ -102,10 +102,10 @@ def predict_command(
 
 
 def _predict_step(scenario: Scenario, calibration: Calibration | None) -> tuple[Prediction, Simulated]:
-    """Prediction and simulated step; on a terminal, with the progress of the simulation of links."""
+    """Prediction and simulated step; with the progress of the simulation of links."""
     if scenario.job.cluster.topology is None:
         return scenario.predict_step(calibration)
-    with ProgressLine("simulating links", elsewhere=False) as line:
+    with ProgressLine("simulating links", quarters=False) as line:
         return scenario.predict_step(calibration, line.update)
 
 
@@ -146,7 +146,7 @@ def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix
     """Changes with which a job fits; None if it fits as it is."""
     if prediction.fits is not False and prediction.host_fits is not False:
         return None
-    with ProgressLine("does not fit; trying changes", elsewhere=False):
+    with ProgressLine("does not fit; trying changes", quarters=False):
         return fixes(prediction, calibration)
 
 
