@@ -67,7 +67,7 @@ class Statistics:
         nearly: Plans that may fit with ``MORE`` times the memory, those with the lowest bounds.
     """
 
-    rejected: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=lambda: Counter(memory=0, max_step_time_s=0))
     bounded: int = 0
     timed: int = 0
     in_headroom: int = 0
