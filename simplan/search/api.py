@@ -19,7 +19,8 @@ from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
 from simplan.search.enumeration import empty_space, unsearched
-from simplan.search.evaluate import Evaluator
+from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.workers import Workers
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Goal, Group, Incumbents, Timed
@@ -43,7 +44,6 @@ from simplan.search.space import (
     with_options,
 )
 from simplan.search.statistics import ROUNDING, Statistics, rounded
-from simplan.search.workers import Workers
 
 _LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step must be within the deadline"}
 

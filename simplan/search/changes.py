@@ -12,11 +12,11 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.rules import violations
+from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import first_fit
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
 from simplan.search.result import NearestMiss, RequestChange
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
-from simplan.search.workers import Workers
 from simplan.units import format_bytes, format_time
 from simplan.wording import divisors
 

@@ -14,11 +14,11 @@ from simplan.predict.sensitivity import Resource, improved
 from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import Prediction
 from simplan.rules import violations
-from simplan.search.evaluate import Evaluator
+from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.workers import Workers
 from simplan.search.result import OtherSoftware, SearchExplanation
 from simplan.search.space import SoftwareOptions, with_options
 from simplan.search.statistics import MORE, Waiting
-from simplan.search.workers import Workers
 
 _RESOURCES = {
     "flop_per_s": Resource.COMPUTE,

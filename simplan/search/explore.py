@@ -24,11 +24,11 @@ from simplan.plan.plan import ParallelPlan
 from simplan.search.bounds.layer_sums import Floats
 from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration, Mesh
-from simplan.search.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.workers import Workers
 from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace, SoftwareOptions, capacity_bytes
 from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics, Waiting, rounded
-from simplan.search.workers import Workers
 
 OnProgress = Callable[[str, int, int | None], None]
 _MAX_BEYOND = 256

@@ -15,9 +15,9 @@ from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.plan import ParallelPlan
 from simplan.search.enumeration import Enumeration
+from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import first_fit
 from simplan.search.space import SearchSpace, check_without_plan, software_options, that_it_has, with_options
-from simplan.search.workers import Workers
 
 Quantity = Literal["seq_len", "microbatch_size", "num_hidden_layers"]
 QUANTITIES: tuple[str, ...] = ("seq_len", "microbatch_size", "num_hidden_layers")

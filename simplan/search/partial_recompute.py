@@ -19,12 +19,12 @@ from simplan.predict.build import assign_layers, cost_model
 from simplan.rules import violations
 from simplan.rules.recompute import recompute_layers_modelled, recompute_modelled
 from simplan.search.candidates import plan_order
-from simplan.search.evaluate import Evaluator
+from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import Exploration, OnProgress
 from simplan.search.incumbents import Goal, Incumbents
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import rounded
-from simplan.search.workers import Workers
 
 _MAX_CANDIDATES = 32
 """Maximum number of plans to try, most promising first."""

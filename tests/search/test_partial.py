@@ -14,11 +14,11 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import SearchResult, SearchSpace, search
+from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Goal, Incumbents
 from simplan.search.partial_recompute import _in_stages, _most_blocks, _whole
 from simplan.search.statistics import Statistics, rounded
-from simplan.search.workers import Workers
 from simplan.units import MIB
 from tests.search.brute_force import Row, shown
 from tests.search.jobs import plans_of, small_job
