@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from simplan.predict import predict
 from simplan.search import SearchProgress, SearchResult, SearchSpace, explore, search
 from simplan.search.evaluation import workers
 from simplan.search.evaluation.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.workers import Workers
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
 from tests.search.jobs import small_job
@@ -246,10 +247,35 @@ def test_processes_find_and_count_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(workers, "_ALONE_S", -1.0)
     monkeypatch.setattr(workers._Processes, "is_ready", True)  # so that no call is made here
     monkeypatch.setattr(explore, "_PART_ROWS", 16)  # several parts of a table
-    space = SearchSpace(**SPACE, top=3, objectives=("memory", "step_time"))  # plans are pruned between others
-    for job in (asked_for(), asked_for(capacity=100 * MIB)):  # of the second one, nothing fits
-        one, two = (json.dumps(search(job, space, jobs=jobs).to_json()) for jobs in (1, 2))
-        assert one == two
+    one, two = (json.dumps(search(asked_for(), SearchSpace(**SPACE, top=3), jobs=jobs).to_json()) for jobs in (1, 2))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("capacity", "options"),
+    [
+        (1085, {"top": 1}),
+        (1085, {"top": 2, "objectives": ("memory", "step_time")}),
+        (1085, {"max_step_time_s": 0.003}),
+        (100, {}),  # with which nothing fits
+    ],
+)
+def test_calls_made_ahead_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, capacity: int, options: dict[str, Any]
+) -> None:
+    """Workers that make all calls of a phase before the first result is taken, also those that it makes needless."""
+    job, space = asked_for(capacity=capacity * MIB), SearchSpace(**SPACE, **options)
+    one_by_one = json.dumps(search(job, space).to_json())
+    num_calls = []
+
+    def ahead(self: Workers, function: Any, calls: Any) -> Iterator[tuple[Any, Any]]:
+        found = [(key, function(*arguments)) for key, arguments in calls]
+        num_calls.append(len(found))
+        return iter(found)
+
+    monkeypatch.setattr(Workers, "each", ahead)
+    assert json.dumps(search(job, space).to_json()) == one_by_one
+    assert max(num_calls) > 5
 
 
 def test_several_numbers_of_devices_are_one_space() -> None:
