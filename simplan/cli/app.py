@@ -146,8 +146,11 @@ def search(
     ] = None,
     rank: Annotated[int | None, _COUNT(max=1000, help="Rank of the plan that --save-plan writes (default: 1).")] = None,
     jobs: Annotated[
-        int, typer.Option(min=-1, max=4096, metavar="N", help="Number of processes; -1 for one per core.")
-    ] = 1,
+        int,
+        typer.Option(
+            min=-1, max=4096, metavar="N", help="Number of processes of a search that takes long; -1 for one per core."
+        ),
+    ] = -1,
     tokens: Tokens = None,
     price: PriceOption = None,
     calibration: CalibrationFile = None,

@@ -45,6 +45,137 @@ from simplan.report.trace import predicted_trace
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import scenarios_on_fewer
+<<<<<<< HEAD
+=======
+from simplan.search import Fix, fixes
+from simplan.units import format_percent
+
+_MOST_OF_A_STEP = 0.5
+"""Fraction of exposed communication above which an assumed plan has a warning."""
+
+
+def predict_command(
+    request: ScenarioRequest,
+    others: Sequence[Path],
+    *,
+    as_json: bool,
+    trace: Path | None,
+    output: Path | None,
+    calibration_file: Path | None,
+    budget: Mapping[str, float | None],
+) -> int:
+    """``simplan predict``."""
+    if others:
+        if trace is not None:
+            rule, fix = "is of one scenario", f"give it with each of the {len(others) + 1}"
+            raise SpecError(Problem(field="--trace", value=str(trace), rule=rule, fix=fix))
+        return _predict_all(request, others, as_json, output, calibration_file, budget)
+    scenario = request.scenario()
+    given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
+    scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
+    calibration = _calibration_for(scenario, calibration_file)
+    prediction, simulated = _predict_step(scenario, calibration)
+    found = _fixes(prediction, calibration)
+    document = prediction.to_json()
+    if found is not None:
+        document["fixes"] = [fix.to_json() for fix in found]
+    if output is not None:
+        write_json(output, document)
+    if trace is not None:
+        write_predicted_trace(trace, prediction, simulated)
+    if as_json:
+        print_json(document)
+        return 0
+    warning = _warning(scenario, request, prediction)
+    steps, line = _next(scenario, request, found), verdict(prediction)
+    assumed = {"plan": scenario.plan_is_assumed, "batch": scenario.batch_is_assumed}
+    text = prediction_text(prediction, steps, found or (), warning, assumed={key for key in assumed if assumed[key]})
+    certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
+    print_result(text.replace(line, emphasize(line, certain), 1))
+    return 0
+
+
+def _predict_step(scenario: Scenario, calibration: Calibration | None) -> tuple[Prediction, Simulated]:
+    """Prediction and simulated step; with the progress of the simulation of links."""
+    if scenario.job.cluster.topology is None:
+        return scenario.predict_step(calibration)
+    with ProgressLine("simulating links", quarters=False) as line:
+        return scenario.predict_step(calibration, line.update)
+
+
+def _predict_all(
+    request: ScenarioRequest,
+    others: Sequence[Path],
+    as_json: bool,
+    output: Path | None,
+    calibration_file: Path | None,
+    budget: Mapping[str, float | None],
+) -> int:
+    """Table of the predictions of several scenarios."""
+    predictions = []
+    for each in (request, *(replace(request, source=opened(other)) for other in others)):
+        scenario = each.scenario()
+        given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
+        scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
+        calibration = _calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
+        predictions.append(replace(scenario.predict(calibration), name=_name_of(each, scenario, several=True)))
+    predictions.sort(key=lambda prediction: prediction.step_time_s)
+    certainties = (each and {"fraction": each[0], "num_pairs": each[1]} for each in certainty_of_order(predictions))
+    document = {
+        "schema_version": 1,
+        "kind": "predictions",
+        "predictions": [each.to_json() for each in predictions],
+        "published_pairs_in_this_order": [*certainties],
+    }
+    if output is not None:
+        write_json(output, document)
+    if as_json:
+        print_json(document)
+    else:
+        print_result(predictions_text(predictions))
+    return 0
+
+
+def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix, ...] | None:
+    """Changes with which a job fits; None if it fits as it is."""
+    if prediction.fits is not False and prediction.host_fits is not False:
+        return None
+    with ProgressLine("does not fit; trying changes", quarters=False):
+        return fixes(prediction, calibration)
+
+
+def _warning(scenario: Scenario, request: ScenarioRequest, prediction: Prediction) -> str:
+    """Sentence on an assumed plan that does not fit or mostly waits for communication; empty for any other."""
+    exposed_s = sum(split.exposed_communication_s for split in prediction.splits) / len(prediction.splits)
+    share = exposed_s / prediction.step_time_s
+    fits = prediction.fits is not False and prediction.host_fits is not False
+    if not scenario.plan_is_assumed or (fits and share <= _MOST_OF_A_STEP):
+        return ""
+    words = f"{format_percent(share)} of the step is exposed communication. Find faster plans"
+    if not fits:
+        words = "other plans may fit. Find them"
+    return (
+        f"The plan was assumed, and {words}:\n"
+        f"  simplan search {request.with_batch(scenario.job.training.global_batch_size).argument(without='plan')}"
+    )
+
+
+def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | None) -> list[str]:
+    """Commands to run after a prediction."""
+    this = request.argument()
+    steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
+    steps.append(f"simplan trace {this} -o trace.json")
+    same_batch = request.with_batch(scenario.job.training.global_batch_size)
+    search = same_batch.argument(without="plan")
+    if request.is_file:
+        search += " --from-current" if found is None else " --set 'search={}'"
+    beside_jobs = any(isinstance(each, BackgroundJob) for each in scenario.job.cluster.background)
+    searched = [] if beside_jobs else [f"simplan search {search}"]  # every plan would simulate the other jobs: minutes
+    if found is None:
+        return [f"simplan explain {this}", *searched, *steps]
+    changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
+    return [*changed, *searched, f"simplan explain {this}", *steps]
+>>>>>>> w/search
 
 
 def explain_command(

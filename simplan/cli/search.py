@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -53,7 +52,7 @@ class SearchOptions:
         top: Number of plans to rank.
         max_memory_fraction: Fraction of the device memory that plans may use.
         objectives: Names of one or two objectives.
-        jobs: Number of processes.
+        jobs: Number of processes; -1 for one per core.
         save_plan: File for the scenario with a ranked plan.
         rank: Rank of the plan to save; None for the best.
         largest: Quantity to maximize instead of searching for the best plan.
@@ -63,7 +62,7 @@ class SearchOptions:
     top: int | None = None
     max_memory_fraction: float | None = None
     objectives: tuple[str, ...] = ()
-    jobs: int = 1
+    jobs: int = -1
     save_plan: Path | None = None
     rank: int | None = None
     largest: str | None = None
@@ -97,8 +96,9 @@ def search_command(
             on_progress=watch.show,
         )
     result = replace(result, assumptions=scenario.assumptions)
-    switch = _switch(scenario, result, calibration, options.jobs) if options.from_current else None
-    if options.from_current and result.best is None and scenario.current is not None:
+    compares = options.from_current and not result.interrupted  # who stopped a search does not wait for another one
+    switch = _switch(scenario, result, calibration, options.jobs) if compares else None
+    if compares and result.best is None and scenario.current is not None:
         say(f"the current plan {verdict(predict(scenario.current.job, calibration=calibration))}")
     if as_json:
         print_json(result.to_json() | ({} if switch is None else {"switch": switch.to_json()}))
@@ -163,8 +163,7 @@ def slow_search(job: Job, space: SearchSpace) -> str:
         return ""
     return (
         f"{total:,} plans are simulated one by one, all of a step: this may take tens of minutes. "
-        "Narrow the ranges of search (pp, schedule, virtual_stages, microbatch_size) or use --jobs -1; Ctrl-C shows "
-        "the best so far"
+        "Narrow the ranges of search (pp, schedule, virtual_stages, microbatch_size); Ctrl-C shows the best so far"
     )
 
 
@@ -186,8 +185,9 @@ def _largest(
             scenario.job,
             space,
             quantity,  # type: ignore[arg-type] # checked above
-            lambda value: watch.update(0, 1, f"trying {value:,}"),
+            lambda value: watch.update(0, 0, f"trying {value:,}"),
             calibration=calibration,
+            jobs=options.jobs,
         )
     if options.save_plan is not None:
         what = f"A plan that fits with {quantity} = {found.value:,}, the largest that "
@@ -344,20 +344,19 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
 
 
 class _Watch(ProgressLine):
-    """Progress on a terminal: candidates done, the best so far and the time left. Nothing elsewhere."""
+    """Progress: the current phase, its parts done, the best plan so far, and the time that the phase still takes."""
 
     def __init__(self) -> None:
-        super().__init__("searching", elsewhere=False)
-        self._started_s = time.monotonic()
+        super().__init__("searching", quarters=False)
 
     def show(self, progress: SearchProgress) -> None:
         """Shows how far a search is."""
-        done, total = progress.done, progress.total
-        words = [f"{done:,} of {total:,}"]
+        phase = progress.phase
+        words = [phase.name]
+        if phase.done:
+            words[0] += f": {phase.done:,}" + ("" if phase.of is None else f" of at most {phase.of:,}")
         if progress.best_step_time_s is not None:
             words.append(f"best {format_time(progress.best_step_time_s)}")
-        if progress.doing != "searching":
-            words.append(progress.doing)
-        elif done:
-            words.append(f"{(time.monotonic() - self._started_s) * (total - done) / done:,.0f} s left")
-        self.update(done, total, ", ".join(words))
+        if phase.left_s is not None:
+            words.append(f"up to {phase.left_s:,.0f} s more")
+        self.update(phase.done, phase.of or 0, ", ".join(words))

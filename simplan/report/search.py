@@ -47,7 +47,7 @@ def search_verdict(result: SearchResult) -> str:
     best = result.best
     if best is None:
         if result.interrupted:
-            return f"stopped; none of the first {counted_plans(total)} is known to be feasible"
+            return f"stopped before any plan was found that fits; {counted_plans(total)} ruled out"
         return f"none of {counted_plans(total)} is feasible"
     of = f"best of {counted_plans(total)} by {GOALS[result.objectives[0]]}"
     if result.interrupted:

@@ -1,9 +1,10 @@
 """Search over parallel plans: the best plans, and why the others lost."""
 
-from simplan.search.api import SearchProgress, search
+from simplan.search.api import search
 from simplan.search.fixes import Fix, fixes
 from simplan.search.incumbents import Goal
 from simplan.search.largest import Largest, largest
+from simplan.search.progress import Phase, SearchProgress
 from simplan.search.result import (
     EquivalentPlans,
     NearestMiss,
@@ -24,6 +25,7 @@ __all__ = [
     "Largest",
     "NearestMiss",
     "OtherSoftware",
+    "Phase",
     "RankedPlan",
     "RequestChange",
     "SearchExplanation",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,10 +19,13 @@ from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
 from simplan.search.enumeration import empty_space, unsearched
+from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.workers import Workers
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Goal, Group, Incumbents, Timed
 from simplan.search.partial_recompute import search_partial_recompute
+from simplan.search.progress import PhaseClock, SearchProgress
 from simplan.search.result import (
     EquivalentPlans,
     NearestMiss,
@@ -42,25 +46,6 @@ from simplan.search.space import (
 from simplan.search.statistics import ROUNDING, Statistics, rounded
 
 _LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step must be within the deadline"}
-
-
-@dataclass(frozen=True, slots=True)
-class SearchProgress:
-    """Progress of a search.
-
-    Attributes:
-        done: Candidates rejected, pruned or timed.
-        total: Candidates of the space.
-        best_step_time_s: Step time of the best plan so far, in seconds; None before the first plan.
-        so_far: Returns the result if the search stopped now. Valid only during the progress call.
-        doing: Description of the current phase.
-    """
-
-    done: int
-    total: int
-    best_step_time_s: float | None
-    so_far: Callable[[], SearchResult]
-    doing: str = "searching"
 
 
 def search(
@@ -121,6 +106,7 @@ class _Search:
         self._name, self._job, self._space, self._calibration = name, job, space, calibration
         self._explained: dict[tuple[ParallelPlan, SoftwareOptions], SearchExplanation] = {}
         self._confirmed: set[tuple[ParallelPlan, SoftwareOptions]] = set()
+        self._workers, self._clock = Workers(jobs), PhaseClock()
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
         candidates = {
@@ -136,7 +122,7 @@ class _Search:
         self._num_partial = 0
         self._explorations = {
             (size, options): Exploration(
-                asked, space, calibration, jobs, self._incumbents, self._statistics, self._tell, options
+                asked, space, calibration, self._workers, self._incumbents, self._statistics, self._tell, options
             )
             for (size, options), asked in candidates.items()
         }
@@ -148,41 +134,43 @@ class _Search:
 
     def result(self, *, explain: bool) -> SearchResult:
         try:
-            for exploration in self._explorations.values():
-                exploration.bound()
-                exploration.explore(until_ranked=True)
-            for exploration in self._explorations.values():  # early: they are often best, and prune many other plans
-                self._num_partial += search_partial_recompute(
-                    exploration,
-                    self._space,
-                    self._calibration,
-                    self._incumbents,
-                    lambda: self._tell("looking for the fewest recomputed blocks"),
-                )
-            changed = True
-            while changed:
-                for exploration in self._explorations.values():
-                    exploration.explore()
-                changed = self._confirm()
-            for exploration in self._explorations.values():
-                exploration.find_misses()
-            self._tell()
-            if explain:
-                self._explain()
+            with self._workers:
+                self._find()
+                if explain:
+                    self._explain()
+                found = self._answer(interrupted=False)
+                if explain and not found.ranked:
+                    self._tell("looking for what would make a plan")
+                    found = replace(found, changes=self._changes(found.nearest_misses))
+                return found
         except KeyboardInterrupt:
             return self._answer(interrupted=True)
-        found = self._answer(interrupted=False)
-        if explain and not found.ranked:
-            self._tell("looking for what would make a plan")
-            return replace(found, changes=self._changes(found.nearest_misses))
-        return found
+
+    def _find(self) -> None:
+        """Find the ranked plans, and the near misses."""
+        explorations = self._explorations.values()
+        for exploration in explorations:
+            exploration.bound()
+            exploration.explore(until_ranked=True)
+        for exploration in explorations:  # early: they are often best, and prune many other plans
+            self._num_partial += search_partial_recompute(
+                exploration, self._space, self._calibration, self._incumbents, self._workers, self._tell
+            )
+        changed = True
+        while changed:
+            for exploration in explorations:
+                exploration.explore()
+            changed = self._confirm()
+        for exploration in explorations:
+            exploration.find_misses()
+        self._tell("all candidates are done")
 
     def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[RequestChange, ...]:
         """Changes that make a plan feasible, with the software options of the nearest miss."""
         software = misses[0].software if misses else dict(software_options(self._space)[0])
         job = with_options(self._job, tuple(software.items()))
         alike = tuple(miss for miss in misses if miss.software == software)
-        found = changes(job, self._space, alike, self._calibration)
+        found = changes(job, self._space, alike, self._calibration, self._workers)
         return tuple(replace(change, software=software) for change in found)
 
     def _confirm(self) -> bool:
@@ -195,13 +183,16 @@ class _Search:
         """
         changed = False
         while unknown := [timed for timed in self._incumbents.shown if timed.key not in self._confirmed]:
-            for timed in unknown:
-                self._confirmed.add(timed.key)
-                exploration = self._explorations[timed.num_devices, timed.options]
-                evaluator = exploration.evaluator
-                if not evaluator.is_approximate(timed.plan):
-                    continue
-                [(size, exact_s)] = evaluator.numbers([timed.plan], exploration.capacity_bytes, whole=True)
+            self._confirmed.update(timed.key for timed in unknown)
+            asked = [(timed, self._explorations[timed.num_devices, timed.options]) for timed in unknown]
+            calls = [
+                (timed, (exploration.evaluator, timed.plan, exploration.capacity_bytes))
+                for timed, exploration in asked
+                if exploration.evaluator.is_approximate(timed.plan)
+            ]
+            whole = self._workers.each(partial(Evaluator.numbers, whole=True), calls)
+            for number, (timed, (size, exact_s)) in enumerate(whole, 1):
+                self._tell("predicting the best plans", number, len(calls))
                 numbers = None if exact_s is None else (size, rounded(exact_s))
                 if numbers == (timed.device_bytes, timed.step_time_s):
                     continue
@@ -211,7 +202,6 @@ class _Search:
                 if (numbers is None or late) and timed.plan.recompute_layers is None:
                     self._statistics.timed -= 1
                     self._statistics.rejected["max_step_time_s" if late else "memory"] += 1
-            self._tell("predicting the best plans")
         return changed
 
     def _answer(self, *, interrupted: bool) -> SearchResult:
@@ -250,22 +240,31 @@ class _Search:
             },
         )
 
-    def _tell(self, doing: str = "searching") -> None:
+    def _tell(self, phase: str, number: int = 0, of: int | None = None) -> None:
+        """Report the progress; ``number`` parts of a phase are done, of at most ``of``."""
         ranked, done = self._incumbents.ranked, self._statistics.done
         best = ranked[0].step_time_s if ranked else None
-        self._on_progress(SearchProgress(done, self._total, best, lambda: self._answer(interrupted=True), doing))
+        doing = "searching" if done < self._total else phase
+        so_far = partial(self._answer, interrupted=True)
+        phase_now = self._clock.phase(phase, number, of)
+        self._on_progress(SearchProgress(done, self._total, best, so_far, doing, phase_now))
 
     def _explain(self) -> None:
         ranked = self._incumbents.ranked
-        for rank, timed in enumerate(ranked):
-            self._tell(f"explaining plan {rank + 1} of {len(ranked)}")
+        evaluators = {options: each.evaluator for (_, options), each in self._explorations.items()}
+        calls = []
+        for timed in ranked:
             exploration = self._explorations[timed.num_devices, timed.options]
-            capacity = exploration.capacity_bytes
-            evaluators = {options: each.evaluator for (_, options), each in self._explorations.items()}
             others = [options for options in evaluators if options != timed.options]
-            why = explain_plan(exploration.job.with_plan(timed.plan), self._calibration, others, capacity)
+            calls.append((timed, (exploration.evaluator, timed.plan, others, exploration.capacity_bytes)))
+        explained = self._workers.each(explain_plan, calls)
+        for rank in range(len(ranked)):
+            self._tell(f"explaining plan {rank + 1} of {len(ranked)}")
+            timed, why = next(explained)
+            capacity = self._explorations[timed.num_devices, timed.options].capacity_bytes
             if rank == 0 and len(evaluators) == len(self._explorations) and capacity is not None:
-                share = more_memory(evaluators, timed.step_time_s, self._statistics.nearly, capacity)
+                nearly = self._statistics.nearly
+                share = more_memory(evaluators, timed.step_time_s, nearly, capacity, self._workers)
                 if share > 0:
                     why = replace(why, saved={**(why.saved or {}), "memory": share})
             self._explained[timed.key] = why

@@ -79,6 +79,10 @@ class Candidates:
             columns[name] = np.array([place[value] for value in column] if place else column, np.int64)
         return cls(base, values, {name: columns[name] for name in FIELDS})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle; read-only mappings cannot be."""
+        return Candidates, (self.base, dict(self.values), self.columns)
+
     def __len__(self) -> int:
         return len(self.columns["pp"])
 
@@ -93,6 +97,18 @@ class Candidates:
         """Copy of the table with one field set to a value in all rows."""
         number = self.values[name].index(value) if name in self.values else int(value)
         return Candidates(self.base, self.values, {**self.columns, name: np.full(len(self), number)})
+
+    def parts(self, min_rows: int) -> list[Column]:
+        """Rows of parts of at least ``min_rows`` rows; rows of equal layers are in one part, which bounds share."""
+        columns = np.stack([self[name] for name in ("tp", "cp", "ep", "microbatch_size")])
+        _, kinds = np.unique(columns, axis=1, return_inverse=True)
+        order = np.argsort(kinds.reshape(-1), kind="stable")
+        ends = np.flatnonzero(np.diff(kinds.reshape(-1)[order])) + 1
+        cuts = [0]
+        for end in ends.tolist():
+            if min(end - cuts[-1], len(self) - end) >= min_rows:
+                cuts.append(end)
+        return np.split(order, cuts[1:])
 
     @staticmethod
     def joined(tables: Sequence[Candidates]) -> Candidates:

@@ -12,6 +12,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.rules import violations
+from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import first_fit
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
 from simplan.search.result import NearestMiss, RequestChange
@@ -24,12 +25,17 @@ _MAX_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another 
 
 
 def changes(
-    job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None = None
+    job: Job,
+    space: SearchSpace,
+    misses: tuple[NearestMiss, ...],
+    calibration: Calibration | None,
+    workers: Workers,
 ) -> tuple[RequestChange, ...]:
     """Find changes that make a plan feasible: per kind, the smallest of those tried.
 
     Args:
         misses: Near misses of the search, closest first.
+        workers: Workers of the search.
     """
     for miss in misses:
         if (seconds := miss.step_time_s) is not None:
@@ -40,7 +46,7 @@ def changes(
         _memory(job, space, misses),
         *_outside_of_searches(job, space, misses, calibration),
     ]
-    found += [tried(job, space, calibration) for tried in (_recompute, _ranges, _batch, _devices)]
+    found += [tried(job, space, calibration, workers) for tried in (_recompute, _ranges, _batch, _devices)]
     return tuple(change for change in found if change is not None)
 
 
@@ -100,31 +106,31 @@ def _outside_of_searches(
             return
 
 
-def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
+def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
     """Full recomputation, if the space excludes it."""
     if space.recompute is None or "full" in space.recompute:
         return None
-    plan = first_fit(job, space.model_copy(update={"recompute": (*space.recompute, "full")}), calibration)
+    plan = first_fit(job, space.model_copy(update={"recompute": (*space.recompute, "full")}), calibration, workers)
     return _change("recompute", "full", "allow recompute = full", plan)
 
 
-def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
+def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
     """The default ranges of the software, if the given ranges are narrower."""
     given = given_ranges(job.software, space)
     if not given:
         return None
     wider = that_it_has(job.software, space.model_copy(update=dict.fromkeys(given)))
-    plan = first_fit(job, wider, calibration)
+    plan = first_fit(job, wider, calibration, workers)
     names = ", ".join(given)
     return _change("ranges", names, f"leave out the ranges of search ({names})", plan)
 
 
-def _batch(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
+def _batch(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
     """A smaller batch, a divisor of the requested one: fewer microbatches are in flight."""
     batch = job.training.global_batch_size
     for smaller in _sizes_below(batch):
         training = job.training.model_copy(update={"global_batch_size": smaller})
-        plan = first_fit(replace(job, training=training), space, calibration)
+        plan = first_fit(replace(job, training=training), space, calibration, workers)
         if plan is not None:
             words = f"global_batch_size = {smaller:,} instead of {batch:,}"
             return _change("global_batch_size", smaller, words, plan)
@@ -140,7 +146,7 @@ def _sizes_below(batch: int) -> Iterator[int]:
             last = size
 
 
-def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
+def _devices(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
     """A power of two times the devices; if the batch cannot be split among them, they go to the pipeline."""
     if job.cluster.cores_per_node is not None:
         return None
@@ -152,7 +158,7 @@ def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> R
         asked = job.with_num_devices(more)
         if asked.cluster.num_nodes > 1 and asked.cluster.inter_link is None:
             return None
-        plan = first_fit(asked, space, calibration)
+        plan = first_fit(asked, space, calibration, workers)
         if plan is not None:
             words = f"{more:,} devices instead of {there:,} ({more // 2:,} are too few)"
             return _change("num_devices", more, words if doublings > 1 else words.split(" (")[0], plan)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import takewhile
 
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.sensitivity import Resource, improved
 from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import Prediction
 from simplan.rules import violations
-from simplan.search.evaluate import Evaluator
+from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.workers import Workers
 from simplan.search.result import OtherSoftware, SearchExplanation
 from simplan.search.space import SoftwareOptions, with_options
 from simplan.search.statistics import MORE, Waiting
@@ -29,15 +32,16 @@ _NOTICED = 1e-4  # smallest reported fraction of the step time
 
 
 def explain_plan(
-    job: Job, calibration: Calibration | None, others: Iterable[SoftwareOptions] = (), capacity: int | None = None
+    evaluator: Evaluator, plan: ParallelPlan, others: Iterable[SoftwareOptions], capacity: int | None
 ) -> SearchExplanation:
     """Predict a plan, its step time with 10% more of each resource, and the plan with other software.
 
     Args:
-        job: Job with the plan, on the devices that the plan needs.
+        evaluator: Evaluator of the job, on the devices that the plan needs.
         others: Other combinations of the searched options of the software.
         capacity: Usable device memory, bytes; None if it is unknown.
     """
+    job, calibration = evaluator.job.with_plan(plan), evaluator.calibration
     prediction = predict(job, calibration=calibration)
     busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
     split = prediction.splits[busiest]
@@ -74,7 +78,11 @@ def _with_others(
 
 
 def more_memory(
-    evaluators: Mapping[SoftwareOptions, Evaluator], step_time_s: float, nearly: list[Waiting], capacity: int
+    evaluators: Mapping[SoftwareOptions, Evaluator],
+    step_time_s: float,
+    nearly: list[Waiting],
+    capacity: int,
+    workers: Workers,
 ) -> float:
     """Fraction of the step time saved by the fastest plan that fits with 10% more memory.
 
@@ -83,12 +91,15 @@ def more_memory(
         step_time_s: Step time of the best plan that fits.
         nearly: Plans that fit with 10% more memory by their bounds; the 32 with the lowest bounds on time are tried.
         capacity: Usable device memory, bytes.
+        workers: Workers of the search.
     """
-    least_s = step_time_s
-    for waiting in sorted(nearly, key=lambda one: one.step_time_s)[:_MAX_TRIED]:
-        if waiting.step_time_s >= least_s:
+    least_s, more_bytes = step_time_s, int(MORE * capacity)
+    first = sorted(nearly, key=lambda one: one.step_time_s)[:_MAX_TRIED]
+    asked = takewhile(lambda one: one.step_time_s < least_s, first)
+    calls = ((one, (evaluators[one.options], one.plan, more_bytes)) for one in asked)
+    for waiting, (_, found_s) in workers.each(Evaluator.numbers, calls):
+        if waiting.step_time_s >= least_s:  # since a plan was found meanwhile
             break
-        [(_, found_s)] = evaluators[waiting.options].numbers([waiting.plan], int(MORE * capacity))
         least_s = min(least_s, found_s or least_s)
     return 1 - least_s / step_time_s
 

@@ -2,8 +2,8 @@
 
 The loop is exact: it excludes a candidate only if the candidate violates a rule, does not fit, or is pruned by its
 bound. Only plans that survive pruning are simulated, so it is unknown if pruned plans fit. Each candidate is compared
-with the best plans of all candidates before it. Worker processes evaluate the next ones meanwhile, and what pruning
-excludes in the end is dropped. So the result depends neither on the number of processes nor on their speed.
+with the best plans of all candidates before it. Workers evaluate the next ones meanwhile, and what pruning excludes in
+the end is dropped. So the result depends neither on the number of workers nor on their speed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, groupby, islice, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,18 +21,21 @@ from numpy.typing import NDArray
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.search.bounds.candidate_bounds import Bounds
 from simplan.search.bounds.layer_sums import Floats
 from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration, Mesh
-from simplan.search.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.workers import Workers
 from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace, SoftwareOptions, capacity_bytes
 from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics, Waiting, rounded
 
+OnProgress = Callable[[str, int, int | None], None]
 _MAX_BEYOND = 256
 """Candidates over memory that are considered as near misses."""
 _FEW_MISSES = 16
+_PART_ROWS = 2048
+"""Fewest candidates to bound together in a worker."""
 
 
 class _Beyond(NamedTuple):
@@ -57,10 +60,10 @@ class Exploration:
     Args:
         job: Job on these devices and with these options of the software, without the searched plan fields.
         space: Ranges and limits of the search.
-        jobs: Worker processes; see ``Evaluator``.
+        workers: Workers of the search.
         incumbents: Best plans, updated; they also prune candidates.
         statistics: Counts, updated. Both are consistent up to the last candidate after an interruption.
-        on_progress: Called after each evaluated candidate.
+        on_progress: Called after each part of a phase with its name, the parts done, and an upper bound on all parts.
         options: Searched options of the software, as the job has them.
     """
 
@@ -69,40 +72,36 @@ class Exploration:
         job: Job,
         space: SearchSpace,
         calibration: Calibration | None,
-        jobs: int,
+        workers: Workers,
         incumbents: Incumbents,
         statistics: Statistics,
-        on_progress: Callable[[], None],
+        on_progress: OnProgress,
         options: SoftwareOptions = (),
     ) -> None:
         self.options = options
         self.job, self.capacity_bytes, self.deadline_s = job, capacity_bytes(job, space), space.max_step_time_s
         self._memory_bytes = job.cluster.largest_memory_bytes or 0
-        self.enumeration, self.bounds = Enumeration(space, job), Bounds(job, calibration)
-        self.evaluator = Evaluator(job, calibration, jobs)
-        self._incumbents, self._statistics, self._told = incumbents, statistics, on_progress
+        self.enumeration, self.evaluator = Enumeration(space, job), Evaluator(job, calibration)
+        self._workers, self._incumbents, self._statistics, self._told = workers, incumbents, statistics, on_progress
         self._rows: Candidates | None = None  # candidates that fit by their bounds, most promising first
         self._least_bytes: Column = np.zeros(0, np.int64)
         self._least_s: Floats = np.zeros(0)
         self._left: list[int] = []  # rows not evaluated yet, ascending
-        self._ahead: dict[int, Numbers] = {}  # by row, numbers of the last rows evaluated together
-        self._has_explored = False
+        self._evaluated: Iterator[tuple[int, Numbers]] | None = None  # numbers of rows that are not pruned
+        self._has_explored, self._num_evaluated = False, 0
         self._beyond: list[_Beyond] = []
 
     def bound(self) -> None:
         """Compute bounds of all candidates; reject those over memory, and queue the others."""
         capacity, statistics = self.capacity_bytes, self._statistics
         found: list[tuple[Candidates, Column, Floats]] = []
-        for table in self.enumeration.tables(statistics.rejected):
-            least_bytes, least_s = self.bounds.of(table, None if capacity is None else MORE * capacity)
-            least_s = least_s * ROUNDING
+        for table, least_bytes, least_s in self._bounded_tables():
             inside = least_bytes <= (np.inf if capacity is None else capacity)
             found.append((table.take(inside), least_bytes[inside], least_s[inside]))
             if capacity is not None:
                 statistics.rejected["memory"] += int((~inside).sum())
                 statistics.in_headroom += int((~inside & (least_bytes <= self._memory_bytes)).sum())
                 self._note_beyond(table, least_bytes, least_s, ~inside, capacity)
-            self._told()
         if not found:
             return
         rows = Candidates.joined([table for table, _, _ in found])
@@ -110,6 +109,23 @@ class Exploration:
         order = np.lexsort((least_s, self._incumbents.goal.first_values(rows.num_devices, least_bytes, least_s)))
         self._rows, self._least_bytes, self._least_s = rows.take(order), least_bytes[order], least_s[order]
         self._left = list(range(len(order)))
+
+    def _bounded_tables(self) -> Iterator[tuple[Candidates, Column, Floats]]:
+        """Yield tables of candidates with their bounds in bytes and seconds; workers bound parts of the tables."""
+        limit = None if self.capacity_bytes is None else MORE * self.capacity_bytes
+        num_bounded, before = 0, self._statistics.rejected_by_rules
+        tables = self.enumeration.tables(self._statistics.rejected)
+        parts = ((table, rows) for table in tables for rows in table.parts(_PART_ROWS))
+        calls = (((table, rows), (self.evaluator, table.take(rows), limit)) for table, rows in parts)
+        found = self._workers.each(Evaluator.bounded, calls)
+        for table, of_table in groupby(found, key=lambda part: part[0][0]):
+            least_bytes, least_s = np.zeros(len(table), np.int64), np.zeros(len(table))
+            for (_, rows), bounded in of_table:
+                least_bytes[rows], least_s[rows] = bounded
+                num_bounded += len(rows)
+                seen = num_bounded + self._statistics.rejected_by_rules - before
+                self._told("bounding candidates", seen, self.enumeration.total)
+            yield table, least_bytes, least_s * ROUNDING
 
     def explore(self, *, until_ranked: bool = False) -> None:
         """Evaluate the candidates that are not pruned, most promising first.
@@ -123,11 +139,12 @@ class Exploration:
         until_ranked = until_ranked and len(self._incumbents.goal.objectives) == 1  # so that no later row is cut
         for row in self._hopeful(cut):
             self._take(row)
-            self._told()
+            self._num_evaluated += 1
+            self._told("simulating plans", self._num_evaluated, self._most_evaluated(row))
             if until_ranked and self._incumbents.is_full:
                 self._left = self._left[bisect_right(self._left, row) :]
                 return
-        self._left, self._has_explored = cut, True
+        self._left, self._has_explored, self._evaluated = cut, True, None
 
     def bounded_with(self, name: str, value: Any) -> tuple[Candidates, Column, Floats] | None:
         """Candidates with a value that fit by their bounds, and these bounds in bytes and seconds; None for none."""
@@ -142,18 +159,25 @@ class Exploration:
         If a plan was found, near misses are only a hint, so at most 16 plans of unknown memory are evaluated.
         """
         capacity, statistics = self.capacity_bytes, self._statistics
-        left = _FEW_MISSES if self._incumbents.ranked else _MAX_BEYOND
-        for one in sorted(self._beyond):
-            if capacity is None or statistics.is_far(one.lacking):
+        if capacity is None:
+            return
+        at_most = _FEW_MISSES if self._incumbents.ranked else _MAX_BEYOND
+
+        def is_hopeless(one: _Beyond) -> bool:
+            return self._incumbents.is_hopeless(one.plan.num_devices, capacity + one.lacking, one.step_time_s)
+
+        beyond = [one for one in sorted(self._beyond) if not is_hopeless(one)]
+        unknown = islice((one for one in beyond if not one.is_known), at_most)
+        asked = takewhile(lambda one: not statistics.is_far(one.lacking), unknown)
+        sizes = self._workers.each(Evaluator.numbers, ((one, (self.evaluator, one.plan, 0)) for one in asked))
+        for one in beyond:
+            if statistics.is_far(one.lacking):
                 break
             size = capacity + one.lacking
-            if self._incumbents.is_hopeless(one.plan.num_devices, size, one.step_time_s):
-                continue
             if not one.is_known:
-                if not left:
+                if (found := next(sizes, None)) is None:
                     continue
-                left -= 1
-                [(size, _)] = self.evaluator.numbers([one.plan], 0)
+                size = found[1][0]
             statistics.missed(InfeasiblePlan(size - capacity, one.order, one.plan, size, options=self.options))
 
     def _hopeful(self, cut: list[int]) -> Iterator[int]:
@@ -203,14 +227,26 @@ class Exploration:
             self._incumbents.add(plan, size, step_time_s, self.options)
 
     def _numbers(self, row: int) -> Numbers:
-        """Memory and step time of a row; worker processes evaluate the next rows with it."""
-        if row not in self._ahead:
-            assert self._rows is not None
-            later = self._left[bisect_left(self._left, row) :]
-            batch = list(islice((each for each in later if not self._is_hopeless(each)), self.evaluator.batch_size))
-            numbers = self.evaluator.numbers([self._rows.plan(each) for each in batch], self.capacity_bytes)
-            self._ahead = dict(zip(batch, numbers, strict=True))
-        return self._ahead[row]
+        """Memory and step time of a row; workers evaluate the next rows meanwhile."""
+        if self._evaluated is None:
+            self._evaluated = self._workers.each(Evaluator.numbers, self._to_evaluate())
+        return next(numbers for each, numbers in self._evaluated if each == row)  # others were pruned meanwhile
+
+    def _to_evaluate(self) -> Iterator[tuple[int, tuple[Evaluator, ParallelPlan, int | None]]]:
+        """Yield remaining rows that are not pruned yet, with the arguments to evaluate them."""
+        assert self._rows is not None
+        for row in self._left:
+            late_s = float(self._least_s[row]) - (np.inf if self.deadline_s is None else self.deadline_s)
+            is_late = late_s > 0 and (self._statistics.timed > 0 or self._statistics.is_later(late_s))
+            if not is_late and not self._is_hopeless(row):
+                yield row, (self.evaluator, self._rows.plan(row), self.capacity_bytes)
+
+    def _most_evaluated(self, row: int) -> int | None:
+        """Upper bound on the rows that are evaluated, once ``row`` is; None before any row can be pruned."""
+        if not self._incumbents.is_full or len(self._incumbents.goal.objectives) > 1:
+            return None
+        start = bisect_right(self._left, row)
+        return self._num_evaluated + bisect_left(self._left, True, start, key=self._is_hopeless) - start
 
     def _is_hopeless(self, row: int) -> bool:
         least_bytes, least_s = int(self._least_bytes[row]), float(self._least_s[row])
@@ -242,7 +278,8 @@ class Exploration:
 def first_fit(
     job: Job,
     space: SearchSpace,
-    calibration: Calibration | None = None,
+    calibration: Calibration | None,
+    workers: Workers,
     witness: ParallelPlan | None = None,
     failed: set[ParallelPlan] | None = None,
 ) -> ParallelPlan | None:
@@ -256,16 +293,17 @@ def first_fit(
     enumeration, capacity = Enumeration(space, job), capacity_bytes(job, space)
     evaluator = Evaluator(job, calibration)
     known = [witness] if witness is not None and enumeration.filter.first_violated(witness) is None else []
-    for plan in chain(known, _frugal_first(enumeration, Bounds(job, calibration), capacity)):
-        if plan in failed:
-            continue
-        if capacity is None or evaluator.numbers([plan], 0)[0][0] <= capacity:
+    plans = (plan for plan in chain(known, _frugal_first(enumeration, evaluator, capacity)) if plan not in failed)
+    if capacity is None:
+        return next(plans, None)
+    for plan, (size, _) in workers.each(Evaluator.numbers, ((plan, (evaluator, plan, 0)) for plan in plans)):
+        if size <= capacity:
             return plan
         failed.add(plan)
     return None
 
 
-def _frugal_first(enumeration: Enumeration, bounds: Bounds, capacity: int | None) -> Iterator[ParallelPlan]:
+def _frugal_first(enumeration: Enumeration, evaluator: Evaluator, capacity: int | None) -> Iterator[ParallelPlan]:
     """Yield plans that may fit by their bounds, most sharded meshes first."""
 
     def splits(mesh: Mesh) -> tuple[int, int]:
@@ -273,7 +311,7 @@ def _frugal_first(enumeration: Enumeration, bounds: Bounds, capacity: int | None
 
     for mesh in sorted(enumeration.meshes, key=splits, reverse=True):
         for table in enumeration.tables(Counter(), [mesh]):
-            least_bytes, _ = bounds.of(table, max_bytes=-1)
+            least_bytes, _ = evaluator.bounded(table, -1)
             for row in np.argsort(least_bytes, kind="stable").tolist():
                 if capacity is not None and least_bytes[row] > capacity:
                     break

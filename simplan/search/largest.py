@@ -15,6 +15,7 @@ from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.plan import ParallelPlan
 from simplan.search.enumeration import Enumeration
+from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import first_fit
 from simplan.search.space import SearchSpace, check_without_plan, software_options, that_it_has, with_options
 
@@ -62,6 +63,7 @@ def largest(
     on_progress: Callable[[int], None] | None = None,
     *,
     calibration: Calibration | None = None,
+    jobs: int = 1,
 ) -> Largest:
     """Find the largest value of a quantity with which some plan of the space fits the devices' memory.
 
@@ -72,6 +74,7 @@ def largest(
 
     Args:
         on_progress: Called with each value before it is tried.
+        jobs: Worker processes; see ``search``.
 
     Raises:
         SpecError: The model has no such quantity, or the memory of the devices is unknown.
@@ -82,36 +85,42 @@ def largest(
     if job.cluster.largest_memory_bytes is None:
         rule = "does not say how much memory it has, so anything fits"
         raise SpecError(Problem(field="cluster.device", value=job.cluster.device.id, rule=rule))
-    found, reasons = [], []
-    for options in software_options(space):
-        try:
-            one = _largest(with_options(job, options), space, quantity, on_progress or (lambda _: None), calibration)
-        except NoFeasiblePlanError as error:
-            reasons.append(error)
-        else:
-            found.append(replace(one, software=dict(options)))
+    found, reasons, told = [], [], on_progress or (lambda _: None)
+    with Workers(jobs) as workers:
+        for options in software_options(space):
+            try:
+                one = _largest(with_options(job, options), space, quantity, told, calibration, workers)
+            except NoFeasiblePlanError as error:
+                reasons.append(error)
+            else:
+                found.append(replace(one, software=dict(options)))
     if not found:
         raise reasons[0]
     return max(found, key=lambda one: one.value)
 
 
 def _largest(
-    job: Job, space: SearchSpace, quantity: Quantity, told: Callable[[int], None], calibration: Calibration | None
+    job: Job,
+    space: SearchSpace,
+    quantity: Quantity,
+    told: Callable[[int], None],
+    calibration: Calibration | None,
+    workers: Workers,
 ) -> Largest:
     if quantity == "microbatch_size":
-        return _largest_microbatch(job, space, told, calibration)
-    return _Growth(job, space, quantity, told, calibration).largest()
+        return _largest_microbatch(job, space, told, calibration, workers)
+    return _Growth(job, space, quantity, told, calibration, workers).largest()
 
 
 def _largest_microbatch(
-    job: Job, space: SearchSpace, told: Callable[[int], None], calibration: Calibration | None
+    job: Job, space: SearchSpace, told: Callable[[int], None], calibration: Calibration | None, workers: Workers
 ) -> Largest:
     enumeration = Enumeration(space, job)
     sizes = {size for table in enumeration.tables(Counter()) for size in table["microbatch_size"].tolist()}
     failing: list[int] = []
     for size in sorted(sizes, reverse=True):
         told(size)
-        plan = first_fit(job, space.model_copy(update={"microbatch_size": (size,)}), calibration)
+        plan = first_fit(job, space.model_copy(update={"microbatch_size": (size,)}), calibration, workers)
         if plan is not None:
             failed = tuple(reversed(failing))
             return Largest("microbatch_size", size, plan, fitting=(size,), failing=failed, exact=True)
@@ -129,13 +138,14 @@ class _Growth:
         quantity: Quantity,
         told: Callable[[int], None],
         calibration: Calibration | None,
+        workers: Workers,
     ) -> None:
         model = job.model
         if not getattr(model, quantity) or (quantity == "seq_len" and model.sample == "image"):
             rule = f"models of family {model.family} have no {quantity} of their own"
             raise SpecError(Problem(field="--largest", value=quantity, rule=rule, fix="use microbatch_size"))
         self._job, self._space, self._quantity, self._told = job, space, quantity, told
-        self._calibration = calibration
+        self._calibration, self._workers = calibration, workers
         self._found: dict[int, ParallelPlan | None] = {}
         self._failed: dict[int, set[ParallelPlan]] = {}
 
@@ -201,4 +211,4 @@ class _Growth:
         failed = set().union(*(plans for smaller, plans in self._failed.items() if smaller < value))
         self._failed[value] = failed
         witness = next((plan for plan in reversed(self._found.values()) if plan), None)
-        return first_fit(job, self._space, self._calibration, witness, failed)
+        return first_fit(job, self._space, self._calibration, self._workers, witness, failed)

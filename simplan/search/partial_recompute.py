@@ -7,7 +7,7 @@ best has the fewest recomputed blocks that fit. Bisection finds it, only for pla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +19,9 @@ from simplan.predict.build import assign_layers, cost_model
 from simplan.rules import violations
 from simplan.rules.recompute import recompute_layers_modelled, recompute_modelled
 from simplan.search.candidates import plan_order
-from simplan.search.evaluate import Evaluator
-from simplan.search.explore import Exploration
+from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.workers import Workers
+from simplan.search.explore import Exploration, OnProgress
 from simplan.search.incumbents import Goal, Incumbents
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import rounded
@@ -72,14 +73,16 @@ def search_partial_recompute(
     space: SearchSpace,
     calibration: Calibration | None,
     incumbents: Incumbents,
-    on_progress: Callable[[], None],
+    workers: Workers,
+    on_progress: OnProgress,
 ) -> int:
     """Try fewer recomputed blocks for plans that fit with all blocks recomputed and not with none.
 
     Args:
         exploration: The exploration of plans that recompute all or no blocks, with their bounds.
         incumbents: Best plans, updated; they also prune candidates.
-        on_progress: Called after each plan.
+        workers: Workers of the search; each call is the bisection for one plan.
+        on_progress: See ``Exploration``.
 
     Returns:
         Number of plans timed in addition to those of the space.
@@ -89,14 +92,20 @@ def search_partial_recompute(
         return 0
     promising = sorted(_whole(exploration, incumbents, capacity))[:_MAX_CANDIDATES]
     found = 0
-    for one in sorted(_in_stages(job, each, incumbents.goal) for each in promising):
-        if incumbents.is_hopeless(one.plan.num_devices, one.least_bytes, _EQUAL_BLOCKS_FACTOR * one.about_s):
+
+    def is_hopeless(one: _Whole) -> bool:
+        return incumbents.is_hopeless(one.plan.num_devices, one.least_bytes, _EQUAL_BLOCKS_FACTOR * one.about_s)
+
+    ordered = enumerate(sorted(_in_stages(job, each, incumbents.goal) for each in promising))
+    near = ((number, one) for number, one in ordered if not is_hopeless(one))
+    calls = (((number, one), (exploration.evaluator, one, capacity)) for number, one in near)
+    for (number, one), fitting in workers.each(_fewest_blocks, calls):
+        if is_hopeless(one):  # since a plan was found meanwhile
             continue
-        fitting = _fewest_blocks(job, one, exploration.evaluator, capacity)
         if fitting is not None and fitting[2] <= (space.max_step_time_s or math.inf):
             incumbents.add(*fitting, exploration.options)
             found += 1
-        on_progress()
+        on_progress("looking for the fewest recomputed blocks", number + 1, len(promising))
     return found
 
 
@@ -112,7 +121,7 @@ def _whole(exploration: Exploration, incumbents: Incumbents, capacity: int) -> I
     for start in range(0, len(near_rows), _MAX_ROWS):
         here = near_rows[start : start + _MAX_ROWS]
         full, least, full_s = rows.take(here), row_bytes[here], row_s[here]
-        none = exploration.bounds.of(full.with_value("recompute", "none"))
+        none = exploration.evaluator.bounds.of(full.with_value("recompute", "none"))
         shares = np.maximum(0.0, (none.device_bytes - capacity) / np.maximum(1, none.device_bytes - least))
         all_s = np.maximum(0.0, full_s - none.step_time_s)
         columns = least.tolist(), shares.tolist(), (none.step_time_s + shares * all_s).tolist(), all_s.tolist()
@@ -130,9 +139,7 @@ def _in_stages(job: Job, one: _Whole, goal: Goal) -> _Whole:
     return one._replace(value=value, about_s=about_s)
 
 
-def _fewest_blocks(
-    job: Job, one: _Whole, evaluator: Evaluator, capacity: int
-) -> tuple[ParallelPlan, int, float] | None:
+def _fewest_blocks(evaluator: Evaluator, one: _Whole, capacity: int) -> tuple[ParallelPlan, int, float] | None:
     """The plan with the fewest recomputed blocks that fit, its bytes and its seconds.
 
     Returns None if the plan fits without recomputation, or only with all blocks recomputed.
@@ -140,10 +147,10 @@ def _fewest_blocks(
 
     def fitting(update: dict[str, object]) -> tuple[ParallelPlan, int, float] | None:
         plan = one.plan.model_copy(update=update)
-        [(size, step_time_s)] = evaluator.numbers([plan], capacity)
+        size, step_time_s = evaluator.numbers(plan, capacity)
         return None if step_time_s is None else (plan, size, rounded(step_time_s))
 
-    most = _most_blocks(job.with_plan(one.plan))
+    most = _most_blocks(evaluator.job.with_plan(one.plan))
     if not one.share and fitting({"recompute": "none"}) is not None:
         return None
     low, high, found = 0, most, None

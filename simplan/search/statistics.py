@@ -67,7 +67,7 @@ class Statistics:
         nearly: Plans that may fit with ``MORE`` times the memory, those with the lowest bounds.
     """
 
-    rejected: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=lambda: Counter(memory=0, max_step_time_s=0))
     bounded: int = 0
     timed: int = 0
     in_headroom: int = 0
@@ -79,6 +79,11 @@ class Statistics:
     def done(self) -> int:
         """Number of candidates rejected, pruned or timed."""
         return self.rejected.total() + self.bounded + self.timed
+
+    @property
+    def rejected_by_rules(self) -> int:
+        """Number of candidates that violate a rule."""
+        return self.rejected.total() - self.rejected["memory"] - self.rejected["max_step_time_s"]
 
     def almost(self, nearly: Iterable[Waiting]) -> None:
         """Add candidates that may fit with ``MORE`` times the memory."""

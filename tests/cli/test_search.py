@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -313,7 +314,7 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
     """On a terminal, whose progress says when there is a best one."""
     (tmp_path / "large.yaml").write_text(LARGE)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "simplan", "search", "large.yaml", "--save-plan", "plan.yaml"]
+    command = [sys.executable, "-m", "simplan", "search", "large.yaml", "--save-plan", "plan.yaml", "--jobs", "1"]
     with subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -334,6 +335,61 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
     assert re.match(r"large: stopped; best of the first [\d,]+ plans by step time so far: ", out)
     saved = (tmp_path / "plan.yaml").read_text()
     assert saved.startswith("# The best plan that `simplan search large.yaml` found until it was stopped")
+
+
+@pytest.mark.parametrize(
+    ("phase", "workers", "words"),
+    [
+        ("bounding candidates", 0, "stopped before any plan was found that fits"),
+        ("bounding candidates", 1, "stopped"),  # while they import
+        pytest.param("simulating plans", 2, "stopped; best of the first", marks=pytest.mark.slow),
+        pytest.param("explaining plan", 2, "stopped; best of", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_ends_all_processes_in_every_phase(
+    tmp_path: Path, environment: dict[str, str], phase: str, workers: int, words: str
+) -> None:
+    """A terminal's Ctrl-C goes to the workers too."""
+    text = LARGE if phase != "explaining plan" else LARGE.replace("1000", "30").replace("[1, 2]", "2, pp: [4, 8]")
+    (tmp_path / "large.yaml").write_text(text)
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "simplan", "search", "large.yaml", "--jobs", "2"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_interrupts,
+    ) as process:
+        os.close(theirs)
+        seen = ""
+        while phase not in seen or _num_workers(process.pid) < workers:
+            seen += os.read(ours, 4096).decode(errors="replace")
+        os.killpg(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=600)
+    rest = _until_closed(ours)  # by all of its processes
+    assert process.returncode == 130
+    assert out.startswith(f"large: {words}")
+    assert "Traceback" not in seen + rest
+    assert "interrupted" in rest
+
+
+def _num_workers(parent: int) -> int:
+    """Number of children of a process that run a call or import what it needs."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return sum("popen_loky_posix" in Path(f"/proc/{child}/cmdline").read_text() for child in children)
+
+
+def _until_closed(terminal: int) -> str:
+    """What is still written to a terminal, until no process has it open."""
+    found = b""
+    with suppress(OSError):  # at the end
+        while more := os.read(terminal, 4096):
+            found += more
+    os.close(terminal)
+    return found.decode(errors="replace")
 
 
 TODAY = """name: today

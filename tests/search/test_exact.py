@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,10 @@ from simplan.job import Job
 from simplan.plan.collectives import Collectives
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
-from simplan.search import SearchProgress, SearchResult, SearchSpace, evaluate, search
-from simplan.search.evaluate import Evaluator
+from simplan.search import SearchProgress, SearchResult, SearchSpace, explore, search
+from simplan.search.evaluation import workers
+from simplan.search.evaluation.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.workers import Workers
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
 from tests.search.jobs import small_job
@@ -44,8 +47,8 @@ def fitting(job: Job, space: SearchSpace) -> list[Row]:
     return [row for row in every_plan(job, space) if row[1] <= (job.cluster.device.memory_bytes or 0)]
 
 
-def found_by(space: SearchSpace, jobs: int = 1) -> SearchResult:
-    return search(asked_for(), space, jobs=jobs, explain=False)
+def found_by(space: SearchSpace) -> SearchResult:
+    return search(asked_for(), space, explain=False)
 
 
 def best_of(rows: list[Row], number: int) -> list[float]:
@@ -241,10 +244,38 @@ def test_where_nothing_fits_the_nearest_misses_are_those_that_lack_least() -> No
 
 
 def test_processes_find_and_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "_ALONE_S", -1.0)
-    space = SearchSpace(**SPACE, top=9)
-    one, two = found_by(space), found_by(space, jobs=2)
-    assert (one.ranked, one.nearest_misses, one.space) == (two.ranked, two.nearest_misses, two.space)
+    monkeypatch.setattr(workers, "_ALONE_S", -1.0)
+    monkeypatch.setattr(workers._Processes, "is_ready", True)  # so that no call is made here
+    monkeypatch.setattr(explore, "_PART_ROWS", 16)  # several parts of a table
+    one, two = (json.dumps(search(asked_for(), SearchSpace(**SPACE, top=3), jobs=jobs).to_json()) for jobs in (1, 2))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("capacity", "options"),
+    [
+        (1085, {"top": 1}),
+        (1085, {"top": 2, "objectives": ("memory", "step_time")}),
+        (1085, {"max_step_time_s": 0.003}),
+        (100, {}),  # with which nothing fits
+    ],
+)
+def test_calls_made_ahead_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, capacity: int, options: dict[str, Any]
+) -> None:
+    """Workers that make all calls of a phase before the first result is taken, also those that it makes needless."""
+    job, space = asked_for(capacity=capacity * MIB), SearchSpace(**SPACE, **options)
+    one_by_one = json.dumps(search(job, space).to_json())
+    num_calls = []
+
+    def ahead(self: Workers, function: Any, calls: Any) -> Iterator[tuple[Any, Any]]:
+        found = [(key, function(*arguments)) for key, arguments in calls]
+        num_calls.append(len(found))
+        return iter(found)
+
+    monkeypatch.setattr(Workers, "each", ahead)
+    assert json.dumps(search(job, space).to_json()) == one_by_one
+    assert max(num_calls) > 5
 
 
 def test_several_numbers_of_devices_are_one_space() -> None:
@@ -261,12 +292,10 @@ def test_what_is_ranked_is_predicted_whole_and_ranked_again(monkeypatch: pytest.
     truth = found_by(space)
     numbers = Evaluator.numbers
 
-    def short(self: Evaluator, plans: Any, max_bytes: int | None, *, whole: bool = False) -> Any:
-        found = numbers(self, plans, max_bytes, whole=whole)
-        if whole:
-            return found
-        shares = [0.5 + 0.5 * (plan.virtual_stages * 7 + plan.pp * 3 + plan.dp_shard) % 5 / 5 for plan in plans]
-        return [(size, s if s is None else share * s) for share, (size, s) in zip(shares, found, strict=True)]
+    def short(self: Evaluator, plan: ParallelPlan, max_bytes: int | None, *, whole: bool = False) -> Numbers:
+        size, seconds = numbers(self, plan, max_bytes, whole=whole)
+        share = 1.0 if whole else 0.5 + 0.5 * (plan.virtual_stages * 7 + plan.pp * 3 + plan.dp_shard) % 5 / 5
+        return size, seconds if seconds is None else share * seconds
 
     monkeypatch.setattr(Evaluator, "numbers", short)
     monkeypatch.setattr(Evaluator, "is_approximate", lambda *_: True)

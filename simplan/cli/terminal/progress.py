@@ -1,8 +1,9 @@
-"""Progress of long commands on stderr: a bar on a terminal, else a line at every quarter."""
+"""Progress of long commands on stderr: a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _QUARTERS = 4
+_LINE_EVERY_S = 10.0
 
 
 class ProgressLine:
@@ -20,19 +22,19 @@ class ProgressLine:
 
     Args:
         title: Name of the task.
-        elsewhere: Print lines where stderr is no terminal.
+        quarters: Where stderr is no terminal, print a line at once and at every quarter; False for one every 10 s.
     """
 
-    def __init__(self, title: str, *, elsewhere: bool = True) -> None:
+    def __init__(self, title: str, *, quarters: bool = True) -> None:
         self._title = title
-        self._elsewhere = elsewhere
+        self._in_quarters, self._told_s = quarters, time.monotonic()
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         self._quarter = 0
 
     def __enter__(self) -> Self:
         if sys.stderr is None or not sys.stderr.isatty():
-            if self._elsewhere:
+            if self._in_quarters:
                 say(f"{self._title} ...")
             return self
         from rich.console import Console
@@ -57,11 +59,17 @@ class ProgressLine:
             self._bar.stop()
 
     def update(self, done: int, of: int, what: str = "") -> None:
-        """Shows the parts done, of all parts, and the current part of the task."""
+        """Shows the parts done, of all parts (0 while unknown), and the current part of the task."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=of, what=what or f"{done}/{of}")
-            return
+            self._bar.update(self._task, completed=done, total=of or None, what=what or f"{done}/{of}")
+        elif self._in_quarters:
+            self._tell_quarters(done, of)
+        elif time.monotonic() - self._told_s >= _LINE_EVERY_S:
+            self._told_s = time.monotonic()
+            say(f"{self._title}: {what or f'{done} of {of}'}")
+
+    def _tell_quarters(self, done: int, of: int) -> None:
         quarter = _QUARTERS * done // max(of, 1)
-        if quarter > self._quarter and self._elsewhere:
+        if quarter > self._quarter:
             self._quarter = quarter
             say(f"{self._title}: {done} of {of}")

@@ -1,0 +1,1 @@
+"""Evaluation of plans, in this process or in workers."""
