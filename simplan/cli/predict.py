@@ -79,7 +79,7 @@ def predict_step(scenario: Scenario, calibration: Calibration | None) -> tuple[P
     """Prediction and simulated step; on a terminal, with the progress of the simulation of links."""
     if scenario.job.cluster.topology is None:
         return scenario.predict_step(calibration)
-    with ProgressLine("simulating links", elsewhere=False) as line:
+    with ProgressLine("simulating links", quarters=False) as line:
         return scenario.predict_step(calibration, line.update)
 
 
@@ -122,7 +122,7 @@ def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix
         return None
     from simplan.search import fixes
 
-    with ProgressLine("does not fit; trying changes", elsewhere=False):
+    with ProgressLine("does not fit; trying changes", quarters=False):
         return fixes(prediction, calibration)
 
 

@@ -178,7 +178,7 @@ class Layers:
             if key not in known:
                 known[key] = facts(position)
             rows.append(known[key])
-        return np.array(rows).T
+        return np.array(rows, np.float64).T
 
 
 class Way(NamedTuple):
