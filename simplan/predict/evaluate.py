@@ -72,7 +72,8 @@ def predict_step(
     check_job(job)
     job = balanced(job, calibration)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
-    folding, extent = folding_of(job), predicted_extent(job)
+    folding = folding_of(job)
+    extent = predicted_extent(job, folding)
     expand_all = expands_all(job, folding, extent.simulated)
     step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, progress)
     if is_custom_schedule(plan.schedule):

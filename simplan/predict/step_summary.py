@@ -104,8 +104,9 @@ def evaluate_step(
             assigns unequal parameters.
     """
     job = balanced(job, calibration)
-    extent = predicted_extent(job) if whole or job.cluster.cores_per_node is not None else extent_of(job)
     folding = folding_of(job, dealt_alike=not whole)
+    simulates_all = whole or job.cluster.cores_per_node is not None
+    extent = predicted_extent(job, folding) if simulates_all else extent_of(job)
     step = TruncatedStep(job, extent, calibration, folding=folding)
     if job.cluster.is_mixed:
         num_bytes = max(_as_of_largest(device_memory(each, job, rank=rank), job) for rank, each in step.peaks().items())

@@ -51,6 +51,8 @@ _Floats = NDArray[np.float64]
 _Growing = TypeVar("_Growing", int, float, _Floats)
 _MAX_PASSES = 30_000
 """Maximum simulated in full by ``predict``: microbatches x pipeline ranks, or x layers if layers have collectives."""
+_MAX_PASSES_OF_RANKS = 60_000
+"""Maximum of the same, summed over ranks of a stage that are not folded."""
 _FEWEST = 12
 """Minimum number of simulated microbatches of a pipeline, needed to find the longest path of short pipelines."""
 _MAX_REBALANCES = 16
@@ -101,12 +103,13 @@ def extent_of(job: Job) -> Extent:
     return Extent(simulated, period, whole) if simulated + period < whole else Extent(whole, 0, whole)
 
 
-def predicted_extent(job: Job) -> Extent:
+def predicted_extent(job: Job, folding: Folding) -> Extent:
     """Extent of a step that ``predict`` simulates: the full step, or ``extent_of`` if that is too long."""
     plan, whole = job.plan, job.num_microbatches
     is_layer_by_layer = plan.is_layer_by_layer or expands_for_links(job)
     passes = whole * (job.model.num_blocks + 2 if is_layer_by_layer else plan.pp)
-    if job.cluster.cores_per_node is not None or passes <= _MAX_PASSES:
+    fits = passes <= _MAX_PASSES and passes * len(folding.ranks) <= _MAX_PASSES_OF_RANKS * plan.pp
+    if job.cluster.cores_per_node is not None or fits:
         return Extent(whole, 0, whole)
     return extent_of(job)
 

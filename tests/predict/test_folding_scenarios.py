@@ -61,7 +61,8 @@ def test_uneven_shards_fold_to_classes_of_equal_work(model: str, plan: dict[str,
     cluster = catalog.cluster("dgx-h100", 48)
     training = TrainingSpec(global_batch_size=96, precision="bf16")
     job = Job(catalog.model(model), cluster, training, ParallelPlan(**plan), catalog.software("torchtitan"))
-    folding, extent = folding_of(job), predicted_extent(job)
+    folding = folding_of(job)
+    extent = predicted_extent(job, folding)
     assert len(folding.ranks) <= 24  # three classes of shards, on nodes whose ranks have some or all of them
     folded, whole = TruncatedStep(job, extent, folding=folding), TruncatedStep(job, extent)
     assert float(folded.seconds()[0]) == float(whole.seconds()[0])
