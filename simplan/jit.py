@@ -17,8 +17,20 @@ def jit(function: Callable[_P, _R]) -> Callable[_P, _R]:
     The machine code is cached next to the source or in the user's cache folder (``NUMBA_CACHE_DIR`` overrides both). So
     only the first process of an installation waits for the compiler. If neither folder is writable, every process does.
     """
+    return _compiled(function, nogil=True)
+
+
+def jit_uncounted(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Compile a function like ``jit`` that allocates nothing, without counting references to its arguments.
+
+    A short function of many arrays counts references for most of its time.
+    """
+    return _compiled(function, nogil=True, _nrt=False)  # numba's runtime, which counts and allocates
+
+
+def _compiled(function: Callable[_P, _R], **options: bool) -> Callable[_P, _R]:
     try:
-        kept: Callable[_P, _R] = njit(nogil=True, cache=True)(function)
+        kept: Callable[_P, _R] = njit(**options, cache=True)(function)
     except RuntimeError:  # numba: "cannot locate suitable caching directory"
-        kept = njit(nogil=True)(function)
+        kept = njit(**options)(function)
     return kept

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simplan.jit import jit
+from simplan.jit import jit, jit_uncounted
 from simplan.network.running import Flaps, Floats, Ints, LinkLists, Paths, Running, Segments, StepOps, StepState
 
 _EQUAL = 1e-12  # relative difference below which two levels are equal
@@ -79,7 +79,7 @@ def fair_rates(
     return rates, bottleneck
 
 
-@jit
+@jit_uncounted
 def _set_levels(first: Ints, link: Ints, seconds: Floats, weights: Floats, usages: Ints, scratch: Floats) -> None:
     """Sets the level at which each link is full, if the communications that still rise rise to it together."""
     free, demand, level, least = scratch[0], scratch[1], scratch[2], scratch[3]
@@ -95,7 +95,7 @@ def _set_levels(first: Ints, link: Ints, seconds: Floats, weights: Floats, usage
             least[link[entry]] = np.inf
 
 
-@jit
+@jit_uncounted
 def _set_lowest(
     first: Ints, link: Ints, weights: Floats, limits: Floats, usages: Ints, scratch: Floats, lowest: Floats, where: Ints
 ) -> None:
@@ -113,7 +113,7 @@ def _set_lowest(
             least[link[entry]] = min(least[link[entry]], lowest[k])
 
 
-@jit
+@jit_uncounted
 def mark(lists: LinkLists, link: int) -> None:
     """Notes that a link has changed."""
     if not lists.is_changed[link]:
@@ -122,7 +122,7 @@ def mark(lists: LinkLists, link: int) -> None:
         lists.num_changed[0] += 1
 
 
-@jit
+@jit_uncounted
 def _add(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
     """Adds the communication of a slot to the lists of its links, which it changes."""
     usage = running.usage[slot]
@@ -140,7 +140,7 @@ def _add(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
             lists.entry[link] = entry
 
 
-@jit
+@jit_uncounted
 def _remove(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
     """Removes the communication of a slot from the lists of its links, which it changes."""
     usage = running.usage[slot]
@@ -165,7 +165,7 @@ def _remove(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None
                 lists.previous_entry[following] = before
 
 
-@jit
+@jit_uncounted
 def advance(running: Running, slots: Ints, now_s: float, segments: Segments, num_segments: int) -> int:
     """Subtracts the progress since the last change, and records it.
 
@@ -185,7 +185,7 @@ def advance(running: Running, slots: Ints, now_s: float, segments: Segments, num
     return num_segments
 
 
-@jit
+@jit_uncounted
 def _set_end(running: Running, slot: int, end_s: float) -> None:
     """Sets the end of a slot, and the entries above it that change."""
     ends_s = running.end_s
@@ -310,7 +310,7 @@ DONE, NEEDS_ROOM, PROGRESSED = range(3)
 """Reasons for which ``run_step`` returns."""
 
 
-@jit
+@jit_uncounted
 def _push(state: StepState, at_s: float, event: int) -> None:
     """Adds an event; of events at the same time, the one added first comes first."""
     counts, times_s, numbers, events = state.counts, state.event_s, state.event_number, state.event
@@ -324,7 +324,7 @@ def _push(state: StepState, at_s: float, event: int) -> None:
     counts[_NUMBER] += 1
 
 
-@jit
+@jit_uncounted
 def _pop(state: StepState) -> int:
     """Removes the first event, and returns it."""
     times_s, numbers, events = state.event_s, state.event_number, state.event
@@ -344,13 +344,13 @@ def _pop(state: StepState) -> int:
     return found
 
 
-@jit
+@jit_uncounted
 def _is_before(state: StepState, at: int, other_s: float, other: int) -> bool:
     """Returns True if an event comes before another one with this time and number."""
     return state.event_s[at] < other_s or (state.event_s[at] == other_s and state.event_number[at] < other)
 
 
-@jit
+@jit_uncounted
 def begin(running: Running, state: StepState, op: int, usage: int, scale: float, left: float = 1.0) -> None:
     """Starts the transfer of a usage in a free slot; a constant flow has an infinite part left."""
     counts = state.counts
@@ -366,14 +366,14 @@ def begin(running: Running, state: StepState, op: int, usage: int, scale: float,
     counts[_SETTLES] = 1
 
 
-@jit
+@jit_uncounted
 def _transfer(running: Running, ops: StepOps, state: StepState, op: int) -> None:
     """Starts the transfer of a communication, whose latency has passed."""
     usage, seconds = ops.usage[op], ops.duration_s[op]
     begin(running, state, op, usage, (seconds - seconds * ops.fixed_share[usage]) / ops.sequence_s[usage])
 
 
-@jit
+@jit_uncounted
 def _resolve(running: Running, ops: StepOps, state: StepState, leader: int) -> None:
     """Subtracts one of the events that a leader needs, and starts it after the last."""
     state.missing[leader] -= 1
@@ -391,7 +391,7 @@ def _resolve(running: Running, ops: StepOps, state: StepState, leader: int) -> N
         _transfer(running, ops, state, leader)
 
 
-@jit
+@jit_uncounted
 def arrive(running: Running, ops: StepOps, state: StepState, op: int) -> None:
     """Notes that an operation is at the head of its stream."""
     leader = ops.leader[op]
@@ -404,7 +404,7 @@ def arrive(running: Running, ops: StepOps, state: StepState, op: int) -> None:
     state.last_arrival[leader] = op
 
 
-@jit
+@jit_uncounted
 def _end(running: Running, ops: StepOps, state: StepState, leader: int) -> None:
     """Ends an operation or meeting: what waits for its members, and their streams, go on."""
     state.end_s[leader] = state.times_s[NOW_S]
@@ -419,7 +419,7 @@ def _end(running: Running, ops: StepOps, state: StepState, leader: int) -> None:
             return
 
 
-@jit
+@jit_uncounted
 def _flap(flaps: Flaps, lists: LinkLists, capacity: Floats, now_s: float) -> float:
     """Sets the bandwidth that flapping links have now, marks those that changed, and returns the next change."""
     next_s = np.inf
@@ -470,14 +470,15 @@ def _settle_step(
     return num_segments
 
 
-@jit
+@jit_uncounted
 def _complete(running: Running, ops: StepOps, state: StepState) -> None:
     """Ends the transfers whose time has come; of a sequence, the next one begins."""
     counts, now_s = state.counts, state.times_s[NOW_S]
     state.times_s[_ALARM_S] = np.inf
     if state.times_s[_NEXT_S] <= now_s * (1.0 + TOGETHER):  # else a flapping link changes
         counts[_ENDED] = counts[_ENDS_NEXT]
-        state.ended[: counts[_ENDED]] = state.ends_next[: counts[_ENDED]]
+        for k in range(counts[_ENDED]):
+            state.ended[k] = state.ends_next[k]
     for k in range(counts[_ENDED]):
         slot = state.ended[k]
         op, following = running.op[slot], ops.following[running.usage[slot]]

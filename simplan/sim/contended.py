@@ -34,9 +34,7 @@ _NEVER = 2**62
 _Floats = npt.NDArray[np.float64]
 
 
-def contended_times(
-    program: Program, durations_s: _Floats, use: LinkUse, progress: Progress | None = None
-) -> Times:
+def contended_times(program: Program, durations_s: _Floats, use: LinkUse, progress: Progress | None = None) -> Times:
     """Returns start and end of every operation, as ``simplan.sim.engine.simulate`` does.
 
     Args:
