@@ -423,7 +423,7 @@ def _end(running: Running, ops: StepOps, state: StepState, leader: int) -> None:
 def _flap(flaps: Flaps, lists: LinkLists, capacity: Floats, now_s: float) -> float:
     """Sets the bandwidth that flapping links have now, marks those that changed, and returns the next change."""
     next_s = np.inf
-    for flap, link in enumerate(flaps.link):
+    for link in flaps.link:
         capacity[link] = 1.0
     for flap, link in enumerate(flaps.link):
         changes = before = flaps.num_changes[flap]

@@ -540,9 +540,7 @@ class _ProgramUsages:
 
     def _axes(self, ranks: _Group, rank: int) -> Callable[[int], _Group]:
         """Function from a rank to its group along the axes of a given group."""
-        m = self.mapping
-        kinds = (m.tp_group, m.shard_group, m.replicate_group, m.cp_group, m.dp_group, m.ep_group, m.etp_group)
-        for group_of in (*kinds, m.expert_group, m.expert_shard_group):
+        for group_of in self.mapping.group_kinds:
             if set(group_of(rank)) == set(ranks):
                 return group_of
         raise AssertionError(f"a group along no axes: {ranks}")

@@ -23,7 +23,7 @@ from simplan.program.lowering.rows import ActionVariant, row_of_actions
 from simplan.program.lowering.script import IssuedCollective, Scripts, Segment, in_order
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, restore_state, take_state
-from simplan.program.lowering.walk import ActionTemplate, Walker
+from simplan.program.lowering.walk import ActionTemplate, Integers, RowWalk, Walker
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
 from simplan.program.no_gc import gc_paused
@@ -114,7 +114,8 @@ class Lowerer:
         for rank in self._folding.ranks:
             mapping, group = self._stages.mapping, job.group_of(rank)
             of_stages, scripts = by_size[sizes[mapping.dp_rank(rank)]]
-            key, own = (_rank_key(of_stages, rank), group), of_stages.stages_of(mapping.place(rank).pp)
+            is_alone = len(self._folding.ranks) < mapping.world_size  # other columns meet other simulated ranks
+            key, own = (_rank_key(of_stages, rank, is_alone=is_alone), group), of_stages.stages_of(mapping.place(rank).pp)
             if key not in leaders:
                 leaders[key] = _RankLowering(of_stages, scripts, rank, self._builder, how, self._folding, group), own
             leader, stages = leaders[key]
@@ -124,10 +125,17 @@ class Lowerer:
         """Lowers an action table to a Program."""
         stages, builder = self._stages, self._builder
         builder.restart()
+        walks: dict[tuple[int, int], tuple[RowWalk, Integers, Integers]] = {}
         for rank, (leader, leading) in self._ranks.items():
-            builder.start(rank, rank - leader.rank, stages.mapping.ranks_per_stage)
-            leader.run(table[stages.mapping.place(rank).pp], leading)
+            builder.start(rank, leader.rank, stages.mapping)
+            pp_rank = stages.mapping.place(rank).pp
+            if (leader.rank, pp_rank) not in walks:
+                walks[leader.rank, pp_rank] = leader.walk(table[pp_rank], leading)
+            builder.stamp(*walks[leader.rank, pp_rank])
         rebuilds, how, folding = stages.software.runtime == "torch", self._how, self._folding
+        leaders = {leader.rank: leader for leader, _ in self._ranks.values()}
+        resting = {rank: leader.persistent_bytes() for rank, leader in leaders.items()}
+        rebuilt = {rank: leader.bucket_bytes() if rebuilds else 0 for rank, leader in leaders.items()}
         return Program(
             how.level,
             table,
@@ -137,8 +145,8 @@ class Lowerer:
             tuple(builder.effects),
             folding.ranks,
             folding.stands_for,
-            {rank: leader.persistent_bytes() for rank, (leader, _) in self._ranks.items()},
-            {rank: leader.bucket_bytes() if rebuilds else 0 for rank, (leader, _) in self._ranks.items()},
+            {rank: resting[leader.rank] for rank, (leader, _) in self._ranks.items()},
+            {rank: rebuilt[leader.rank] for rank, (leader, _) in self._ranks.items()},
             one_memory=how.host_waits,
             layer_names=stages.layer_names,
             all_written_out=how.level == 2 and how.expand_all and len(folding.ranks) == len(folding.stands_for),
@@ -160,13 +168,19 @@ def _stage_key(stages: Stages, stage: int) -> Hashable:
     )
 
 
-def _rank_key(stages: Stages, rank: int) -> Hashable:
-    """Returns a key that is equal for ranks with the same work, apart from their stages and peers."""
+def _rank_key(stages: Stages, rank: int, *, is_alone: bool) -> Hashable:
+    """Returns a key that is equal for ranks with the same work, apart from their stages and peers.
+
+    Args:
+        is_alone: True if only ranks of the same column, which differ in the stage, may be equal.
+    """
     place, plan = stages.mapping.place(rank), stages.plan
     deals = plan.shards_optimizer_only and stages.software.optimizer_shards != "elements"
     if deals or plan.offload_activations:  # optimizer shards, and names of offloads, are specific to a rank
         return rank
-    return place._replace(pp=-1), tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
+    # shards of different rows sum different numbers of partial gradients
+    column = place._replace(pp=-1) if is_alone else place._replace(pp=-1, dp_replicate=-1, tp=-1)
+    return column, tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
 
 
 class _RankLowering:
@@ -213,12 +227,15 @@ class _RankLowering:
         self.stateful = (self.writer, self.hooks, self.offload)
         self.first_shape = builder.shape(take_state(self.stateful)[0])
 
-    def run(self, row: Sequence[Action], leading: Mapping[int, int]) -> None:
-        """Stamps a row of the action table: each action as lowered in the state that the rank has reached.
+    def walk(self, row: Sequence[Action], leading: Mapping[int, int]) -> tuple[RowWalk, Integers, Integers]:
+        """Returns a row of the action table: each action as lowered in the state that the rank has reached.
 
         Args:
             row: Row of this rank, or of one with the same work.
             leading: Stage of the row -> corresponding stage of this rank.
+
+        Returns:
+            Templates, stages and microbatches; see ``ProgramBuilder.stamp``.
         """
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
         actions, stage, microbatch, variant, needs, variants = row_of_actions(
@@ -236,8 +253,7 @@ class _RankLowering:
             action = of.action._replace(microbatch=actions[place].microbatch)
             return self._lowered(of._replace(action=action), shape, num_inputs, sent_bytes)
 
-        walked = self.walker.run(kinds, needs, (self.first_shape, self.builder.num_ops), lowered)
-        self.builder.stamp(walked, stage, microbatch)
+        return self.walker.run(kinds, needs, (self.first_shape, 0), lowered), stage, microbatch
 
     def _template_key(self, variant: ActionVariant) -> Hashable:
         """Returns the key of an action's template; the state of the rank is the other part of it."""
