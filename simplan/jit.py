@@ -21,11 +21,23 @@ def jit(function: Callable[_P, _R]) -> Callable[_P, _R]:
     only the first process of an installation waits for the compiler. If neither folder is writable, every process does.
     Who waits is told so once.
     """
+    return _compiled(function, nogil=True)
+
+
+def jit_uncounted(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Compile a function like ``jit`` that allocates nothing, without counting references to its arguments.
+
+    A short function of many arrays counts references for most of its time.
+    """
+    return _compiled(function, nogil=True, _nrt=False)  # numba's runtime, which counts and allocates
+
+
+def _compiled(function: Callable[_P, _R], **options: bool) -> Callable[_P, _R]:
     kept: Any
     try:
-        kept = njit(nogil=True, cache=True)(function)
+        kept = njit(**options, cache=True)(function)
     except RuntimeError:  # numba: "cannot locate suitable caching directory"
-        kept = njit(nogil=True)(function)
+        kept = njit(**options)(function)
         _announce("in every process: no folder for machine code is writable, and NUMBA_CACHE_DIR names none")
     else:
         if not any(Path(kept.stats.cache_path).glob(f"*.{function.__name__}-*.nbi")):

@@ -99,7 +99,7 @@ def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
 
     with (
         mock.patch.object(lower_module, "row_of_actions", every_one_alone),
-        mock.patch.object(lower_module, "_rank_key", lambda _, rank: rank),
+        mock.patch.object(lower_module, "_rank_key", lambda _, rank, **__: rank),
         mock.patch.object(_RankLowering, "_template_key", side_effect=number),
     ):
         one_by_one = lowered()

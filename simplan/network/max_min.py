@@ -14,37 +14,14 @@ file only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
-from simplan.jit import jit
-
-Ints = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from simplan.jit import jit, jit_uncounted
+from simplan.network.running import Flaps, Floats, Ints, LinkLists, Paths, Running, Segments, StepOps, StepState
 
 _EQUAL = 1e-12  # relative difference below which two levels are equal
 TOGETHER = 1e-14
 """Relative difference of times below which transfers end together: rounding separates equal ones."""
-
-
-@jit
-def weights_of(first: Ints, seconds: Floats, connections: Floats) -> Floats:
-    """Returns the progress rate of each usage at one full link per connection, ``(num_usages,)``; 1/s.
-
-    Args:
-        first: ``(num_usages + 1,)`` Offsets of each usage into the other arrays.
-        seconds: Busy seconds of the links of each usage, above 0.
-        connections: Connections of each usage on these links, above 0.
-    """
-    weights = np.full(len(first) - 1, np.inf)
-    for usage in range(len(weights)):
-        for entry in range(first[usage], first[usage + 1]):
-            weights[usage] = min(weights[usage], connections[entry] / seconds[entry])
-    return weights
 
 
 @jit
@@ -102,7 +79,7 @@ def fair_rates(
     return rates, bottleneck
 
 
-@jit
+@jit_uncounted
 def _set_levels(first: Ints, link: Ints, seconds: Floats, weights: Floats, usages: Ints, scratch: Floats) -> None:
     """Sets the level at which each link is full, if the communications that still rise rise to it together."""
     free, demand, level, least = scratch[0], scratch[1], scratch[2], scratch[3]
@@ -118,7 +95,7 @@ def _set_levels(first: Ints, link: Ints, seconds: Floats, weights: Floats, usage
             least[link[entry]] = np.inf
 
 
-@jit
+@jit_uncounted
 def _set_lowest(
     first: Ints, link: Ints, weights: Floats, limits: Floats, usages: Ints, scratch: Floats, lowest: Floats, where: Ints
 ) -> None:
@@ -136,153 +113,7 @@ def _set_lowest(
             least[link[entry]] = min(least[link[entry]], lowest[k])
 
 
-class Paths(NamedTuple):
-    """Links of every usage; never written to.
-
-    Attributes:
-        first, link, seconds, weights, limits: As for ``fair_rates``.
-        owner: ``(num_entries,)`` Usage of each entry of ``link``.
-    """
-
-    first: Ints
-    link: Ints
-    seconds: Floats
-    weights: Floats
-    limits: Floats
-    owner: Ints
-
-    @classmethod
-    def of(cls, first: Ints, link: Ints, seconds: Floats, connections: Floats, transfer_s: Floats) -> Paths:
-        """Links of usages, of which a communication that runs alone takes ``transfer_s``, ``(num_usages,)`` seconds."""
-        with np.errstate(divide="ignore"):
-            limits = 1.0 / transfer_s
-        owner = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
-        return cls(first, link, seconds, weights_of(first, seconds, connections), limits, owner)
-
-
-class Running(NamedTuple):
-    """Running communications, one per slot; the number of slots is a power of 2. Free slots end at infinity.
-
-    Attributes:
-        op, usage: ``(num_slots,)`` Operation and usage.
-        scale: Seconds alone over those of the usage: an uncertain or slow operation takes longer.
-        left, rate: Fraction left at ``updated_s``, and progress since then, 1/s.
-        updated_s: Time of the last change of the rate.
-        end_s: ``(2 * num_slots,)`` Entry ``num_slots + slot`` is the end of a slot if its rate does not change again.
-            Entry ``k`` below is the earlier of entries ``2 * k`` and ``2 * k + 1``, so entry 1 is the earliest of all.
-        bottleneck: Link that limits the rate; -1 if the communication is as fast as alone.
-        next_slot: Next slot of the same usage; -1 for none.
-    """
-
-    op: Ints
-    usage: Ints
-    scale: Floats
-    left: Floats
-    rate: Floats
-    updated_s: Floats
-    end_s: Floats
-    bottleneck: Ints
-    next_slot: Ints
-
-    @classmethod
-    def empty(cls, size: int) -> Running:
-        """Free slots."""
-        op, usage, bottleneck, next_slot = (np.full(size, -1, np.int32) for _ in range(4))
-        scale, left, rate, updated_s = (np.zeros(size) for _ in range(4))
-        return cls(op, usage, scale, left, rate, updated_s, np.full(2 * size, np.inf), bottleneck, next_slot)
-
-    def doubled(self) -> Running:
-        """Returns the communications with as many free slots behind them."""
-        size = len(self.op)
-        levels = [np.concatenate([self.end_s[size:], np.full(size, np.inf)])]
-        while len(levels[-1]) > 1:
-            levels.append(np.minimum(levels[-1][::2], levels[-1][1::2]))
-        joined = Running._make(_joined(self, Running.empty(size)))
-        return joined._replace(end_s=np.concatenate([[np.inf], *reversed(levels)]))
-
-
-class LinkLists(NamedTuple):
-    """Running communications on each link, and the links on which communications began or ended.
-
-    Attributes:
-        entry: ``(num_links,)`` First entry of ``Paths.link`` on each link whose usage runs; -1 for none.
-        next_entry, previous_entry: ``(num_entries,)`` The other entries of the list; -1 for none.
-        slot: ``(num_usages,)`` First slot of each usage; -1 if it does not run.
-        changed: ``(num_links,)`` Changed links, each once.
-        num_changed: ``(1,)`` Number of changed links.
-        is_changed: ``(num_links,)`` True for changed links.
-        is_reached: ``(num_usages,)`` Working memory, False between calls.
-        scratch: ``(4, num_links)`` Working memory.
-    """
-
-    entry: Ints
-    next_entry: Ints
-    previous_entry: Ints
-    slot: Ints
-    changed: Ints
-    num_changed: Ints
-    is_changed: Bools
-    is_reached: Bools
-    scratch: Floats
-
-    @classmethod
-    def empty(cls, num_links: int, paths: Paths) -> LinkLists:
-        """Lists of links on which nothing runs."""
-        num_entries, num_usages = len(paths.link), len(paths.weights)
-        entry, following, previous, slot, changed = (
-            np.full(size, -1, np.int32) for size in (num_links, num_entries, num_entries, num_usages, num_links)
-        )
-        is_changed, is_reached = np.zeros(num_links, np.bool_), np.zeros(num_usages, np.bool_)
-        num_changed = np.zeros(1, np.int32)
-        return cls(
-            entry, following, previous, slot, changed, num_changed, is_changed, is_reached, np.zeros((4, num_links))
-        )
-
-
-class Segments(NamedTuple):
-    """Intervals in which a communication transfers at a constant rate.
-
-    Attributes:
-        op: ``(num_segments,)`` Operation, or leader of the meeting; constant flows follow the operations, and then the
-            communications of other jobs.
-        usage: ``(num_segments,)`` Its usage.
-        start_s, end_s: ``(num_segments,)`` Seconds from the start of the step.
-        rate: ``(num_segments,)`` Progress per second, where the transfer alone takes ``LinkUse.transfer_s``.
-        bottleneck: ``(num_segments,)`` Link that limits the rate; -1 if the communication is as fast as alone.
-    """
-
-    op: Ints
-    usage: Ints
-    start_s: Floats
-    end_s: Floats
-    rate: Floats
-    bottleneck: Ints
-
-    @classmethod
-    def empty(cls, size: int) -> Segments:
-        """Room for some intervals."""
-        start_s, end_s, rate = (np.zeros(size) for _ in range(3))
-        op, usage, bottleneck = (np.zeros(size, np.int32) for _ in range(3))
-        return cls(op, usage, start_s, end_s, rate, bottleneck)
-
-    def since(self, begin_s: float) -> Segments:
-        """Returns the intervals after a time, in seconds from it."""
-        kept = self.end_s > begin_s
-        starts_s, ends_s = np.maximum(self.start_s[kept], begin_s) - begin_s, self.end_s[kept] - begin_s
-        rate, bottleneck = self.rate[kept], self.bottleneck[kept]
-        return Segments(self.op[kept], self.usage[kept], starts_s, ends_s, rate, bottleneck)
-
-    def doubled(self) -> Segments:
-        """Returns the intervals with room for as many behind them."""
-        return Segments._make(_joined(self, Segments.empty(len(self.op))))
-
-
-def _joined(first: Iterable[Any], second: Iterable[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Arrays of two tuples, pair by pair one behind the other."""
-    return (np.concatenate(pair) for pair in zip(first, second, strict=True))
-
-
-@jit
+@jit_uncounted
 def mark(lists: LinkLists, link: int) -> None:
     """Notes that a link has changed."""
     if not lists.is_changed[link]:
@@ -291,7 +122,7 @@ def mark(lists: LinkLists, link: int) -> None:
         lists.num_changed[0] += 1
 
 
-@jit
+@jit_uncounted
 def _add(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
     """Adds the communication of a slot to the lists of its links, which it changes."""
     usage = running.usage[slot]
@@ -309,7 +140,7 @@ def _add(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
             lists.entry[link] = entry
 
 
-@jit
+@jit_uncounted
 def _remove(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None:
     """Removes the communication of a slot from the lists of its links, which it changes."""
     usage = running.usage[slot]
@@ -334,7 +165,7 @@ def _remove(paths: Paths, running: Running, lists: LinkLists, slot: int) -> None
                 lists.previous_entry[following] = before
 
 
-@jit
+@jit_uncounted
 def advance(running: Running, slots: Ints, now_s: float, segments: Segments, num_segments: int) -> int:
     """Subtracts the progress since the last change, and records it.
 
@@ -354,7 +185,7 @@ def advance(running: Running, slots: Ints, now_s: float, segments: Segments, num
     return num_segments
 
 
-@jit
+@jit_uncounted
 def _set_end(running: Running, slot: int, end_s: float) -> None:
     """Sets the end of a slot, and the entries above it that change."""
     ends_s = running.end_s
@@ -470,3 +301,241 @@ def settle(
         running.rate[slot] = rates[k] / running.scale[slot]
         _set_end(running, slot, now_s + running.left[slot] / running.rate[slot])
     return num_segments, running.end_s[1], _next_slots(running)
+
+
+NUM_COUNTS, NUM_TIMES = 10, 3  # of ``StepState``
+(_EVENTS, _NUMBER, _BEGUN, _FREE, _SLOTS, _ENDED, _ENDS_NEXT, _SETTLES, _ALARM, OPS_ENDED) = range(NUM_COUNTS)
+NOW_S, _ALARM_S, _NEXT_S = range(NUM_TIMES)
+DONE, NEEDS_ROOM, PROGRESSED = range(3)
+"""Reasons for which ``run_step`` returns."""
+
+
+@jit_uncounted
+def _push(state: StepState, at_s: float, event: int) -> None:
+    """Adds an event; of events at the same time, the one added first comes first."""
+    counts, times_s, numbers, events = state.counts, state.event_s, state.event_number, state.event
+    at = counts[_EVENTS]
+    while at > 0 and times_s[(at - 1) // 2] > at_s:
+        above = (at - 1) // 2
+        times_s[at], numbers[at], events[at] = times_s[above], numbers[above], events[above]
+        at = above
+    times_s[at], numbers[at], events[at] = at_s, counts[_NUMBER], event
+    counts[_EVENTS] += 1
+    counts[_NUMBER] += 1
+
+
+@jit_uncounted
+def _pop(state: StepState) -> int:
+    """Removes the first event, and returns it."""
+    times_s, numbers, events = state.event_s, state.event_number, state.event
+    found = events[0]
+    state.counts[_EVENTS] -= 1
+    size, at = state.counts[_EVENTS], 0
+    last_s, last = times_s[size], numbers[size]
+    while 2 * at + 1 < size:
+        below = 2 * at + 1
+        if below + 1 < size and _is_before(state, below + 1, times_s[below], numbers[below]):
+            below += 1
+        if not _is_before(state, below, last_s, last):
+            break
+        times_s[at], numbers[at], events[at] = times_s[below], numbers[below], events[below]
+        at = below
+    times_s[at], numbers[at], events[at] = last_s, last, events[size]
+    return found
+
+
+@jit_uncounted
+def _is_before(state: StepState, at: int, other_s: float, other: int) -> bool:
+    """Returns True if an event comes before another one with this time and number."""
+    return state.event_s[at] < other_s or (state.event_s[at] == other_s and state.event_number[at] < other)
+
+
+@jit_uncounted
+def begin(running: Running, state: StepState, op: int, usage: int, scale: float, left: float = 1.0) -> None:
+    """Starts the transfer of a usage in a free slot; a constant flow has an infinite part left."""
+    counts = state.counts
+    if counts[_FREE]:
+        counts[_FREE] -= 1
+        slot = state.free[counts[_FREE]]
+    else:
+        slot = counts[_SLOTS]
+        counts[_SLOTS] += 1
+    running.op[slot], running.usage[slot], running.scale[slot], running.left[slot] = op, usage, scale, left
+    state.begun[counts[_BEGUN]] = slot
+    counts[_BEGUN] += 1
+    counts[_SETTLES] = 1
+
+
+@jit_uncounted
+def _transfer(running: Running, ops: StepOps, state: StepState, op: int) -> None:
+    """Starts the transfer of a communication, whose latency has passed."""
+    usage, seconds = ops.usage[op], ops.duration_s[op]
+    begin(running, state, op, usage, (seconds - seconds * ops.fixed_share[usage]) / ops.sequence_s[usage])
+
+
+@jit_uncounted
+def _resolve(running: Running, ops: StepOps, state: StepState, leader: int) -> None:
+    """Subtracts one of the events that a leader needs, and starts it after the last."""
+    state.missing[leader] -= 1
+    if state.missing[leader]:
+        return
+    usage, seconds, now_s = ops.usage[leader], ops.duration_s[leader], state.times_s[NOW_S]
+    state.start_s[leader] = now_s
+    if usage < 0 or seconds <= 0.0:
+        _push(state, now_s + seconds, leader)
+        return
+    fixed_s = seconds * ops.fixed_share[usage]
+    if fixed_s > 0.0:
+        _push(state, now_s + fixed_s, -1 - leader)
+    else:
+        _transfer(running, ops, state, leader)
+
+
+@jit_uncounted
+def arrive(running: Running, ops: StepOps, state: StepState, op: int) -> None:
+    """Notes that an operation is at the head of its stream."""
+    leader = ops.leader[op]
+    _resolve(running, ops, state, leader)
+    last = state.last_arrival[leader]
+    if last < 0:
+        state.next_arrival[op] = op
+    else:
+        state.next_arrival[op], state.next_arrival[last] = state.next_arrival[last], op
+    state.last_arrival[leader] = op
+
+
+@jit_uncounted
+def _end(running: Running, ops: StepOps, state: StepState, leader: int) -> None:
+    """Ends an operation or meeting: what waits for its members, and their streams, go on."""
+    state.end_s[leader] = state.times_s[NOW_S]
+    last = op = state.last_arrival[leader]
+    while True:
+        op = state.next_arrival[op]
+        for place in range(ops.first[op], ops.first[op + 1]):
+            _resolve(running, ops, state, ops.follower[place])
+        if ops.next_op[op] >= 0:
+            arrive(running, ops, state, ops.next_op[op])
+        if op == last:
+            return
+
+
+@jit_uncounted
+def _flap(flaps: Flaps, lists: LinkLists, capacity: Floats, now_s: float) -> float:
+    """Sets the bandwidth that flapping links have now, marks those that changed, and returns the next change."""
+    next_s = np.inf
+    for link in flaps.link:
+        capacity[link] = 1.0
+    for flap, link in enumerate(flaps.link):
+        changes = before = flaps.num_changes[flap]
+        while True:
+            change_s = flaps.first_s[flap] + changes // 2 * flaps.period_s[flap] + changes % 2 * flaps.slow_s[flap]
+            if change_s > now_s * (1.0 + TOGETHER):
+                break
+            changes += 1
+        if changes > before:
+            mark(lists, link)
+        if changes % 2:
+            capacity[link] *= flaps.share[flap]
+        flaps.num_changes[flap], next_s = changes, min(next_s, change_s)
+    return next_s
+
+
+@jit
+def _settle_step(
+    paths: Paths,
+    running: Running,
+    lists: LinkLists,
+    capacity: Floats,
+    flaps: Flaps,
+    state: StepState,
+    segments: Segments,
+    num_segments: int,
+) -> int:
+    """Settles all changes of this time, and sets the alarm for the next end."""
+    counts, times_s, now_s = state.counts, state.times_s, state.times_s[NOW_S]
+    change_s = _flap(flaps, lists, capacity, now_s)
+    ended, begun = state.ended[: counts[_ENDED]], state.begun[: counts[_BEGUN]]
+    num_segments, times_s[_NEXT_S], ends_next = settle(
+        paths, running, lists, capacity, ended, begun, now_s, segments, num_segments
+    )
+    state.free[counts[_FREE] : counts[_FREE] + len(ended)] = ended
+    state.ends_next[: len(ends_next)] = ends_next
+    counts[_FREE] += len(ended)
+    counts[_ENDED] = counts[_BEGUN] = counts[_SETTLES] = 0
+    counts[_ENDS_NEXT], times_s[_ALARM_S] = len(ends_next), np.inf
+    if len(ends_next):
+        times_s[_ALARM_S] = now_s + max(0.0, min(change_s, times_s[_NEXT_S]) - now_s)
+        counts[_ALARM] = counts[_NUMBER]
+        counts[_NUMBER] += 1
+    return num_segments
+
+
+@jit_uncounted
+def _complete(running: Running, ops: StepOps, state: StepState) -> None:
+    """Ends the transfers whose time has come; of a sequence, the next one begins."""
+    counts, now_s = state.counts, state.times_s[NOW_S]
+    state.times_s[_ALARM_S] = np.inf
+    if state.times_s[_NEXT_S] <= now_s * (1.0 + TOGETHER):  # else a flapping link changes
+        counts[_ENDED] = counts[_ENDS_NEXT]
+        for k in range(counts[_ENDED]):
+            state.ended[k] = state.ends_next[k]
+    for k in range(counts[_ENDED]):
+        slot = state.ended[k]
+        op, following = running.op[slot], ops.following[running.usage[slot]]
+        if following >= 0:
+            begin(running, state, op, following, running.scale[slot])
+        else:
+            counts[OPS_ENDED] += 1
+            _push(state, now_s, op)
+    counts[_SETTLES] = 1
+
+
+@jit
+def run_step(
+    paths: Paths,
+    running: Running,
+    lists: LinkLists,
+    capacity: Floats,
+    flaps: Flaps,
+    ops: StepOps,
+    state: StepState,
+    segments: Segments,
+    num_segments: int,
+    next_report: int,
+) -> tuple[int, int]:
+    """Runs a step until it is done, or needs room for segments, or a number of communications have ended.
+
+    All events of one time come before links are settled.
+
+    Args:
+        paths, running, lists, capacity: See ``settle``.
+        flaps: Flapping links.
+        ops, state: Operations, and their progress.
+        segments, num_segments: Recorded intervals.
+        next_report: Ended communications at which to return.
+
+    Returns:
+        ``DONE``, ``NEEDS_ROOM`` or ``PROGRESSED``, and the number of segments.
+    """
+    counts, times_s = state.counts, state.times_s
+    while True:
+        event_s = state.event_s[0] if counts[_EVENTS] else np.inf
+        at_s = min(event_s, times_s[_ALARM_S])
+        if counts[_SETTLES] and at_s > times_s[NOW_S]:
+            if num_segments + counts[_SLOTS] > len(segments.op):
+                return NEEDS_ROOM, num_segments
+            num_segments = _settle_step(paths, running, lists, capacity, flaps, state, segments, num_segments)
+            continue
+        if at_s == np.inf:
+            return DONE, num_segments
+        times_s[NOW_S] = at_s
+        if event_s > at_s or (times_s[_ALARM_S] == at_s and counts[_ALARM] < state.event_number[0]):
+            _complete(running, ops, state)
+            if counts[OPS_ENDED] >= next_report:
+                return PROGRESSED, num_segments
+            continue
+        event = _pop(state)
+        if event < 0:
+            _transfer(running, ops, state, -1 - event)
+        else:
+            _end(running, ops, state, event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -411,6 +411,12 @@ class RankMapping:
         replica, size = self.dp_shard * self.cp * self.tp, self.ep * self.etp
         first = rank - rank % replica
         return tuple(range(first + rank % replica % size, first + replica, size)) if replica % size == 0 else (rank,)
+
+    @property
+    def group_kinds(self) -> tuple[Callable[[int], tuple[int, ...]], ...]:
+        """Functions from a rank to its groups within a stage, one for every kind of group."""
+        return (self.tp_group, self.shard_group, self.replicate_group, self.cp_group, self.dp_group, self.ep_group,
+                self.etp_group, self.expert_group, self.expert_shard_group)  # fmt: skip
 
     def layer_collective_groups(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Ranks of the collectives inside layers, by the axis of ``LayerCollective``."""

@@ -25,7 +25,7 @@ from simplan.network.build import fabric_of
 from simplan.network.detours import on_detours, splits_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network, OtherJob
-from simplan.network.max_min import Segments
+from simplan.network.running import Segments
 from simplan.network.usage import (
     Flap,
     LinkUsage,
@@ -41,6 +41,7 @@ from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict.background import background_steps, refuse_too_many_steps
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import compile_program, leaders_of
+from simplan.sim.contended import contended_times
 from simplan.sim.engine import CoreUse, RepeatedProgram, Repetitions, Times, simulate
 from simplan.sim.links import Progress
 
@@ -296,10 +297,12 @@ def _realize(
     others: Sequence[RepeatedProgram],
 ) -> tuple[Times, _Floats]:
     """Times of a step on shared links, and the durations that its operations have there."""
-    if sharing is None and not others and not (use.usage >= 0).any():
-        times = compile_program(program).times(alone_s)
-    else:
+    if sharing is not None or others:
         times = simulate(program, alone_s, sharing, use, progress, others)
+    elif (use.usage >= 0).any():
+        times = contended_times(program, alone_s, use, progress)
+    else:
+        times = compile_program(program).times(alone_s)
     leaders = leaders_of(program)
     taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
     return times, np.where(use.usage[leaders] >= 0, taken_s, alone_s)
@@ -537,9 +540,7 @@ class _ProgramUsages:
 
     def _axes(self, ranks: _Group, rank: int) -> Callable[[int], _Group]:
         """Function from a rank to its group along the axes of a given group."""
-        m = self.mapping
-        kinds = (m.tp_group, m.shard_group, m.replicate_group, m.cp_group, m.dp_group, m.ep_group, m.etp_group)
-        for group_of in (*kinds, m.expert_group, m.expert_shard_group):
+        for group_of in self.mapping.group_kinds:
             if set(group_of(rank)) == set(ranks):
                 return group_of
         raise AssertionError(f"a group along no axes: {ranks}")

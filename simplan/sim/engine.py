@@ -19,7 +19,7 @@ from simplan.program.program import Program
 from simplan.program.timeline import LazySequence, Span, Timeline
 
 if TYPE_CHECKING:
-    from simplan.network.max_min import Segments
+    from simplan.network.running import Segments
     from simplan.network.usage import LinkUse
     from simplan.sim.links import Progress, SharedLinks
 

@@ -8,7 +8,8 @@ import numpy as np
 from simpy import Environment, Event
 from simpy.events import EventPriority
 
-from simplan.network.max_min import TOGETHER, LinkLists, Paths, Running, Segments, advance, mark, settle
+from simplan.network.max_min import TOGETHER, advance, mark, settle
+from simplan.network.running import LinkLists, Paths, Running, Segments
 from simplan.network.usage import LinkUse
 
 Progress = Callable[[int, int], None]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from simplan.network.max_min import LinkLists, Paths, Running, Segments, fair_rates, settle, weights_of
+from simplan.network.max_min import fair_rates, settle
+from simplan.network.running import LinkLists, Paths, Running, Segments, weights_of
 
 Usage = dict[int, tuple[float, float]]  # link -> busy seconds, connections
 

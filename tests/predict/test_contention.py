@@ -198,7 +198,9 @@ def test_long_distance_lengthens_every_crossing() -> None:
 def test_truncated_step_extrapolates_the_load_of_links() -> None:
     job = job_on(LEAF_SPINE, {"dp_replicate": 16, "pp": 2}, num_microbatches=100)
     whole = predict(job).network
-    step = TruncatedStep(job, predicted_extent(job, folding_of(job))._replace(simulated=30, period=1), None, 2, folding_of(job), True)
+    step = TruncatedStep(
+        job, predicted_extent(job, folding_of(job))._replace(simulated=30, period=1), None, 2, folding_of(job), True
+    )
     seconds = step.seconds(lambda _, costs: [costs.uncontended_s] if costs.uncontended_s is not None else [])
     short = step.network(*seconds.tolist())
     assert whole is not None

@@ -12,7 +12,7 @@ import numpy as np
 from simplan.job import Job
 from simplan.model.implementations.expert_dispatch import SM_FRACTION
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import StageAssignment
+from simplan.plan.plan import Place, StageAssignment
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.lowering.fsdp import FsdpHooks, FsdpListHooks
@@ -23,7 +23,7 @@ from simplan.program.lowering.rows import ActionVariant, row_of_actions
 from simplan.program.lowering.script import IssuedCollective, Scripts, Segment, in_order
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, restore_state, take_state
-from simplan.program.lowering.walk import ActionTemplate, Walker
+from simplan.program.lowering.walk import ActionTemplate, Integers, RowWalk, Walker
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
 from simplan.program.no_gc import gc_paused
@@ -38,6 +38,7 @@ from simplan.program.program import (
     Stream,
     Work,
 )
+from simplan.program.size import refuse_many_operations
 from simplan.program.timeline import SpanKind
 
 _K = ActionKind
@@ -99,7 +100,7 @@ class Lowerer:
 
     def __init__(self, job: Job, assignment: StageAssignment, table: Table, how: Lowering) -> None:
         assert how.level in (1, 2)
-        self._how = how
+        self._job, self._how = job, how
         self._stages = Stages(job, assignment, table)
         self._folding = how.folding or unfolded(self._stages.mapping)
         self._builder = ProgramBuilder()
@@ -107,27 +108,53 @@ class Lowerer:
         for size in {*job.plan.sizes_of_ranks} - by_size.keys():
             own_stages = Stages(job.with_plan(job.plan.model_copy(update={"microbatch_size": size})), assignment, table)
             by_size[size] = own_stages, Scripts(own_stages)
-        # by rank, the lowering of a leader with the same work, and own stage -> corresponding stage of the leader
-        self._ranks: dict[int, tuple[_RankLowering, dict[int, int]]] = {}
-        leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}
-        sizes = job.plan.sizes_of_ranks
-        for rank in self._folding.ranks:
-            mapping, group = self._stages.mapping, job.group_of(rank)
-            of_stages, scripts = by_size[sizes[mapping.dp_rank(rank)]]
-            key, own = (_rank_key(of_stages, rank), group), of_stages.stages_of(mapping.place(rank).pp)
-            if key not in leaders:
-                leaders[key] = _RankLowering(of_stages, scripts, rank, self._builder, how, self._folding, group), own
-            leader, stages = leaders[key]
-            self._ranks[rank] = leader, dict(zip(own, stages, strict=True))
+        self._by_size = by_size
+        self._leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}  # with the stages of the leader
+
+    def _leader(self, rank: int) -> tuple[_RankLowering, dict[int, int]]:
+        """Returns the lowering of a rank with the same work, and own stage -> corresponding stage of that rank."""
+        job, mapping = self._job, self._stages.mapping
+        group, (stages, scripts) = job.group_of(rank), self._by_size[job.plan.sizes_of_ranks[mapping.dp_rank(rank)]]
+        own = stages.stages_of(mapping.place(rank).pp)
+        is_folded = len(self._folding.ranks) < mapping.world_size
+        key = _rank_key(stages, rank, is_folded=is_folded), group
+        if key not in self._leaders:
+            found = _RankLowering(stages, scripts, rank, self._builder, self._how, self._folding, group)
+            self._leaders[key] = found, own
+        leader, leading = self._leaders[key]
+        return leader, dict(zip(own, leading, strict=True))
 
     def program(self, table: Table) -> Program:
-        """Lowers an action table to a Program."""
-        stages, builder = self._stages, self._builder
+        """Lowers an action table to a Program.
+
+        Raises:
+            SpecError: It has too many operations.
+        """
+        stages, builder, folding = self._stages, self._builder, self._folding
+        width, ranks = stages.mapping.ranks_per_stage, folding.ranks
+        num_microbatches = 1 + max(action.microbatch or 0 for row in table for action in row)
         builder.restart()
-        for rank, (leader, leading) in self._ranks.items():
-            builder.start(rank, rank - leader.rank, stages.mapping.ranks_per_stage)
-            leader.run(table[stages.mapping.place(rank).pp], leading)
-        rebuilds, how, folding = stages.software.runtime == "torch", self._how, self._folding
+        walks: dict[tuple[int, int], tuple[RowWalk, Integers, Integers]] = {}
+        leader_of: dict[int, _RankLowering] = {}
+
+        def walk(rank: int) -> tuple[RowWalk, Integers, Integers]:
+            leader, leading = self._leader(rank)
+            pp_rank, leader_of[rank] = rank // width, leader
+            if (leader.rank, pp_rank) not in walks:
+                walks[leader.rank, pp_rank] = leader.walk(table[pp_rank], leading)
+            return walks[leader.rank, pp_rank]
+
+        column = [rank for rank in ranks if rank % width == ranks[0] % width]
+        of_column = sum(int(walk(rank)[0].num_ops.sum()) for rank in column)  # others have about as many operations
+        refuse_many_operations(self._job, of_column * len(ranks) // len(column), len(ranks), num_microbatches)
+        for rank in ranks:
+            walked = walk(rank)
+            builder.start(rank, leader_of[rank].rank, stages.mapping)
+            builder.stamp(*walked)
+        leaders = {leader.rank: leader for leader in leader_of.values()}
+        rebuilds, how = stages.software.runtime == "torch", self._how
+        resting = {rank: leader.persistent_bytes() for rank, leader in leaders.items()}
+        rebuilt = {rank: leader.bucket_bytes() if rebuilds else 0 for rank, leader in leaders.items()}
         return Program(
             how.level,
             table,
@@ -137,8 +164,8 @@ class Lowerer:
             tuple(builder.effects),
             folding.ranks,
             folding.stands_for,
-            {rank: leader.persistent_bytes() for rank, (leader, _) in self._ranks.items()},
-            {rank: leader.bucket_bytes() if rebuilds else 0 for rank, (leader, _) in self._ranks.items()},
+            {rank: resting[leader.rank] for rank, leader in leader_of.items()},
+            {rank: rebuilt[leader.rank] for rank, leader in leader_of.items()},
             one_memory=how.host_waits,
             layer_names=stages.layer_names,
             all_written_out=how.level == 2 and how.expand_all and len(folding.ranks) == len(folding.stands_for),
@@ -160,13 +187,21 @@ def _stage_key(stages: Stages, stage: int) -> Hashable:
     )
 
 
-def _rank_key(stages: Stages, rank: int) -> Hashable:
-    """Returns a key that is equal for ranks with the same work, apart from their stages and peers."""
+def _rank_key(stages: Stages, rank: int, *, is_folded: bool) -> Hashable:
+    """Returns a key that is equal for ranks with the same work, apart from their stages and peers.
+
+    Args:
+        is_folded: True if some ranks are not simulated: columns then meet different numbers of ranks.
+    """
     place, plan = stages.mapping.place(rank), stages.plan
     deals = plan.shards_optimizer_only and stages.software.optimizer_shards != "elements"
     if deals or plan.offload_activations:  # optimizer shards, and names of offloads, are specific to a rank
         return rank
-    return place._replace(pp=-1), tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
+    column = place._replace(pp=-1)
+    if not is_folded:
+        shard = (place.dp_shard, place.cp) if stages.shards_partial_gradients_unevenly else (-1, -1)
+        column = Place(-1, -1, *shard, -1)
+    return column, tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
 
 
 class _RankLowering:
@@ -218,12 +253,15 @@ class _RankLowering:
             self.shapes_of_stage[take_state(self.of_stage)[0]],
         )
 
-    def run(self, row: Sequence[Action], leading: Mapping[int, int]) -> None:
-        """Stamps a row of the action table: each action as lowered in the state that the rank has reached.
+    def walk(self, row: Sequence[Action], leading: Mapping[int, int]) -> tuple[RowWalk, Integers, Integers]:
+        """Returns a row of the action table: each action as lowered in the state that the rank has reached.
 
         Args:
             row: Row of this rank, or of one with the same work.
             leading: Stage of the row -> corresponding stage of this rank.
+
+        Returns:
+            Templates, stages and microbatches; see ``ProgramBuilder.stamp``.
         """
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
         actions, stage, microbatch, variant, needs, variants = row_of_actions(
@@ -242,8 +280,7 @@ class _RankLowering:
             return self._lowered(of._replace(action=action), shape, of_stage, num_inputs, sent_bytes)
 
         stages = np.unique(stage, return_inverse=True)[1].reshape(-1)
-        walked = self.walker.run(kinds, needs, stages, (*self.first_shapes, self.builder.num_ops), lowered)
-        self.builder.stamp(walked, stage, microbatch)
+        return self.walker.run(kinds, needs, stages, (*self.first_shapes, 0), lowered), stage, microbatch
 
     def _template_key(self, variant: ActionVariant) -> Hashable:
         """Returns the key of an action's template; the state of the rank is the other part of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from functools import cache, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -139,6 +140,14 @@ class Stages:
         """Pipeline ranks of the two copies of a tied embedding; None if there are not two."""
         ends = self.placement[0], self.placement[self.num_stages - 1]
         return ends if self.tied_bytes and ends[0] != ends[1] else None
+
+    @cached_property
+    def shards_partial_gradients_unevenly(self) -> bool:
+        """True if shards of a parameter have different numbers of gradients to sum over tensor-parallel ranks."""
+        num_shards = self.plan.dp_shard * self.plan.cp
+        brought = {id(parameters): parameters for of_stage in self.brought for parameters in of_stage}
+        parameters = (p for each in brought.values() for p in each)
+        return self.plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Returns the stages on a pipeline rank, ascending."""

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import RankMapping
 from simplan.program.action import ActionKind
 from simplan.program.lowering.walk import Integers, RowWalk
 from simplan.program.program import ACTION_KINDS, Communication, MemoryEffect, OpColumns, OverlapRemainder, Work
@@ -94,7 +95,9 @@ class ProgramBuilder:
         self.effects: dict[tuple[MemoryEffect, ...], int] = defaultdict(count(1).__next__, {(): 0})
         self._meetings: dict[RendezvousPoint, int] = {}
         self._met: list[RendezvousPoint] = []
-        self._moved: dict[tuple[int, int], int] = {}  # (work, offset of the rank) -> work of the rank
+        self._moved: dict[tuple[int, ...], int] = {}  # work and identity of its groups -> work of the rank
+        self._moved_meetings: dict[tuple[int, int], int] = {}  # the same of meetings
+        self._kept: dict[tuple[int, ...], tuple[int, ...]] = {}  # groups, each as one object
         self._shapes: dict[Hashable, int] = {}
         self.structures: list[Hashable] = []
         self._rows: list[TemplateRow] = []
@@ -106,14 +109,14 @@ class ProgramBuilder:
         self._ranks: list[_RankStart] = []
         self._stamped: list[tuple[Integers, ...]] = []  # by row, ``RowWalk`` and the stages and microbatches
 
-    def start(self, rank: int, above: int, width: int) -> None:
+    def start(self, rank: int, leader: int, mapping: RankMapping) -> None:
         """Assigns the following stamped operations to a rank.
 
         Args:
-            above: The rank minus the rank of the templates.
-            width: Ranks per pipeline stage.
+            leader: The rank of the templates.
+            mapping: Mesh of the ranks.
         """
-        self._ranks.append(_RankStart(self.num_ops, rank, above, width))
+        self._ranks.append(_RankStart(self.num_ops, rank, leader, mapping, self._kept))
 
     def work(self, work: tuple[Work, ...]) -> int:
         """Returns the number of a tuple of work; each object has one number."""
@@ -148,10 +151,10 @@ class ProgramBuilder:
         """Adds a row of actions to the rank.
 
         Args:
-            walked: Templates of the row, and the operations that they may wait for.
+            walked: Templates of the row, and the operations that they may wait for, counted from the rank's first.
             stage, microbatch: ``(actions,)`` Stage and microbatch of each action; -1 for no microbatch.
         """
-        self._stamped.append((*walked, stage, microbatch))
+        self._stamped.append((*walked._replace(inputs=walked.inputs + self.num_ops), stage, microbatch))
         self.num_ops += int(walked.num_ops.sum())
 
     def columns(self) -> OpColumns:
@@ -201,49 +204,89 @@ class ProgramBuilder:
         """Replaces the peers of the template's rank by the peers of the stamped rank."""
         ends = [each.first_op for each in self._ranks[1:]] + [self.num_ops]
         for start, end in zip(self._ranks, ends, strict=True):
-            if start.above:
+            if start.rank != start.leader:
                 here = slice(start.first_op, end)
                 work[here] = _replaced(work[here], partial(self._moved_work, start))
                 meeting[here] = _replaced(meeting[here], partial(self._moved_meeting, start))
 
     def _moved_work(self, start: _RankStart, entry: int) -> int:
-        found = self._moved.get((entry, start.above))
+        """Number of the rank's work; members of a group share it."""
+        work = self.works[entry]
+        groups = [id(start.moved(each.ranks, sends=each.kind is CollectiveKind.SEND)) for each in _communications(work)]
+        if not groups:
+            return entry
+        found = self._moved.get((entry, *groups))
         if found is None:
-            work = self.works[entry]
-            moved = tuple(map(start.moved_work, work))
-            same = all(one is other for one, other in zip(work, moved, strict=True))
-            found = self._moved[entry, start.above] = entry if same else self.work(moved)
+            found = self._moved[entry, *groups] = self.work(tuple(map(start.moved_work, work)))
         return found
 
     def _moved_meeting(self, start: _RankStart, number: int) -> int:
         if number < 0:
             return number
         meeting = self._met[number // 2]
-        return self.meeting(meeting._replace(ranks=start.moved(meeting.ranks, sends=meeting.sends)))
+        ranks = start.moved(meeting.ranks, sends=meeting.sends)
+        found = self._moved_meetings.get((number, id(ranks)))
+        if found is None:
+            found = self._moved_meetings[number, id(ranks)] = self.meeting(meeting._replace(ranks=ranks))
+        return found
 
 
-class _RankStart(NamedTuple):
-    """Start of a rank's operations; for the attributes see ``ProgramBuilder.start``."""
+def _communications(work: tuple[Work, ...]) -> Iterator[Communication]:
+    """Yields the communications of an operation, also those beside compute."""
+    for part in work:
+        if isinstance(part, Communication):
+            yield part
+        elif isinstance(part, OverlapRemainder):
+            yield from part.communications
 
-    first_op: int
-    rank: int
-    above: int
-    width: int
+
+class _RankStart:
+    """Start of a rank's operations, whose templates are those of another rank.
+
+    Args:
+        first_op: Index of its first operation.
+        rank, leader, mapping: See ``ProgramBuilder.start``.
+        kept: Groups so far, each as one object.
+    """
+
+    def __init__(
+        self,
+        first_op: int,
+        rank: int,
+        leader: int,
+        mapping: RankMapping,
+        kept: dict[tuple[int, ...], tuple[int, ...]],
+    ) -> None:
+        self.first_op, self.rank, self.leader = first_op, rank, leader
+        self._mapping, self._kept = mapping, kept
+        self._width = mapping.ranks_per_stage
+        self._across = rank % self._width - leader % self._width  # rank minus leader within their stages
+        self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}  # groups of the leader -> groups of the rank
 
     def moved(self, ranks: tuple[int, ...], *, sends: bool) -> tuple[int, ...]:
-        """Returns ranks of one pipeline stage moved to another stage; a group that spans stages is unchanged."""
-        if not sends and len({rank // self.width for rank in ranks}) > 1:
-            return ranks
-        return tuple([rank + self.above for rank in ranks])
+        """Returns the rank's group for one of the leader, the same object for all its members."""
+        found = self._groups.get(ranks)
+        if found is None:
+            moved = self._shifted(ranks, sends=sends)
+            found = self._groups[ranks] = self._kept.setdefault(moved, moved)
+        return found
+
+    def _shifted(self, ranks: tuple[int, ...], *, sends: bool) -> tuple[int, ...]:
+        if sends:
+            return tuple([rank + self.rank - self.leader for rank in ranks])
+        if len({rank // self._width for rank in ranks}) > 1:  # along the pipeline
+            return tuple([rank + self._across for rank in ranks])
+        if self._across:
+            return next(group_of(self.rank) for group_of in self._mapping.group_kinds if group_of(self.leader) == ranks)
+        return tuple([rank + self.rank - self.leader for rank in ranks])
 
     def moved_communication(self, communication: Communication) -> Communication:
-        """Returns the communication of the corresponding ranks of another stage."""
-        return communication._replace(
-            ranks=self.moved(communication.ranks, sends=communication.kind is CollectiveKind.SEND)
-        )
+        """Returns the communication of the rank for one of the leader."""
+        ranks = self.moved(communication.ranks, sends=communication.kind is CollectiveKind.SEND)
+        return communication._replace(ranks=ranks)
 
     def moved_work(self, work: Work) -> Work:
-        """Returns the work of the corresponding rank of another stage; only communication differs."""
+        """Returns the work of the rank for one of the leader; only communication differs."""
         match work:
             case Communication():
                 return self.moved_communication(work)

@@ -1,0 +1,65 @@
+"""Size of a Program: a step of too many operations is refused before it takes all memory."""
+
+from __future__ import annotations
+
+from simplan.errors import Problem, SpecError
+from simplan.job import Job
+
+MAX_OPERATIONS = 20_000_000
+"""Operations of one Program. Lowered and simulated, each takes about half a kilobyte, so the largest takes 10 GiB."""
+
+
+def refuse_many_actions(job: Job, num_ranks: int, num_microbatches: int) -> None:
+    """Refuses a step whose actions alone are too many, before its action table is made.
+
+    Args:
+        job: The job.
+        num_ranks: Simulated ranks.
+        num_microbatches: Simulated microbatches.
+
+    Raises:
+        SpecError: Each rank has several actions per microbatch, and all ranks together have too many.
+    """
+    plan = job.plan
+    # a forward and a backward of every stage, and both ends of both transfers between stages
+    least = num_microbatches * (2 * plan.num_stages + 4 * (plan.pp - 1))
+    refuse_many_operations(job, least * num_ranks // plan.pp, num_ranks, num_microbatches)
+
+
+def refuse_many_operations(job: Job, num_operations: int, num_ranks: int, num_microbatches: int) -> None:
+    """Refuses a Program that has too many operations.
+
+    Args:
+        job: The job.
+        num_operations: Operations of all simulated ranks; fewer only if these are too many already.
+        num_ranks, num_microbatches: Simulated ranks and microbatches.
+
+    Raises:
+        SpecError: There are more operations than ``MAX_OPERATIONS``.
+    """
+    if num_operations <= MAX_OPERATIONS:
+        return
+    rule = (
+        f"needs {num_operations:,} operations or more ({num_ranks:,} simulated ranks, {num_microbatches:,} "
+        f"microbatches); at most {MAX_OPERATIONS:,} are simulated"
+    )
+    fixes = [f"{field} takes all ranks: remove it" for field in _fields_of_all_ranks(job)]
+    fixes = fixes if num_ranks > job.plan.pp else []
+    if num_ranks > job.plan.pp:
+        fixes.append("use fewer devices")
+    if num_microbatches > 1:
+        fixes.append("use fewer or larger microbatches")
+    field, value = "training.global_batch_size", job.training.global_batch_size
+    if num_ranks > num_microbatches:
+        field, value = "cluster.num_devices", job.cluster.num_devices
+    raise SpecError(Problem(field=field, value=f"{value:,}", rule=rule, fix=", or ".join(fixes)))
+
+
+def _fields_of_all_ranks(job: Job) -> list[str]:
+    """Fields that make every rank different, so that all are simulated."""
+    given = {
+        "cluster.jitter": job.cluster.jitter,
+        "cluster.topology": job.cluster.topology,
+        "training.backup_workers": job.training.backup_workers,
+    }
+    return [field for field, value in given.items() if value]
