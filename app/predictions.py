@@ -132,7 +132,7 @@ class Headline:
 
 def quick_headline(scenario: Scenario) -> Headline | None:
     """Headline from step time and memory as a search computes them, in milliseconds; None if ranks share cores."""
-    from simplan.predict.step_summary import summarized_step  # imports numba
+    from simplan.predict.step_summary import summarized_step
 
     job = scenario.job
     if job.cluster.cores_per_node is not None:
