@@ -140,7 +140,7 @@ def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
             for cost_estimate, count in cost_estimates[:2]
         )
         more = f"; and {counted(len(cost_estimates) - 2, 'more size')}" if len(cost_estimates) > 2 else ""
-        hidden = f"{format_time(busy_s - seconds)} of {format_time(busy_s)} overlapped with other work; "
+        hidden = f"{format_time(max(0.0, busy_s - seconds))} of {format_time(busy_s)} overlapped with other work; "
         first = cost_estimates[0][0]
         yield ExplainedTerm(
             "exposed communication",
