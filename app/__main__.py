@@ -29,6 +29,9 @@ def main() -> None:
 def _warm_up() -> None:
     """Imports the modules of the first page and of its figures, and predicts the default scenario."""
     page_jobs().warm()
+    from simplan.sim.engine_choice import load_compiled
+
+    load_compiled()  # every change is predicted here once for the verdict
     import pandas as pd
     import plotly.tools  # noqa: F401
     import pyarrow as pa  # type: ignore[import-untyped]

@@ -25,6 +25,7 @@ from simplan.prediction import (
     training_run,
     worst_memory,
 )
+from simplan.program.no_gc import gc_paused
 from simplan.report.trace import predicted_trace
 from simplan.scenario import Scenario, parse_scenario
 from simplan.search.fixes import Fix, fixes
@@ -130,9 +131,10 @@ class Headline:
         )
 
 
+@gc_paused()
 def quick_headline(scenario: Scenario) -> Headline | None:
     """Headline from step time and memory as a search computes them, in milliseconds; None if ranks share cores."""
-    from simplan.predict.step_summary import summarized_step  # imports numba
+    from simplan.predict.step_summary import summarized_step
 
     job = scenario.job
     if job.cluster.cores_per_node is not None:

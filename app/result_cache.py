@@ -111,6 +111,13 @@ def awaited(what: str, task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwar
         return cast(_R, job.result())
 
 
+@contextmanager
+def begun(task: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Iterator[None]:
+    """Context in which a task already runs; ``awaited`` then waits for the rest of it."""
+    with _started(task, args, kwargs):
+        yield
+
+
 def done(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Result of a task, cached for all equal requests, without a note on a page."""
     with _started(task, args, kwargs) as job:

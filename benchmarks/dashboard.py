@@ -52,15 +52,22 @@ _ANSWERED = """
 () => {
   const value = () => document.querySelector('[data-testid=stMetricValue]')?.textContent;
   const before = value(), answered = window.answered = {};
+  let changed_ms = 0;
   document.addEventListener('keydown', event => { answered.key_ms ??= event.timeStamp; }, {once: true, capture: true});
+  new MutationObserver(records => {
+    if (records.some(({target}) => target.closest?.('.js-plotly-plot'))) changed_ms = performance.now();
+  }).observe(document, {childList: true, subtree: true, attributes: true});
   const look = () => {
-    if (answered.key_ms && value() && value() !== before) answered.ms = performance.now() - answered.key_ms;
+    const now = performance.now();
+    if (answered.key_ms && value() && value() !== before) answered.ms ??= now - answered.key_ms;
+    if (!answered.ms || !(DRAWN)()) changed_ms = now;
+    if (now - changed_ms > 400) answered.whole_ms = changed_ms - answered.key_ms;
     else requestAnimationFrame(look);
   };
   requestAnimationFrame(look);
 }
-"""
-"""Script that times from the key that moves the slider to the frame with another step time."""
+""".replace("DRAWN", DRAWN)
+"""Script that times from the key that moves the slider to the frame with another step time, and to the last figure."""
 
 _PLANS = """
 () => {
@@ -176,29 +183,51 @@ def _users(chromium: Any, url: str, pid: int) -> Iterator[BenchmarkRow]:
 
 
 def _crowd(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
-    """Five users and one slider, alternating with a bare Streamlit page on the same machine."""
-    slider = f"{url}/?{_PLAN}"
+    """Five users, alternating with a bare Streamlit page on the same machine."""
+    same = f"{url}/?{_PLAN}"
+    opened_s: dict[str, list[float]] = {"bare": [], "same": [], "different": []}
     with tempfile.TemporaryDirectory() as folder, _serving_bare(Path(folder)) as bare:
-        _open_together(chromium, [bare] * _CROWD), _open_together(chromium, [slider] * _CROWD)  # fill caches
-        opened_s: dict[str, list[float]] = {"bare": [], "same": [], "different": []}
-        moved_ms: dict[str, list[float]] = {"bare": [], "cached": [], "uncached": []}
+        _open_together(chromium, [bare] * _CROWD), _open_together(chromium, [same] * _CROWD)  # fill caches
         for number in range(_ROUNDS):
             others = [
                 f"{url}/?{_PLAN.replace('batch_size=128', f'batch_size={8 * (32 + _CROWD * number + user)}')}"
                 for user in range(_CROWD)
             ]
-            for name, urls in (("bare", [bare] * _CROWD), ("same", [slider] * _CROWD), ("different", others)):
+            for name, urls in (("bare", [bare] * _CROWD), ("same", [same] * _CROWD), ("different", others)):
                 opened_s[name] += _open_together(chromium, urls)
-            batch = _PLAN.replace("batch_size=128", f"batch_size={16 * (9 + number)}")
-            moved_ms["bare"] += _move_slider(chromium, bare, "ArrowRight")
-            for name in ("uncached", "cached"):  # the same request twice
-                moved_ms[name] += _move_slider(chromium, f"{url}/?{batch}", "ArrowLeft")
-    for what, taken, target in ((f"{_CROWD} users open Plan", opened_s, 2.0), ("slider of Plan", moved_ms, 2.0)):
-        base = statistics.median(taken.pop("bare"))
-        for name, values in taken.items():
-            ratio = statistics.median(values) / base
-            shown = f"{ratio:.1f} times a bare page, {statistics.median(values):.2f} and {base:.2f}"
-            yield BenchmarkRow(f"dashboard: {what}, {name}", f"at most {target:g} times", shown, ratio <= target)
+    for name in ("same", "different"):
+        yield _ratio(f"{_CROWD} users open Plan, {name}", opened_s[name], opened_s["bare"], 2.0)
+
+
+def _relative(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
+    """First paint and a change of one value, alternating with a bare Streamlit page on the same machine."""
+    opened_s: dict[str, list[float]] = {"bare": [], "plan": []}
+    moved: dict[str, list[dict[str, float]]] = {"bare": [], "plan": [], "known": []}
+    with tempfile.TemporaryDirectory() as folder, _serving_bare(Path(folder)) as bare:
+        addresses = {"bare": bare, "plan": f"{url}/?{_PLAN}"}
+        for address in addresses.values():
+            _open_together(chromium, [address])  # fill caches
+        for number in range(_ROUNDS):
+            for name, address in addresses.items():
+                opened_s[name] += _open_together(chromium, [address])
+            changed = f"{url}/?{_PLAN.replace('batch_size=128', f'batch_size={16 * (9 + number)}')}"
+            moved["bare"].append(_move_slider(chromium, bare, "ArrowRight"))
+            for name in ("plan", "known"):  # the same request twice
+                moved[name].append(_move_slider(chromium, changed, "ArrowLeft"))
+    answered, whole = ({name: [one[key] for one in times] for name, times in moved.items()} for key in _ANSWERS)
+    yield _ratio("Plan, first paint", opened_s["plan"], opened_s["bare"], 1.5)
+    yield _ratio("a slider of Plan to the verdict", answered["plan"], answered["bare"], 2.0)
+    yield _ratio("a slider of Plan to a known verdict", answered["known"], answered["bare"], 2.0)
+    yield _ratio("a slider of Plan to all figures", whole["plan"], answered["bare"], 15.0)
+
+
+_ANSWERS = ("ms", "whole_ms")
+
+
+def _ratio(what: str, taken: Sequence[float], bare: Sequence[float], target: float) -> BenchmarkRow:
+    ratio = statistics.median(taken) / statistics.median(bare)
+    shown = f"{ratio:.1f} times a bare page, {statistics.median(taken):.2f} and {statistics.median(bare):.2f}"
+    return BenchmarkRow(f"dashboard: {what}", f"at most {target:g} times", shown, ratio <= target)
 
 
 _BARE = """
@@ -240,21 +269,20 @@ def _open_together(chromium: Any, urls: Sequence[str]) -> list[float]:
     return seconds
 
 
-def _move_slider(chromium: Any, url: str, key: str) -> list[float]:
-    """Milliseconds from a key press on the slider to another first number on the page."""
+def _move_slider(chromium: Any, url: str, key: str) -> dict[str, float]:
+    """Milliseconds from a key press on the slider to another first number on the page, and to its last figure."""
     tab = chromium.new_context(viewport=_WINDOW).new_page()
     tab.set_default_timeout(240_000)
     opened(tab, url)
     tab.locator("[data-testid=stMetricValue]").first.wait_for()
     settled(tab)
-    slider = tab.get_by_role("slider", name="Tensor parallel")
-    slider.focus()
+    tab.get_by_role("slider", name="Tensor parallel").focus()
     tab.evaluate(_ANSWERED)
     tab.keyboard.press(key)
-    tab.wait_for_function("() => window.answered.ms", timeout=60_000, polling=_LOOK_MS)
-    taken_ms: float = tab.evaluate("() => window.answered.ms")
+    tab.wait_for_function("() => window.answered.whole_ms", polling=_LOOK_MS)
+    answered: dict[str, float] = tab.evaluate("() => window.answered")
     tab.context.close()
-    return [taken_ms]
+    return answered
 
 
 def _family(pid: int) -> list[int]:
@@ -293,6 +321,6 @@ def _spread(values: Sequence[float], unit: str = "s", digits: int = 2) -> str:
 
 
 _NUMBERS: dict[str, _Number] = {f"open-{page}": partial(_first_paint, page) for page in PAGES}
-_NUMBERS |= {"slider": _slider, "search": _search, "users": _users, "crowd": _crowd}
+_NUMBERS |= {"relative": _relative, "slider": _slider, "search": _search, "users": _users, "crowd": _crowd}
 DASHBOARD = {f"dashboard-{name}": partial(_measured, number) for name, number in _NUMBERS.items()}
 """Benchmarks by name."""

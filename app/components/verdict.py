@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import cycle
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from app.components.elements import meaning
 from app.fields import kept_number, quantity, remembered_number
@@ -19,19 +21,20 @@ _IMAGES, _IMAGES_START = "images", 300.0
 TOKENS_START = 1e12
 """Training budget of scenarios without one."""
 
-_BANNERS: dict[MemoryVerdict, tuple[Callable[..., object], str]] = {
-    "fits": (st.success, ":material/check_circle:"),
-    "fits, tight": (st.warning, ":material/warning:"),
-    "likely does not fit": (st.error, ":material/warning:"),
-    "does not fit": (st.error, ":material/cancel:"),
+_BANNERS: dict[MemoryVerdict, tuple[str, str]] = {
+    "fits": ("success", ":material/check_circle:"),
+    "fits, tight": ("warning", ":material/warning:"),
+    "likely does not fit": ("error", ":material/warning:"),
+    "does not fit": ("error", ":material/cancel:"),
 }
 """Banner and icon by verdict."""
 
 
-def show_verdict(headline: Headline, host_words: str = "") -> None:
-    """Shows fit, peak-memory rank and headroom.
+def show_verdict(place: DeltaGenerator, headline: Headline, host_words: str = "") -> DeltaGenerator:
+    """Shows fit, peak-memory rank and headroom; returns the banner.
 
     Args:
+        place: Container, or an earlier banner, which is replaced.
         headline: Key numbers of the prediction.
         host_words: Message about insufficient host memory; empty if host memory suffices.
     """
@@ -40,18 +43,18 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
     needs = f"{rank} needs {format_bytes(memory.device_bytes)}"
     capacity = memory.capacity_bytes
     if host_words:
-        st.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
-    elif verdict is None or capacity is None:
-        st.warning(f"{needs}; the memory of a device is unknown", icon=":material/help:")
-    else:
-        headroom = capacity - memory.device_bytes
-        share = format_percent(abs(headroom) / capacity)
-        words = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share}) "
-        words += f"{'over' if headroom < 0 else 'headroom'}; {memory_interval(memory.device_interval_bytes)}"
-        if headroom >= 0 and memory.short_bytes:
-            words = f"{rank} uses all of {format_bytes(capacity)}, and {short_of_reserve(memory.short_bytes)}"
-        show, icon = _BANNERS[verdict]
-        show(f"**{verdict[:1].upper()}{verdict[1:]}**: {words}", icon=icon)
+        return place.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
+    if verdict is None or capacity is None:
+        return place.warning(f"{needs}; the memory of a device is unknown", icon=":material/help:")
+    headroom = capacity - memory.device_bytes
+    share = format_percent(abs(headroom) / capacity)
+    words = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share}) "
+    words += f"{'over' if headroom < 0 else 'headroom'}; {memory_interval(memory.device_interval_bytes)}"
+    if headroom >= 0 and memory.short_bytes:
+        words = f"{rank} uses all of {format_bytes(capacity)}, and {short_of_reserve(memory.short_bytes)}"
+    kind, icon = _BANNERS[verdict]
+    banner: DeltaGenerator = getattr(place, kind)(f"**{verdict[:1].upper()}{verdict[1:]}**: {words}", icon=icon)
+    return banner
 
 
 def budget_of(scenario: Scenario) -> tuple[float, float | None]:
@@ -78,8 +81,16 @@ def show_budget(*, images: bool) -> None:
             quantity("Price", ("cluster", "price_per_device_hour"), None, help=about)
 
 
-def show_numbers(headline: Headline, budget: float, price: float | None) -> None:
-    """Step time with its interval, throughput, MFU, and time and cost of the training budget."""
+def show_numbers(
+    places: Sequence[DeltaGenerator], headline: Headline, budget: float, price: float | None
+) -> list[DeltaGenerator]:
+    """Step time with its interval, throughput, MFU, and time and cost of the training budget; returns the metrics.
+
+    Args:
+        places: Earlier metrics, which are replaced; for a new row, only its container.
+        headline: Key numbers of the prediction.
+        budget, price: See ``budget_of``.
+    """
     job = headline.job
     training = headline.training(budget, price)
     images = job.model.sample == "image"
@@ -116,9 +127,10 @@ def show_numbers(headline: Headline, budget: float, price: float | None) -> None
             "device hours x price" + _of_interval(training.cost_interval),
         ),
     ]
-    with st.container(horizontal=True, gap="medium"):
-        for label, value, below, about in cells:
-            st.metric(label, value, below, delta_color="off", delta_arrow="off", help=about)
+    return [
+        place.metric(label, value, below, delta_color="off", delta_arrow="off", help=about)
+        for place, (label, value, below, about) in zip(cycle(places), cells)
+    ]
 
 
 def _of_interval(interval: tuple[float, float] | None, unit: str = "") -> str:

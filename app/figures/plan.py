@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from app.figures.style import CAPACITY, MEMORY, MUTED, SPLIT, Figure, across, bar, figure, scatter, stack, time_unit
-from app.predictions import predicted
+from app.predictions import predicted_step
 from simplan.explain.term import exposed_s
-from simplan.plan.plan import RankMapping
+from simplan.job import Job
+from simplan.predict import Simulated
 from simplan.prediction import Prediction, RankMemory
-from simplan.program.program import Stream
-from simplan.program.timeline import Span, Timeline
+from simplan.program.program import Communication, Program, Stream, Work
+from simplan.program.timeline import Timeline
 from simplan.report.table import format_ranks
 from simplan.report.text import split_parts
 from simplan.units import GIB, format_bytes, format_percent, format_time
@@ -20,7 +24,7 @@ from simplan.units import GIB, format_bytes, format_percent, format_time
 RESERVE = "allocator's reserve"
 """Memory that the caching allocator reserves beyond tensors."""
 
-WITHIN, BETWEEN, HOST = "within nodes", "between nodes", "to and from the host"
+TIERS = WITHIN, BETWEEN, HOST = "within nodes", "between nodes", "to and from the host"
 _MAX_BARS = 16
 
 
@@ -56,8 +60,8 @@ class PlanResult:
 
 def plan_result(text: str, calibrated_at: int) -> PlanResult:
     """Predicts the plan of a scenario; for arguments see ``predicted_step``."""
-    prediction = predicted(text, calibrated_at)
-    steps = {rank: step_parts(prediction, rank, spans) for rank, spans in sorted(prediction.timeline.by_rank().items())}
+    prediction, simulated = predicted_step(text, calibrated_at)
+    steps = {rank: step_parts(prediction, simulated, rank) for rank in simulated.program.ranks}
     splits = {memory.rank: split for memory, split in zip(prediction.memory, prediction.splits, strict=True)}
     busy_s = {rank: splits[rank].compute_s + splits[rank].recompute_s + splits[rank].optimizer_s for rank in steps}
     busiest = max(steps, key=lambda rank: (busy_s[rank], -rank))
@@ -65,53 +69,52 @@ def plan_result(text: str, calibrated_at: int) -> PlanResult:
     return PlanResult(replace(prediction, timeline=bare), steps, busiest)
 
 
-def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:
-    """Parts of a rank's step that take time.
+def step_parts(prediction: Prediction, simulated: Simulated, rank: int) -> tuple[StepPart, ...]:
+    """Parts of a rank's step that take time; tiers share its exposed communication as in the simulated microbatches.
 
     Args:
         prediction: Prediction of the step.
-        rank: Global rank.
-        spans: Spans of the rank.
+        simulated: Its simulated step.
+        rank: A simulated rank.
     """
     split = prediction.splits[[memory.rank for memory in prediction.memory].index(rank)]
-    mapping = RankMapping.of(prediction.job.plan)
-    computing = [(s.start_s, s.end_s) for s in spans if s.stream == Stream.COMPUTE and s.end_s > s.start_s]
-    moving = [
-        (tier_of(s, mapping, prediction.job.node_of), (s.start_s, s.end_s))
-        for s in spans
-        if s.stream != Stream.COMPUTE and s.end_s > s.start_s
-    ]
-    exposed = exposed_s(computing, moving)
+    exposed_s = _exposed_s(prediction.job, simulated, rank)
+    longer = split.exposed_communication_s / (sum(exposed_s.values()) or 1.0)
     parts = []
     for name, seconds in split_parts(split).items():
         if name == "exposed communication":
-            parts += [StepPart(f"exposed {tier}", name, exposed.get(tier, 0.0)) for tier in (WITHIN, BETWEEN, HOST)]
+            parts += [StepPart(f"exposed {tier}", name, tier_s * longer) for tier, tier_s in exposed_s.items()]
         else:
             parts.append(StepPart(name, name, seconds))
     return tuple(part for part in parts if part.seconds > 1e-9 * prediction.step_time_s)
 
 
-def tier_of(span: Span, mapping: RankMapping, node_of: Callable[[int], int]) -> str:
-    """Links of a communication span: host link, inside of nodes, or between nodes."""
-    if span.stream in (Stream.TO_HOST, Stream.FROM_HOST):
+def _exposed_s(job: Job, simulated: Simulated, rank: int) -> dict[str, float]:
+    """Exposed seconds of a rank in the simulated step, by tier."""
+    program, times = simulated.program, simulated.times
+    own = program.rank_indices[rank]
+    own = own[times.end_s[own] > times.start_s[own]]
+    on_compute = program.on_stream(Stream.COMPUTE, indices=own)
+    computing_s, moving_s = (
+        np.array([times.start_s[one], times.end_s[one]]) for one in (own[on_compute], own[~on_compute])
+    )
+    tiers = _tiers(job, program, own[~on_compute])
+    return dict(zip(TIERS, exposed_s(computing_s, moving_s, tiers, len(TIERS)).tolist(), strict=True))
+
+
+def _tiers(job: Job, program: Program, moving: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``(communications,)`` Tier of each communication of one rank, as an index into ``TIERS``."""
+    works, kinds = np.unique(program.columns.work[moving], return_inverse=True)
+    tiers = [TIERS.index(_tier(program.works[work], job.node_of)) for work in works]
+    return np.array(tiers, np.int64)[kinds]
+
+
+def _tier(works: Sequence[Work], node_of: Callable[[int], int]) -> str:
+    """Links of a communication: host link, inside of nodes, or between nodes."""
+    ranks = next((part.ranks for part in works if isinstance(part, Communication)), ())
+    if not ranks:
         return HOST
-    group = (span.rank, span.peer) if span.peer is not None else _group(span, mapping)
-    return WITHIN if len({node_of(rank) for rank in group}) == 1 else BETWEEN
-
-
-def _group(span: Span, mapping: RankMapping) -> tuple[int, ...]:
-    """Ranks that take part in a collective, by the stream it runs on."""
-    groups: dict[str, Callable[[int], tuple[int, ...]]] = {
-        Stream.TENSOR: mapping.tp_group,
-        Stream.CONTEXT: mapping.cp_group,
-        Stream.SHARD: mapping.shard_group,
-        Stream.REPLICATE: mapping.replicate_group,
-        Stream.EXPERT: mapping.ep_group,
-        Stream.EXPERT_DATA: mapping.expert_group,
-    }
-    if span.stream == Stream.TIED:
-        return (mapping.pp_group(span.rank)[0], mapping.pp_group(span.rank)[-1])
-    return groups.get(span.stream, mapping.dp_group)(span.rank)
+    return WITHIN if len(set(map(node_of, ranks))) == 1 else BETWEEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app.predictions import predicted_step
 from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated
 from simplan.prediction import RankMemory
 from simplan.program.action import ActionKind
-from simplan.program.program import MemoryCategory, Op, Program, Stream, Work
+from simplan.program.no_gc import gc_paused
+from simplan.program.program import STREAMS, MemoryCategory, Op, Program, Stream, Work
 from simplan.program.timeline import SpanKind
-from simplan.sim.memory import memory_trace
+from simplan.sim.memory import memory_curve
 from simplan.units import format_time
 
 MAX_BOXES = 5_000
@@ -147,6 +150,7 @@ class TimelineResult:
         return max(self.memory, key=lambda curve: (max(curve.total_bytes), -curve.rank))
 
 
+@gc_paused()
 def timeline_result(
     text: str, calibrated_at: int, *, layers: bool = False, start: float = 0.0, end: float = 1.0
 ) -> TimelineResult:
@@ -165,10 +169,10 @@ def timeline_result(
     ranks = [rank for rank in firsts if rank in simulated.program.by_rank]
     step_s = prediction.step_time_s
     start_s, end_s = start * step_s, end * step_s
-    by_action: Callable[[int], Hashable] | None = None if layers else (lambda index: step.ops[index].action)
-    computes = [_pieces(step, rank, by_action, on_compute=True) for rank in ranks]
-    communications = [_pieces(step, rank, None, on_compute=False) for rank in ranks]
-    stages = [tuple(sorted({step.ops[piece.ops[0]].action.stage for piece in one})) for one in computes]
+    computes = [_pieces(step, rank, on_compute=True, by_action=not layers) for rank in ranks]
+    communications = [_pieces(step, rank, on_compute=False, by_action=False) for rank in ranks]
+    columns = simulated.program.columns
+    stages = [tuple(np.unique(columns.stage[[piece.ops[0] for piece in one]]).tolist()) for one in computes]
     for compute, communication in zip(computes, communications, strict=True):
         _add_waits(compute, communication, step, step_s)
     computes = [_inside(pieces, start_s, end_s) for pieces in computes]
@@ -216,12 +220,60 @@ class _Ops(dict[int, Op]):
 
 
 class _Step:
-    """A simulated step with its operations."""
+    """A simulated step with what boxes show of its operations."""
 
     def __init__(self, simulated: Simulated) -> None:
-        self.simulated, self.times = simulated, simulated.times
-        self.ops = _Ops(simulated.program)
-        self.on_compute = simulated.program.on_stream(Stream.COMPUTE)
+        program, times = simulated.program, simulated.times
+        self.simulated, self.times, self.ops = simulated, times, _Ops(program)
+        spent_s = times.end_s - times.start_s
+        self.recompute_s = np.where(program.of_kind(SpanKind.RECOMPUTE), spent_s, 0.0)
+        self._formulas: dict[tuple[int, ...], str] = {}
+
+    @cached_property
+    def kinds_moved(self) -> NDArray[np.object_]:
+        """``(num_ops,)`` Words for communications of one kind."""
+
+        def words(op: Op) -> str:
+            return f"{op.name.partition(' ')[0]} ({_words(op.stream)})"
+
+        program = self.simulated.program
+        found = self._of_alike(words).astype(object)
+        has_own_name = np.array(["{action}" in name for name in program.names])[program.columns.name]
+        for index in np.flatnonzero(has_own_name & ~program.on_stream(Stream.COMPUTE)).tolist():
+            found[index] = words(self.ops[index])
+        return found
+
+    @cached_property
+    def num_bytes(self) -> NDArray[np.int64]:
+        """``(num_ops,)`` Bytes moved; 0 for compute."""
+        return self._of_alike(lambda op: 0 if op.communication is None else op.communication.num_bytes)
+
+    def _of_alike(self, fact: Callable[[Op], Any]) -> NDArray[Any]:
+        """A fact of every operation, from one of those with the same name, work and stream."""
+        c = self.simulated.program.columns
+        code = (c.work.astype(np.int64) * len(STREAMS) + c.stream) * (int(c.name.max()) + 1) + c.name
+        _, first, alike = np.unique(code, return_index=True, return_inverse=True)
+        return np.array([fact(self.ops[index]) for index in first.tolist()])[alike]
+
+    def formula(self, indices: Sequence[int]) -> str:
+        """The two largest cost terms of operations, with their cost estimates."""
+        works = tuple(self.simulated.program.columns.work[indices].tolist())
+        if works not in self._formulas:
+            self._formulas[works] = self._formula(Counter(works))
+        return self._formulas[works]
+
+    def _formula(self, works: Mapping[int, int]) -> str:
+        counts: Counter[Work] = Counter()
+        for number, count in works.items():
+            for work in self.simulated.program.works[number]:
+                counts[work] += count
+        terms = [(count, self.simulated.program_costs.by_work[work]) for work, count in counts.items()]
+        terms.sort(key=lambda pair: -pair[0] * pair[1].cost_estimate.seconds)
+        lines = [
+            f"{count} x {term.name} {format_time(term.cost_estimate.seconds)}: {term.cost_estimate.formula}"
+            for count, term in terms[:2]
+        ]
+        return "<br>".join(lines + [f"and {len(terms) - 2} more"] * (len(terms) > 2))
 
 
 @dataclass(slots=True)
@@ -241,20 +293,23 @@ class _Piece:
     waited_for: str = ""
 
 
-def _pieces(step: _Step, rank: int, key: Callable[[int], Hashable] | None, *, on_compute: bool) -> list[_Piece]:
-    """Pieces of a rank's compute stream or of its communication: one per run of operations of equal keys."""
-    times = step.times
-    running = [
-        index
-        for index in step.simulated.program.by_rank[rank]
-        if bool(step.on_compute[index]) is on_compute and times.end_s[index] > times.start_s[index]
-    ]
-    running.sort(key=lambda index: times.start_s[index])
-    groups = [list(group) for _, group in groupby(running, key=key)]
-    return [
-        _Piece(group, float(times.start_s[group[0]]), float(max(times.end_s[index] for index in group)))
-        for group in groups
-    ]
+def _pieces(step: _Step, rank: int, *, on_compute: bool, by_action: bool) -> list[_Piece]:
+    """Pieces of a rank's compute stream or of its communication: one per action, or one per operation."""
+    program, times = step.simulated.program, step.times
+    own = program.rank_indices[rank]
+    own = own[(times.end_s[own] > times.start_s[own]) & (program.on_stream(Stream.COMPUTE, indices=own) == on_compute)]
+    own = own[np.argsort(times.start_s[own], kind="stable")]
+    if not len(own):
+        return []
+    begins = np.ones(len(own), np.bool_)
+    if by_action:
+        columns = (program.columns.stage, program.columns.action, program.columns.microbatch)
+        begins[1:] = np.any([column[own[1:]] != column[own[:-1]] for column in columns], axis=0)
+    firsts = np.flatnonzero(begins)
+    ends_s = np.maximum.reduceat(times.end_s[own], firsts).tolist()
+    indices, starts_s = own.tolist(), times.start_s[own[firsts]].tolist()
+    bounds = [*firsts.tolist(), len(own)]
+    return [_Piece(indices[bounds[i] : bounds[i + 1]], starts_s[i], ends_s[i]) for i in range(len(firsts))]
 
 
 def _merged(streams: Sequence[Sequence[_Piece]], most: int, window_s: float) -> tuple[list[list[list[_Piece]]], float]:
@@ -279,14 +334,13 @@ def _neighbors(pieces: Sequence[_Piece], below_s: float) -> list[list[_Piece]]:
 
 def _box(step: _Step, group: Sequence[_Piece], *, layers: bool = False, communication: bool = False) -> TimelineBox:
     """Box of a piece, or of several neighbors."""
-    ops, times = step.ops, step.times
+    ops = step.ops
     longest = ops[max(group, key=lambda piece: piece.end_s - piece.start_s).ops[0]]
     indices = [index for piece in group for index in piece.ops]
-    microbatches = {ops[piece.ops[0]].action.microbatch for piece in group}
-    recomputing = [index for index in indices if ops[index].kind is SpanKind.RECOMPUTE and not communication]
-    moved = [one.num_bytes for index in indices if (one := ops[index].communication) is not None and communication]
+    microbatches = set(step.simulated.program.columns.microbatch[[piece.ops[0] for piece in group]].tolist())
+    microbatch = microbatches.pop() if len(microbatches) == 1 else -1
     if communication and len(group) > 1:
-        label = _counted(f"{ops[index].name.partition(' ')[0]} ({_words(ops[index].stream)})" for index in indices)
+        label = _counted(step.kinds_moved[indices].tolist())
     else:
         labels = [_label(ops[piece.ops[0]], named=layers) for piece in (group[0], group[-1])]
         label = labels[0] if len(group) == 1 else f"{labels[0]} to {labels[1]}"
@@ -294,14 +348,14 @@ def _box(step: _Step, group: Sequence[_Piece], *, layers: bool = False, communic
         kind=longest.action.kind,
         label=label,
         stage=longest.action.stage,
-        microbatch=microbatches.pop() if len(microbatches) == 1 else None,
+        microbatch=microbatch if microbatch >= 0 else None,
         start_s=group[0].start_s,
         end_s=max(piece.end_s for piece in group),
-        recompute_s=sum(float(times.end_s[index] - times.start_s[index]) for index in recomputing),
+        recompute_s=0.0 if communication else float(step.recompute_s[indices].sum()),
         waited_s=sum(piece.waited_s for piece in group),
         waited_for=max(group, key=lambda piece: piece.waited_s).waited_for,
-        num_bytes=sum(moved),
-        formula=_formula(step.simulated, (ops[index] for index in indices)),
+        num_bytes=int(step.num_bytes[indices].sum()) if communication else 0,
+        formula=step.formula(indices),
         num_merged=len(group),
         busy_s=sum(piece.end_s - piece.start_s for piece in group),
     )
@@ -322,18 +376,6 @@ def _counted(labels: Iterable[str]) -> str:
     counts = Counter(labels)
     words = [f"{number:,} x {label}" for label, number in counts.most_common(_MOST_LABELS)]
     return ", ".join(words + [f"and {len(counts) - _MOST_LABELS} more kinds"] * (len(counts) > _MOST_LABELS))
-
-
-def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
-    """The two largest cost terms of operations, with their cost estimates."""
-    counts: Counter[Work] = Counter(work for op in ops for work in op.work)
-    terms = [(count, simulated.program_costs.by_work[work]) for work, count in counts.items()]
-    terms.sort(key=lambda pair: -pair[0] * pair[1].cost_estimate.seconds)
-    lines = [
-        f"{count} x {term.name} {format_time(term.cost_estimate.seconds)}: {term.cost_estimate.formula}"
-        for count, term in terms[:2]
-    ]
-    return "<br>".join(lines + [f"and {len(terms) - 2} more"] * (len(terms) > 2))
 
 
 def _add_waits(compute: Sequence[_Piece], communications: Sequence[_Piece], step: _Step, step_s: float) -> None:
@@ -361,21 +403,21 @@ def _inside(pieces: Iterable[_Piece], start_s: float, end_s: float) -> list[_Pie
 
 def _memory(simulated: Simulated, memory: RankMemory) -> MemoryCurve:
     """Memory curve of a rank, downsampled to the largest sample per interval, so that no peak is lost."""
-    rank = memory.rank
-    counted = [c for c in MemoryCategory if simulated.program.one_memory or c is not MemoryCategory.HOST]
-    samples = list(memory_trace(simulated.program, rank, simulated.times))
-    totals = [sum(sample.by_category.get(category, 0) for category in counted) for sample in samples]
-    size = max(1, -(-len(samples) // _MAX_SAMPLES))
-    kept = [
-        max(range(first, min(first + size, len(samples))), key=totals.__getitem__)
-        for first in range(0, len(samples), size)
-    ]
-    kept = sorted({0, *kept, len(samples) - 1})
-    categories = [c for c in counted if any(samples[index].by_category.get(c, 0) for index in kept)]
+    times_s, held = memory_curve(simulated.program, memory.rank, simulated.times)
+    on_device = [simulated.program.one_memory or c is not MemoryCategory.HOST for c in MemoryCategory]
+    totals = (held * on_device).sum(axis=1)
+    size = max(1, -(-len(totals) // _MAX_SAMPLES))
+    parts = np.split(totals, range(size, len(totals), size))
+    largest = [number * size + int(part.argmax()) for number, part in enumerate(parts)]
+    kept = sorted({0, *largest, len(totals) - 1})
     return MemoryCurve(
-        rank,
-        tuple(samples[index].time_s for index in kept),
-        {c: tuple(samples[index].by_category.get(c, 0) for index in kept) for c in categories},
+        memory.rank,
+        tuple(times_s[kept].tolist()),
+        {
+            category: tuple(held[kept, column].tolist())
+            for column, category in enumerate(MemoryCategory)
+            if on_device[column] and held[kept, column].any()
+        },
         memory.device_bytes,
         memory.peak_action,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import streamlit as st
@@ -25,7 +26,7 @@ from app.figures.compared import (
 )
 from app.page import escaped, run_page
 from app.predictions import Headline, explained, sentences
-from app.result_cache import awaited
+from app.result_cache import awaited, begun
 from simplan.errors import SpecError
 from simplan.explain import Difference, difference
 from simplan.report.explanation import main_reason
@@ -45,7 +46,11 @@ def show() -> None:
     show_budget(images=current.job.model.sample == "image")
     documents = dict(zip(string.ascii_uppercase, [state.document(), *state.pinned()], strict=False))
     _show_chosen(documents)
-    plans = {letter: _predicted(letter, document) for letter, document in documents.items()}
+    with ExitStack() as side_by_side:
+        for letter, document in documents.items():
+            with suppress(SpecError):  # it is shown below
+                side_by_side.enter_context(begun(compared_plan, letter, *result_cache.worker_inputs(document)))
+        plans = {letter: _predicted(letter, document) for letter, document in documents.items()}
     if len(plans) < 2:
         st.info(
             "Pin the current scenario and change it in the sidebar, or pin plans on the page Search. 2 to "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from app import result_cache, state
 from app.components.elements import csv_text, details, download, meaning, show_figure, show_table
@@ -17,11 +18,12 @@ from app.figures.plan import PlanResult, memory_bars, memory_figure, memory_rows
 from app.fitting import applied, document_text
 from app.page import bullets, escaped, run_page
 from app.predictions import Headline, headline_of_prediction, plan_fixes, prediction_text
-from app.result_cache import awaited, handed_over
+from app.result_cache import awaited, begun, handed_over
 from simplan.errors import SimplanError
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
 from simplan.report.text import links_words, microbatch_words, plan_words, split_parts
+from simplan.scenario import Scenario
 from simplan.search.fixes import Fix
 from simplan.units import GIB, counted, format_bytes, format_percent, format_time
 
@@ -34,23 +36,32 @@ def show() -> None:
     document = state.document()
     try:
         scenario = result_cache.scenario(document)
-        budget, price = budget_of(scenario)
-        top = st.empty()
-        quick = result_cache.headline(document)
-        if quick is not None:
-            _show_top(top, quick, budget, price)
-            time.sleep(_HEAD_START_S)
+        inputs = result_cache.worker_inputs(document)
     except SimplanError:
         show_scenario_form()
         raise
+    with begun(plan_result, *inputs):
+        _show_plan(document, scenario, inputs)
+
+
+def _show_plan(document: dict[str, Any], scenario: Scenario, inputs: tuple[str, int]) -> None:
+    budget, price = budget_of(scenario)
+    try:
+        quick = result_cache.headline(document)
+    except SimplanError:
+        show_scenario_form()
+        raise
+    top, shown = st.container(), None
+    if quick is not None:
+        shown = _show_top(top, quick, budget, price)
+        time.sleep(_HEAD_START_S)
     show_scenario_form()
     show_budget(images=scenario.job.model.sample == "image")
-    inputs = result_cache.worker_inputs(document)
     result = awaited("predicting the step", plan_result, *inputs)
     prediction = result.prediction
     final = headline_of_prediction(prediction)
     if final != quick:
-        _show_top(top, final, budget, price, _host_words(prediction))
+        _show_top(top, final, budget, price, _host_words(prediction), over=shown)
     fixes_place = st.container()
     left, right = st.columns([3, 2], gap="medium")
     with left:
@@ -71,26 +82,40 @@ def show() -> None:
             _show_fixes(document, inputs)
 
 
+class _Top(NamedTuple):
+    """Elements above the figures; an element that is written again keeps its place without a gap in between."""
+
+    banner: DeltaGenerator
+    numbers: list[DeltaGenerator]
+
+
 def _show_top(
-    place: st.delta_generator.DeltaGenerator,
+    place: DeltaGenerator,
     headline: Headline,
     budget: float,
     price: float | None,
     host_words: str = "",
-) -> None:
-    with place.container():
-        show_verdict(headline, host_words)
-        show_numbers(headline, budget, price)
-        job = headline.job
-        model, cluster = job.model, job.cluster
-        st.caption(
-            escaped(
-                f"{model.name} on {cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}, "
-                f"{job.software.id}: {plan_words(job.plan)}; {microbatch_words(job)}"
-            )
+    *,
+    over: _Top | None = None,
+) -> _Top:
+    """Verdict and key numbers, over earlier ones or as new elements of a container."""
+    if over is not None:
+        show_verdict(over.banner, headline, host_words)
+        show_numbers(over.numbers, headline, budget, price)
+        return over
+    banner = show_verdict(place, headline, host_words)
+    numbers = show_numbers([place.container(horizontal=True, gap="medium")], headline, budget, price)
+    job = headline.job
+    model, cluster = job.model, job.cluster
+    place.caption(
+        escaped(
+            f"{model.name} on {cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}, "
+            f"{job.software.id}: {plan_words(job.plan)}; {microbatch_words(job)}"
         )
-        if links := links_words(cluster.links):
-            st.caption(escaped(f"Links: {links}"))
+    )
+    if links := links_words(cluster.links):
+        place.caption(escaped(f"Links: {links}"))
+    return _Top(banner, numbers)
 
 
 def _show_fixes(document: dict[str, Any], inputs: tuple[str, int]) -> None:

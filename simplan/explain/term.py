@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +31,27 @@ class ExplainedTerm:
     relative_std: float | None = None
 
 
-Interval = tuple[float, float]
-
-
-def exposed_s(computing: Iterable[Interval], moving: Sequence[tuple[str, Interval]]) -> dict[str, float]:
-    """Exposed seconds by label; concurrent communication shares exposed time equally.
+def exposed_s(
+    computing_s: NDArray[np.float64], moving_s: NDArray[np.float64], labels: NDArray[np.integer], num_labels: int
+) -> NDArray[np.float64]:
+    """``(num_labels,)`` Exposed seconds by label; concurrent communication shares exposed time equally.
 
     Args:
-        computing: Intervals in which the rank computes.
-        moving: Label and interval of every collective or P2P send.
+        computing_s: ``(2, intervals)`` Starts and ends of what the rank computes.
+        moving_s: ``(2, communications)`` Starts and ends of collectives and P2P sends.
+        labels: ``(communications,)`` Label of each communication, 0 to ``num_labels - 1``.
     """
-    found = dict.fromkeys((label for label, _ in moving), 0.0)
-    events: list[tuple[float, int, str]] = []  # time, change, label; no label for computing
-    for start, end in computing:
-        events += [(start, 1, ""), (end, -1, "")]
-    for label, (start, end) in moving:
-        events += [(start, 1, label), (end, -1, label)]
-    events.sort(key=lambda event: event[0])
-    busy, before = 0, 0.0
-    active: dict[str, int] = {}
-    for now, change, label in events:
-        num_active = sum(active.values())
-        if num_active and not busy:
-            for moved, count in active.items():
-                found[moved] += (now - before) * count / num_active
-        before = now
-        if label:
-            active[label] = active.get(label, 0) + change
-        else:
-            busy += change
-    return found
+    times_s = np.concatenate([*computing_s, *moving_s])
+    num_computing, num_moving = computing_s.shape[1], moving_s.shape[1]
+    change = np.repeat([1, -1, 1, -1], [num_computing, num_computing, num_moving, num_moving])
+    label = np.concatenate([np.full(2 * num_computing, -1), labels, labels])
+    order = np.argsort(times_s, kind="stable")
+    change, label, lengths_s = change[order], label[order], np.diff(times_s[order])
+
+    def active(counts: NDArray[np.bool_]) -> NDArray[np.int64]:
+        return np.cumsum(change * counts)[:-1]
+
+    moving = active(label >= 0)
+    exposed = (moving > 0) & (active(label < 0) == 0)
+    each_s = lengths_s[exposed] / moving[exposed]
+    return np.array([active(label == one)[exposed] @ each_s for one in range(num_labels)])

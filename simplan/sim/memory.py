@@ -138,26 +138,26 @@ def _device_effects(program: Program, rank: int) -> tuple[_Bytes, _Bytes]:
 
 
 def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySample]:
-    """Yields memory over time, for plots: a sample at the start and at the end of each operation.
+    """Yields the samples of ``memory_curve``, for plots."""
+    times_s, held = memory_curve(program, rank, times)
+    for time_s, by_category in zip(times_s.tolist(), held.tolist(), strict=True):
+        yield MemorySample(time_s, dict(zip(_CATEGORIES, by_category, strict=True)))
 
-    Host issue order decides which memory is held. If a later operation starts earlier (on another stream), its sample
-    moves to the time of its predecessor, so that times never decrease.
+
+def memory_curve(program: Program, rank: int, times: Times) -> tuple[NDArray[np.float64], _Bytes]:
+    """``(samples,)`` Returns seconds, ascending, and ``(samples, categories)`` the bytes from then on.
+
+    There is a sample at the start and at the end of each operation. Host issue order decides which memory is held. If a
+    later operation starts earlier (on another stream), its sample moves to the time of its predecessor.
     """
-    held = dict.fromkeys(MemoryCategory, 0) | program.persistent_bytes[rank]
-    yield MemorySample(0.0, dict(held))
-    now_s = 0.0
-    on_compute = program.on_stream(Stream.COMPUTE)
-    for index in program.by_rank[rank]:
-        effects = program.effects[program.columns.memory[index]]
-        if not effects:
-            continue
-        for during, time_s in ((True, float(times.start_s[index])), (False, float(times.end_s[index]))):
-            if not on_compute[index]:  # asynchronous: its buffer is held from issue on
-                time_s = now_s
-            now_s = max(now_s, time_s)
-            for effect in effects:
-                held[effect.category] += effect.during_bytes if during else effect.after_bytes - effect.during_bytes
-            yield MemorySample(now_s, dict(held))
+    own = program.rank_indices[rank]
+    own = own[np.array([bool(effects) for effects in program.effects])[program.columns.memory[own]]]
+    during, after = (effect[program.columns.memory[own]] for effect in program.effect_bytes)
+    changes = np.stack([during, after - during], axis=1).reshape(-1, len(_CATEGORIES))
+    asynchronous = ~program.on_stream(Stream.COMPUTE, indices=own)[:, np.newaxis]  # held from issue on
+    issued_s = np.where(asynchronous, 0.0, np.stack([times.start_s[own], times.end_s[own]], axis=1)).reshape(-1)
+    held = np.concatenate([_resting(program, rank)[np.newaxis], changes]).cumsum(axis=0)
+    return np.maximum.accumulate(np.concatenate([[0.0], issued_s])), held
 
 
 def _in_flight(program: Program, rank: int) -> dict[int, int]:

@@ -35,6 +35,14 @@ def test_parts_sum_to_the_step_and_agree_with_the_split(name: str) -> None:
         assert [bar.base[0] for bar in bars[1:]] == pytest.approx(ends[:-1])
 
 
+def test_parts_sum_to_a_step_that_is_not_simulated_in_full() -> None:
+    """Thousands of microbatches: three are simulated, and communication of the others is exposed as well."""
+    result = plan_result(text_of("fsdp").replace("global_batch_size: 8", "global_batch_size: 16000"), 0)
+    assert any("microbatches are simulated" in words for words in result.prediction.assumptions)
+    for parts in result.steps.values():
+        assert sum(part.seconds for part in parts) == pytest.approx(result.prediction.step_time_s, rel=1e-9)
+
+
 def test_tiers_are_those_of_the_nodes() -> None:
     """8 devices a node: tensor parallelism over 8 stays inside, shards over 2 nodes do not."""
     inside = plan_result(text_of("tensor-fsdp"), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from simplan import catalog
@@ -157,8 +158,8 @@ def test_texts_name_every_part(explained: dict[str, Explanation]) -> None:
 
 def test_exposure_is_shared_by_what_moves_at_once() -> None:
     """Computing from 2 to 5; one communication from 0 to 4, another from 1 to 7."""
-    found = exposed_s([(2.0, 5.0)], [("a", (0.0, 4.0)), ("b", (1.0, 7.0))])
-    assert found == {"a": 1.0 + 0.5, "b": 0.5 + 2.0}
+    found = exposed_s(np.array([[2.0], [5.0]]), np.array([[0.0, 1.0], [4.0, 7.0]]), np.array([0, 1]), 2)
+    assert found.tolist() == [1.0 + 0.5, 0.5 + 2.0]
 
 
 def test_microbatches_in_flight_are_named_at_the_peak() -> None:

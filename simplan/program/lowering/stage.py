@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
 
