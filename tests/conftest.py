@@ -23,6 +23,8 @@ ONE_WORKER = (
     "tests/cli/test_run.py",
     "tests/executor/distributed/test_split_layers.py",
     "tests/explain/test_explain.py",
+    "tests/search/test_exact.py",
+    "tests/search/test_partial.py",
     "tests/validate/test_compare.py",
 )
 """Their tests share what is dear to make."""
