@@ -33,23 +33,23 @@ TOTAL, CATEGORY = 0.03, 0.06
 NOTEWORTHY = 0.03  # of the peak: smaller categories are not compared
 
 
-def model(family: str, **fields: Any) -> ModelSpec:
-    """More than 100 million weights, more than half of them in blocks."""
+def sized_model(family: str, **fields: Any) -> ModelSpec:
+    """More than 50 million weights, most of them in blocks; few blocks, as fake tensors take time by their number."""
     sizes: dict[str, Any] = {
-        "gpt": {"num_hidden_layers": 8, "intermediate_size": 4096},
-        "llama": {"num_hidden_layers": 9, "num_key_value_heads": 4, "intermediate_size": 2816},
+        "gpt": {"num_hidden_layers": 4, "intermediate_size": 4096},
+        "llama": {"num_hidden_layers": 5, "num_key_value_heads": 4, "intermediate_size": 2816},
     }[family]
-    common = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 16384, "seq_len": 320}
+    common = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 8192, "seq_len": 320}
     return ModelSpec(**{"family": family, **common, **sizes, **fields})
 
 
 TINY = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 2048, "seq_len": 128}
 MODELS = {
-    "gpt": model("gpt"),
-    "gpt-untied": model("gpt", tied_embeddings=False),
-    "llama": model("llama"),
-    "tiny-gpt": model("gpt", intermediate_size=1024, **TINY),
-    "tiny-llama": model("llama", intermediate_size=704, **TINY),
+    "gpt": sized_model("gpt"),
+    "gpt-untied": sized_model("gpt", tied_embeddings=False),
+    "llama": sized_model("llama"),
+    "tiny-gpt": sized_model("gpt", intermediate_size=1024, **TINY),
+    "tiny-llama": sized_model("llama", intermediate_size=704, **TINY),
 }
 FSDP = {"dp_shard": 4}
 HSDP = {"dp_shard": 2, "dp_replicate": 2}
@@ -165,7 +165,10 @@ def job_and_rank(strategy: str, name: str, precision: str) -> tuple[RunSpec, int
     """A job, and the rank to look at."""
     changes, num_microbatches, pp_rank = STRATEGIES[strategy]
     dtype = precision.removeprefix("pure ")
-    job = job_of(MODELS[name], changes, num_microbatches, dtype, pure_bf16=precision != dtype)
+    model = MODELS[name]
+    if "offload_activations" in changes:  # of few blocks, most would be on their way to the host
+        model = model.model_copy(update={"num_hidden_layers": 2 * model.num_hidden_layers})
+    job = job_of(model, changes, num_microbatches, dtype, pure_bf16=precision != dtype)
     return job, pp_rank * job.plan.num_devices // job.plan.pp
 
 
@@ -188,7 +191,7 @@ def predicted_in(job: RunSpec, rank: int, action: str) -> dict[MemoryCategory, i
 @pytest.mark.parametrize(("strategy", "name", "precision"), cases())
 def test_peak_is_torchs(strategy: str, name: str, precision: str) -> None:
     job, rank = job_and_rank(strategy, name, precision)
-    assert job.model.num_parameters > 100e6
+    assert job.model.num_parameters > 50e6
     memory_peak, wanted = predicted_peak(job, rank), account(job, rank)
     assert memory_peak.total_bytes == pytest.approx(wanted.total_bytes, rel=TOTAL)
     by_category = (
