@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Bytecode is written at the first import, of the fifth of all modules that something imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo gpu faults netbench test test-all test-browser screenshots lint bench fit docs clean
 
@@ -27,13 +30,14 @@ demo: $(READY)
 gpu: $(READY)
 	$(BIN)/simplan suite scenarios/one-gpu -o gpu-out
 
+# Scenarios first: one process compiles the simulators for the workers of pytest, which would each do it.
 test: lint
-	$(BIN)/pytest -n auto -m "not slow"
 	$(BIN)/simplan check scenarios
+	$(BIN)/pytest -n auto -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest -n auto
 	$(BIN)/simplan check scenarios
+	$(BIN)/pytest -n auto
 
 test-browser: .venv/.browser
 	$(BIN)/pytest tests/browser
@@ -76,7 +80,8 @@ $(READY): pyproject.toml constraints.txt
 	  echo "'$(PYTHON)' cannot make virtual environments; install its venv module (Debian: apt install python3-venv)."; \
 	  exit 2; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[executor,app,dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
+	  -e '.[executor,app,dev,docs]'
 	@touch $@
 
 clean:

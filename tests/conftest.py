@@ -17,12 +17,14 @@ sys.dont_write_bytecode = False
 
 # How long an example takes depends on the machine, and no test of ours asserts a time.
 settings.register_profile("new examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True)
+settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True, max_examples=50)
 
 ONE_WORKER = (
     "tests/cli/test_run.py",
     "tests/executor/distributed/test_split_layers.py",
     "tests/explain/test_explain.py",
+    "tests/search/test_exact.py",
+    "tests/search/test_partial.py",
     "tests/validate/test_compare.py",
 )
 """Their tests share what is dear to make."""
@@ -41,7 +43,7 @@ class SharedRuns(LoadScopeScheduling):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The quick tests look at the same examples every time; all tests, where they run by hand, also at new ones."""
+    """The quick tests look at the same examples every time; all tests, where they run by hand, at more and new ones."""
     same = bool(os.environ.get("CI")) or "not slow" in config.option.markexpr
     settings.load_profile("same examples" if same else "new examples")
 

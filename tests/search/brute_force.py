@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from simplan.job import Job
@@ -9,6 +10,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import SearchSpace
 from simplan.search.statistics import rounded
+from simplan.units import GIB
 from tests.search.jobs import plans_of
 
 Row = tuple[ParallelPlan, int, float]
@@ -18,11 +20,16 @@ Row = tuple[ParallelPlan, int, float]
 @cache
 def every_plan(job: Job, space: SearchSpace) -> tuple[Row, ...]:
     """All plans of a space that keep the rules, by ``predict``."""
-    found = []
-    for plan in plans_of(job, space):
-        one = predict(job.with_plan(plan))
-        found.append((plan, max(rank.wanted_bytes for rank in one.memory), rounded(one.step_time_s)))
-    return tuple(found)
+    device = job.cluster.device.model_copy(update={"memory_bytes": 80 * GIB})
+    roomy = replace(job, cluster=job.cluster.model_copy(update={"device": device}))
+    return tuple((plan, *_numbers(roomy.with_plan(plan))) for plan in plans_of(job, space))
+
+
+@cache
+def _numbers(job: Job) -> tuple[int, float]:
+    """Bytes and seconds by ``predict``; spaces overlap, and their jobs differ in the memory of devices."""
+    one = predict(job)
+    return max(rank.wanted_bytes for rank in one.memory), rounded(one.step_time_s)
 
 
 def shown(ascending: list[Row], *, alone: bool = False) -> list[tuple[ParallelPlan, int, float, int]]:

@@ -10,6 +10,7 @@ from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.search import SearchSpace
+from simplan.search.candidates import Candidates
 from simplan.search.enumeration import Enumeration
 from tests.jobs import job_of
 
@@ -79,7 +80,12 @@ def plain_plan(**fields: Any) -> ParallelPlan:
     return ParallelPlan().model_copy(update=fields)
 
 
+def candidates_of(job: Job, space: SearchSpace) -> Candidates:
+    """All plans of a space that keep the rules, as a table: making a plan takes longer than making its row."""
+    return Candidates.joined(list(Enumeration(space, job).tables(Counter())))
+
+
 def plans_of(job: Job, space: SearchSpace) -> list[ParallelPlan]:
     """All plans of a space that keep the rules."""
-    tables = Enumeration(space, job).tables(Counter())
-    return [table.plan(row) for table in tables for row in range(len(table))]
+    candidates = candidates_of(job, space)
+    return [candidates.plan(row) for row in range(len(candidates))]

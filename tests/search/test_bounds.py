@@ -21,13 +21,20 @@ from simplan.search.candidates import FIELDS, Candidates, categories
 from simplan.search.space import that_it_has
 from simplan.units import GIB
 from tests.jobs import A100, H100, mixed_cluster, node_group
-from tests.search.jobs import FAMILIES, plans_of, small_job
+from tests.search.jobs import FAMILIES, candidates_of, small_job
 
 FRAMEWORKS = (
     "torch", "torchtitan", "megatron-core", "megatron-lm-2021", "megatron-lm-2022", "megatron-deepspeed",
     "megatron-bridge", "nemo", "llm-foundry", "maxtext", "deepspeed-2021",
 )  # fmt: skip
 LARGE: dict[str, Any] = {"hidden_size": 512, "seq_len": 256, "vocab_size": 1024}
+
+
+@st.composite
+def plans(draw: st.DrawFn, job: Job, space: SearchSpace) -> ParallelPlan:
+    """One of those that keep the rules, of what the software has of a space."""
+    candidates = candidates_of(job, that_it_has(job.software, space))
+    return candidates.plan(draw(st.sampled_from(range(len(candidates)))))
 
 
 @st.composite
@@ -52,8 +59,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
     if job.software.layers.attention == "unfused":
         space = space.model_copy(update={"cp": None})
-    plans = plans_of(job, that_it_has(job.software, space))
-    job = job.with_plan(draw(st.sampled_from(plans)))
+    job = job.with_plan(draw(plans(job, space)))
     offloads = job.with_plan(job.plan.model_copy(update={"offload_optimizer": True}))
     return offloads if not any(violations(offloads)) and draw(st.booleans()) else job
 
@@ -90,7 +96,7 @@ def placed_jobs(draw: st.DrawFn) -> Job:
     job = job.with_num_devices(devices)
     orders = [None, *itertools.permutations(("tp", "cp", "dp", "pp"))]
     space = SearchSpace(tp=(1, 2), cp=(1, 2), cp_comm=("all_gather",), schedule=("1f1b",), tp_across_nodes=True)
-    plan = draw(st.sampled_from(plans_of(job, that_it_has(job.software, space))))
+    plan = draw(plans(job, space))
     return job.with_plan(plan.model_copy(update={"placement": draw(st.sampled_from(orders))}))
 
 
@@ -125,7 +131,7 @@ def mixed_jobs(draw: st.DrawFn) -> Job:
     space = SearchSpace.model_validate({**degrees, "schedule": ("1f1b", "interleaved_1f1b", "gpipe")})
     if job.software.layers.attention == "unfused":
         space = space.model_copy(update={"cp": None})
-    return job.with_plan(draw(st.sampled_from(plans_of(job, that_it_has(job.software, space)))))
+    return job.with_plan(draw(plans(job, space)))
 
 
 @given(mixed_jobs())

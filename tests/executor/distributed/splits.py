@@ -85,28 +85,29 @@ def assert_equals_one_process(case: Case, results: list[Any]) -> None:
 
 
 def wanted_exchanges(case: Case) -> list[Issued]:
-    """What the layers say is exchanged in one forward and backward of fp32, in order."""
-    layers = case.model.layers_of(case.shard)
+    """What the layers say is exchanged in one forward and backward, in order."""
+    layers, width = case.model.layers_of(case.shard), case.dtype.itemsize
     issued: list[Issued] = []
     for layer in layers:
-        issued += _messages(layer, range(len(layer.kernels)), backward=False)
+        issued += _messages(layer, range(len(layer.kernels)), width, backward=False)
     for layer in reversed(layers):
         end = len(layer.kernels)
         for rerun in recomputation(layer, case.recompute).reruns:
-            issued += _messages(layer, range(end - 1, rerun.needed_by, -1), backward=True)
-            issued += _messages(layer, rerun.kernels, backward=False)
+            issued += _messages(layer, range(end - 1, rerun.needed_by, -1), width, backward=True)
+            issued += _messages(layer, rerun.kernels, width, backward=False)
             end = rerun.needed_by + 1
-        issued += _messages(layer, range(end - 1, -1, -1), backward=True)
+        issued += _messages(layer, range(end - 1, -1, -1), width, backward=True)
     return issued
 
 
-def _messages(layer: LayerSpec, indices: range | tuple[int, ...], *, backward: bool) -> Iterator[Issued]:
+def _messages(layer: LayerSpec, indices: range | tuple[int, ...], width: int, *, backward: bool) -> Iterator[Issued]:
     for index in indices:
         kernel = layer.kernels[index]
         if isinstance(kernel, LayerCollective):
             kind: CollectiveKind | None = kernel.backward if backward else kernel.forward
             if kind is not None:
-                num_bytes = NUM_SAMPLES * kernel.elements * (kernel.bytes_per_element or 4)
+                # statistics that stay in fp32 beside narrower activations are as wide as wider ones
+                num_bytes = NUM_SAMPLES * kernel.elements * max(kernel.bytes_per_element or width, width)
                 yield str(kind), tuple(range(NUM_RANKS)), num_bytes
 
 

@@ -49,25 +49,22 @@ EXACT = {
     for name, shards in SPLIT.items()
     for shard in shards
 }
-RECORDED = {
-    f"{name}-{shard}-{recompute}": Case(MODELS[name], SHARDS[shard], recompute, torch.float32)
-    for name, shards in SPLIT.items()
-    for shard in shards
-    for recompute in (("none", "selective", "full") if name in ("gpt", "llama") else ("none",))
-}
-KEEPING = {
-    f"{name}-sequence-selective_op": Case(MODELS[name], SEQUENCE, "selective_op", torch.float32)
+EXACT |= {
+    f"{name}-sequence-selective_op": Case(MODELS[name], SEQUENCE, "selective_op", torch.float64)
     for name in ("gpt", "llama")
 }
-EXACT |= {f"{name}-exact": case._replace(dtype=torch.float64) for name, case in KEEPING.items()}
-RECORDED |= KEEPING
+RECORDED = EXACT | {
+    f"{name}-{shard}-{recompute}": Case(MODELS[name], SHARDS[shard], recompute, torch.float32)
+    for name in ("gpt", "llama")
+    for shard in SPLIT[name]
+    for recompute in ("selective", "full")
+}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What both ranks did in every case, by its name."""
-    cases = EXACT | RECORDED
-    return dict(zip(cases, run_cases(list(cases.values()), tmp_path_factory.mktemp("split")), strict=True))
+    return dict(zip(RECORDED, run_cases(list(RECORDED.values()), tmp_path_factory.mktemp("split")), strict=True))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -82,7 +79,7 @@ def test_exchanges_and_order_of_gradients_are_those_of_the_layers(name: str, res
     layers = case.model.layers_of(case.shard)
     elements = sum(p.num_elements for layer in layers for p in layer.parameters if p.partial_gradient)
     assert (elements > 0) == (case.shard.sequence_parallel or (name.startswith("qk-norm") and case.shard.tp > 1))
-    wanted = [("all_reduce", (0, 1), 4 * elements)] if elements else []
+    wanted = [("all_reduce", (0, 1), case.dtype.itemsize * elements)] if elements else []
     for result in results[name]:
         assert result["issued"] == wanted_exchanges(case)
         assert result["all completed"]
