@@ -32,7 +32,7 @@ def jit_uncounted(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return _compiled(function, nogil=True, _nrt=False)  # numba's runtime, which counts and allocates
 
 
-def _compiled(function: Callable[_P, _R], **options: bool) -> Callable[_P, _R]:
+def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
     kept: Any
     try:
         kept = njit(**options, cache=True)(function)

@@ -328,7 +328,7 @@ def _push(state: StepState, at_s: float, event: int) -> None:
 def _pop(state: StepState) -> int:
     """Removes the first event, and returns it."""
     times_s, numbers, events = state.event_s, state.event_number, state.event
-    found = events[0]
+    found = int(events[0])
     state.counts[_EVENTS] -= 1
     size, at = state.counts[_EVENTS], 0
     last_s, last = times_s[size], numbers[size]
@@ -347,7 +347,7 @@ def _pop(state: StepState) -> int:
 @jit_uncounted
 def _is_before(state: StepState, at: int, other_s: float, other: int) -> bool:
     """Returns True if an event comes before another one with this time and number."""
-    return state.event_s[at] < other_s or (state.event_s[at] == other_s and state.event_number[at] < other)
+    return bool(state.event_s[at] < other_s or (state.event_s[at] == other_s and state.event_number[at] < other))
 
 
 @jit_uncounted

@@ -30,6 +30,7 @@ from simplan.program.action import Table
 from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import LayerWork, Phase, Program
+from simplan.program.size import refuse_many_actions
 from simplan.program.tables.check import check_table
 from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.executable import check_executable
@@ -74,6 +75,7 @@ def predict_step(
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding = folding_of(job)
     extent = predicted_extent(job, folding)
+    refuse_many_actions(job, len(folding.ranks), extent.simulated)
     expand_all = expands_all(job, folding, extent.simulated)
     step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, progress)
     if is_custom_schedule(plan.schedule):

@@ -21,6 +21,7 @@ from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicte
 from simplan.prediction import MemoryKind, RankMemory
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program, Work
+from simplan.program.size import refuse_many_actions
 from simplan.rules import check_job
 
 _Floats = NDArray[np.float64]
@@ -107,6 +108,7 @@ def evaluate_step(
     folding = folding_of(job, dealt_alike=not whole)
     simulates_all = whole or job.cluster.cores_per_node is not None
     extent = predicted_extent(job, folding) if simulates_all else extent_of(job)
+    refuse_many_actions(job, len(folding.ranks), extent.simulated)
     step = TruncatedStep(job, extent, calibration, folding=folding)
     if job.cluster.is_mixed:
         num_bytes = max(_as_of_largest(device_memory(each, job, rank=rank), job) for rank, each in step.peaks().items())

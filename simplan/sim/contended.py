@@ -45,11 +45,9 @@ def contended_times(program: Program, durations_s: _Floats, use: LinkUse, progre
     ops, heads = _ops_of(program, leaders, durations_s, use)
     paths = Paths.of(use.first, use.link, use.seconds, use.connections, use.transfer_s)
     lists, capacity = LinkLists.empty(use.num_links, paths), np.ones(use.num_links)
-    flaps = Flaps(
-        np.array([flap.link for flap in use.flaps], np.int32),
-        *(np.array([flap[column] for flap in use.flaps], np.float64) for column in (1, 2, 3, 4)),
-        np.zeros(len(use.flaps), np.int64),
-    )
+    share, first_s, slow_s, period_s = (np.array([flap[column] for flap in use.flaps], float) for column in range(1, 5))
+    of_link = np.array([flap.link for flap in use.flaps], np.int32)
+    flaps = Flaps(of_link, share, first_s, slow_s, period_s, np.zeros(len(use.flaps), np.int64))
     num_slots = 1 << (len(heads) + len(use.always)).bit_length()
     running, segments, num_segments = Running.empty(num_slots), Segments.empty(num_slots), 0
     state = _beginning(program, leaders, len(heads), num_slots)
@@ -120,7 +118,22 @@ def _beginning(program: Program, leaders: npt.NDArray[np.int64], num_streams: in
     last, following = (np.full(num_ops, -1, np.int32) for _ in range(2))
     start_s, end_s, event_s = np.zeros(num_ops), np.zeros(num_ops), np.zeros(num_streams + 1)
     numbers, events = np.zeros(num_streams + 1, np.int64), np.zeros(num_streams + 1, np.int32)
-    slots = (np.zeros(num_slots, np.int32) for _ in range(4))
+    begun, free, ended, ends_next = (np.zeros(num_slots, np.int32) for _ in range(4))
     counts, times_s = np.zeros(NUM_COUNTS, np.int64), np.zeros(NUM_TIMES)
     times_s[1:] = np.inf
-    return StepState(missing, last, following, start_s, end_s, event_s, numbers, events, *slots, counts, times_s)
+    return StepState(
+        missing=missing,
+        last_arrival=last,
+        next_arrival=following,
+        start_s=start_s,
+        end_s=end_s,
+        event_s=event_s,
+        event_number=numbers,
+        event=events,
+        begun=begun,
+        free=free,
+        ended=ended,
+        ends_next=ends_next,
+        counts=counts,
+        times_s=times_s,
+    )
