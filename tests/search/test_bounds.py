@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,6 +172,23 @@ def test_bound_of_many_stages_has_their_sends() -> None:
     job = job.with_plan(ParallelPlan(pp=2, schedule="interleaved_1f1b", virtual_stages=32))
     seconds = float(Bounds(job).of(table_of(job.plan)).step_time_s[0])
     assert 0.97 < seconds / predict(job).step_time_s <= 1 + 1e-9
+
+@pytest.mark.parametrize(
+    ("software", "precision"),
+    [("torch", "fp8"), ("nemo", "fp8"), ("nemo", "nvfp4"), ("megatron-bridge", "fp8"), ("megatron-bridge", "mxfp8")],
+)
+def test_memory_bounds_in_low_precision_are_close(software: str, precision: str) -> None:
+    """Activations of all microbatches in flight and quantized weights count: most plans need no simulation."""
+    cluster = "dgx-b200" if precision != "fp8" else "dgx-h100"
+    job = small_job("llama", 8, cluster, None, 64, precision, software=software, num_hidden_layers=8, **LARGE)
+    space = SearchSpace(pp=(2, 4), schedule=("1f1b", "interleaved_1f1b"), microbatch_size=(2, 8))
+    candidates = candidates_of(job, that_it_has(job.software, space))
+    every = np.linspace(0, len(candidates) - 1, 12).astype(int)
+    context_bytes = job.software.context_bytes[job.cluster.device.kind]
+    bounds = Bounds(job).of(candidates.take(every)).device_bytes
+    exact = np.array([evaluate_step(job.with_plan(candidates.plan(row)))[0] for row in every])
+    assert (bounds <= exact).all()
+    assert np.median((bounds - context_bytes) / (exact - context_bytes)) > 0.9
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(("tp", "dp", "pp"))])

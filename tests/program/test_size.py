@@ -1,0 +1,37 @@
+"""Steps of too many operations are refused in a sentence, before they take memory."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
+from simplan.training import TrainingSpec
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"cluster.jitter": {"compute_relative_std": 0.1}}, "cluster.jitter takes all ranks: remove it"),
+        ({"training.backup_workers": 2}, "training.backup_workers takes all ranks: remove it"),
+        ({"cluster.topology": {"kind": "fat_tree", "radix": 128, "levels": 3, "routing": "ecmp"}}, "cluster.topology takes all ranks: remove it"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_steps_of_all_ranks_are_refused_if_they_are_too_many(changes: dict[str, Any], fix: str) -> None:
+    cluster = catalog.cluster("dgx-h100", 131_072)
+    plan = ParallelPlan(dp_replicate=4096, tp=8, pp=4, schedule="1f1b")
+    training = TrainingSpec(global_batch_size=4096 * 64)
+    job = Job(catalog.model("llama3-70b"), cluster, training, plan, catalog.software("megatron-core"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SpecError, match="cluster.num_devices = 131,072: needs .* operations or more") as error:
+        predict(job.with_changes(changes))
+    assert fix in str(error.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024**2  # KiB
+    assert predict(job).fits is not None  # folded, the same ranks are few
