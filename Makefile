@@ -3,9 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# Bytecode is written at the first import, of the fifth of all modules that something imports.
-unexport PYTHONDONTWRITEBYTECODE
-
 .DEFAULT_GOAL := help
 .PHONY: help demo gpu faults netbench test test-all test-browser screenshots lint bench fit docs clean
 
@@ -80,8 +77,7 @@ $(READY): pyproject.toml constraints.txt
 	  echo "'$(PYTHON)' cannot make virtual environments; install its venv module (Debian: apt install python3-venv)."; \
 	  exit 2; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
-	  -e '.[executor,app,dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[executor,app,dev,docs]'
 	@touch $@
 
 clean:
