@@ -126,8 +126,10 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     if cluster.cores_per_node is not None or cluster.jitter is not None or job.training.backup_workers:
         return unfolded(mapping)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
-    shards = tuple(range(plan.dp_shard * plan.cp)) if deals else _shard_classes(job)
     contended = None if is_static(cluster) else cluster
+    shards = _shard_classes(job)
+    if deals or (shards and contended is not None):  # shards of one class load links at different times
+        shards = tuple(range(plan.dp_shard * plan.cp))
     if contended is not None and any(isinstance(each, int) for each in plan.placement or ()):
         return unfolded(mapping)
     slow = tuple(slowdowns(cluster, plan).items())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,7 +112,7 @@ def predict_step(
         table=step.tables[0],
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
-        action_level=partial(_action_level_s, job, extent, calibration, folding, step.assignment, step.tables),
+        action_level=_ActionLevel(job, extent, calibration, folding, step.assignment, step.tables),
         bubble_fraction=step.idle_fraction(),
         capacity_bytes=worst_memory(memory).capacity_bytes,
         fits=fits,
@@ -138,18 +138,25 @@ def predict_step(
     return prediction, simulated
 
 
-def _action_level_s(
-    job: Job,
-    extent: Extent,
-    calibration: Calibration | None,
-    folding: Folding,
-    assignment: StageAssignment,
-    tables: tuple[Table, ...],
-) -> float:
-    """Step time at Level 1; its inputs, unlike the step at Level 2, are small and can be pickled."""
-    step = TruncatedStep(job, extent, calibration, 1, folding)
-    vars(step).update(assignment=assignment, tables=tables)  # the same at both levels
-    return float(step.seconds()[0])
+@dataclass(frozen=True, eq=False)
+class _ActionLevel:
+    """Step time at Level 1, simulated at the first call; its inputs, unlike the Level 2 step, are small to pickle."""
+
+    job: Job
+    extent: Extent
+    calibration: Calibration | None
+    folding: Folding
+    assignment: StageAssignment
+    tables: tuple[Table, ...]
+
+    def __call__(self) -> float:
+        return self._seconds
+
+    @cached_property
+    def _seconds(self) -> float:
+        step = TruncatedStep(self.job, self.extent, self.calibration, 1, self.folding)
+        vars(step).update(assignment=self.assignment, tables=self.tables)  # the same at both levels
+        return float(step.seconds()[0])
 
 
 def _backup_step(job: Job, step_time_s: float, calibration: Calibration | None) -> BackupStep | None:

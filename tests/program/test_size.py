@@ -20,7 +20,10 @@ from simplan.training import TrainingSpec
     [
         ({"cluster.jitter": {"compute_relative_std": 0.1}}, "cluster.jitter takes all ranks: remove it"),
         ({"training.backup_workers": 2}, "training.backup_workers takes all ranks: remove it"),
-        ({"cluster.topology": {"kind": "fat_tree", "radix": 128, "levels": 3, "routing": "ecmp"}}, "cluster.topology takes all ranks: remove it"),
+        (
+            {"cluster.topology": {"kind": "fat_tree", "radix": 128, "levels": 3, "routing": "ecmp"}},
+            "cluster.topology takes all ranks: remove it",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -173,6 +173,7 @@ def test_bound_of_many_stages_has_their_sends() -> None:
     seconds = float(Bounds(job).of(table_of(job.plan)).step_time_s[0])
     assert 0.97 < seconds / predict(job).step_time_s <= 1 + 1e-9
 
+
 @pytest.mark.parametrize(
     ("software", "precision"),
     [("torch", "fp8"), ("nemo", "fp8"), ("nemo", "nvfp4"), ("megatron-bridge", "fp8"), ("megatron-bridge", "mxfp8")],

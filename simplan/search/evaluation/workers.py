@@ -193,6 +193,9 @@ def _interrupts_blocked() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
+    from multiprocessing.resource_tracker import ensure_running
+
+    ensure_running()  # as it starts, Python 3.11 lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
