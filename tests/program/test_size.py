@@ -33,7 +33,7 @@ def test_steps_of_all_ranks_are_refused_if_they_are_too_many(changes: dict[str, 
     training = TrainingSpec(global_batch_size=4096 * 64)
     job = Job(catalog.model("llama3-70b"), cluster, training, plan, catalog.software("megatron-core"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(SpecError, match="cluster.num_devices = 131,072: needs .* operations or more") as error:
+    with pytest.raises(SpecError, match=r"cluster\.num_devices = 131,072: needs .* operations or more") as error:
         predict(job.with_changes(changes))
     assert fix in str(error.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024**2  # KiB
