@@ -26,7 +26,7 @@ def balanced(job: Job, calibration: Calibration | None = None) -> Job:
     plan = job.plan
     if plan.microbatch_sizes != "balanced":
         return job
-    cost, groups = cost_model(job, calibration), _groups_of_replicas(job)
+    cost, groups = cost_model(job, calibration), groups_of_replicas(job)
     if len(set(groups)) == 1:
         return job.with_plan(plan.model_copy(update={"microbatch_sizes": plan.sizes_of_ranks}))
     total = plan.sequences_per_microbatch
@@ -79,7 +79,7 @@ def balanced_sizes(
     return tuple(sizes)
 
 
-def _groups_of_replicas(job: Job) -> list[tuple[int, ...]]:
+def groups_of_replicas(job: Job) -> list[tuple[int, ...]]:
     """By data-parallel rank, the node groups of its pipeline, tensor- and context-parallel ranks."""
     mapping, found = RankMapping.of(job.plan), [set[int]() for _ in range(job.plan.dp)]
     for rank in range(mapping.world_size):

@@ -143,41 +143,52 @@ class TruncatedStep:
     @cached_property
     def assignment(self) -> StageAssignment:
         """Layers of each stage; those of unequal devices are balanced within their memory, where that is possible."""
-        found = assign_layers(self.job, self.cost)
+        return assign_layers(self.job, self.cost) if self._balanced is None else self._balanced.assignment
+
+    @cached_property
+    def _balanced(self) -> TruncatedStep | None:
+        """The step with layers balanced over unequal devices within their memory; None for other steps."""
         if not balances_unequal_stages(self.job):
-            return found
-        job, num_last = self.job, self.job.model.num_last_layers
-        most = [job.model.num_blocks] * found.num_stages
+            return None
+        num_blocks, num_last = self.job.model.num_blocks, self.job.model.num_last_layers
+        step = self._with(assign_layers(self.job, self.cost))
+        most = [num_blocks] * step.assignment.num_stages
         for _ in range(_MAX_REBALANCES):
-            blocks = found.stage_layers(num_last)
-            over = self._over_memory(found)
+            over, blocks = step._over_memory(), step.assignment.stage_layers(num_last)
             most = [
                 min(limit, max(1, number - max(1, math.ceil(number * over[stage])))) if stage in over else limit
                 for stage, (limit, number) in enumerate(zip(most, blocks, strict=True))
             ]
-            if not over or sum(most) < job.model.num_blocks:
+            if not over or sum(most) < num_blocks:
                 break
-            found = assign_layers(job, self.cost, most)
-        return found
+            found = assign_layers(self.job, self.cost, most)
+            if found == step.assignment:  # as all further attempts
+                break
+            step = self._with(found)
+        return step
 
-    def _over_memory(self, assignment: StageAssignment) -> dict[int, float]:
+    def _with(self, assignment: StageAssignment) -> TruncatedStep:
+        step = replace(self)
+        vars(step).update(cost=self.cost, assignment=assignment, _balanced=None)
+        return step
+
+    def _over_memory(self) -> dict[int, float]:
         """By stage of a rank that does not fit its device, the fraction of its tensors for which there is no memory."""
-        table = table_of(self.job, assignment, self.cost, self.extent.simulated)
-        step = replace(self, extent=self.extent._replace(period=0))
-        vars(step).update(cost=self.cost, assignment=assignment, tables=(table,))
         width = self.job.plan.num_devices // self.job.plan.pp
         over: dict[int, float] = {}
-        for rank, peaks in step.peaks().items():
+        for rank, peaks in self.peaks().items():
             memory = device_memory(peaks, self.job, self.calibration, rank=rank)
             if memory.capacity_bytes is not None and memory.device_bytes > memory.capacity_bytes:
                 lacking = (memory.device_bytes - memory.capacity_bytes) / memory.device_bytes
-                for stage in {action.stage for action in table[rank // width]}:
+                for stage in {action.stage for action in self.tables[0][rank // width]}:
                     over[stage] = max(over.get(stage, 0.0), lacking)
         return over
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
         """Action tables of the longer simulated step and, if truncated, of the shorter one."""
+        if self._balanced is not None:
+            return self._balanced.tables
         job, extent = self.job, self.extent
         sizes = (extent.simulated, extent.simulated - extent.period) if extent.period else (extent.simulated,)
         return tuple(table_of(job, self.assignment, self.cost, size) for size in sizes)
@@ -185,6 +196,8 @@ class TruncatedStep:
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """Programs of the action tables."""
+        if self._balanced is not None:
+            return self._balanced.programs
         job = self.job
         expand_all = self.expand_all or expands_for_links(job)
         how = Lowering(self.level, self.folding, expand_all, host_waits=job.cluster.device.kind == "cpu")

@@ -12,6 +12,7 @@ from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.placement import DEFAULT_ORDER, axes_of
 from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.predict.balance import groups_of_replicas
 from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES
 from simplan.rules.filter import FilterStage, PlanFilter
@@ -82,8 +83,9 @@ class Enumeration:
     """The candidates of a space on the devices of one cluster.
 
     Values without effect are not candidates: a schedule without a pipeline, ZeRO with one shard, sequence parallelism
-    with tp = 1, and gradient reductions per microbatch with one microbatch. ZeRO-3 without resharding is ZeRO-2, and
-    is listed as ZeRO-2. Of placements that put all ranks on the same devices, one is a candidate.
+    with tp = 1, gradient reductions per microbatch with one microbatch, and balanced microbatches on replicas of equal
+    devices. ZeRO-3 without resharding is ZeRO-2, and is listed as ZeRO-2. Of placements that put all ranks on the same
+    devices, one is a candidate.
 
     Args:
         job: The job. Its plan supplies the fields that a search does not vary.
@@ -92,6 +94,7 @@ class Enumeration:
     def __init__(self, space: SearchSpace, job: Job) -> None:
         self._space, self._job = space, job
         self._values = categories(_unique(space.recompute_modules), _unique(space.placement))
+        self._uneven: dict[Mesh, bool] = {}
         rules = RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES)
         if space.placement is None:  # rules about placements hold, and would be checked for every mesh
             job = job.with_plan(job.plan.model_copy(update={"placement": None}))
@@ -255,9 +258,19 @@ class Enumeration:
 
     def _shares(self, mesh: Mesh, size: int) -> tuple[str | None, ...]:
         """Values of ``microbatch_sizes``: balanced ones only where ranks can have different sizes."""
-        can_differ = self._job.cluster.is_mixed and mesh.dp_replicate * mesh.dp_shard > 1 and size > 1 and mesh.ep == 1
         asked = _unique(self._space.microbatch_sizes) or (None, "balanced")
-        return asked if can_differ else (None,)
+        return asked if size > 1 and self._is_uneven(mesh) else (None,)
+
+    def _is_uneven(self, mesh: Mesh) -> bool:
+        """True if data-parallel ranks of a mesh may differ in their devices, and so in their microbatches."""
+        if not self._job.cluster.is_mixed or mesh.dp_replicate * mesh.dp_shard == 1 or mesh.ep > 1:
+            return False
+        if mesh.placement is not None:
+            return True
+        if mesh not in self._uneven:
+            plan = self._job.plan.model_copy(update=mesh._asdict())
+            self._uneven[mesh] = len(set(groups_of_replicas(self._job.with_plan(plan)))) > 1
+        return self._uneven[mesh]
 
     def _grad_syncs(self, mesh: Mesh, zero_stage: int) -> tuple[str | None, ...]:
         """Values of ``grad_sync`` with several microbatches; the plan's default is None."""

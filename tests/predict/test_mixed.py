@@ -16,6 +16,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.balance import balanced_sizes
+from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import Prediction
 from simplan.program.tables.partition import balanced_assignment, balanced_unequal_assignment
 from simplan.search import SearchSpace, search
@@ -173,6 +174,18 @@ def test_stages_take_layers_by_speed_and_memory() -> None:
     assert small.assignment.stage_layers()[0] < first
     assert small.fits
     assert small.step_time_s > fast.step_time_s
+
+
+def test_layers_are_split_by_the_memory_of_all_microbatches() -> None:
+    """GPipe keeps the activations of 64 microbatches, of which a truncated step simulates twelve."""
+    plan = ParallelPlan(pp=2, dp_replicate=8, schedule="gpipe")
+    needs = step_of(mixed_cluster(node_group(H100), node_group(A100)), plan, batch=512).memory[0].device_bytes
+    cluster = mixed_cluster(node_group(H100, memory_bytes=int(0.8 * needs)), node_group(A100))
+    whole = step_of(cluster, plan, batch=512)
+    assert whole.fits
+    num_bytes, seconds = evaluate_step(whole.job)
+    assert num_bytes == evaluate_step(whole.job, whole=True)[0]
+    assert seconds == pytest.approx(whole.step_time_s, rel=1e-9)
 
 
 def test_fit_is_that_of_each_device() -> None:

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
 from simplan.rules import violations
@@ -112,13 +114,15 @@ def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
 
 @st.composite
 def mixed_jobs(draw: st.DrawFn) -> Job:
-    """A job on nodes of H100s and of A100s, in any order, which have links of their own and maybe less memory."""
+    """A job on nodes of H100s and of A100s, in any order, which have links of their own, and maybe little memory."""
     per_node = draw(st.sampled_from([2, 4]))
-    slow = A100.device.model_copy(update={"memory_bytes": draw(st.sampled_from([80, 40])) * GIB})
+    fast = H100.device.model_copy(update={"memory_bytes": draw(st.sampled_from([80 * GIB, 2 * GIB]))})
+    slow = A100.device.model_copy(update={"memory_bytes": draw(st.sampled_from([80 * GIB, 40 * GIB, 3 * GIB // 2]))})
     a100 = node_group(A100, draw(st.integers(1, 2))).model_copy(
         update={"device": slow, "intra_link": A100.intra_link, "inter_link": A100.inter_link}
     )
-    groups = draw(st.permutations([node_group(H100, draw(st.integers(1, 2))), a100]))
+    h100 = node_group(H100, draw(st.integers(1, 2))).model_copy(update={"device": fast})
+    groups = draw(st.permutations([h100, a100]))
     cluster = mixed_cluster(*groups, devices_per_node=per_node)
     software = draw(st.sampled_from(["torch", "torchtitan", "megatron-core", "megatron-lm-2022"]))
     batch = cluster.num_devices * draw(st.sampled_from([4, 12]))
@@ -129,7 +133,7 @@ def mixed_jobs(draw: st.DrawFn) -> Job:
     job = replace(job, cluster=cluster)
     orders = draw(st.sampled_from([None, (("pp", "tp", "cp", "dp"), ("tp", "dp", "pp"))]))
     degrees = {"tp": (1, 2), "cp": (1, 2), "cp_comm": ("all_gather",), "placement": orders, "tp_across_nodes": True}
-    space = SearchSpace.model_validate({**degrees, "schedule": ("1f1b", "interleaved_1f1b", "gpipe")})
+    space = SearchSpace.model_validate({**degrees, "schedule": tuple(SCHEDULE_FACTS)})
     if job.software.layers.attention == "unfused":
         space = space.model_copy(update={"cp": None})
     return job.with_plan(draw(plans(job, space)))
@@ -164,6 +168,17 @@ def test_bounds_on_unequal_devices_are_close(degrees: dict[str, Any], at_least: 
     _, seconds = evaluate_step(job, whole=True)
     assert seconds is not None
     assert at_least < least_s / seconds <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("zb-h1", 1), ("zb-v", 2), ("interleaved_1f1b", 2), ("gpipe", 1)])
+def test_memory_bounds_on_unequal_devices_are_close(schedule: str, stages: int) -> None:
+    """A pipeline far over memory keeps the first split of its layers."""
+    cluster = mixed_cluster(node_group(H100, 2), node_group(A100, 2))
+    job = replace(small_job("llama", batch=512), model=catalog.model("llama3-8b"), cluster=cluster)
+    job = job.with_plan(ParallelPlan(tp=8, pp=4, schedule=schedule, virtual_stages=stages, microbatch_size=64))
+    [least_bytes] = Bounds(job).of(table_of(job.plan)).device_bytes
+    num_bytes, _ = evaluate_step(job)
+    assert 0.9 < least_bytes / num_bytes <= 1
 
 
 def test_bound_of_many_stages_has_their_sends() -> None:

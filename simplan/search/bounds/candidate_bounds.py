@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +101,8 @@ class Bounds:
             part = rows.take(here)
             pipeline, ways = self._pipeline(part, which[here], replicas)
             of_part = (self._memory.bytes(part, pipeline, ways) * self._least_scales(pipeline)[ways]).astype(np.int64)
+            if not pipeline.has_split:
+                self._reject_by_first_split(part, pipeline, ways, of_part, limit)
             num_bytes[here] = of_part
             near = np.flatnonzero(of_part <= limit)
             if len(near):
@@ -165,13 +167,54 @@ class Bounds:
         groups = [cluster.group_of(device) if cluster.is_mixed else None for device in replica.devices]
         by_group = {group: self._layers.layers(plan, replica.microbatch_size, group) for group in {*groups}}
         ranks = [by_group[group] for group in groups]
-        return Way(ranks, replica.devices, self._layers.boundaries(plan, ranks[0]))
+        first = self._layers.first_boundaries(plan, ranks) if cluster.is_mixed else None
+        return Way(ranks, replica.devices, self._layers.boundaries(plan, ranks[0]), first)
+
+    def _reject_by_first_split(
+        self, rows: Candidates, pipeline: Pipeline, ways: Column, num_bytes: Column, limit: float
+    ) -> None:
+        """Raise the memory bounds of plans that keep the split of layers that is tried first, and do not fit with it.
+
+        Stages that do not fit give away blocks, all but one (``TruncatedStep.assignment``). If they have none to give,
+        or so many that no split is left, the first split stays.
+
+        Args:
+            rows, pipeline, ways: Plans whose split of layers is unknown.
+            num_bytes: ``(rows,)`` Memory bounds; updated.
+            limit: Memory bound up to which a bound is raised.
+        """
+        if (largest := self._job.cluster.largest_memory_bytes) is None:
+            return
+        known = np.array([way.first_boundaries is not None for way in pipeline.ways])
+        here = np.flatnonzero((num_bytes <= limit) & known[ways])
+        if not len(here):
+            return
+        used, own = np.unique(ways[here], return_inverse=True)
+        tried, own, plan = [pipeline.ways[way] for way in used.tolist()], own.reshape(-1), rows.plan(0)
+        splits = np.array([way.first_boundaries for way in tried])
+        placement = np.array(stage_ranks(plan.schedule, plan.pp, plan.num_stages) or range(plan.num_stages))
+        first = [way._replace(boundaries=split) for way, split in zip(tried, splits, strict=True)]
+        tensors, wanted = self._memory.of_ranks(rows.take(here), Pipeline(first, placement, pipeline.splits), own)
+        device_bytes = self._device_bytes(tried)[own]
+        blocks, model = np.diff(splits, axis=1)[own], self._job.model
+        blocks[:, 0] -= 1
+        blocks[:, -1] -= model.num_last_layers
+        lacking = np.maximum(0, 1 - device_bytes / tensors)[:, placement]
+        fewer = np.maximum(1, blocks - np.maximum(1, np.ceil(blocks * lacking)))
+        most = np.where(lacking > 0, fewer, model.num_blocks)
+        stays = (most.sum(axis=1) < model.num_blocks) | (most == blocks).all(axis=1)
+        of_largest = wanted * (largest / device_bytes)
+        num_bytes[here[stays]] = np.maximum(num_bytes[here], of_largest.max(axis=1).astype(np.int64))[stays]
 
     def _least_scales(self, pipeline: Pipeline) -> Floats:
         """``(ways,)`` Memory of the largest device over that of the largest one in the pipeline."""
-        cluster = self._job.cluster
-        largest = cluster.largest_memory_bytes
-        if not cluster.is_mixed or largest is None:
+        largest = self._job.cluster.largest_memory_bytes
+        if not self._job.cluster.is_mixed or largest is None:
             return np.ones(len(pipeline.ways))
-        sizes = (max(cluster.device_of(device).memory_bytes or 0 for device in way.devices) for way in pipeline.ways)
-        return largest / np.array([*sizes])
+        return np.asarray(largest / self._device_bytes(pipeline.ways).max(axis=1))
+
+    def _device_bytes(self, ways: Sequence[Way]) -> Floats:
+        """``(ways, ranks)`` Memory of devices."""
+        cluster = self._job.cluster
+        sizes = ([cluster.device_of(device).memory_bytes or np.inf for device in way.devices] for way in ways)
+        return np.asarray([*sizes], np.float64)

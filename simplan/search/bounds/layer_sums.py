@@ -18,14 +18,18 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
-from simplan.predict.build import cost_model, given_stage_layers
+from simplan.predict.build import balances_unequal_stages, cost_model, given_stage_layers
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.script import Scripts
 from simplan.program.lowering.stage import Stages
 from simplan.program.memory.footprint import layers_effects
 from simplan.program.memory.low_precision_footprint import persistent_weight_bytes
 from simplan.program.program import Communication, LayerWork, Phase
-from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
+from simplan.program.tables.partition import (
+    assign_stage_layers,
+    balanced_assignment,
+    balanced_unequal_assignment,
+)
 from simplan.search.bounds.device_groups import LAYER_AXES, Groups, groups_of
 from simplan.training import LAYERWISE
 
@@ -189,11 +193,14 @@ class Way(NamedTuple):
         devices: Device of each pipeline rank.
         boundaries: ``(stages + 1,)`` First layer of each stage, then the number of layers; ``(0, layers)`` if the split
             is unknown: over unequal devices it depends on their memory.
+        first_boundaries: The same of the split that such devices get if all of it fits; None if the split is known, or
+            if this one is not.
     """
 
     ranks: Sequence[Layers]
     devices: tuple[int, ...]
     boundaries: NDArray[np.int64]
+    first_boundaries: NDArray[np.int64] | None = None
 
     def stages(self, placement: NDArray[np.int64], of: Callable[[Layers], LayerBytes | LayerTimes]) -> Floats:
         """``(fields, stages)`` Bytes or times of stages; each rank has one of all layers if the split is unknown.
@@ -234,6 +241,12 @@ class Pipeline:
     def stages(self) -> StageBytes:
         """Memory of the stages, by layer configuration."""
         return StageBytes(*np.stack([way.stages(self.placement, lambda of: of.bytes) for way in self.ways], axis=1))
+
+    @cached_property
+    def layers(self) -> StageBytes:
+        """Memory of the single layers in place of stages, ``(ways, layers)``."""
+        starts = np.arange(self.ways[0].boundaries[-1])
+        return StageBytes(*np.stack([way.ranks[0].bytes.of_stages(starts, starts + 1) for way in self.ways], axis=1))
 
     @cached_property
     def times(self) -> StageTimes:
@@ -308,6 +321,22 @@ class LayersCache:
             else:
                 assignment = balanced_assignment(balanced.balance_s, plan.num_stages, num_last, ranks)
             found = self._boundaries[key] = np.array(assignment.boundaries)
+        return found
+
+    def first_boundaries(self, plan: ParallelPlan, ranks: Sequence[Layers]) -> NDArray[np.int64] | None:
+        """See ``Way``.
+
+        Args:
+            ranks: Layers of each pipeline rank.
+        """
+        job = self._job.with_plan(plan)
+        if not balances_unequal_stages(job) or any(len(groups) > 1 for groups in job.stage_groups):
+            return None
+        of_stages = stage_ranks(plan.schedule, plan.pp, plan.num_stages) or tuple(range(plan.num_stages))
+        times_s = tuple(layers.balance_s for layers in ranks)
+        if (found := self._boundaries.get((of_stages, times_s))) is None:
+            assignment = balanced_unequal_assignment(times_s, of_stages, job.model.num_last_layers)
+            found = self._boundaries[of_stages, times_s] = np.array(assignment.boundaries)
         return found
 
     def cost_cache(self, plan: ParallelPlan, node_group: int | None = None) -> CostCache:

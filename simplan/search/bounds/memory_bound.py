@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +27,8 @@ class MemoryBound:
     activations of all microbatches in flight, transient bytes of one layer's backward, and sent tensors. With FSDP they
     also count unsharded weights and accumulated unsharded gradients.
 
-    If the split of layers is unknown, the mean of the states over pipeline ranks counts.
+    If the split of layers is unknown, a weighted mean over pipeline ranks counts, which holds for every split, and the
+    last layer on its own.
 
     Lookup tables, other transient memory and the allocator reserve for it are not counted.
     """
@@ -43,30 +47,54 @@ class MemoryBound:
             rows: Plans that share the pipeline.
             ways: ``(rows,)`` Index of the layer configuration in ``pipeline``.
         """
-        found = np.zeros(len(rows), np.int64)
+        if not pipeline.has_split:
+            [found] = self._by_shape(rows, ways, partial(self._of_any_split, pipeline))
+            return self._context_bytes + found.astype(np.int64)
+        fullest = {0, pipeline.num_ranks - 1, _fullest(pipeline)}
+        held, passing = self._by_shape(rows, ways, partial(self._of_shape, pipeline, tuple(sorted(fullest))))
+        return np.asarray(self._context_bytes + (held + self._reserve * passing).max(axis=1).astype(np.int64))
+
+    def of_ranks(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> tuple[Floats, Floats]:
+        """``(rows, ranks)`` Lower bounds of each rank in bytes: of its tensors, and with the allocator reserve.
+
+        Args:
+            rows, ways: See ``bytes``.
+            pipeline: Pipeline with a known split of layers.
+        """
+        held, passing = self._by_shape(rows, ways, partial(self._of_shape, pipeline, tuple(range(pipeline.num_ranks))))
+        return self._context_bytes + held + passing, self._context_bytes + held + self._reserve * passing
+
+    def _by_shape(
+        self, rows: Candidates, ways: Column, of_shape: Callable[[Candidates, Column, int], tuple[Floats, ...]]
+    ) -> tuple[Floats, ...]:
+        """Results of ``of_shape`` for all rows.
+
+        It gets rows with one schedule, one number of microbatches, and the same use of FSDP and expert parallelism.
+        """
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
-        sharded, experts = rows.shards_parameters, rows["ep"] > 1
-        shapes = np.stack([sharded, experts, rows["schedule"], many])
+        shapes = np.stack([rows.shards_parameters, rows["ep"] > 1, rows["schedule"], many])
+        found: tuple[Floats, ...] = ()
         for shape in np.unique(shapes, axis=1).T:
             here = np.flatnonzero((shapes == shape[:, None]).all(axis=0))
-            part = rows.take(here)
-            found[here] = self._of_shape(part, pipeline, ways[here], int(shape[3]))
+            parts = of_shape(rows.take(here), ways[here], int(shape[3]))
+            found = found or tuple(np.zeros((len(rows), *part.shape[1:])) for part in parts)
+            for whole, part in zip(found, parts, strict=True):
+                whole[here] = part
         return found
 
-    def _of_shape(self, rows: Candidates, pipeline: Pipeline, ways: Column, many: int) -> Column:
-        """Bounds of plans with one schedule, ``many`` microbatches, and the same use of FSDP and expert parallelism."""
-        stages, placement, num_ranks = pipeline.stages, pipeline.placement, pipeline.num_ranks
+    def _of_shape(
+        self, pipeline: Pipeline, ranks: tuple[int, ...], rows: Candidates, ways: Column, many: int
+    ) -> tuple[Floats, Floats]:
+        """``(rows, ranks of the pipeline)`` Bytes held all the time, and transient ones at the worst time.
+
+        Args:
+            ranks: Ranks whose candidate peak points are looked at.
+            many: Number of microbatches.
+        """
         state = self._job.software.state(self._job.training, rows.plan(0))
+        stages, placement, num_ranks = pipeline.stages, pipeline.placement, pipeline.num_ranks
         elements = (stages.trained, stages.experts, stages.frozen, stages.quantized_bytes)
-        trained, experts, frozen, quantized = (pipeline.of_ranks(of)[ways] for of in elements)
-        held = self._state_bytes(rows, state, trained, experts, frozen)
-        if not rows.shards_parameters[0]:
-            held = held + quantized
-        update = self._update_bytes(rows, state, trained, experts)
-        if self._job.software.flat_updates:  # counted in addition to the peak of the passes
-            held, update = held + update, np.zeros_like(update)
-        if not pipeline.has_split:  # ranks share the states of all layers
-            return np.asarray(self._context_bytes + (held.mean(axis=1) / num_ranks).astype(np.int64))
+        held, update = self._held_bytes(rows, state, *(pipeline.of_ranks(of)[ways] for of in elements))
         kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
         crosses = np.diff(placement) != 0
         received = np.zeros_like(kept)  # by stage, bytes received per microbatch in forward and backward
@@ -79,18 +107,54 @@ class MemoryBound:
             between = np.maximum(0, between - stages.input_bytes - gradients)
             during = np.maximum(0, during - gradients)
             held = held + many * pipeline.of_ranks(received)[ways]
+        between = np.hstack([kept[:, :1], between[:, 1:]])  # the first stage has all of its backward in wgrad
         largest = np.stack([kept[:, placement == rank].max(axis=1) for rank in range(num_ranks)], axis=1)[ways]
-        most = (held + self._reserve * np.maximum(largest, update)).max(axis=1)
-        schedule = rows.values["schedule"][int(rows["schedule"][0])] if num_ranks > 1 else "naive"
+        passing = np.maximum(largest, update)
+        schedule = _schedule_of(rows)
         facts = SCHEDULE_FACTS.get(schedule)
         if facts is not None and facts.needs_times:  # the order of actions depends on times that are unknown here
-            return np.asarray(self._context_bytes + most.astype(np.int64))
-        fullest = int(np.argmax([kept[0, placement == rank].sum() for rank in range(num_ranks)]))
-        ranks = tuple(sorted({0, fullest, num_ranks - 1}))
+            return held, passing
         for instants in rank_instants(schedule, num_ranks, many, int(rows["virtual_stages"][0]), ranks):
-            passing = self._passing_bytes(rows, stages, (kept, between, during), ways, into, instants, state)
-            most = np.maximum(most, held[:, instants.rank] + self._reserve * passing)
-        return np.asarray(self._context_bytes + most.astype(np.int64))
+            at_worst = self._passing_bytes(rows, stages, (kept, between, during), ways, into, instants, state)
+            passing[:, instants.rank] = np.maximum(passing[:, instants.rank], at_worst)
+        return held, passing
+
+    def _of_any_split(self, pipeline: Pipeline, rows: Candidates, ways: Column, many: int) -> tuple[Floats]:
+        """``(rows,)`` Bytes of the worst rank, for every split of the layers into stages.
+
+        A rank that has a layer holds its states, and its activations of as many microbatches as are in flight. The
+        worst rank needs at least any weighted mean of the ranks, and so the mean in which every layer is on the rank
+        where it counts least. The weights are those with which equal layers count alike on all ranks. The last stage
+        has at least the last layer.
+        """
+        layers, state = pipeline.layers, self._job.software.state(self._job.training, rows.plan(0))
+        elements = (layers.trained, layers.experts, layers.frozen, layers.quantized_bytes)
+        held, update = self._held_bytes(rows, state, *(of[ways] for of in elements))
+        kept = layers.kept_bytes
+        if self._job.software.preallocated_receives:
+            kept = np.maximum(0, kept - layers.input_bytes)
+        kept = self._reserve * kept[ways]
+        in_flight = _least_in_flight(rows, pipeline.num_ranks, many)
+        weights = 1 / (held.sum(axis=1) + kept.sum(axis=1) * in_flight[:, None])  # (ranks, rows)
+        counted = (held + kept * in_flight[0]) * weights[0][:, None]
+        for number, of_rank in zip(in_flight[1:], weights[1:], strict=True):
+            counted = np.minimum(counted, (held + kept * number) * of_rank[:, None])
+        most = np.maximum(held.sum(axis=1) / pipeline.num_ranks, counted.sum(axis=1) / weights.sum(axis=0))
+        during = np.maximum(0, layers.backward_bytes[:, -1])[ways]
+        last = held[:, -1] + np.maximum(kept[:, -1] + self._reserve * during, self._reserve * update[:, -1])
+        return (np.maximum(most, last),)
+
+    def _held_bytes(
+        self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats, frozen: Floats, quantized: Floats
+    ) -> tuple[Floats, Floats]:
+        """``(rows, ranks)`` Bytes held all the time, and more in the update, by rank or layer from its elements."""
+        held = self._state_bytes(rows, state, trained, experts, frozen)
+        if not rows.shards_parameters[0]:
+            held = held + quantized
+        update = self._update_bytes(rows, state, trained, experts)
+        if self._job.software.flat_updates:  # counted in addition to the peak of the passes
+            return held + update, np.zeros_like(update)
+        return held, update
 
     def _state_bytes(
         self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats, frozen: Floats
@@ -161,3 +225,23 @@ class MemoryBound:
         window = trained @ instants.wanted.T if in_pipeline else np.zeros_like(all_stages)
         gathered = np.where(frees[:, None], window, all_stages) * state.gathered
         return np.asarray(found + gathered)
+
+
+def _schedule_of(rows: Candidates) -> str:
+    """Schedule that all rows have; one for a single rank without a pipeline."""
+    return str(rows.values["schedule"][int(rows["schedule"][0])]) if int(rows["pp"][0]) > 1 else "naive"
+
+
+def _fullest(pipeline: Pipeline) -> int:
+    """Rank that saves the most activations per microbatch."""
+    return int(np.argmax(pipeline.of_ranks(pipeline.stages.kept_bytes[:1])[0]))
+
+
+def _least_in_flight(rows: Candidates, num_ranks: int, many: int) -> NDArray[np.int64]:
+    """``(ranks,)`` Microbatches of which a rank saves all activations at some time, whatever its layers are."""
+    schedule = _schedule_of(rows)
+    facts = SCHEDULE_FACTS.get(schedule)
+    if facts is not None and facts.needs_times:
+        return np.zeros(num_ranks, np.int64)
+    found = rank_instants(schedule, num_ranks, many, int(rows["virtual_stages"][0]), tuple(range(num_ranks)))
+    return np.array([instants.in_flight.min(axis=1).max() for instants in found])
