@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby, product
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,7 +113,7 @@ class Enumeration:
         """Devices that every candidate needs."""
         return self._job.cluster.num_devices
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Number of candidates."""
         return sum(self.size(mesh) for mesh in self.meshes)
