@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -69,7 +70,8 @@ def search(
     Layers are split into stages as in ``predict``: equal blocks per stage where the software requires it, else the
     contiguous split with the fastest slowest stage.
 
-    Ctrl-C ends the search and returns the best plans so far (``interrupted``).
+    Ctrl-C ends the search and returns the best plans so far (``interrupted``); before the first plan that fits, a few
+    candidates are evaluated to find one. A second Ctrl-C stops that, too.
 
     Args:
         job: The job. Its plan supplies the fields that a search does not vary; the other plan fields are ignored.
@@ -144,7 +146,15 @@ class _Search:
                     found = replace(found, changes=self._changes(found.nearest_misses))
                 return found
         except KeyboardInterrupt:
+            with suppress(KeyboardInterrupt):
+                self._find_any()
             return self._answer(interrupted=True)
+
+    def _find_any(self) -> None:
+        """Find a plan that fits for a search that was interrupted before it had one."""
+        for exploration in self._explorations.values():
+            if not self._incumbents.ranked:
+                exploration.find_any()
 
     def _find(self) -> None:
         """Find the ranked plans, and the near misses."""

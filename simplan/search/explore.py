@@ -34,6 +34,7 @@ OnProgress = Callable[[str, int, int | None], None]
 _MAX_BEYOND = 256
 """Candidates over memory that are considered as near misses."""
 _FEW_MISSES = 16
+_FEW_IN_HASTE = 8
 _PART_ROWS = 2048
 """Fewest candidates to bound together in a worker."""
 
@@ -84,6 +85,7 @@ class Exploration:
         self.enumeration, self.evaluator = Enumeration(space, job), Evaluator(job, calibration)
         self._workers, self._incumbents, self._statistics, self._told = workers, incumbents, statistics, on_progress
         self._rows: Candidates | None = None  # candidates that fit by their bounds, most promising first
+        self._bounded: list[tuple[Candidates, Column, Floats]] = []  # those that fit, until they are queued
         self._least_bytes: Column = np.zeros(0, np.int64)
         self._least_s: Floats = np.zeros(0)
         self._left: list[int] = []  # rows not evaluated yet, ascending
@@ -94,18 +96,22 @@ class Exploration:
     def bound(self) -> None:
         """Compute bounds of all candidates; reject those over memory, and queue the others."""
         capacity, statistics = self.capacity_bytes, self._statistics
-        found: list[tuple[Candidates, Column, Floats]] = []
         for table, least_bytes, least_s in self._bounded_tables():
             inside = least_bytes <= (np.inf if capacity is None else capacity)
-            found.append((table.take(inside), least_bytes[inside], least_s[inside]))
+            self._bounded.append((table.take(inside), least_bytes[inside], least_s[inside]))
             if capacity is not None:
                 statistics.rejected["memory"] += int((~inside).sum())
                 statistics.in_headroom += int((~inside & (least_bytes <= self._memory_bytes)).sum())
                 self._note_beyond(table, least_bytes, least_s, ~inside, capacity)
-        if not found:
+        self._queue()
+
+    def _queue(self) -> None:
+        """Queue the candidates bounded so far."""
+        if not self._bounded:
             return
-        rows = Candidates.joined([table for table, _, _ in found])
-        least_bytes, least_s = (np.concatenate([each[place] for each in found]) for place in (1, 2))
+        rows = Candidates.joined([table for table, _, _ in self._bounded])
+        least_bytes, least_s = (np.concatenate([each[place] for each in self._bounded]) for place in (1, 2))
+        self._bounded.clear()
         order = np.lexsort((least_s, self._incumbents.goal.first_values(rows.num_devices, least_bytes, least_s)))
         self._rows, self._least_bytes, self._least_s = rows.take(order), least_bytes[order], least_s[order]
         self._left = list(range(len(order)))
@@ -138,13 +144,36 @@ class Exploration:
         cut: list[int] = []
         until_ranked = until_ranked and len(self._incumbents.goal.objectives) == 1  # so that no later row is cut
         for row in self._hopeful(cut):
-            self._take(row)
+            assert self._rows is not None
+            self._take(self._rows.plan(row), float(self._least_s[row]), self._numbers(row))
             self._num_evaluated += 1
             self._told("simulating plans", self._num_evaluated, self._most_evaluated(row))
             if until_ranked and self._incumbents.is_full:
                 self._left = self._left[bisect_right(self._left, row) :]
                 return
         self._left, self._has_explored, self._evaluated = cut, True, None
+
+    def find_any(self) -> None:
+        """After an interruption, evaluate a few candidates until one fits.
+
+        Of those bounded so far, the first have the least time of those that need at most half of the memory by their
+        bounds. If none are bounded yet, the most sharded meshes come first.
+        """
+        self._queue()
+        for plan, least_s in islice(self._in_haste(), _FEW_IN_HASTE):
+            self._take(plan, least_s, self.evaluator.numbers(plan, self.capacity_bytes))
+            if self._incumbents.ranked:
+                return
+
+    def _in_haste(self) -> Iterator[tuple[ParallelPlan, float]]:
+        """Yield plans that are not evaluated yet, with their bounds in seconds."""
+        if self._rows is None:
+            yield from ((plan, 0.0) for plan in _frugal_first(self.enumeration, self.evaluator, self.capacity_bytes))
+            return
+        half, seen = (self.capacity_bytes or 0) / 2, set(self._left[: self._num_evaluated])
+        for row in np.lexsort((self._least_s, np.maximum(self._least_bytes, half))).tolist():
+            if row not in seen:
+                yield self._rows.plan(row), float(self._least_s[row])
 
     def bounded_with(self, name: str, value: Any) -> tuple[Candidates, Column, Floats] | None:
         """Candidates with a value that fit by their bounds, and these bounds in bytes and seconds; None for none."""
@@ -204,16 +233,18 @@ class Exploration:
                 statistics.bounded += num_new
                 cut.append(row)
 
-    def _take(self, row: int) -> None:
-        """Evaluate a row: its memory, and its step time if it fits."""
-        assert self._rows is not None
+    def _take(self, plan: ParallelPlan, least_s: float, numbers: Numbers) -> None:
+        """Take in the memory of a plan, and its step time if it fits.
+
+        Args:
+            least_s: Lower bound on the step time.
+        """
         capacity, deadline_s, statistics = self.capacity_bytes, self.deadline_s, self._statistics
-        plan, (size, exact_s) = self._rows.plan(row), self._numbers(row)
+        size, exact_s = numbers
         if exact_s is None:
             assert capacity is not None
             statistics.rejected["memory"] += 1
             statistics.in_headroom += size <= self._memory_bytes
-            least_s = float(self._least_s[row])
             self._add_beyond([_Beyond(size - capacity, plan_order(plan), plan, least_s, True)])
             if size <= MORE * capacity:
                 statistics.almost([self._waiting(plan, size, least_s)])

@@ -74,6 +74,18 @@ def test_a_stopped_search_gives_the_best_so_far() -> None:
     assert result.space.total == sum(result.space.rejected.values()) + result.space.bounded + result.space.timed
 
 
+def test_a_search_stopped_at_once_gives_a_plan_that_fits() -> None:
+    """Before any plan is simulated there are only bounds, of which a few are tried."""
+
+    def stop(_: SearchProgress) -> None:
+        raise KeyboardInterrupt
+
+    result = search(ASKED, SPACE, on_progress=stop)
+    assert result.interrupted
+    assert result.best is not None
+    assert result.space.timed == 1
+
+
 def test_progress_ends_at_the_total() -> None:
     seen: list[SearchProgress] = []
     result = search(ASKED, SPACE, explain=False, on_progress=seen.append)

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from multiprocessing import current_process
 from queue import Empty
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from simplan.sim.engine_choice import load_compiled
@@ -189,7 +189,11 @@ class _JoblibWorkers:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Keep Ctrl-C from this thread for a moment, and from processes and threads that it starts for good."""
+    """Keep Ctrl-C from this thread for a moment, and from processes and threads that it starts for good.
+
+    Another thread may take the signal in the meantime, and Python then calls the handler in the main thread, so that is
+    put off as well: a worker whose start is broken off prints a traceback.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
@@ -197,10 +201,17 @@ def _interrupts_blocked() -> Iterator[None]:
 
     ensure_running()  # as it starts, Python 3.11 lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    put_off: list[tuple[int, FrameType | None]] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda *of: put_off.append(of)) if is_main else None
     try:
         yield
     finally:
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if put_off and callable(handler):
+            handler(*put_off[0])
 
 
 def _end_with(parent: int) -> None:
