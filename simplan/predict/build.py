@@ -113,8 +113,8 @@ def deals_unequal_shards(job: Job) -> bool:
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
-    Nor are ranks with jitter or backup workers, and those of a topology without symmetry, where hashes, positions or
-    other jobs decide about links.
+    Nor are ranks with jitter, those of a topology without symmetry, where hashes, positions or other jobs decide about
+    links, and those with backup workers, unless all replicas are alike: then none of them is slower.
 
     Args:
         job: The job.
@@ -123,8 +123,12 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """
     plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
-    if cluster.cores_per_node is not None or cluster.jitter is not None or job.training.backup_workers:
+    if cluster.cores_per_node is not None or cluster.jitter is not None:
         return unfolded(mapping)
+    if job.training.backup_workers:
+        training = job.training.model_copy(update={"backup_workers": 0})
+        folding = folding_of(replace(job, training=training), dealt_alike=dealt_alike)
+        return folding if len(folding.ranks) * plan.dp_replicate <= plan.num_devices else unfolded(mapping)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
     contended = None if is_static(cluster) else cluster
     shards = _shard_classes(job)

@@ -127,7 +127,7 @@ def drop_slowest(
         num_dropped: Dropped gradients per step; 0 for none.
         times: Simulates the Program with given durations.
     """
-    if not num_dropped:
+    if not num_dropped or len(program.ranks) < len(program.stands_for):  # replicas of folded ranks are alike
         return program_costs, None
     assert plan is not None, "the plan says which ranks are a replica"
     replicas, before_s = BackupWorkers.of(program, plan, num_dropped), program_costs.durations_s

@@ -15,6 +15,7 @@ from simplan.explain import explain
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict import predict, predict_step
+from simplan.predict.build import folding_of
 from simplan.predict.stragglers import slowdowns
 from simplan.program.folding import unfolded
 from simplan.search import search
@@ -111,6 +112,7 @@ def test_a_backup_worker_removes_the_cost_of_the_slowest_replica(plan: ParallelP
 @pytest.mark.parametrize("plan", REPLICAS)
 def test_dropped_gradients_of_equal_replicas_only_cost_throughput(plan: ParallelPlan) -> None:
     job, replicas = job_of(plan), plan.dp_replicate
+    assert folding_of(dropping(job, 1)) == folding_of(job), "none of them is slower than another"
     every, some = predict(job), predict(dropping(job, 1)).with_budget(TrainingBudget(num_tokens=1e9))
     assert some.step_time_s == pytest.approx(every.step_time_s, rel=1e-12)
     assert every.mfu is not None
