@@ -63,8 +63,7 @@ def _of_plan(job: Job) -> Iterator[str]:
     """Sentences on training and plan."""
     training, plan, software = job.training, job.plan, job.software
     if plan.zero_stage and plan.dp_shard * plan.cp == 1:
-        instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
-        yield f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}"
+        yield f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1"
     microbatches = job.num_microbatches
     if plan.shards_parameters and microbatches > 1 and plan.reduces_every_microbatch:
         how = f"as {software.id} does by default"

@@ -22,6 +22,15 @@ def zero_stage_of_shards(job: Job) -> Iterator[Problem]:
         )
 
 
+@rule("zero_stage shards nothing over replicas", reads="dp dp_shard cp zero_stage")
+def zero_stage_of_replicas(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.zero_stage and plan.dp_shard * plan.cp == 1 and plan.dp_replicate > 1:
+        sentence = f"shards states over dp_shard x cp ranks, which is 1, and dp_replicate = {plan.dp_replicate}"
+        fix = f"use dp_shard = {plan.dp} and dp_replicate = 1, or zero_stage = 0"
+        yield problem_of(job, "plan.zero_stage", sentence, fix)
+
+
 @rule("reshard_after_forward is about sharded parameters", reads="reshard_after_forward shards_parameters")
 def reshard_needs_shards(job: Job) -> Iterator[Problem]:
     plan = job.plan

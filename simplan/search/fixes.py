@@ -292,7 +292,7 @@ def _zero_stage(job: Job) -> Iterator[Job]:
     """Higher ZeRO stages, over the replicas too if there are any."""
     plan = job.plan
     first = 1 if plan.dp_replicate > 1 else plan.zero_stage + 1
-    for stage in range(max(1, first), 4 if plan.dp > 1 else 0):
+    for stage in range(max(1, first), 4 if plan.dp * plan.cp > 1 else 0):
         if plan.dp_replicate == 1 or stage >= plan.zero_stage:
             yield _with(job, dp_replicate=1, dp_shard=plan.dp, zero_stage=stage)
 

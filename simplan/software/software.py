@@ -220,6 +220,8 @@ class SoftwareSpec(Spec):
             for all; None if not modeled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
         zero_stages: Supported values of ``ParallelPlan.zero_stage``.
+        shards_over_cp: Context-parallel ranks shard parameters also with a single data-parallel shard: the assumed
+            ``zero_stage`` of a plan with ``cp`` above 1 is then the same as with several shards.
         sequence_parallelism: Tensor-parallel ranks can split the tokens of norms and sums as well.
         optimizer_shards: Unit that ZeRO-1 assigns to ranks. ``parameters``: full parameters, which their owners
             broadcast after the update (torch's ZeroRedundancyOptimizer). ``elements``: equal numbers of elements of
@@ -286,6 +288,7 @@ class SoftwareSpec(Spec):
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     uniform_stages: Literal["always", "where_possible", "no"] = "no"
     zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
+    shards_over_cp: bool = False
     sequence_parallelism: bool = True
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
     overlap_param_gather: bool = False

@@ -89,8 +89,8 @@ def test_a_large_numerator_is_no_power_of_ten(prediction: Prediction) -> None:
 
 
 def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
-    found = assumptions(plan={"dp_replicate": 8, "zero_stage": 3})
-    assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1: dp_shard = 8 in place of dp_replicate shards"
+    found = assumptions(plan={"pp": 8, "zero_stage": 3})
+    assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1"
     assert "shards nothing" not in " ".join(assumptions(plan={"dp_shard": 8}))
 
 

@@ -157,6 +157,8 @@ def test_the_number_of_shards_is_the_first_fix_of_a_plan_for_other_devices() -> 
          "remove it, or use a larger cp"),
         ({"dp_shard": 2, "zero_stage": 0}, {}, "plan.zero_stage = 0: shards nothing, and dp_shard = 2; use 1, 2 or 3, "
          "or dp_replicate = 2 and dp_shard = 1"),
+        ({"dp_replicate": 2, "zero_stage": 3}, {}, "plan.zero_stage = 3: shards states over dp_shard x cp ranks, which "
+         "is 1, and dp_replicate = 2; use dp_shard = 2 and dp_replicate = 1, or zero_stage = 0"),
         ({"dp_shard": 2, "zero_stage": 1, "reshard_after_forward": False}, {}, "plan.reshard_after_forward = false: is "
          "about sharded parameters, and zero_stage = 1; remove it, or use zero_stage = 3"),
         ({"dp_shard": 2, "bucket_bytes": 1000}, {}, "plan.bucket_bytes = 1000: is about DDP's buckets; FSDP reduces "
