@@ -371,7 +371,8 @@ class Prediction:
         """Step time, memory of the worst rank and MFU, in one line."""
         low_s, high_s = self.step_time_interval_s
         time = f"{format_time(self.step_time_s)} a step ({format_time(low_s)} to {format_time(high_s)})"
-        memory = format_bytes(self.worst_memory.wanted_bytes)
+        worst = self.worst_memory
+        memory = format_bytes(worst.wanted_bytes if self.fits else worst.device_bytes)
         if self.capacity_bytes is not None:
             words = "does not fit" if self.host_fits is False else self.memory_verdict
             memory = f"{words}: {memory} of {format_bytes(self.capacity_bytes)}"

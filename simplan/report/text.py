@@ -212,7 +212,9 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
     )
     worst = prediction.worst_memory
-    yield f"  memory       {format_bytes(worst.wanted_bytes)}  ({memory_interval(worst.device_interval_bytes)})"
+    reserve = " with the allocator's whole reserve" if worst.short_bytes else ""
+    interval = memory_interval(worst.device_interval_bytes)
+    yield f"  memory       {format_bytes(worst.wanted_bytes)}{reserve}  ({interval})"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
         yield from _training_run(prediction.training_run)
