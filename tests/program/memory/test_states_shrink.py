@@ -6,6 +6,7 @@ import pytest
 
 from simplan import catalog
 from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
 from simplan.program.memory.states import layer_states
 from simplan.rules import violations
 from tests.jobs import job_of
@@ -30,3 +31,13 @@ def test_states_of_experts_shrink_with_shards(model: str, framework: str) -> Non
     everything = sum(p.num_elements for layer in layers.values() for p in layer.parameters)
     few = {shards: num for shards, num in held.items() if shards > spec.num_experts}
     assert all(num < 1.1 * everything / shards for shards, num in few.items()), "no experts are padded to the shards"
+
+
+def test_deepspeed_zero2_holds_whole_weights_in_its_step() -> None:
+    """By hand, per weight: 2 bytes whole; of the own half 12 of states, 2 of gradients, 2 flat and 4 upcast."""
+    job = job_of("llama2-7b", {"dp_shard": 2, "zero_stage": 2, "recompute": "full"}, software="deepspeed")
+    peaks = {stage: predict(job.with_changes({"plan.zero_stage": stage})).worst_memory for stage in (2, 3)}
+    weights = catalog.published_parameters("llama2-7b")
+    assert peaks[2].peak_action == "0OPTIM"
+    assert peaks[2].allocated_bytes == pytest.approx(weights * (2 + (12 + 2 + 2 + 4) / 2), rel=0.002)
+    assert peaks[3].allocated_bytes < 0.9 * peaks[2].allocated_bytes
