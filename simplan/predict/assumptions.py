@@ -197,7 +197,8 @@ def _of_offload(job: Job) -> Iterator[str]:
     if plan.offload_optimizer and not is_cpu:
         yield (
             "the optimizer runs at the bandwidth of the host's memory, of which ranks of a node have equal parts; that "
-            "takes threads enough, and torchrun sets OMP_NUM_THREADS=1 unless it is given"
+            "takes enough bound threads (torchrun sets OMP_NUM_THREADS=1 unless it is given); else updates take about "
+            "5 times as long, which the 90 % interval of the step time includes"
         )
 
 

@@ -13,6 +13,7 @@ from simplan.wording import divisors, either
 
 _FAMILIES = ("gpt", "llama")
 _WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate")
+_WITH_HOST_OPTIMIZER = (*_WITH_FSDP2, "deepspeed")
 
 
 @rule("dp_shard > 1 needs zero_stage 1, 2 or 3", reads="dp zero_stage")
@@ -151,7 +152,7 @@ def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "an optimizer on the host is modeled of torch's FSDP2 only, without tensor parallelism or 8 bits",
+    "an optimizer on the host is modeled of torch's FSDP2 and DeepSpeed's ZeRO, without tensor parallelism or 8 bits",
     reads="offload_optimizer tp",
     outside_torch="an optimizer on the host is not modeled",
 )
@@ -160,8 +161,8 @@ def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
     plan, software, precision = job.plan, job.software, job.training.precision
     if not plan.offload_optimizer:
         return
-    if software.id not in _WITH_FSDP2:
-        others = ", ".join(_WITH_FSDP2[1:])
+    if software.id not in _WITH_HOST_OPTIMIZER:
+        others = ", ".join(_WITH_HOST_OPTIMIZER[1:])
         yield _with_it("offload_optimizer", f"software {software.id}", f"use software: torch (or {others})")
     if plan.tp > 1:
         yield _with_it("offload_optimizer", f"tensor parallelism (tp = {plan.tp})", "use tp = 1")
