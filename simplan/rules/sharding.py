@@ -38,6 +38,7 @@ def zero_stage_of_replicas(job: Job) -> Iterator[Problem]:
 @rule(
     "shards of fewer experts must divide a dimension of an expert's matrices with torch's FSDP2",
     reads="dp dp_shard cp tp ep etp shards_parameters experts_apart",
+    outside_torch="shards of fewer experts must divide a dimension of an expert's matrices",
 )
 def few_experts_divide(job: Job) -> Iterator[Problem]:
     """Torch shards only the first dimension unevenly, where most shards of few experts would be padding."""
