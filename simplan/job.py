@@ -151,7 +151,22 @@ class Job:
             except SpecError as error:
                 problems = [replace(each, field=f"{section}.{each.field}") for each in error.problems]
                 raise type(error)(problems) from None
-        return replace(job, **changed)
+        changed_job = replace(job, **changed)
+        if by_section.get("plan") and "zero_stage" not in by_section["plan"]:
+            return changed_job.with_plan(_with_zero_stage_of_groups(self.plan, changed_job))
+        return changed_job
+
+
+def _with_zero_stage_of_groups(before: ParallelPlan, job: Job) -> ParallelPlan:
+    """Plan of a job with changed degrees: no states are sharded without shards, nor left unsharded by context ranks."""
+    plan = job.plan
+    shards = plan.dp_shard * plan.cp
+    if shards == 1 and plan.dp_replicate > 1:
+        return plan.model_copy(update={"zero_stage": 0})
+    was_sharded = before.zero_stage == 3 or before.dp_shard * before.cp == 1
+    if plan.dp_shard == 1 < shards and plan.zero_stage == 0 and was_sharded and job.software.shards_over_cp:
+        return plan.model_copy(update={"zero_stage": 3})
+    return plan
 
 
 def background_job(cluster: ClusterSpec, background: BackgroundJob) -> Job:

@@ -30,8 +30,10 @@ _OF_TRAINING_RUN = (
 
 MemoryKind = Literal["allocated", "reserved", "device"]
 """Kind of a peak: tensors, memory of the caching allocator, or memory in use on the device."""
-MemoryVerdict = Literal["fits", "fits, tight", "likely does not fit", "does not fit"]
+MemoryVerdict = Literal["fits", "may not fit", "likely does not fit", "does not fit"]
 """Verdict on device memory: in the second and third, the 90% interval of the peak reaches over the device memory."""
+_LEAST_HEADROOM = 0.03
+"""Fraction of the device memory below which tensors leave too little: of published runs with less, most fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,11 @@ class RankMemory:
         return self.device_bytes + self.short_bytes
 
     @property
+    def unavoidable_bytes(self) -> int:
+        """Bytes of tensors and context: device bytes without blocks that the allocator can free."""
+        return self.device_bytes - self.reserved_bytes + self.allocated_bytes
+
+    @property
     def device_interval_bytes(self) -> tuple[int, int]:
         """90% interval of the device bytes that the rank needs; without width if it has none."""
         return self.interval_bytes.get("device", (self.device_bytes, self.wanted_bytes))
@@ -101,9 +108,16 @@ def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdi
     if capacity_bytes is None:
         return None
     low, high = worst.device_interval_bytes
-    if worst.device_bytes <= capacity_bytes:
-        return "fits" if high <= capacity_bytes else "fits, tight"
-    return "does not fit" if low > capacity_bytes else "likely does not fit"
+    if high <= capacity_bytes:
+        return "fits"
+    if low > capacity_bytes:
+        return "does not fit"
+    return "likely does not fit" if _leaves_too_little(worst, capacity_bytes) else "may not fit"
+
+
+def _leaves_too_little(worst: RankMemory, capacity_bytes: int) -> bool:
+    """True if tensors and context leave less than 3 % of the device memory, or are larger."""
+    return worst.unavoidable_bytes > (1 - _LEAST_HEADROOM) * capacity_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,10 +371,11 @@ class Prediction:
         """Step time, memory of the worst rank and MFU, in one line."""
         low_s, high_s = self.step_time_interval_s
         time = f"{format_time(self.step_time_s)} a step ({format_time(low_s)} to {format_time(high_s)})"
-        memory = format_bytes(self.worst_memory.device_bytes)
+        worst = self.worst_memory
+        memory = format_bytes(worst.wanted_bytes if self.fits else worst.device_bytes)
         if self.capacity_bytes is not None:
-            fits = self.fits and self.host_fits is not False
-            memory = f"{'fits' if fits else 'does not fit'}: {memory} of {format_bytes(self.capacity_bytes)}"
+            words = "does not fit" if self.host_fits is False else self.memory_verdict
+            memory = f"{words}: {memory} of {format_bytes(self.capacity_bytes)}"
         mfu = "" if self.mfu is None else f", MFU {format_percent(self.mfu)}"
         return f"Prediction({self.name}: {time}, {memory}{mfu})"
 

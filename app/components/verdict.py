@@ -23,7 +23,7 @@ TOKENS_START = 1e12
 
 _BANNERS: dict[MemoryVerdict, tuple[str, str]] = {
     "fits": ("success", ":material/check_circle:"),
-    "fits, tight": ("warning", ":material/warning:"),
+    "may not fit": ("warning", ":material/warning:"),
     "likely does not fit": ("error", ":material/warning:"),
     "does not fit": ("error", ":material/cancel:"),
 }

@@ -118,7 +118,7 @@ def _predict_all(
 
 def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix, ...] | None:
     """Changes with which a job fits; None if it fits as it is."""
-    if prediction.fits is not False and prediction.host_fits is not False:
+    if prediction.memory_verdict in (None, "fits", "may not fit") and prediction.host_fits is not False:
         return None
     from simplan.search import fixes
 

@@ -31,7 +31,8 @@ class ParallelPlan(Spec):
     """One way to parallelize a training run; field names are torchtitan's, or Megatron's where torchtitan has none.
 
     Defaults that depend on other fields are filled in when the plan is made. ``zero_stage`` is 3 if ``dp_shard`` is
-    above 1. ``sequence_parallel`` is on if ``tp`` is above 1. ``schedule`` is ``1f1b`` if ``pp`` is above 1
+    above 1; scenarios also assume it for ``cp`` above 1 where ``SoftwareSpec.shards_over_cp`` holds.
+    ``sequence_parallel`` is on if ``tp`` is above 1. ``schedule`` is ``1f1b`` if ``pp`` is above 1
     (``interleaved_1f1b`` if ``virtual_stages`` is above 1), else ``none``. ``virtual_stages`` is 2 with schedules that
     need two stages per rank.
 

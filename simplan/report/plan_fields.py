@@ -39,7 +39,7 @@ _MEANINGS: dict[str, str] = {
     "placement": "axes from inside of nodes outwards; a CSV file with rank, node, device; or the device of every rank",
 }
 _DEFAULTS = {
-    "zero_stage": "3 where dp_shard > 1, else 0",
+    "zero_stage": "3 where dp_shard > 1, or cp > 1 with software that shards over both, else 0",
     "sequence_parallel": "true where tp > 1, else false",
     "schedule": "1f1b where pp > 1, else none",
     "virtual_stages": "1, or the number of the schedule",

@@ -12,7 +12,7 @@ from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
-from simplan.prediction import MemoryVerdict, Prediction, RankMemory, TrainingRun
+from simplan.prediction import Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
 from simplan.units import (
@@ -50,20 +50,18 @@ def verdict(prediction: Prediction) -> str:
     share = format_percent(abs(headroom) / capacity)
     of = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share})"
     if prediction.fits and worst.short_bytes:
-        tensors = format_bytes(worst.device_bytes - worst.reserved_bytes + worst.allocated_bytes)
+        tensors = format_bytes(worst.unavoidable_bytes)
         takes = f"tensors and context of rank {worst.rank} take {tensors} of {format_bytes(capacity)}"
         return f"{words}: {takes}; {short_of_reserve(worst.short_bytes)}"
-    return f"{words}: {of} {'headroom' if prediction.fits else 'over'}{_reaches_over(words, worst)}"
+    return f"{words}: {of} {'headroom' if prediction.fits else 'over'}{_reaches_over(prediction, worst)}"
 
 
-def _reaches_over(words: MemoryVerdict, worst: RankMemory) -> str:
+def _reaches_over(prediction: Prediction, worst: RankMemory) -> str:
     """End of the 90 % interval on the other side of the device memory; empty for a certain verdict."""
     low, high = map(format_bytes, worst.device_interval_bytes)
-    ends: dict[MemoryVerdict, str] = {
-        "fits, tight": f"; the 90 % interval ends at {high}",
-        "likely does not fit": f"; the 90 % interval starts at {low}",
-    }
-    return ends.get(words, "")
+    if prediction.memory_verdict in ("fits", "does not fit"):
+        return ""
+    return f"; the 90 % interval ends at {high}" if prediction.fits else f"; the 90 % interval starts at {low}"
 
 
 def memory_interval(interval_bytes: tuple[int, int]) -> str:
@@ -136,7 +134,7 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
             format_time(each.step_time_s),
             f"{low_s} to {high_s}",
             "?" if each.mfu is None else format_percent(each.mfu),
-            format_bytes(worst.device_bytes),
+            format_bytes(worst.wanted_bytes),
             " to ".join(map(format_bytes, worst.device_interval_bytes)),
             each.memory_verdict or "?",
             _limits(each),
@@ -214,7 +212,9 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
     )
     worst = prediction.worst_memory
-    yield f"  memory       {format_bytes(worst.device_bytes)}  ({memory_interval(worst.device_interval_bytes)})"
+    reserve = " with the allocator's whole reserve" if worst.short_bytes else ""
+    interval = memory_interval(worst.device_interval_bytes)
+    yield f"  memory       {format_bytes(worst.wanted_bytes)}{reserve}  ({interval})"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
         yield from _training_run(prediction.training_run)
@@ -369,7 +369,7 @@ def _node_groups_table(prediction: Prediction) -> str:
             " or ".join(map(str, group.microbatch_sizes)),
             format_time(group.wait_s),
             format_percent(group.wait_s / prediction.step_time_s),
-            format_bytes(group.worst.device_bytes),
+            format_bytes(group.worst.wanted_bytes),
             "?" if capacity is None else format_bytes(capacity),
             group.memory_verdict or "?",
             "yes" if group.limits else "no",

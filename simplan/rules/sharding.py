@@ -9,7 +9,11 @@ from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.schedules import is_custom_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
-from simplan.wording import either
+from simplan.wording import divisors, either
+
+_FAMILIES = ("gpt", "llama")
+_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate")
+_WITH_HOST_OPTIMIZER = (*_WITH_FSDP2, "deepspeed")
 
 
 @rule("dp_shard > 1 needs zero_stage 1, 2 or 3", reads="dp zero_stage")
@@ -20,6 +24,42 @@ def zero_stage_of_shards(job: Job) -> Iterator[Problem]:
         yield problem_of(
             job, "plan.zero_stage", sentence, f"use 1, 2 or 3, or dp_replicate = {plan.dp} and dp_shard = 1"
         )
+
+
+@rule("zero_stage shards nothing over replicas", reads="dp dp_shard cp zero_stage")
+def zero_stage_of_replicas(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.zero_stage and plan.dp_shard * plan.cp == 1 and plan.dp_replicate > 1:
+        sentence = f"shards states over dp_shard x cp ranks, which is 1, and dp_replicate = {plan.dp_replicate}"
+        fix = f"use dp_shard = {plan.dp} and dp_replicate = 1, or zero_stage = 0"
+        yield problem_of(job, "plan.zero_stage", sentence, fix)
+
+
+@rule(
+    "shards of fewer experts must divide a dimension of an expert's matrices with torch's FSDP2",
+    reads="dp dp_shard cp tp ep etp shards_parameters experts_apart",
+    outside_torch="shards of fewer experts must divide a dimension of an expert's matrices",
+)
+def few_experts_divide(job: Job) -> Iterator[Problem]:
+    """Torch shards only the first dimension unevenly, where most shards of few experts would be padding."""
+    plan, model = job.plan, job.model
+    if not model.num_experts or not plan.shards_parameters or job.software.id not in _WITH_FSDP2:
+        return
+    shards = plan.expert_shards if experts_apart(plan) else plan.dp_shard * plan.cp
+    experts, sizes = max(1, model.num_experts // plan.ep), (model.moe_intermediate_size // plan.etp, model.hidden_size)
+
+    def is_even(number: int) -> bool:
+        return number <= experts or any(size % number == 0 for size in sizes)
+
+    if is_even(shards):
+        return
+    sentence = (
+        f"makes {shards} shards of {experts} experts, which divide neither moe_intermediate_size = {sizes[0]} "
+        f"of a rank nor hidden_size = {sizes[1]}: torch shards only the first dimension unevenly"
+    )
+    fewer = (each for each in reversed(divisors(plan.dp_shard)) if is_even(max(1, shards * each // plan.dp_shard)))
+    each = next(fewer, 1)
+    yield problem_of(job, "plan.dp_shard", sentence, f"use dp_shard = {each} and dp_replicate = {plan.dp // each}")
 
 
 @rule("reshard_after_forward is about sharded parameters", reads="reshard_after_forward shards_parameters")
@@ -95,10 +135,6 @@ def mtp_sharded(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.zero_stage", what, "use 0 or 1")
 
 
-_FAMILIES = ("gpt", "llama")
-_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate")
-
-
 @rule(
     "offload_optimizer is CPUOffloadPolicy of FSDP, and needs parameters that FSDP shards",
     reads="offload_optimizer shards_parameters",
@@ -117,7 +153,7 @@ def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "an optimizer on the host is modeled of torch's FSDP2 only, without tensor parallelism or 8 bits",
+    "an optimizer on the host is modeled of torch's FSDP2 and DeepSpeed's ZeRO, without tensor parallelism or 8 bits",
     reads="offload_optimizer tp",
     outside_torch="an optimizer on the host is not modeled",
 )
@@ -126,8 +162,8 @@ def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
     plan, software, precision = job.plan, job.software, job.training.precision
     if not plan.offload_optimizer:
         return
-    if software.id not in _WITH_FSDP2:
-        others = ", ".join(_WITH_FSDP2[1:])
+    if software.id not in _WITH_HOST_OPTIMIZER:
+        others = ", ".join(_WITH_HOST_OPTIMIZER[1:])
         yield _with_it("offload_optimizer", f"software {software.id}", f"use software: torch (or {others})")
     if plan.tp > 1:
         yield _with_it("offload_optimizer", f"tensor parallelism (tp = {plan.tp})", "use tp = 1")

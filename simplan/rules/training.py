@@ -176,12 +176,19 @@ def low_precision_modelled(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.precision", sentence, "use bf16")
 
 
+_COMPILED_BY_TORCHTITAN = ("fp8", "mxfp8")
+
+
 @unmodelled("precisions of 8 and 4 bits in compiled blocks are not modeled")
 def compiled_low_precision(job: Job) -> Iterator[Problem]:
     software, precision = job.software, job.training.precision
     if software.compiled and software.executable and precision in software.low_precision:
         sentence = "in compiled blocks is not modeled: casts are fused with what is around them"
-        yield problem_of(job, "training.precision", sentence, "use bf16, or software.compiled = false")
+        apart = "software.compiled = false, where casts are kernels of their own and can cost more than they save"
+        fix = f"use bf16, or {apart}"
+        if precision in _COMPILED_BY_TORCHTITAN:
+            fix = f"use software: torchtitan-2025 (with FlashAttention 2, slower at long sequences), {fix[4:]}"
+        yield problem_of(job, "training.precision", sentence, fix)
 
 
 @unmodelled("FP8 attention is not modeled for this model, precision or device", reads_cluster=True)

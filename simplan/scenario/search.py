@@ -167,7 +167,7 @@ def plan_section(plan: ParallelPlan) -> dict[str, Any]:
     shown = plan.model_dump(mode="json")
     assumed = ParallelPlan().model_dump(mode="json")
     matters = {  # keys whose defaults depend on others: worth writing where they have a meaning
-        "zero_stage": plan.dp_shard > 1,
+        "zero_stage": plan.dp_shard * plan.cp > 1,
         "sequence_parallel": plan.tp > 1,
         "schedule": plan.pp > 1,
         "virtual_stages": plan.pp > 1,

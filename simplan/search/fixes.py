@@ -44,7 +44,7 @@ class Fix:
             baseline.
         device_bytes: Device memory of the worst rank after the change.
         headroom_bytes: Device memory that the worst rank leaves free.
-        memory_verdict: Verdict on that rank; ``fits, tight`` if its 90 % interval ends above the device memory.
+        memory_verdict: Verdict on that rank; ``may not fit`` if its 90 % interval ends above the device memory.
     """
 
     changes: Mapping[str, Any]
@@ -108,19 +108,20 @@ def fixes(
     changes fewer settings, is no slower and needs no more memory. At most 80 steps are simulated.
 
     Args:
-        prediction: Prediction of a job that does not fit.
+        prediction: Prediction of a job that does not fit, or likely does not.
         calibration: As for ``predict``.
         top: Number of fixes to return.
         max_memory_fraction: Device memory that a fix may use, as a fraction of all.
         kinds: Kinds of changes; None for all, and for pairs of them.
 
     Returns:
-        Fixes; empty if the prediction fits, the device memory is unknown, or no change is enough.
+        Fixes; empty if the prediction fits or may not fit, the device memory is unknown, or no change is enough.
     """
     if prediction.capacity_bytes is None:
         return ()
     capacity = int(prediction.capacity_bytes * max_memory_fraction)
-    if prediction.worst_memory.device_bytes <= capacity and prediction.host_fits is not False:
+    fits = prediction.worst_memory.device_bytes <= capacity and prediction.memory_verdict in ("fits", "may not fit")
+    if fits and prediction.host_fits is not False:
         return ()
     found: list[Fix] = []
     for tried in _fitting(prediction.job, capacity, calibration, kinds):
@@ -292,7 +293,7 @@ def _zero_stage(job: Job) -> Iterator[Job]:
     """Higher ZeRO stages, over the replicas too if there are any."""
     plan = job.plan
     first = 1 if plan.dp_replicate > 1 else plan.zero_stage + 1
-    for stage in range(max(1, first), 4 if plan.dp > 1 else 0):
+    for stage in range(max(1, first), 4 if plan.dp * plan.cp > 1 else 0):
         if plan.dp_replicate == 1 or stage >= plan.zero_stage:
             yield _with(job, dp_replicate=1, dp_shard=plan.dp, zero_stage=stage)
 

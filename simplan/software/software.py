@@ -220,6 +220,10 @@ class SoftwareSpec(Spec):
             for all; None if not modeled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
         zero_stages: Supported values of ``ParallelPlan.zero_stage``.
+        shards_over_cp: Context-parallel ranks shard parameters also with a single data-parallel shard: the assumed
+            ``zero_stage`` of a plan with ``cp`` above 1 is then the same as with several shards.
+        zero2_whole_weights: With ``zero_stage`` 2, ranks hold whole weights also during the optimizer step; else FSDP
+            frees them in backward.
         sequence_parallelism: Tensor-parallel ranks can split the tokens of norms and sums as well.
         optimizer_shards: Unit that ZeRO-1 assigns to ranks. ``parameters``: full parameters, which their owners
             broadcast after the update (torch's ZeroRedundancyOptimizer). ``elements``: equal numbers of elements of
@@ -286,6 +290,8 @@ class SoftwareSpec(Spec):
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
     uniform_stages: Literal["always", "where_possible", "no"] = "no"
     zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
+    shards_over_cp: bool = False
+    zero2_whole_weights: bool = False
     sequence_parallelism: bool = True
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
     overlap_param_gather: bool = False
@@ -416,6 +422,9 @@ class SoftwareSpec(Spec):
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         wide = "pure_bf16" if training.pure_bf16 else "bf16" if low is not None else training.precision
         state = self._with_gradients(kinds[wide], plan)  # type: ignore[index]
+        if self.holds_whole_weights(plan):
+            whole = self.lora_state_bytes if training.task == "lora" else self.state_bytes
+            state = state.model_copy(update={"flattened": whole[wide].flattened})  # type: ignore[index]
         if low is None:
             return state
         weights = "microbatch" if plan.shards_parameters and low.weights == "step" else low.weights
@@ -428,6 +437,10 @@ class SoftwareSpec(Spec):
             eager=low.eager and not self.compiled,
         )
         return state.model_copy(update={"linear": form})
+
+    def holds_whole_weights(self, plan: ParallelPlan) -> bool:
+        """True for a plan that shards gradients, and of which ranks hold whole weights in the optimizer step."""
+        return self.zero2_whole_weights and plan.shards_parameters and plan.zero_stage == 2
 
     def gathers_quantized(self, state: StateBytes) -> bool:
         """True if tensor-parallel ranks all-gather operands of the linear layers of blocks in FP8."""

@@ -83,8 +83,15 @@ def test_datasheet_values() -> None:
     assert catalog.device("h100-sxm-80gb").peak_flop_per_s["bf16"] == pytest.approx(989.4e12, rel=1e-3)
     assert catalog.device("a100-sxm-40gb").peak_flop_per_s["bf16"] == 312e12
     assert catalog.device("v100-sxm2-32gb").peak_flop_per_s["fp16"] == 125e12
-    assert catalog.device("a100-sxm-80gb").memory_bytes == 80 * GIB
-    assert catalog.device("h100-sxm-80gb").memory_bytes == 85_520_809_984  # nvidia-smi: 81559 MiB
+    seen = {
+        "h100-sxm-80gb": 79.11,
+        "h100-sxm-96gb-500w": 95.0,
+        "a100-sxm-40gb": 39.5,
+        "rtx-4090": 23.64,
+        "rtx-3090": 23.7,
+    }
+    for name, gib in seen.items():  # what torch prints when it is out of memory
+        assert (catalog.device(name).memory_bytes or 0) / GIB == pytest.approx(gib, abs=0.005)
     assert catalog.link("nvlink5").bytes_per_s == 1.8e12 / 2
     assert catalog.link("nvlink4").bytes_per_s == 900e9 / 2
 

@@ -34,7 +34,8 @@ def assumptions(model: ModelSpec | str = "gpt2-124m", plan: Plan | None = None, 
 
 def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
     interval: dict[MemoryKind, tuple[int, int]] = {"device": (int(0.9 * device_bytes), int(1.1 * device_bytes))}
-    memory = tuple(replace(m, device_bytes=device_bytes - m.rank, interval_bytes=interval) for m in prediction.memory)
+    fields: dict[str, Any] = {"allocated_bytes": 0, "reserved_bytes": 0, "interval_bytes": interval}
+    memory = tuple(replace(m, device_bytes=device_bytes - m.rank, **fields) for m in prediction.memory)
     capacity = 80 * GIB
     return replace(prediction, memory=memory, capacity_bytes=capacity, fits=device_bytes <= capacity)
 
@@ -45,8 +46,13 @@ def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
         (60, "fits: rank 0 needs 60.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) headroom"),
         (
             76,
-            "fits, tight: rank 0 needs 76.00 GiB of 80.00 GiB, 4.00 GiB (5.0 %) headroom; the 90 % interval ends at "
+            "may not fit: rank 0 needs 76.00 GiB of 80.00 GiB, 4.00 GiB (5.0 %) headroom; the 90 % interval ends at "
             "83.60 GiB",
+        ),
+        (
+            79,
+            "likely does not fit: rank 0 needs 79.00 GiB of 80.00 GiB, 1.00 GiB (1.2 %) headroom; the 90 % interval "
+            "ends at 86.90 GiB",
         ),
         (
             84,
@@ -89,8 +95,8 @@ def test_a_large_numerator_is_no_power_of_ten(prediction: Prediction) -> None:
 
 
 def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
-    found = assumptions(plan={"dp_replicate": 8, "zero_stage": 3})
-    assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1: dp_shard = 8 in place of dp_replicate shards"
+    found = assumptions(plan={"pp": 8, "zero_stage": 3})
+    assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1"
     assert "shards nothing" not in " ".join(assumptions(plan={"dp_shard": 8}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,8 @@ def test_the_number_of_shards_is_the_first_fix_of_a_plan_for_other_devices() -> 
          "remove it, or use a larger cp"),
         ({"dp_shard": 2, "zero_stage": 0}, {}, "plan.zero_stage = 0: shards nothing, and dp_shard = 2; use 1, 2 or 3, "
          "or dp_replicate = 2 and dp_shard = 1"),
+        ({"dp_replicate": 2, "zero_stage": 3}, {}, "plan.zero_stage = 3: shards states over dp_shard x cp ranks, which "
+         "is 1, and dp_replicate = 2; use dp_shard = 2 and dp_replicate = 1, or zero_stage = 0"),
         ({"dp_shard": 2, "zero_stage": 1, "reshard_after_forward": False}, {}, "plan.reshard_after_forward = false: is "
          "about sharded parameters, and zero_stage = 1; remove it, or use zero_stage = 3"),
         ({"dp_shard": 2, "bucket_bytes": 1000}, {}, "plan.bucket_bytes = 1000: is about DDP's buckets; FSDP reduces "
@@ -486,3 +489,16 @@ def test_ep_in_a_placement_is_where_the_mesh_has_it(placement: tuple[str, ...], 
     plan = {"ep": 2, "tp": 2, "etp": 1, "dp_replicate": 2, "pp": 2, "placement": placement}
     found = problems(model_of(), plan, software=catalog.software("megatron-core"))
     assert [said.split("; ")[-1] for said in found] == ["write [tp, cp, ep, dp, pp], or leave ep out"] * (not is_mesh)
+
+
+@pytest.mark.parametrize("precision", sorted(catalog.software("torch").low_precision))
+def test_way_out_of_compiled_low_precision_is_one(precision: str) -> None:
+    compiled = catalog.software("torch").model_copy(update={"compiled": True})
+    job = job_of("llama3-8b", {"dp_shard": 8}, cluster=catalog.cluster("dgx-b200", 8), software=compiled)
+    [problem] = violations(job.with_changes({"training.precision": precision}))
+    others = [name for name in catalog.names("software") if f"software: {name} " in problem.fix]
+    assert bool(others) == (precision in catalog.software("torchtitan-2025").low_precision)
+    for name in others:
+        other = replace(job, software=catalog.software(name).model_copy(update={"compiled": True}))
+        assert not violations(other.with_changes({"training.precision": precision}))
+        assert other.software.rates.attention_kernel == "flash2", "as the fix says"

@@ -20,7 +20,7 @@ PREDICTION: dict[str, Any] = {
     "mfu_full_attention": 0.42,
     "hfu": 0.4,
     "fits": True,
-    "memory_verdict": "fits, tight",
+    "memory_verdict": "may not fit",
     "peak_memory_gib": {"allocated": 10.0, "reserved": 11.0, "device": 12.0},
     "host_memory_gib": {"rank": 1.0, "node": 2.0, "capacity": None},
     "host_fits": True,

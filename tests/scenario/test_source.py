@@ -13,6 +13,7 @@ from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario import load_scenario, load_search, make_job, scenario_from, search_from
+from simplan.scenario.search import plan_section
 from simplan.scenario.source import read_source
 
 ONE_LINE = {
@@ -64,6 +65,36 @@ def test_model_with_overrides_is_the_job_of_a_file(tmp_path: Path, monkeypatch: 
         found = scenario_from(source, ONE_LINE | {"model.seq_len": 8192}).job
         assert found.model.num_parameters == job.model.num_parameters == catalog.published_parameters("llama3-8b")
         assert (found.cluster, found.plan, found.training) == (job.cluster, job.plan, job.training)
+
+
+@pytest.mark.parametrize("name", sorted(catalog.names("software")))
+def test_context_ranks_alone_shard_where_the_software_does(name: str) -> None:
+    of_fsdp = {"torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate", "deepspeed", "maxtext"}
+    wanted = 3 if name in of_fsdp else 0
+    given = {"cluster.num_devices": 8, "model.seq_len": 4096, "software": name}
+    unsharded = scenario_from("llama2-7b", given | {"plan.dp_replicate": 8}).job
+    moved = unsharded.with_changes({"plan.dp_replicate": 1, "plan.cp": 8})
+    back = moved.with_changes({"plan.cp": 1, "plan.dp_replicate": 8})
+    assert (moved.plan.zero_stage, back.plan.zero_stage) == (wanted, 0)
+    try:
+        scenario = scenario_from("llama2-7b", given | {"plan.cp": 8})
+    except NotModelledError:  # context parallelism as such
+        return
+    assert scenario.job.plan == moved.plan
+    assert (f"plan.zero_stage = 3 (the highest that {name} has" in scenario.assumptions[0]) == (wanted == 3)
+    for stage in (wanted, 0):  # written out, a plan stays as it is
+        plan = scenario.job.plan.with_changes(zero_stage=stage)
+        again = scenario_from("llama2-7b", given | {f"plan.{key}": value for key, value in plan_section(plan).items()})
+        assert again.job.plan == plan
+
+
+def test_context_parallel_plan_of_eight_gpus_has_the_memory_of_fsdp() -> None:
+    long = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "plan.recompute": "full", "model.seq_len": 65536}
+    by_context = scenario_from("llama3-8b", long | {"plan.cp": 8}).predict().worst_memory
+    by_data = scenario_from("llama3-8b", long | {"plan.dp_shard": 8, "model.seq_len": 8192}).predict().worst_memory
+    for category in ("parameters", "optimizer_states"):  # states have no tokens
+        assert by_context.by_category[category] == by_data.by_category[category]
+    assert by_context.device_bytes / 2**30 == pytest.approx(33.8, abs=0.05)
 
 
 def test_values_that_are_not_given_are_assumed_and_listed() -> None:

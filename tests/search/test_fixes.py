@@ -15,6 +15,7 @@ from simplan.predict import predict
 from simplan.report.text import fixes_table
 from simplan.scenario import scenario_from
 from simplan.search import SearchSpace, fixes, search
+from simplan.search.fixes import OUTSIDE_OF_SEARCHES
 from simplan.training import TrainingSpec
 
 
@@ -126,3 +127,20 @@ def test_changed_settings_are_those_of_a_file() -> None:
 def test_an_unknown_change_is_named(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(SpecError, match="^" + sentence.replace("?", r"\?").replace(".", r"\.")):
         job_of(ParallelPlan()).with_changes(changes)
+
+
+@pytest.mark.parametrize("framework", ["torch", "torchtitan", "accelerate", "deepspeed"])
+def test_host_is_offered_by_every_framework_that_has_it(framework: str) -> None:
+    model = catalog.model("qwen2.5-32b").model_copy(update={"num_hidden_layers": 40, "seq_len": 1024})
+    software = catalog.software(framework)
+    training = TrainingSpec(global_batch_size=8, task="sft" if framework in ("accelerate", "deepspeed") else "pretrain")
+    plan = ParallelPlan(dp_shard=8, recompute="full")
+    before = predict(Job(model, catalog.cluster("dgx-a100-40gb", 8), training, plan, software))
+    assert before.fits is False
+    [fix] = fixes(before, kinds=OUTSIDE_OF_SEARCHES[:1])
+    assert fix.changes == {"plan.offload_optimizer": True}
+    after = predict(fix.job)
+    host_s = sum(term.seconds * term.count for term in after.terms if term.name.endswith("optimizer on the host"))
+    assert host_s > 0.1 * after.step_time_s
+    slow_s = after.step_time_s + 4 * host_s  # with too few threads (deepspeedai/DeepSpeed issue 6834)
+    assert after.step_time_interval_s[1] > 0.85 * slow_s

@@ -69,7 +69,7 @@ def test_more_memory_than_the_device_has_is_noted(prediction: Prediction) -> Non
         last = full.ranks[1].model_copy(update={"peak_memory": memory})
         return full.model_copy(update={"ranks": (full.ranks[0], last)})
 
-    said = "rank 1 was measured to hold 90 GiB, and a device of the predicted job has 79.65: "
+    said = "rank 1 was measured to hold 90 GiB, and a device of the predicted job has 79.11: "
     assert any(note.startswith(said) for note in compare(prediction.to_json(), with_peak(90)).notes)
     assert not any("to hold" in note for note in compare(prediction.to_json(), with_peak(79)).notes)
 

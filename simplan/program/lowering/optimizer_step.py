@@ -48,7 +48,9 @@ def _temporaries(states: RankStates) -> tuple[MemoryEffect, ...]:
         copied += states.elements.trained * state.narrowed_bytes
     if plan.offload_optimizer:
         return (MemoryEffect(MemoryCategory.HOST, copied, -states.elements.trained * state.gradient),)
-    return (MemoryEffect(MemoryCategory.WORKSPACE, copied, 0),) if copied else ()
+    whole = states.other_shards_elements * state.gathered if states.stages.software.holds_whole_weights(plan) else 0
+    each = ((MemoryCategory.WORKSPACE, copied), (MemoryCategory.GATHERED, whole))
+    return tuple(MemoryEffect(category, num_bytes, 0) for category, num_bytes in each if num_bytes)
 
 
 _NORM_BYTES = 4  # in fp32, as gradients and states are

@@ -93,13 +93,19 @@ def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool = False, e
 
 
 def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
-    """Returns the dimension along which a tensor is sharded: 1 for fewer experts than shards, otherwise 0.
+    """Returns the dimension along which torch shards a tensor: 0, or another one of fewer experts than shards.
 
     Sharding few experts along dimension 0 would make most shards padding (torchtitan,
-    torchtitan/models/llama4/infra/parallelize.py, ``shard_placement_fn``). Dimension 1 is used only if it divides
-    evenly, because torch shards only the first dimension unevenly.
+    torchtitan/models/llama4/infra/parallelize.py, ``shard_placement_fn``). Of the others, the first one that
+    divides evenly is used, because torch shards only the first dimension unevenly. A rule refuses FSDP2 if none does.
     """
-    return int(len(shape) == 3 and shape[0] < num_shards and shape[1] % num_shards == 0)
+    even = (1, 2) if has_few_experts(shape, num_shards) else ()
+    return next((dimension for dimension in even if shape[dimension] % num_shards == 0), 0)
+
+
+def has_few_experts(shape: Sequence[int], num_shards: int) -> bool:
+    """Returns True for the matrices of fewer experts than shards."""
+    return len(shape) == 3 and shape[0] < num_shards
 
 
 def padded_elements(shape: Sequence[int], num_shards: int) -> int:
@@ -108,8 +114,13 @@ def padded_elements(shape: Sequence[int], num_shards: int) -> int:
 
 
 def shard_elements(shape: Sequence[int], num_shards: int, shard: int = 0) -> int:
-    """Returns the elements of one shard of a tensor; the last shards may be smaller or empty."""
-    size = shape[shard_dimension(shape, num_shards)]
+    """Returns the elements of one shard of a tensor; the last shards may be smaller or empty.
+
+    Few experts are never padded to the shards: their matrices are divided along the hidden dimension (MaxText, by
+    logical_axis_rules), as flat buffers (DeepSpeed, FSDP1), or along a dimension that divides evenly (torch).
+    """
+    few = has_few_experts(shape, num_shards)
+    size = math.prod(shape) if few else shape[0]
     each = -(-size // num_shards)
     return math.prod(shape) // size * max(0, min(each, size - shard * each))
 

@@ -100,6 +100,12 @@ class RankStates:
         return sum(map(sum, self._updated.values()))
 
     @property
+    def other_shards_elements(self) -> int:
+        """Elements of the weights of which the rank holds shards, without its own shards."""
+        brought = (parameters for stage in self._mine for parameters in self.stages.brought[stage])
+        return sum(p.num_elements for parameters in brought for p in parameters) - self.elements.weights
+
+    @property
     def temporary_bytes(self) -> int:
         """Temporary bytes of the optimizer step, in which expert-parallel parameters are updated separately."""
         largest = max(self.elements.experts, self.trained_elements - self.elements.experts)

@@ -258,11 +258,12 @@ def test_experts_in_8_bits_are_the_software_s_choice() -> None:
     [
         ((8, 14336, 4096), 64, 1, 8 * 14336 * 4096),
         ((8, 14336, 4096), 8, 0, 8 * 14336 * 4096),
-        ((8, 100, 4096), 64, 0, 64 * 100 * 4096),  # torch shards no other dimension than the first one unevenly
+        ((8, 100, 4096), 64, 2, 8 * 100 * 4096),
+        ((8, 100, 100), 64, 0, 8 * 100 * 100),  # refused of torch, which shards only the first dimension unevenly
         ((100, 4096), 64, 0, 128 * 4096),
     ],
 )
-def test_matrices_of_few_experts_are_sharded_along_their_rows(
+def test_matrices_of_few_experts_are_not_padded(
     shape: tuple[int, ...], shards: int, dimension: int, padded: int
 ) -> None:
     assert (shard_dimension(shape, shards), padded_elements(shape, shards)) == (dimension, padded)
