@@ -73,7 +73,7 @@ def test_json_that_is_not_there_is_said(tmp_path: Path) -> None:
 
     assert any("not modeled: --deepspeed_config" in note and "a.json is not next to" in note for note in source.notes)
     script.write_text(script.read_text().replace("--zero-stage 1", ""))
-    with pytest.raises(SpecError, match="a.json, which is not next to the script; put it there"):
+    with pytest.raises(SpecError, match=r"a\.json, which is not next to the script; put it there"):
         read_source(script, {"cluster.preset": "dgx-h100"})
 
 

@@ -454,22 +454,54 @@ def read_clipping(reading: Reading, key: str, default: float = 1.0) -> None:
 
 
 def read_adapters(reading: Reading, prefix: str) -> None:
-    """Put LoRA of Megatron Bridge and NeMo 2.0: ``_target_`` with the class, ``dim`` and ``target_modules``."""
+    """Put LoRA of Megatron Bridge and NeMo 2.0: ``_target_`` with the class, ``dim`` and ``target_modules``.
+
+    Every other setting of the section says another adapter, and is refused by name.
+    """
+    section = prefix.removesuffix(".")
+    word = reading.value(section)
+    if word not in (None, {}, "none", "lora"):
+        reading.refuse(section, "is not modeled yet", "only LoRA is: give its _target_ and dim")
+        return
     kind, rank, targets = (reading.value(f"{prefix}{name}") for name in ("_target_", "dim", "target_modules"))
-    if kind is None and rank is None:
+    others = [key for key, each in reading.settings.items() if key.startswith(prefix) and each.value not in (None, [])]
+    if word != "lora" and not others:
         return
     if kind is not None and not str(kind).endswith(".LoRA"):
         reading.refuse(f"{prefix}_target_", "is not modeled yet", "only LoRA is")
         return
+    unknown = [key for key in others if key.removeprefix(prefix) not in _LORA_SETTINGS]
+    for key in unknown:
+        reading.refuse(key, "is of an adapter that is not modeled yet", "only LoRA is, by its _target_ and dim")
+    if unknown:
+        return
+    if kind is None and rank is None and word is None:
+        fix = f"add {prefix}_target_ with the class of LoRA, or {prefix}dim with its rank"
+        reading.refuse(others[0], "changes an adapter that the file does not name", fix)
+        return
     put_adapters(
         reading,
-        key=f"{prefix}_target_" if kind is not None else f"{prefix}dim",
+        key=next((each for each in (f"{prefix}_target_", f"{prefix}dim") if each in reading), section),
         rank=(rank, f"{prefix}dim") if rank is not None else (32, "LoRA's default"),
         modules=targets if isinstance(targets, list) else LORA_TARGETS["all"],
         modules_key=f"{prefix}target_modules" if targets is not None else "LoRA's default",
     )
-    others = ("alpha", "dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method", "lora_dtype", "a2a_")
-    reading.no_effect(*(key for key in reading.settings if key.startswith(tuple(prefix + each for each in others))))
+    for name, left in _LORA_SETTINGS.items():
+        key = f"{prefix}{name}"
+        if left and key in reading and reading.value(key) not in (None, False, 0):
+            reading.not_modeled(key, left)
+        elif key in reading:
+            reading.no_effect(key)
+
+
+_LORA_SETTINGS = {
+    **dict.fromkeys(("_target_", "dim", "target_modules", "alpha", "dropout_position"), ""),
+    **dict.fromkeys(("lora_A_init_method", "lora_B_init_method", "column_init_method", "row_init_method"), ""),
+    "dropout": "adapters have no dropout, and save no mask for it",
+    "lora_dtype": "adapters have the precision of the other trained weights",
+    "a2a_experimental": "adapters gather and reduce as their layers do",
+}
+"""Settings of ``LoRA`` -> what is left out if they are set; nothing for those that are read or change nothing."""
 
 
 def put_adapters(

@@ -115,6 +115,12 @@ _LORA_MODULES = {
     **core.LORA_TARGETS,
 }
 """``lora_tuning.target_modules`` -> modules of Megatron Core; NeMo 1.23, collections/nlp/parts/peft_config.py."""
+_LORA_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "variant": ("nemo", "adapts single projections of a fused matmul"),
+    "layer_selection": ("", "adapts some of the blocks"),
+    "weight_tying": (False, "gives all blocks one adapter"),
+}
+"""Options of ``lora_tuning`` -> usual value, and what another one does; NeMo 1.23, parts/peft_config.py."""
 
 
 def _put_adapters(reading: Reading) -> None:
@@ -131,6 +137,12 @@ def _put_adapters(reading: Reading) -> None:
             modules=[module for word in words for module in _LORA_MODULES.get(str(word), (word,))],
             modules_key=f"{section}target_modules" if targets is not None else "NeMo's default: attention_qkv",
         )
+        for name, (usual, left) in _LORA_OPTIONS.items():
+            if reading.value(f"{section}{name}") not in (None, usual):
+                reading.refuse(f"{section}{name}", f"{left}, which is not modeled yet", "remove it")
+        if reading.value(f"{section}adapter_dropout") not in (None, 0):
+            what = "adapters have no dropout, and save no mask for it"
+            reading.not_modeled(f"{section}adapter_dropout", what)
     elif scheme != "none":
         reading.refuse(key, "is not modeled yet", "use lora, or none")
     for setting in (setting for setting in reading.settings if setting.startswith("model.peft.")):
