@@ -34,6 +34,7 @@ from simplan.rules import violations
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.collecting import Sections
 from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
+from simplan.scenario.nodes import check_ranks_per_node
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
 from simplan.scenario.writing import scenario_text
@@ -84,6 +85,8 @@ _NAMES_A_MODEL = {"preset", "hf_config", "family"}
 _NEAR, _TOO_FAR = 0.05, 0.25
 """Relative difference of a batch from the tokens asked for: what 1M may mean (2**20 is 4.9 % more), and the largest."""
 _ORDER = ("name", "model", "cluster", "training", "software", "plan", "search")
+_OF_NODES = {"cluster.num_devices", "cluster.num_nodes", "cluster.devices_per_node"}
+"""Overrides that say other nodes than a framework's file."""
 _NAMES_WITH_OPTIONS = ("software", "cluster.device")
 """Keys whose value is a name, or a mapping of ``preset`` and options."""
 
@@ -154,6 +157,8 @@ class Source:
         try:
             file = folder_of(self.file) / Path(self.file).name
             scenario = scenario_of(self.parts(), file.resolve().parent)
+            if self.configuration is not None and not _OF_NODES & self.overrides.keys():
+                check_ranks_per_node(self.configuration, scenario.job.cluster)
         except SpecError as error:
             raise self._as_typed(error) from None
         assumed = any(assumption.key in ("plan.dp_shard", "plan.dp_replicate") for assumption in self.assumptions)

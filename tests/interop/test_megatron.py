@@ -45,9 +45,9 @@ def script(configuration: dict[str, Any], folder: Path) -> Path:
     quoted = " \\\n    ".join(words[middle:]).replace('"', '\\"')
     path = folder / f"{configuration['name']}.sh"
     program = configuration.get("program", "pretrain_gpt.py")
-    launcher = (
-        f"--nnodes 1 --nproc_per_node {configuration['devices']}" if "devices" in configuration else "--nnodes $N"
-    )
+    devices = configuration.get("devices", 0)
+    nodes = devices // 8 if devices > 8 else 1
+    launcher = f"--nnodes {nodes} --nproc_per_node {devices // nodes}" if devices else "--nnodes $N"
     first = "\n".join(f"    {word}" for word in words[:middle])
     call = f"torchrun {launcher} {program} ${{FIRST[@]}}"
     path.write_text(f'#!/bin/bash\nFIRST=(\n{first}\n)\nOTHER="{quoted}"\neval "{call} $OTHER"\n')

@@ -14,7 +14,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.document import parse_yaml
-from simplan.interop.configuration import Configuration, Reading
+from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import megatron_core as core
 from simplan.interop.frameworks import tables
@@ -303,6 +303,9 @@ def _world(reading: Reading) -> int | None:
 
 def _put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> None:
     """Put the number of devices, and ask for the cluster."""
+    kind = "trainer.accelerator"
+    if reading.value(kind) not in (None, "gpu", "cuda", "auto"):
+        reading.refuse(kind, "is not modeled yet: the profiles of NeMo are of GPUs", "use gpu")
     world = _world(reading)
     device = "trainer.devices"
     core.check_world(reading, degrees, world, device, batch)
@@ -313,6 +316,10 @@ def _put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> No
         )
         return
     reading.put("cluster.num_devices", world, device)
+    setting, per_node = reading.settings.get(device), reading.peek(device)
+    per_node = len(per_node) if isinstance(per_node, list) else per_node
+    if setting is not None and per_node != world:
+        reading.ranks_per_node = Setting(device, per_node, setting.line)
     reading.no_effect("trainer.num_nodes")
     reading.ask(
         "cluster.preset",

@@ -37,6 +37,7 @@ class Arguments:
         program: Name of the script that is run; empty if the file does not say.
         launcher: Settings of the launcher that tell the number of devices.
         num_devices: Devices; None if the file does not say.
+        ranks_per_node: Setting with the ranks on each of several nodes; None if the file does not say.
     """
 
     settings: tuple[Setting, ...]
@@ -45,6 +46,7 @@ class Arguments:
     program: str = ""
     launcher: tuple[Setting, ...] = ()
     num_devices: int | None = None
+    ranks_per_node: Setting | None = None
 
 
 def recognizes(file: ConfigFile) -> bool:
@@ -120,7 +122,8 @@ def _sorted(launch: TrainingCommand) -> Arguments:
             certain.append(setting)
     certain += nccl_settings(launch.environment)
     program = PurePath(launch.program.text).as_posix()
-    return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, launch.num_devices)
+    devices = launch.num_devices, launch.node_setting
+    return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, *devices)
 
 
 def _line(line: int) -> int | None:

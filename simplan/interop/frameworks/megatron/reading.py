@@ -116,6 +116,9 @@ class MegatronReading(Reading):
             value = self.settings[key].value if key in self else None
             if value not in (None, 0, "none", "None"):
                 self.refuse(key, rule, fix)
+        backend = "--distributed-backend"
+        if backend in self and self.value(backend) != "nccl":
+            self.refuse(backend, "is not modeled yet: the profiles are of CUDA devices with NCCL", "use nccl")
         known = {*self.table["flags"], *self.table["not_modeled"], *self.table["refused"], *self.asked}
         no_effect = self.table["no_effect"]
         for setting, other in hyphenated(self.arguments.settings):
@@ -244,6 +247,7 @@ class MegatronReading(Reading):
         devices = self.arguments.num_devices
         if devices is not None:
             self.put("cluster.num_devices", devices, _NUM_DEVICES)
+            self.ranks_per_node = self.arguments.ranks_per_node
         else:
             what, fix = "does not say how many devices there are", "add --num-devices 64"
             self.ask("cluster.num_devices", "cluster.num_nodes", what=what, fix=fix)

@@ -70,6 +70,14 @@ class TrainingCommand:
     num_devices: int | None
     environment: Mapping[str, Word]
 
+    @property
+    def node_setting(self) -> Setting | None:
+        """Setting with the ranks of each of several nodes; None for one node, and if the script does not say."""
+        if self.num_nodes is None or self.num_nodes < 2 or self.ranks_per_node is None:
+            return None
+        names = {*_RANKS_PER_NODE, "gpus-per-node"}
+        return next((each for each in self.launcher if _name_of(each) in names), None)
+
 
 def read_launches(
     text: str, file: str, folder: Path | None = None, *, wrappers: frozenset[str] = frozenset()
@@ -157,7 +165,7 @@ def _devices(
     options: Sequence[Setting], sbatch: Mapping[str, Setting]
 ) -> tuple[tuple[Setting, ...], int | None, int | None, int | None]:
     """Settings that say how many devices there are; nodes, ranks per node, and ranks in all."""
-    by_name = {setting.key.lstrip("-").replace("_", "-"): setting for setting in options}
+    by_name = {_name_of(setting): setting for setting in options}
     used: list[Setting] = []
 
     def number(names: tuple[str, ...], *slurm: str) -> int | None:
@@ -174,6 +182,11 @@ def _devices(
         nodes = 1 if {"nproc-per-node", "num-gpus"} & by_name.keys() else None
     in_all = nodes * per_node if nodes is not None and per_node is not None else number(_RANKS, "ntasks", "gpus")
     return tuple(used), nodes, per_node, in_all
+
+
+def _name_of(setting: Setting) -> str:
+    """Name of an option of a launcher or of Slurm."""
+    return setting.key.removeprefix("#SBATCH ").lstrip("-").replace("_", "-")
 
 
 def number_or_text(text: str) -> int | float | str:

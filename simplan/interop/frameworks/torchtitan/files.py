@@ -127,7 +127,9 @@ def _read_script(file: ConfigFile) -> Configuration:
     if problems:
         raise SpecError(problems, file=file.name)
     settings = (*settings, *nccl_settings(launch.environment))
-    return configuration_of(RunSettings.of(_SCRIPT_TITLE, file.name, settings, named, name), *_ranks(launch))
+    run = RunSettings.of(_SCRIPT_TITLE, file.name, settings, named, name)
+    run.reading.ranks_per_node = launch.node_setting
+    return configuration_of(run, *_ranks(launch))
 
 
 def _launch_of(file: ConfigFile) -> TrainingCommand:
