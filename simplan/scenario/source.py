@@ -23,6 +23,7 @@ from simplan.document import Path as KeyPath
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, read_configuration
+from simplan.interop.frameworks.shell import unknown_script
 from simplan.interop.huggingface import model_types
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job
@@ -47,10 +48,8 @@ GLOBAL_BATCH_TOKENS = "global_batch_tokens"
 
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
-_NOT_YAML = dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "launch script of a framework") | {
-    ".toml": "TOML file",
-    ".json": "JSON file",
-}
+_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+_NOT_YAML = {".toml": "TOML file", ".json": "JSON file"}
 """Suffix of files that are no scenarios -> what they are."""
 _MAX_FILES = 1000
 _IN_FOLDERS = ("training_args.json", "config.json")
@@ -440,6 +439,8 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         rule = "is a Python script, which simplan does not run"
         fix = "give the command that launches it, as a shell script, or its arguments as JSON or YAML"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
+    if file.yaml is None and path.suffix in _SCRIPTS:
+        raise unknown_script(file.text, file.name, file.folder)
     if file.yaml is None and path.suffix in _NOT_YAML:
         rule, fix = f"is no {_NOT_YAML[path.suffix]} that simplan knows", "--from NAME names its format"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)

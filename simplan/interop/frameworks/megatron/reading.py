@@ -61,7 +61,7 @@ def read(file: ConfigFile) -> Configuration:
     line = arguments.launcher[0].line if arguments.launcher else None
     devices = Setting(_NUM_DEVICES, words, line if line is not None and line < OTHER_FILE else None)
     deepspeed = dict(settings_of_file(file, arguments.settings))
-    settings = (*arguments.settings, devices, *arguments.extra, *deepspeed.values())
+    settings = (*arguments.settings, devices, *arguments.extra, *arguments.missing, *deepspeed.values())
     reading = MegatronReading.of(TITLE, file.name, settings)
     reading.deepspeed = {key: setting.key for key, setting in deepspeed.items()}
     if arguments.num_devices is None:
@@ -260,6 +260,8 @@ class MegatronReading(Reading):
         no_effect = self.table["no_effect"]
         for key, why in self.table["not_modeled"].items():
             self.not_modeled(key, why)
+        for setting in self.arguments.missing:
+            self.not_modeled(setting.key, "it is not there, so variables that it sets are not known")
         if not is_above(self.peek("--num-experts"), 1):
             self.no_effect(*(key for key in self.settings if key == "--num-experts" or key.startswith("--moe-")))
         self.no_effect(*(key for key in self.settings if alike(no_effect, key)))
