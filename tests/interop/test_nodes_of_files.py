@@ -1,4 +1,4 @@
-"""Nodes of a framework's file are those that are predicted, and are of GPUs."""
+"""Nodes and environment of a framework's file: what they say is predicted, refused, or listed as left out."""
 
 from __future__ import annotations
 
@@ -64,3 +64,20 @@ def test_nemo_on_other_accelerators_is_refused(accelerator: str, tmp_path: Path)
     file.write_text(yaml.safe_dump(_NEMO | {"trainer": _NEMO["trainer"] | {"accelerator": accelerator}}))
     with pytest.raises(NotModelledError, match=r"trainer\.accelerator.*use gpu"):
         read_source(file, {"cluster.preset": "dgx-h100"})
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("value", "listed"), [("expandable_segments:True", True), ("expandable_segments:False", False)]
+)
+def test_allocator_of_the_environment_is_listed(variable: str, value: str, listed: bool, tmp_path: Path) -> None:
+    nemo = _NEMO | {"env_vars": {variable: value}, "trainer": _NEMO["trainer"] | {"num_nodes": 1, "devices": 8}}
+    files = {
+        "exported.sh": f"export {variable}={value}\ntorchrun --nproc_per_node 8 {_MEGATRON}\n",
+        "own.sh": f"{variable}={value} torchrun --nproc_per_node 8 {_TORCHTITAN}\n",
+        "nemo.yaml": yaml.safe_dump(nemo),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        notes = read_source(tmp_path / name, {"cluster.preset": "dgx-h100"}).notes
+        assert any(note.startswith("not modeled: ") and variable in note for note in notes) == listed, name

@@ -7,12 +7,13 @@ model_parallel_config.py, distributed/distributed_data_parallel_config.py, optim
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from simplan.document import Document
+from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Match, Reading, Setting
 from simplan.interop.writing import Writing
 from simplan.plan.placement import Placement
@@ -234,8 +235,8 @@ def read_recompute(reading: Reading, prefix: str, *, names: tuple[str, str, str,
     if mode == "selective":
         chosen = reading.value(modules)
         reading.put("plan.recompute", "selective", granularity)
-        if isinstance(chosen, list) and chosen != ["core_attn"]:
-            reading.put("plan.recompute_modules", chosen, modules)
+        if isinstance(chosen, list):
+            put_modules(reading, chosen, modules)
         reading.no_effect(method, number)
         return
     how, layers = reading.value(method), reading.value(number)
@@ -250,6 +251,38 @@ def read_recompute(reading: Reading, prefix: str, *, names: tuple[str, str, str,
         reading.put("plan.recompute_layers", layers, number)
     elif how == "uniform" and layers not in (None, 1):
         reading.not_modeled(number, "blocks are recomputed one by one, which stores more and recomputes the same")
+
+
+_INSIDE_MOE = ("moe_act", "shared_experts")
+"""Modules that a recomputed ``moe`` has inside."""
+
+
+def put_modules(
+    reading: Reading, modules: Sequence[Any], key: str, granularity: str, absent: Container[Any] = ()
+) -> None:
+    """Put the modules of selective recomputation that change something.
+
+    Megatron Core takes any combination of its names, also of modules that the model does not have, or that another one
+    has inside (core_v0.16.0 and d98e8a6, transformer_config.py, __post_init__).
+
+    Args:
+        modules: Names as written.
+        key: Setting that names them.
+        absent: Names of modules that no block of the model has.
+    """
+    kept = [each for each in dict.fromkeys(modules) if each not in absent]
+    inside = [each for each in kept if each in _INSIDE_MOE] if "moe" in kept else []
+    kept = [each for each in kept if each not in inside]
+    if inside:
+        reading.not_modeled(
+            key, f"{' and '.join(inside)} inside of moe are recomputed once, with it; Megatron does it twice"
+        )
+    if not kept:
+        reading.put("plan.recompute", "none", key)
+    elif kept != ["core_attn"]:
+        reading.put("plan.recompute_modules", kept, key)
+    else:
+        reading.value(key)
 
 
 def read_data_parallel(
@@ -413,6 +446,7 @@ def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, 
             ``no_effect``: beginnings of settings. What is null or empty is off, and has no effect either.
         degrees: See ``read_parallel``. Overlaps of communication that a plan does not have leave nothing out.
     """
+    note_allocator(reading)
     moot = [*["tp_comm_overlap"] * (degrees["tp"] == 1), *["overlap_p2p_comm"] * (degrees["vp"] == 1)]
     for key, (values, why) in table["not_modeled"].items():
         if key in reading and reading.value(key) not in values and not key.endswith(tuple(moot)):

@@ -13,14 +13,15 @@ hybridep     a token once for each rank that has some of its experts  none: the 
 ===========  =======================================================  ================================================
 
 ``all_to_all`` is Megatron Core's dispatcher with moe_permute_fusion, whose kernels are Transformer Engine's
-(transformer_engine/pytorch/permutation.py). All algorithms except ``copies`` multiply by the weights of experts in the
-activation (megatron/core/transformer/moe/experts.py, bias_act_func with permuted_probs, at 23e00ed), so that expert
-outputs are not saved for backward. So does Megatron Core from core_v0.13.0 (2025-07) on with ``copies``, its dispatcher
-without moe_permute_fusion (``weighted_activations``). ``deepep`` (deepseek-ai/DeepEP) and ``hybridep`` (its branch hybrid-ep) are the
-backends of Megatron Core's flex dispatcher (megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of
-which a token uses k at random, it goes to R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes a
-token is sent once to each destination node and forwarded there (deepseek-ai/DeepEP, README: "asymmetric-domain
-bandwidth forwarding"). Results are summed within a node before they return.
+(transformer_engine/pytorch/permutation.py). All algorithms except ``copies`` multiply by the weights of experts in
+the activation (megatron/core/transformer/moe/experts.py, bias_act_func with permuted_probs, at 23e00ed), so that
+expert outputs are not saved for backward. So does Megatron Core from core_v0.13.0 (2025-07) on with ``copies``, its
+dispatcher without moe_permute_fusion (``weighted_activations``). ``deepep`` (deepseek-ai/DeepEP) and ``hybridep``
+(its branch hybrid-ep) are the backends of Megatron Core's flex dispatcher
+(megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of which a token uses k at random, it goes to
+R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes a token is sent once to each destination node
+and forwarded there (deepseek-ai/DeepEP, README: "asymmetric-domain bandwidth forwarding"). Results are summed within
+a node before they return.
 """
 
 from __future__ import annotations

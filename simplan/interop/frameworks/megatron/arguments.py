@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from simplan.errors import Problem, SpecError
+from simplan.interop.allocator import VARIABLES, allocator_settings
 from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import tables
@@ -144,7 +145,7 @@ def _sorted(launch: TrainingCommand) -> Arguments:
             unsure.append((setting, argument.reason))
         else:
             certain.append(setting)
-    certain += nccl_settings(launch.environment)
+    certain += [*nccl_settings(launch.environment), *allocator_settings(launch.environment)]
     program = PurePath(launch.program.text).as_posix()
     devices = launch.num_devices, launch.node_setting
     return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, *devices)
@@ -178,6 +179,9 @@ def _yaml_arguments(file: ConfigFile) -> Arguments:
     unsure: list[tuple[Setting, str]] = []
     variables = file.yaml.data.get("ENV_VARS")
     known = {name: str(value) for name, value in variables.items()} if isinstance(variables, dict) else {}
+    certain += [
+        Setting(name, known[name], file.yaml.place(("ENV_VARS", name))[0]) for name in VARIABLES if name in known
+    ]
     for key, given in file.yaml.data[_MODEL_ARGS].items():
         value, line = given, file.yaml.place((_MODEL_ARGS, key))[0]
         if value is False or value is None:

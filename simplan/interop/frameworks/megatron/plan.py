@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from simplan.interop.frameworks.megatron.arguments import is_above
 from simplan.interop.frameworks.megatron.deepspeed import read_deepspeed
 from simplan.interop.frameworks.megatron.options import CONTEXT_PARALLEL, DEEPSPEED, DEFAULT, PLAN
-from simplan.interop.frameworks.megatron_core import read_placement
+from simplan.interop.frameworks.megatron_core import put_modules, read_placement
 from simplan.interop.nccl import read_nccl_algo
 
 if TYPE_CHECKING:  # a reading calls these functions
@@ -185,8 +185,17 @@ def _read_recomputed_modules(reading: MegatronReading) -> None:
     others = [each for each in modules if each not in _RECOMPUTED]
     if others:
         reading.refuse(key, f"has {', '.join(others)}, which is not modeled yet", f"use {', '.join(_RECOMPUTED)}")
-    elif modules != ["core_attn"]:
-        reading.put("plan.recompute_modules", modules, key)
+    else:
+        put_modules(reading, modules, key, _absent_modules(reading))
+
+
+def _absent_modules(reading: MegatronReading) -> set[str]:
+    """Modules that no block of the model has, which Megatron Core's checks let pass."""
+    if not is_above(reading.peek("--num-experts"), 1):
+        return {"moe", "shared_experts"}
+    absent = set() if reading.peek("--moe-shared-expert-intermediate-size") else {"shared_experts"}
+    frequency = reading.peek("--moe-layer-freq", 1)
+    return absent | ({"mlp"} if frequency == 1 else set())
 
 
 def read_sharding(reading: MegatronReading) -> None:

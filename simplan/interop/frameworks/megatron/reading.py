@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import megatron_core as core
@@ -260,6 +261,7 @@ class MegatronReading(Reading):
         no_effect = self.table["no_effect"]
         for key, why in self.table["not_modeled"].items():
             self.not_modeled(key, why)
+        note_allocator(self)
         for setting in self.arguments.missing:
             self.not_modeled(setting.key, "it is not there, so variables that it sets are not known")
         if not is_above(self.peek("--num-experts"), 1):
