@@ -257,9 +257,7 @@ _INSIDE_MOE = ("moe_act", "shared_experts")
 """Modules that a recomputed ``moe`` has inside."""
 
 
-def put_modules(
-    reading: Reading, modules: Sequence[Any], key: str, granularity: str, absent: Container[Any] = ()
-) -> None:
+def put_modules(reading: Reading, modules: Sequence[Any], key: str, absent: Container[Any] = ()) -> None:
     """Put the modules of selective recomputation that change something.
 
     Megatron Core takes any combination of its names, also of modules that the model does not have, or that another one

@@ -192,7 +192,8 @@ def _read_recomputed_modules(reading: MegatronReading) -> None:
 def _absent_modules(reading: MegatronReading) -> set[str]:
     """Modules that no block of the model has, which Megatron Core's checks let pass."""
     if not is_above(reading.peek("--num-experts"), 1):
-        return {"moe", "shared_experts"}
+        fused = set() if "--multi-latent-attention" in reading else {"layernorm"}  # into the matmul after the norm
+        return {"moe", "shared_experts"} | fused
     absent = set() if reading.peek("--moe-shared-expert-intermediate-size") else {"shared_experts"}
     frequency = reading.peek("--moe-layer-freq", 1)
     return absent | ({"mlp"} if frequency == 1 else set())
