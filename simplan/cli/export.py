@@ -12,9 +12,10 @@ from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.formats import export_targets, formats
-from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_script
+from simplan.interop.launchers import Launch, claim_of, kubernetes_job, notes_for_pods, slurm_script
 from simplan.interop.writing import Exported
 from simplan.io import as_argument, write_text
+from simplan.report.text import verdict
 from simplan.runs.checkpoint import Checkpointing
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import check_elastic
@@ -37,6 +38,7 @@ def export_command(
         raise SpecError(problem)
     scenario = request.scenario()
     refuse_what_is_only_predicted(scenario, "an export")
+    _say_if_too_large(scenario)
     write = formats()[target].export if target in formats() else None
     if write is not None:
         exported = write(scenario.job, scenario.name)
@@ -64,6 +66,8 @@ def export_command(
         image = f"simplan:{simplan.__version__}"
         text = kubernetes_job(launch, image)
         say(f"note: the image {image} is yours to make, with simplan[executor] in it")
+        for note in notes_for_pods(launch):
+            say(f"note: {note}")
         if checkpointing is not None:
             say(f"note: so is the volume claim {claim_of(launch)}, which all pods write to (ReadWriteMany)")
     if as_json:
@@ -74,6 +78,13 @@ def export_command(
         write_text(output, text)
         say(f"wrote {output}; start it with `{'sbatch' if target == 'slurm' else 'kubectl apply -f'} {output}`")
     return 0
+
+
+def _say_if_too_large(scenario: Scenario) -> None:
+    """Say that the prediction for the plan is that it does not fit; what it is exported to would not."""
+    prediction = simplan.predict(scenario.job)
+    if prediction.fits is False:
+        say(f"warning: the plan {verdict(prediction)}; `simplan predict` names changes with which it fits")
 
 
 def _print_exported(exported: Exported, name: str, target: str, *, output: Path | None, as_json: bool) -> int:

@@ -88,6 +88,7 @@ class Configuration:
         format: Name of the format (``simplan.interop.formats``).
         looks_like: Title of another format that the content has signs of; empty if it has none.
         search: Key of ``search`` -> values, where the framework runs fewer plans than simplan knows.
+        ranks_per_node: Setting with the ranks on each of several nodes; None if the file does not say.
     """
 
     title: str
@@ -104,6 +105,7 @@ class Configuration:
     format: str = ""
     looks_like: str = ""
     search: Mapping[str, Any] = field(default_factory=dict)
+    ranks_per_node: Setting | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -145,6 +147,7 @@ class Reading:
     Attributes:
         title: Framework and kind of file in words.
         file: Name of the file.
+        ranks_per_node: See ``Configuration``.
     """
 
     title: str
@@ -160,6 +163,7 @@ class Reading:
     _missing: list[Missing] = field(default_factory=list)
     _problems: list[Problem] = field(default_factory=list)
     _unmodeled_problems: list[Problem] = field(default_factory=list)
+    ranks_per_node: Setting | None = None
 
     @classmethod
     def of(cls, title: str, file: str, settings: Iterable[Setting]) -> Self:
@@ -330,6 +334,7 @@ class Reading:
             tuple(self._left.values()),
             tuple(self._missing),
             self.settings,
+            ranks_per_node=self.ranks_per_node,
         )
 
     def _problem(self, key: str, rule: str, fix: str) -> Problem:

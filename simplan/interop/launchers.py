@@ -198,6 +198,21 @@ def kubernetes_job(launch: Launch, image: str) -> str:
     return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=120)
 
 
+def notes_for_pods(launch: Launch) -> tuple[str, ...]:
+    """Sentences on what a Kubernetes job leaves to its user: where results are, and the network of the pods."""
+    first = f"{_name(launch.job.name)}-{'worker' if launch.min_nodes is not None else 'master'}-0"
+    notes = [
+        f"measurement.json is in {_POD_OUT} of the pod {first} and goes with it: step time and peak memory are in "
+        f"`kubectl logs {first}` too, and a volume at {_POD_OUT} keeps the file"
+    ]
+    if launch.num_nodes > 1 and launch.gpus_per_node:
+        notes.append(
+            "pods ask for no RDMA devices, whose names are those of your device plugin (rdma/...): without them under "
+            "resources.limits NCCL uses TCP, which is slower than predicted"
+        )
+    return tuple(notes)
+
+
 def claim_of(launch: Launch) -> str:
     """Name of the volume claim for checkpoints of a Kubernetes job."""
     return f"{_name(launch.job.name)}-checkpoints"

@@ -23,6 +23,7 @@ from simplan.document import Path as KeyPath
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, read_configuration
+from simplan.interop.frameworks.shell import unknown_script
 from simplan.interop.huggingface import model_types
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job
@@ -34,6 +35,7 @@ from simplan.rules import violations
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.collecting import Sections
 from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
+from simplan.scenario.nodes import check_ranks_per_node
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
 from simplan.scenario.writing import scenario_text
@@ -46,10 +48,8 @@ GLOBAL_BATCH_TOKENS = "global_batch_tokens"
 
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
-_NOT_YAML = dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "launch script of a framework") | {
-    ".toml": "TOML file",
-    ".json": "JSON file",
-}
+_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
+_NOT_YAML = {".toml": "TOML file", ".json": "JSON file"}
 """Suffix of files that are no scenarios -> what they are."""
 _MAX_FILES = 1000
 _IN_FOLDERS = ("training_args.json", "config.json")
@@ -84,6 +84,8 @@ _NAMES_A_MODEL = {"preset", "hf_config", "family"}
 _NEAR, _TOO_FAR = 0.05, 0.25
 """Relative difference of a batch from the tokens asked for: what 1M may mean (2**20 is 4.9 % more), and the largest."""
 _ORDER = ("name", "model", "cluster", "training", "software", "plan", "search")
+_OF_NODES = {"cluster.num_devices", "cluster.num_nodes", "cluster.devices_per_node"}
+"""Overrides that say other nodes than a framework's file."""
 _NAMES_WITH_OPTIONS = ("software", "cluster.device")
 """Keys whose value is a name, or a mapping of ``preset`` and options."""
 
@@ -154,6 +156,8 @@ class Source:
         try:
             file = folder_of(self.file) / Path(self.file).name
             scenario = scenario_of(self.parts(), file.resolve().parent)
+            if self.configuration is not None and not _OF_NODES & self.overrides.keys():
+                check_ranks_per_node(self.configuration, scenario.job.cluster)
         except SpecError as error:
             raise self._as_typed(error) from None
         assumed = any(assumption.key in ("plan.dp_shard", "plan.dp_replicate") for assumption in self.assumptions)
@@ -435,6 +439,8 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         rule = "is a Python script, which simplan does not run"
         fix = "give the command that launches it, as a shell script, or its arguments as JSON or YAML"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
+    if file.yaml is None and path.suffix in _SCRIPTS:
+        raise unknown_script(file.text, file.name, file.folder)
     if file.yaml is None and path.suffix in _NOT_YAML:
         rule, fix = f"is no {_NOT_YAML[path.suffix]} that simplan knows", "--from NAME names its format"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)

@@ -206,6 +206,25 @@ def test_any_value_of_a_setting_is_read_or_refused(value: Any, tmp_path: Path) -
             assert str(error)  # noqa: PT017
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"peft.block_size": 32}, "peft.block_size"),  # OFT, whose class the file does not name
+        ({"peft.dim": 16, "peft.exclude_modules": ["linear_fc2"]}, "peft.exclude_modules"),
+        ({"peft._target_": "megatron.bridge.peft.dora.DoRA", "peft.dim": 16}, "peft._target_"),
+        ({"peft": "dora"}, "peft"),
+        ({"peft.alpha": 32}, "peft.alpha"),
+        ({"peft.a_new_adapters_option": 1}, "peft.a_new_adapters_option"),
+    ],
+)
+def test_any_adapter_but_lora_is_refused_by_name(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+    """None is read as training of all weights, whose memory has nothing to do with an adapter's."""
+    settings = {key: value for key, value in _DUMP.items() if key != "peft"}
+    with pytest.raises(NotModelledError) as refused:
+        read({"name": "dump", "settings": settings | changes}, tmp_path)
+    assert [problem.field for problem in refused.value.problems] == [key]
+
+
 def test_unknown_settings_are_listed(tmp_path: Path) -> None:
     case = {"name": "dump", "settings": _DUMP | {"model.new_kernel": True, "optimizer.magic": 3}}
     configuration = read(case, tmp_path).configuration

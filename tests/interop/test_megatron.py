@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ def script(configuration: dict[str, Any], folder: Path) -> Path:
     quoted = " \\\n    ".join(words[middle:]).replace('"', '\\"')
     path = folder / f"{configuration['name']}.sh"
     program = configuration.get("program", "pretrain_gpt.py")
-    launcher = (
-        f"--nnodes 1 --nproc_per_node {configuration['devices']}" if "devices" in configuration else "--nnodes $N"
-    )
+    devices = configuration.get("devices", 0)
+    nodes = devices // 8 if devices > 8 else 1
+    launcher = f"--nnodes {nodes} --nproc_per_node {devices // nodes}" if devices else "--nnodes $N"
     first = "\n".join(f"    {word}" for word in words[:middle])
     call = f"torchrun {launcher} {program} ${{FIRST[@]}}"
     path.write_text(f'#!/bin/bash\nFIRST=(\n{first}\n)\nOTHER="{quoted}"\neval "{call} $OTHER"\n')
@@ -351,3 +351,24 @@ def test_prescribed_algorithms_are_nccls_variable_and_come_back(tmp_path: Path) 
     hierarchical = job.with_plan(job.plan.with_changes(collectives={"all_reduce": "hierarchical"}))
     with pytest.raises(NotModelledError, match="NCCL_ALGO has no hierarchical"):
         target.export(hierarchical, "out")
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_every_pair_of_recomputed_modules_that_megatron_takes_is_taken(experts: bool, tmp_path: Path) -> None:
+    """Megatron Core's checks of 0.16 and of August 2026 forbid none of these, present or not."""
+    arguments = "torchrun --nproc_per_node 8 pretrain_gpt.py --use-mcore-models --bf16 --swiglu --disable-bias-linear "
+    arguments += f"{_SMALL} --position-embedding-type rope --normalization RMSNorm --global-batch-size 64 "
+    modules = ["core_attn", "layernorm", "mlp", "moe", "shared_experts", *(["moe_act"] if experts else [])]
+    if experts:
+        arguments += "--num-experts 8 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 "
+        arguments += "--moe-grouped-gemm --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall "
+    found = {}
+    for pair in combinations_with_replacement(modules, 2):
+        path = tmp_path / "train.sh"
+        path.write_text(f"{arguments} --recompute-granularity selective --recompute-modules {' '.join(pair)}\n")
+        found[pair] = scenario_from(path, _CLUSTER).job.plan
+
+    assert found["core_attn", "layernorm"].recompute_modules == (("core_attn", "layernorm") if experts else None)
+    assert found["core_attn", "core_attn"].recompute == "selective"
+    assert found["moe", "shared_experts"].recompute_modules == (("moe",) if experts else None)
+    assert found["mlp", "mlp"].recompute == ("none" if experts else "selective")

@@ -87,6 +87,15 @@ def test_lora_is_read(modules: list[str] | None, targets: list[str], tmp_path: P
     assert not source.configuration.unknown
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("variant", "canonical"), ("layer_selection", [0, 1]), ("weight_tying", True)]
+)
+def test_other_lora_is_refused_by_name(option: str, value: Any, tmp_path: Path) -> None:
+    lora = {"model.peft.peft_scheme": "lora", f"model.peft.lora_tuning.{option}": value}
+    with pytest.raises(NotModelledError, match=rf"lora_tuning\.{option}.*is not modeled yet"):
+        read({"name": "gpt", "settings": _GPT | lora}, tmp_path)
+
+
 def test_device_count_from_command_line_keeps_file_plan(tmp_path: Path) -> None:
     case = {"name": "gpt", "settings": _GPT, "add": {"cluster.num_devices": 16}}
     assert read(case, tmp_path).scenario().job.plan.dp_shard == 16

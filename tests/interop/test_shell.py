@@ -77,6 +77,27 @@ EOF
             --b 2"
         bash -c "RANK=\\$SLURM_PROCID $RUN"
     """,
+    "defaults that are assigned": """
+        SET=1; EMPTY=
+        : "${SET:=2}" "${EMPTY:=3}" "${NONE:=4}" "${SUM:=$(( NONE + 1 ))}"
+        : ${EMPTY=5} ${OTHER=6}
+        torchrun train.py $SET $EMPTY $NONE $SUM $OTHER
+    """,
+    "script in a here-document": """
+        export OUTER=1
+        bash <<EOF
+        INNER="--a $OUTER"
+        torchrun train.py \\$INNER --b $((1 + 1)) \\\\
+            --c
+EOF
+    """,
+    "script in a quoted here-document": """
+        export OUTER=1
+        bash <<'EOF'
+        INNER="--a $OUTER"
+        torchrun train.py $INNER --b
+EOF
+    """,
 }
 
 

@@ -192,3 +192,19 @@ def test_a_kernel_that_knows_windows_needs_no_table_and_one_that_knows_sinks_no_
     assert {kernel.name for kernel in plain.kernels} - names == {"sinks"}
     assert {name for operator in skipping.operators for name in operator.reads} <= {*skipping.tensors}
     assert windowed == (core.flops < core.full_flops / 10)
+
+
+def test_weights_in_the_activation_leave_no_expert_outputs_to_save() -> None:
+    """Megatron Core since core_v0.13.0, with and without moe_permute_fusion; eager modules weight the outputs."""
+    outputs = TOKENS * TOP_K * H
+
+    def saved(layer: LayerSpec) -> int:
+        return sum(layer.saved_bytes(2))
+
+    eager, weighted = block(), block(weighted_activations=True)
+    weights = TOKENS * TOP_K * 2
+    assert saved(eager) - saved(weighted) == 2 * outputs + weights + TOKENS * TOP_K  # and a mask of dropped tokens
+    assert saved(weighted) == saved(block("all_to_all"))
+    assert weighted.key != eager.key
+    profiles = {name for name in catalog.names("software") if catalog.software(name).layers.weighted_activations}
+    assert profiles == {"megatron-core", "megatron-bridge"}  # those of Megatron Core of October 2025

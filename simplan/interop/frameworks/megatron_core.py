@@ -7,12 +7,13 @@ model_parallel_config.py, distributed/distributed_data_parallel_config.py, optim
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from simplan.document import Document
+from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Match, Reading, Setting
 from simplan.interop.writing import Writing
 from simplan.plan.placement import Placement
@@ -234,8 +235,8 @@ def read_recompute(reading: Reading, prefix: str, *, names: tuple[str, str, str,
     if mode == "selective":
         chosen = reading.value(modules)
         reading.put("plan.recompute", "selective", granularity)
-        if isinstance(chosen, list) and chosen != ["core_attn"]:
-            reading.put("plan.recompute_modules", chosen, modules)
+        if isinstance(chosen, list):
+            put_modules(reading, chosen, modules)
         reading.no_effect(method, number)
         return
     how, layers = reading.value(method), reading.value(number)
@@ -250,6 +251,36 @@ def read_recompute(reading: Reading, prefix: str, *, names: tuple[str, str, str,
         reading.put("plan.recompute_layers", layers, number)
     elif how == "uniform" and layers not in (None, 1):
         reading.not_modeled(number, "blocks are recomputed one by one, which stores more and recomputes the same")
+
+
+_INSIDE_MOE = ("moe_act", "shared_experts")
+"""Modules that a recomputed ``moe`` has inside."""
+
+
+def put_modules(reading: Reading, modules: Sequence[Any], key: str, absent: Container[Any] = ()) -> None:
+    """Put the modules of selective recomputation that change something.
+
+    Megatron Core takes any combination of its names, also of modules that the model does not have, or that another one
+    has inside (core_v0.16.0 and d98e8a6, transformer_config.py, __post_init__).
+
+    Args:
+        modules: Names as written.
+        key: Setting that names them.
+        absent: Names of modules that no block of the model has.
+    """
+    kept = [each for each in dict.fromkeys(modules) if each not in absent]
+    inside = [each for each in kept if each in _INSIDE_MOE] if "moe" in kept else []
+    kept = [each for each in kept if each not in inside]
+    if inside:
+        reading.not_modeled(
+            key, f"{' and '.join(inside)} inside of moe are recomputed once, with it; Megatron does it twice"
+        )
+    if not kept:
+        reading.put("plan.recompute", "none", key)
+    elif kept != ["core_attn"]:
+        reading.put("plan.recompute_modules", kept, key)
+    else:
+        reading.value(key)
 
 
 def read_data_parallel(
@@ -413,6 +444,7 @@ def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, 
             ``no_effect``: beginnings of settings. What is null or empty is off, and has no effect either.
         degrees: See ``read_parallel``. Overlaps of communication that a plan does not have leave nothing out.
     """
+    note_allocator(reading)
     moot = [*["tp_comm_overlap"] * (degrees["tp"] == 1), *["overlap_p2p_comm"] * (degrees["vp"] == 1)]
     for key, (values, why) in table["not_modeled"].items():
         if key in reading and reading.value(key) not in values and not key.endswith(tuple(moot)):
@@ -454,22 +486,54 @@ def read_clipping(reading: Reading, key: str, default: float = 1.0) -> None:
 
 
 def read_adapters(reading: Reading, prefix: str) -> None:
-    """Put LoRA of Megatron Bridge and NeMo 2.0: ``_target_`` with the class, ``dim`` and ``target_modules``."""
+    """Put LoRA of Megatron Bridge and NeMo 2.0: ``_target_`` with the class, ``dim`` and ``target_modules``.
+
+    Every other setting of the section says another adapter, and is refused by name.
+    """
+    section = prefix.removesuffix(".")
+    word = reading.value(section)
+    if word not in (None, {}, "none", "lora"):
+        reading.refuse(section, "is not modeled yet", "only LoRA is: give its _target_ and dim")
+        return
     kind, rank, targets = (reading.value(f"{prefix}{name}") for name in ("_target_", "dim", "target_modules"))
-    if kind is None and rank is None:
+    others = [key for key, each in reading.settings.items() if key.startswith(prefix) and each.value not in (None, [])]
+    if word != "lora" and not others:
         return
     if kind is not None and not str(kind).endswith(".LoRA"):
         reading.refuse(f"{prefix}_target_", "is not modeled yet", "only LoRA is")
         return
+    unknown = [key for key in others if key.removeprefix(prefix) not in _LORA_SETTINGS]
+    for key in unknown:
+        reading.refuse(key, "is of an adapter that is not modeled yet", "only LoRA is, by its _target_ and dim")
+    if unknown:
+        return
+    if kind is None and rank is None and word is None:
+        fix = f"add {prefix}_target_ with the class of LoRA, or {prefix}dim with its rank"
+        reading.refuse(others[0], "changes an adapter that the file does not name", fix)
+        return
     put_adapters(
         reading,
-        key=f"{prefix}_target_" if kind is not None else f"{prefix}dim",
+        key=next((each for each in (f"{prefix}_target_", f"{prefix}dim") if each in reading), section),
         rank=(rank, f"{prefix}dim") if rank is not None else (32, "LoRA's default"),
         modules=targets if isinstance(targets, list) else LORA_TARGETS["all"],
         modules_key=f"{prefix}target_modules" if targets is not None else "LoRA's default",
     )
-    others = ("alpha", "dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method", "lora_dtype", "a2a_")
-    reading.no_effect(*(key for key in reading.settings if key.startswith(tuple(prefix + each for each in others))))
+    for name, left in _LORA_SETTINGS.items():
+        key = f"{prefix}{name}"
+        if left and key in reading and reading.value(key) not in (None, False, 0):
+            reading.not_modeled(key, left)
+        elif key in reading:
+            reading.no_effect(key)
+
+
+_LORA_SETTINGS = {
+    **dict.fromkeys(("_target_", "dim", "target_modules", "alpha", "dropout_position"), ""),
+    **dict.fromkeys(("lora_A_init_method", "lora_B_init_method", "column_init_method", "row_init_method"), ""),
+    "dropout": "adapters have no dropout, and save no mask for it",
+    "lora_dtype": "adapters have the precision of the other trained weights",
+    "a2a_experimental": "adapters gather and reduce as their layers do",
+}
+"""Settings of ``LoRA`` -> what is left out if they are set; nothing for those that are read or change nothing."""
 
 
 def put_adapters(

@@ -14,7 +14,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.document import parse_yaml
-from simplan.interop.configuration import Configuration, Reading
+from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import megatron_core as core
 from simplan.interop.frameworks import tables
@@ -115,6 +115,12 @@ _LORA_MODULES = {
     **core.LORA_TARGETS,
 }
 """``lora_tuning.target_modules`` -> modules of Megatron Core; NeMo 1.23, collections/nlp/parts/peft_config.py."""
+_LORA_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "variant": ("nemo", "adapts single projections of a fused matmul"),
+    "layer_selection": ("", "adapts some of the blocks"),
+    "weight_tying": (False, "gives all blocks one adapter"),
+}
+"""Options of ``lora_tuning`` -> usual value, and what another one does; NeMo 1.23, parts/peft_config.py."""
 
 
 def _put_adapters(reading: Reading) -> None:
@@ -131,6 +137,12 @@ def _put_adapters(reading: Reading) -> None:
             modules=[module for word in words for module in _LORA_MODULES.get(str(word), (word,))],
             modules_key=f"{section}target_modules" if targets is not None else "NeMo's default: attention_qkv",
         )
+        for name, (usual, left) in _LORA_OPTIONS.items():
+            if reading.value(f"{section}{name}") not in (None, usual):
+                reading.refuse(f"{section}{name}", f"{left}, which is not modeled yet", "remove it")
+        if reading.value(f"{section}adapter_dropout") not in (None, 0):
+            what = "adapters have no dropout, and save no mask for it"
+            reading.not_modeled(f"{section}adapter_dropout", what)
     elif scheme != "none":
         reading.refuse(key, "is not modeled yet", "use lora, or none")
     for setting in (setting for setting in reading.settings if setting.startswith("model.peft.")):
@@ -291,6 +303,9 @@ def _world(reading: Reading) -> int | None:
 
 def _put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> None:
     """Put the number of devices, and ask for the cluster."""
+    kind = "trainer.accelerator"
+    if reading.value(kind) not in (None, "gpu", "cuda", "auto"):
+        reading.refuse(kind, "is not modeled yet: the profiles of NeMo are of GPUs", "use gpu")
     world = _world(reading)
     device = "trainer.devices"
     core.check_world(reading, degrees, world, device, batch)
@@ -301,6 +316,10 @@ def _put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> No
         )
         return
     reading.put("cluster.num_devices", world, device)
+    setting, per_node = reading.settings.get(device), reading.peek(device)
+    per_node = len(per_node) if isinstance(per_node, list) else per_node
+    if setting is not None and per_node != world:
+        reading.ranks_per_node = Setting(device, per_node, setting.line)
     reading.no_effect("trainer.num_nodes")
     reading.ask(
         "cluster.preset",

@@ -4,7 +4,8 @@
 dispatch     all-to-all of                                            additional copies
 ===========  =======================================================  ================================================
 copies       every capacity slot of every expert                      tokens to slots, slots by expert; and back, where
-                                                                      results are weighted and summed
+                                                                      results are summed, and weighted unless the
+                                                                      activation is
 all_to_all   every capacity slot of every expert                      each is one kernel, which reads or writes a token
                                                                       once
 deepep       a token once for each rank that has some of its experts  to slots after the all-to-all, and back
@@ -12,13 +13,15 @@ hybridep     a token once for each rank that has some of its experts  none: the 
 ===========  =======================================================  ================================================
 
 ``all_to_all`` is Megatron Core's dispatcher with moe_permute_fusion, whose kernels are Transformer Engine's
-(transformer_engine/pytorch/permutation.py). All algorithms except ``copies`` multiply by the weights of experts in the
-activation (megatron/core/transformer/moe/experts.py, bias_act_func with permuted_probs, at 23e00ed), so that expert
-outputs are not saved for backward. ``deepep`` (deepseek-ai/DeepEP) and ``hybridep`` (its branch hybrid-ep) are the
-backends of Megatron Core's flex dispatcher (megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of
-which a token uses k at random, it goes to R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes a
-token is sent once to each destination node and forwarded there (deepseek-ai/DeepEP, README: "asymmetric-domain
-bandwidth forwarding"). Results are summed within a node before they return.
+(transformer_engine/pytorch/permutation.py). All algorithms except ``copies`` multiply by the weights of experts in
+the activation (megatron/core/transformer/moe/experts.py, bias_act_func with permuted_probs, at 23e00ed), so that
+expert outputs are not saved for backward. So does Megatron Core from core_v0.13.0 (2025-07) on with ``copies``, its
+dispatcher without moe_permute_fusion (``weighted_activations``). ``deepep`` (deepseek-ai/DeepEP) and ``hybridep``
+(its branch hybrid-ep) are the backends of Megatron Core's flex dispatcher
+(megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of which a token uses k at random, it goes to
+R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes a token is sent once to each destination node
+and forwarded there (deepseek-ai/DeepEP, README: "asymmetric-domain bandwidth forwarding"). Results are summed within
+a node before they return.
 """
 
 from __future__ import annotations
@@ -46,12 +49,20 @@ _MOVES = ("dispatch", *_SORTS)
 _BIAS_KERNELS = (2, 7)  # per expert, in forward and in backward
 
 
-def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Operator, ...]:
-    """Operators of a layer, perhaps without experts, with one dispatch algorithm."""
+def dispatched(
+    operators: tuple[Operator, ...], way: ExpertDispatch, *, weighted_activations: bool = False
+) -> tuple[Operator, ...]:
+    """Operators of a layer, perhaps without experts, with one dispatch algorithm.
+
+    Args:
+        weighted_activations: ``copies`` multiplies by the weights of experts in the activation.
+    """
     kernels = {operator.kernel.name: operator.kernel for operator in operators if operator.kernel is not None}
     router, gate = kernels.get("router"), kernels.get(GATE_AND_UP[0])
-    if way == "copies" or not isinstance(router, Gemm) or not isinstance(gate, Gemm):
+    if not isinstance(router, Gemm) or not isinstance(gate, Gemm):
         return operators
+    if way == "copies":
+        return tuple(_summed(operators)) if weighted_activations else operators
     tokens, whole = router.m, router.m * router.k
     num_ranks = router.n // gate.num_groups
     operators = tuple(_summed(operators))

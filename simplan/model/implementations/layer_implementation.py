@@ -84,6 +84,8 @@ class LayerImplementation(Spec):
         documents_in_one_call: One kernel call attends for all packed documents, and its outputs are one tensor.
         expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``), set from the
             profile.
+        weighted_activations: Experts' activations are multiplied by the weights of experts, so that outputs of experts
+            are not saved for backward. Dispatch algorithms other than ``copies`` always do that.
         expert_streams: Streams on which separate kernels of the experts' matmuls and casts run; None for grouped GEMMs.
             With separate kernels, the last biases are added separately.
         fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them; set from
@@ -117,6 +119,7 @@ class LayerImplementation(Spec):
     gathered_keys: Literal["masked", "by_rank"] = "masked"
     documents_in_one_call: bool = False
     expert_dispatch: ExpertDispatch = Field(default="copies", exclude=True)
+    weighted_activations: bool = False
     expert_streams: Count | None = None
     fused_experts: bool = Field(default=False, exclude=True)
     eight_bit_attention: bool = Field(default=False, exclude=True)
@@ -147,7 +150,9 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         operators = tuple(regathered(operators))
     as_megatron = operators != layer.operators
     saved = operators
-    operators = dispatched(operators, implementation.expert_dispatch)
+    operators = dispatched(
+        operators, implementation.expert_dispatch, weighted_activations=implementation.weighted_activations
+    )
     if implementation.fused_experts:
         operators = with_fused_experts(operators)
     elif implementation.expert_streams:
@@ -175,6 +180,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     words = ["dropout" * dropout, "gates" * implementation.fused_gates, implementation.loss, *attention_words]
     kernels = "fused" if implementation.fused_experts else f"{implementation.expert_streams or 'all'} concurrent"
     words += [f"experts by {implementation.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
+    words += ["weighted activations" * (other_experts and implementation.weighted_activations)]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     return replace(
         layer,

@@ -323,6 +323,7 @@ def _yaml(options: tuple[Option, ...], name: str) -> str:
         sections.setdefault(option.setting.key.partition(".")[0], []).append(option)
     lines = [
         f"# {name}, planned with simplan: overrides of vanilla_gpt_pretrain_config, which pretrain.py starts.",
+        "# For Megatron Bridge 0.4 or later, which has vanilla_gpt_pretrain_config.",
         f"# Import it again: simplan import {as_argument(name)}.yaml",
         "# Yours to fill in:",
         "#   dataset: {blend: [[DATA], null]}",

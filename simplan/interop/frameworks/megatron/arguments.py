@@ -12,10 +12,19 @@ from pathlib import PurePath
 from typing import Any
 
 from simplan.errors import Problem, SpecError
+from simplan.interop.allocator import VARIABLES, allocator_settings
 from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import tables
-from simplan.interop.frameworks.shell import OTHER_FILE, TrainingCommand, Word, number_or_text, read_launches
+from simplan.interop.frameworks.shell import (
+    OTHER_FILE,
+    TrainingCommand,
+    Word,
+    missing_script,
+    number_or_text,
+    read_launches,
+    read_script,
+)
 from simplan.interop.nccl import nccl_settings
 
 _SIGNS = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "model-parallel-size")
@@ -37,6 +46,8 @@ class Arguments:
         program: Name of the script that is run; empty if the file does not say.
         launcher: Settings of the launcher that tell the number of devices.
         num_devices: Devices; None if the file does not say.
+        ranks_per_node: Setting with the ranks on each of several nodes; None if the file does not say.
+        missing: Scripts that are sourced and not there, as settings.
     """
 
     settings: tuple[Setting, ...]
@@ -45,14 +56,26 @@ class Arguments:
     program: str = ""
     launcher: tuple[Setting, ...] = ()
     num_devices: int | None = None
+    ranks_per_node: Setting | None = None
+    missing: tuple[Setting, ...] = ()
 
 
 def recognizes(file: ConfigFile) -> bool:
     """True for text with three arguments of every Megatron-LM script, and for a shell script that names Megatron."""
     if file.yaml is not None:
         return isinstance(file.yaml.data.get(_MODEL_ARGS), dict)
-    is_script = (file.text.startswith("#!") or file.path.suffix in _SUFFIXES) and _NAMES.search(file.text) is not None
-    return is_script or len(set(_SIGN.findall(file.text))) >= _MIN_SIGNS
+    if len(set(_SIGN.findall(file.text))) >= _MIN_SIGNS:
+        return True
+    is_script = file.text.startswith("#!") or file.path.suffix in _SUFFIXES
+    return is_script and (_NAMES.search(file.text) is not None or _calls_a_training(file))
+
+
+def _calls_a_training(file: ConfigFile) -> bool:
+    """True for a wrapper: a script that calls another one of its folder with the arguments."""
+    try:
+        return any(_trains(launch) for launch in read_launches(file.text, file.name, file.folder))
+    except SpecError:
+        return False
 
 
 def read_arguments(file: ConfigFile) -> Arguments:
@@ -63,7 +86,10 @@ def read_arguments(file: ConfigFile) -> Arguments:
     """
     if file.yaml is not None and isinstance(file.yaml.data.get(_MODEL_ARGS), dict):
         return _yaml_arguments(file)
-    launches = [launch for launch in read_launches(file.text, file.name, file.folder) if _trains(launch)]
+    script = read_script(file.text, file.name, file.folder)
+    launches = [launch for launch in script.launches if _trains(launch)]
+    if not launches and script.missing:
+        raise missing_script(file.name, script.missing[0])
     if not launches:
         rule = "starts no training: no command has arguments of Megatron-LM such as --num-layers"
         fix = "name the script that calls torchrun pretrain_gpt.py ..., or write its arguments into a file"
@@ -71,10 +97,11 @@ def read_arguments(file: ConfigFile) -> Arguments:
     first = launches[0]
     others = [launch for launch in launches[1:] if _texts(launch) != _texts(first)]
     if others:
-        lines = ", ".join(str(launch.program.line) for launch in launches)
+        lines = ", ".join(str(launch.line % OTHER_FILE) for launch in launches)
         rule = f"starts {len(launches)} trainings with different arguments (lines {lines})"
         raise SpecError(Problem(field="", rule=rule, fix="keep one of them"), file=file.name)
-    return _sorted(first)
+    sourced = tuple(Setting(f"source {each.name}", True, each.line) for each in script.missing if each.is_sourced)
+    return replace(_sorted(first), missing=sourced)
 
 
 def _trains(launch: TrainingCommand) -> bool:
@@ -118,9 +145,10 @@ def _sorted(launch: TrainingCommand) -> Arguments:
             unsure.append((setting, argument.reason))
         else:
             certain.append(setting)
-    certain += nccl_settings(launch.environment)
+    certain += [*nccl_settings(launch.environment), *allocator_settings(launch.environment)]
     program = PurePath(launch.program.text).as_posix()
-    return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, launch.num_devices)
+    devices = launch.num_devices, launch.node_setting
+    return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, *devices)
 
 
 def _line(line: int) -> int | None:
@@ -151,6 +179,9 @@ def _yaml_arguments(file: ConfigFile) -> Arguments:
     unsure: list[tuple[Setting, str]] = []
     variables = file.yaml.data.get("ENV_VARS")
     known = {name: str(value) for name, value in variables.items()} if isinstance(variables, dict) else {}
+    certain += [
+        Setting(name, known[name], file.yaml.place(("ENV_VARS", name))[0]) for name in VARIABLES if name in known
+    ]
     for key, given in file.yaml.data[_MODEL_ARGS].items():
         value, line = given, file.yaml.place((_MODEL_ARGS, key))[0]
         if value is False or value is None:

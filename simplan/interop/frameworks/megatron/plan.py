@@ -6,8 +6,9 @@ import re
 from typing import TYPE_CHECKING
 
 from simplan.interop.frameworks.megatron.arguments import is_above
+from simplan.interop.frameworks.megatron.deepspeed import read_deepspeed
 from simplan.interop.frameworks.megatron.options import CONTEXT_PARALLEL, DEEPSPEED, DEFAULT, PLAN
-from simplan.interop.frameworks.megatron_core import read_placement
+from simplan.interop.frameworks.megatron_core import put_modules, read_placement
 from simplan.interop.nccl import read_nccl_algo
 
 if TYPE_CHECKING:  # a reading calls these functions
@@ -184,14 +185,24 @@ def _read_recomputed_modules(reading: MegatronReading) -> None:
     others = [each for each in modules if each not in _RECOMPUTED]
     if others:
         reading.refuse(key, f"has {', '.join(others)}, which is not modeled yet", f"use {', '.join(_RECOMPUTED)}")
-    elif modules != ["core_attn"]:
-        reading.put("plan.recompute_modules", modules, key)
+    else:
+        put_modules(reading, modules, key, _absent_modules(reading))
+
+
+def _absent_modules(reading: MegatronReading) -> set[str]:
+    """Modules that no block of the model has, which Megatron Core's checks let pass."""
+    if not is_above(reading.peek("--num-experts"), 1):
+        fused = set() if "--multi-latent-attention" in reading else {"layernorm"}  # into the matmul after the norm
+        return {"moe", "shared_experts"} | fused
+    absent = set() if reading.peek("--moe-shared-expert-intermediate-size") else {"shared_experts"}
+    frequency = reading.peek("--moe-layer-freq", 1)
+    return absent | ({"mlp"} if frequency == 1 else set())
 
 
 def read_sharding(reading: MegatronReading) -> None:
     """Replicas or shards of the optimizer; ``simplan.scenario.source`` fills in their number from the devices."""
     if reading.software == DEEPSPEED:
-        _read_zero_stage(reading)
+        read_deepspeed(reading)
         return
     fsdp = next((key for key in ("--use-megatron-fsdp", "--use-custom-fsdp") if key in reading), "")
     strategy = reading.value("--data-parallel-sharding-strategy", "no_shard")
@@ -213,18 +224,3 @@ def read_sharding(reading: MegatronReading) -> None:
         width = 2 if "--grad-reduce-in-bf16" in reading else 4
         reading.put("plan.bucket_bytes", bucket * width, "--ddp-bucket-size")
     reading.no_effect("--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap", instances)
-
-
-def _read_zero_stage(reading: MegatronReading) -> None:
-    key = "--zero-stage"
-    stage = reading.value(key)
-    if stage == 0 and "--bf16" in reading:
-        own = "with --bf16, whose optimizer in DeepSpeed shards its states at --zero-stage 0"
-        reading.put("plan.zero_stage", 1, own)
-        reading.put("plan.dp_replicate", 1, "BF16_Optimizer shards over all data-parallel ranks")
-    elif key in reading:
-        reading.put("plan.zero_stage", stage, key)
-        reading.put("plan.dp_replicate" if stage != 0 else "plan.dp_shard", 1, f"with {key} {stage}")
-    elif not reading.is_unsure(key):
-        what = "has its ZeRO stage in the JSON of --deepspeed_config, which is not read"
-        reading.ask("plan.zero_stage", what=what, fix="add --set plan.zero_stage=1")

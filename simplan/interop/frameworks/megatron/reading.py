@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import megatron_core as core
 from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.megatron.arguments import Arguments, alike, hyphenated, is_above, read_arguments
+from simplan.interop.frameworks.megatron.deepspeed import settings_of_file
 from simplan.interop.frameworks.megatron.model import read_model
 from simplan.interop.frameworks.megatron.options import (
     CONTEXT_PARALLEL,
@@ -59,7 +61,10 @@ def read(file: ConfigFile) -> Configuration:
     words = " x ".join(f"{setting.key} {setting.value}" for setting in arguments.launcher)
     line = arguments.launcher[0].line if arguments.launcher else None
     devices = Setting(_NUM_DEVICES, words, line if line is not None and line < OTHER_FILE else None)
-    reading = MegatronReading.of(TITLE, file.name, (*arguments.settings, devices, *arguments.extra))
+    deepspeed = dict(settings_of_file(file, arguments.settings))
+    settings = (*arguments.settings, devices, *arguments.extra, *arguments.missing, *deepspeed.values())
+    reading = MegatronReading.of(TITLE, file.name, settings)
+    reading.deepspeed = {key: setting.key for key, setting in deepspeed.items()}
     if arguments.num_devices is None:
         reading.value(_NUM_DEVICES)
     reading.arguments = arguments
@@ -72,12 +77,14 @@ class MegatronReading(Reading):
 
     Attributes:
         arguments: The arguments, with those that are not certain.
+        deepspeed: Key of DeepSpeed's JSON -> key in the reading.
         software: Profile that models this version.
         table: Tables of options without a key in a scenario.
         asked: Argument whose value decides the plan -> key of the scenario that is asked for if it is not known.
     """
 
     arguments: Arguments = field(default_factory=lambda: Arguments(()))
+    deepspeed: Mapping[str, str] = field(default_factory=dict)
     software: str = CORE
     table: Mapping[str, Any] = field(default_factory=lambda: tables("megatron"))
     asked: Mapping[str, str] = field(init=False)
@@ -110,6 +117,9 @@ class MegatronReading(Reading):
             value = self.settings[key].value if key in self else None
             if value not in (None, 0, "none", "None"):
                 self.refuse(key, rule, fix)
+        backend = "--distributed-backend"
+        if backend in self and self.value(backend) != "nccl":
+            self.refuse(backend, "is not modeled yet: the profiles are of CUDA devices with NCCL", "use nccl")
         known = {*self.table["flags"], *self.table["not_modeled"], *self.table["refused"], *self.asked}
         no_effect = self.table["no_effect"]
         for setting, other in hyphenated(self.arguments.settings):
@@ -191,7 +201,8 @@ class MegatronReading(Reading):
                 self.refuse(steps, "has no batch at its end", "write START:BATCH START:BATCH ...")
         elif "--global-batch-size" not in self and not self.is_unsure("--global-batch-size"):
             self.put("num_microbatches", 1, f"{DEFAULT}: the global batch is one microbatch per data-parallel rank")
-        core.read_clipping(self, "--clip-grad")
+        if not self.deepspeed:  # else the engine clips, as its JSON says
+            core.read_clipping(self, "--clip-grad")
         for key, dtype in (("--grad-reduce-in-bf16", "bf16"), ("--accumulate-allreduce-grads-in-fp32", "fp32")):
             if key in self:
                 self.put("plan.grad_dtype", dtype, key)
@@ -237,6 +248,7 @@ class MegatronReading(Reading):
         devices = self.arguments.num_devices
         if devices is not None:
             self.put("cluster.num_devices", devices, _NUM_DEVICES)
+            self.ranks_per_node = self.arguments.ranks_per_node
         else:
             what, fix = "does not say how many devices there are", "add --num-devices 64"
             self.ask("cluster.num_devices", "cluster.num_nodes", what=what, fix=fix)
@@ -249,6 +261,9 @@ class MegatronReading(Reading):
         no_effect = self.table["no_effect"]
         for key, why in self.table["not_modeled"].items():
             self.not_modeled(key, why)
+        note_allocator(self)
+        for setting in self.arguments.missing:
+            self.not_modeled(setting.key, "it is not there, so variables that it sets are not known")
         if not is_above(self.peek("--num-experts"), 1):
             self.no_effect(*(key for key in self.settings if key == "--num-experts" or key.startswith("--moe-")))
         self.no_effect(*(key for key in self.settings if alike(no_effect, key)))

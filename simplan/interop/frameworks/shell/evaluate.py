@@ -17,20 +17,19 @@ from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.frameworks.shell import syntax
-from simplan.interop.frameworks.shell.syntax import Assignment, Body, Command, Part, SourceWord
+from simplan.interop.frameworks.shell.syntax import OTHER_FILE, Assignment, Body, Command, Part, SourceWord
 from simplan.io import read_text
 
 _MAX_STEPS, _MAX_CALLS, _MAX_PIECES, _MAX_CHARS = 50_000, 20, 20_000, 400_000
 _MAX_EXPRESSION, _MAX_ARGUMENTS, _MAX_TEST_WORDS = 200, 100, 200
 _LARGEST = 2**63
-OTHER_FILE = 1_000_000
-"""Lines of the first script that this one calls are counted from here on, those of the second from twice this on."""
 _UNSET = "is not set in the script"
 _ARGUMENT = "is an argument of the script"
 _ENDS_COMMAND = re.compile(r"\d*(&?>|<|\||;|&)")
 _SPECIAL = re.compile(r"[;|&<>()$`\\\"'{}#]")
 """Characters of more than one command of plain words."""
 _ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
+_SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 _SHELLS = ("bash", "sh", "source", ".", "zsh")
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
@@ -82,12 +81,29 @@ class Called:
     Attributes:
         words: Words of the command, redirections left out.
         environment: Variables that it exports, or sets for this command.
+        line: Line of the first script from which it is called, itself or in another script.
         condition: Line of the undecided condition under which it is called; None for none.
     """
 
     words: tuple[Word, ...]
     environment: Mapping[str, Word]
+    line: int
     condition: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MissingScript:
+    """Script that is called and is not in the folder.
+
+    Attributes:
+        name: Path as written.
+        line: Line of the first script from which it is called.
+        is_sourced: True for ``source``, by which it may set variables.
+    """
+
+    name: str
+    line: int
+    is_sourced: bool
 
 
 @dataclass(slots=True)
@@ -99,15 +115,18 @@ class Shell:
         folder: Folder of the script, from which it may call others; None to follow no other script.
         variables: Name -> elements; one for a plain variable.
         called: Commands that were called so far.
+        missing: Scripts that it calls and that are not in the folder.
     """
 
     file: str
     folder: Path | None = None
     variables: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     called: list[Called] = field(default_factory=list)
+    missing: list[MissingScript] = field(default_factory=list)
     _functions: dict[str, Body] = field(default_factory=dict)
     _exported: set[str] = field(default_factory=set)
     _condition: int | None = None
+    _caller: int | None = None
     _steps: int = 0
     _calls: int = 0
     _num_files: int = 0
@@ -185,7 +204,7 @@ class Shell:
             self.run(loop.body)
             return
         if loop.name:
-            why = f"changes in the loop of line {loop.line}"
+            why = f"changes in the loop of line {loop.line % OTHER_FILE}"
             self.variables[loop.name] = ((Word(f"${loop.name}", loop.line, why),),)
         self._undecided([loop.body], loop.line)
 
@@ -230,6 +249,8 @@ class Shell:
         elif name == "eval":
             evaluated = [piece for word in words[1:] for piece in (*map(_as_evaluated, word), Word(" ", simple.line))]
             self._note(_command_of(_split(evaluated)), own, simple.line)
+        elif simple.document is not None and self._reads_script(texts):
+            self._run_document(simple.document, texts)
         elif name not in ("echo", "printf", "cd", "mkdir", "set"):
             self._note(words, own, simple.line)
         return None
@@ -263,7 +284,8 @@ class Shell:
                 self._prefix(outer, texts[:position])
                 return
         exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
-        self.called.append(Called(tuple(texts), exported | dict(own), self._condition))
+        called_from = line if self._caller is None else self._caller
+        self.called.append(Called(tuple(texts), exported | dict(own), called_from, self._condition))
 
     def _prefix(self, start: int, words: Iterable[Word]) -> None:
         """Put the words of a wrapper before the commands from ``start`` on."""
@@ -279,6 +301,27 @@ class Shell:
         else:
             self._note(words[command:], {}, line)
 
+    def _reads_script(self, words: Sequence[Word]) -> bool:
+        """True for ``sbatch``, ``bash`` or a launcher of it that reads its commands from a here-document."""
+        names = [word.text.rpartition("/")[2] for word in words]
+        at = next((at for at, name in enumerate(names) if name in ("sbatch", *_SHELLS)), None)
+        if at is None or self._calls >= _MAX_CALLS:
+            return False
+        others = [word.text for word in words[at + 1 :]]
+        if names[at] == "sbatch":
+            return not any(text.endswith(_SCRIPTS) for text in others)
+        return all(text.startswith("-") for text in others)
+
+    def _run_document(self, document: tuple[str, int], words: Sequence[Word]) -> None:
+        """Follow the commands of a here-document; options of ``sbatch`` are those of the launcher."""
+        text, line = document
+        outer = len(self.called)
+        self._calls += 1
+        self.run(syntax.parse_script(text, self.file, line))
+        self._calls -= 1
+        if words[0].text.rpartition("/")[2] == "sbatch":
+            self._prefix(outer, [Word("srun", words[0].line), *words[1:]])
+
     def _follow(self, words: Sequence[Word], own: Mapping[str, Word]) -> bool:
         """Follow another script of the folder, with its arguments; False if the command calls none."""
         if self.folder is None or self._calls >= _MAX_CALLS or not words:
@@ -290,8 +333,11 @@ class Shell:
             position = 0 if called.endswith(".sh") else 1 if called in _SHELLS and len(words) > 1 else None
         path = None if position is None else self._path_of(words[position])
         if path is None or position is None:
+            self._note_missing(words, called, position)
             return False
         self._num_files += 1
+        caller = self._caller
+        self._caller = words[0].line if caller is None else caller
         text, outer = read_text(path, _MAX_CHARS), len(self.called)
         body = syntax.parse_script(text, str(path), 1 + self._num_files * OTHER_FILE)
         self.variables |= {name: ((replace(word, condition=None),),) for name, word in own.items()}
@@ -300,7 +346,16 @@ class Shell:
             options = [f"{each.key.removeprefix('#SBATCH ')}={each.value}" for each in syntax.sbatch_settings(text)]
             line = words[0].line
             self._prefix(outer, [*(Word(text, line) for text in ("srun", *options)), *words[1:position]])
+        self._caller = caller
         return True
+
+    def _note_missing(self, words: Sequence[Word], called: str, position: int | None) -> None:
+        """Note a script that is called by its name and is not in the folder."""
+        if called == "sbatch":
+            position = next((at for at, word in enumerate(words) if at and not word.text.startswith("-")), None)
+        if position is not None and words[position].text.endswith(_SCRIPTS):
+            line = words[0].line if self._caller is None else self._caller
+            self.missing.append(MissingScript(words[position].text, line, called in ("source", ".")))
 
     def _path_of(self, word: Word) -> Path | None:
         """File of the folder that a word names; of a word with an unknown folder, the file of its name."""
@@ -321,8 +376,8 @@ class Shell:
             values = ((*_first(before), *self._expanded(assignment.values[0])), *before[1:])
         pieces = [piece for value in values for piece in value]
         if len(pieces) > _MAX_PIECES or sum(len(piece.text) for piece in pieces) > _MAX_CHARS:
-            what = f"the variable {assignment.name} is too long"
-            raise file_error(self.file, what, "take the launch command out of the script", assignment.line)
+            what, fix = f"the variable {assignment.name} is too long", "take the launch command out of the script"
+            raise file_error(self.file, what, fix, assignment.line % OTHER_FILE)
         return values
 
     def _words(self, words: Iterable[SourceWord]) -> tuple[Value, ...]:
@@ -381,7 +436,12 @@ class Shell:
             is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in _first(found)))
             if by_default == "+":
                 return (self._expanded(part.default) if is_set else (),)
-            return (found or ((),))[:1] if is_set else (self._expanded(part.default),)
+            if is_set:
+                return (found or ((),))[:1]
+            value = self._expanded(part.default)
+            if by_default == "=" and part.text.isidentifier():
+                self.variables[part.text] = (value,)
+            return (value,)
         if part.operator == "?":
             why = "is an expansion that simplan does not read"
             return ((Word(f"${{{part.text}}}", part.line, why),),)

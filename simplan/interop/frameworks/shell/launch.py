@@ -15,8 +15,8 @@ from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.shell.evaluate import Called, Shell, Value, Word
-from simplan.interop.frameworks.shell.syntax import parse_script, sbatch_settings, whole_number
+from simplan.interop.frameworks.shell.evaluate import Called, MissingScript, Shell, Value, Word
+from simplan.interop.frameworks.shell.syntax import OTHER_FILE, parse_script, sbatch_settings, whole_number
 
 _NUMBER = re.compile(r"[-+]?\d(_?\d){0,17}")
 _REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
@@ -58,6 +58,7 @@ class TrainingCommand:
         ranks_per_node: Ranks per node; None if the script does not say.
         num_devices: Ranks in all; None if the script does not say.
         environment: Variables that are exported, or set for the command.
+        line: Line of the script from which it is started, itself or in a script that it calls.
     """
 
     program: Word
@@ -69,12 +70,43 @@ class TrainingCommand:
     ranks_per_node: int | None
     num_devices: int | None
     environment: Mapping[str, Word]
+    line: int
+
+    @property
+    def node_setting(self) -> Setting | None:
+        """Setting with the ranks of each of several nodes; None for one node, and if the script does not say."""
+        if self.num_nodes is None or self.num_nodes < 2 or self.ranks_per_node is None:
+            return None
+        names = {*_RANKS_PER_NODE, "gpus-per-node"}
+        return next((each for each in self.launcher if _name_of(each) in names), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A launch script, followed.
+
+    Attributes:
+        launches: Commands that start a Python program, those that no undecided condition guards first.
+        missing: Scripts that it calls and that are not in its folder.
+    """
+
+    launches: tuple[TrainingCommand, ...]
+    missing: tuple[MissingScript, ...]
 
 
 def read_launches(
     text: str, file: str, folder: Path | None = None, *, wrappers: frozenset[str] = frozenset()
 ) -> tuple[TrainingCommand, ...]:
-    """Commands of a launch script that start a Python program, those that no undecided condition guards first.
+    """Launches of ``read_script``.
+
+    Raises:
+        SpecError: See ``read_script``.
+    """
+    return read_script(text, file, folder, wrappers=wrappers).launches
+
+
+def read_script(text: str, file: str, folder: Path | None = None, *, wrappers: frozenset[str] = frozenset()) -> Script:
+    """Commands of a launch script that start a Python program, and scripts that are not there.
 
     A file whose first word is an option is taken as arguments without a command.
 
@@ -94,7 +126,7 @@ def read_launches(
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
     found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None]
     found.sort(key=lambda each: each[0].condition is not None)
-    return tuple(launch for _, launch in found)
+    return Script(tuple(launch for _, launch in found), tuple(shell.missing))
 
 
 def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ...]]:
@@ -123,7 +155,13 @@ def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[s
             program = words[position] if name != "-" else Word("", words[position].line)
             devices = _devices(options, sbatch)
             return TrainingCommand(
-                program, words[position + 1 :], tuple(launchers), tuple(options), *devices, called.environment
+                program,
+                words[position + 1 :],
+                tuple(launchers),
+                tuple(options),
+                *devices,
+                called.environment,
+                called.line,
             )
         else:
             position += 1  # a wrapper, or a container with its options
@@ -145,7 +183,8 @@ def _launcher_options(words: tuple[Word, ...], position: int, options: list[Sett
         following = words[position] if position < len(words) else None
         if not joined and name not in _WITHOUT_VALUE and following is not None and _is_value(following.text):
             value, known, position = following.text, not following.unknown, position + 1
-        options.append(Setting(key, (whole_number(value) or value) if known else None, word.line))
+        line = word.line if word.line < OTHER_FILE else None
+        options.append(Setting(key, (whole_number(value) or value) if known else None, line))
     return position
 
 
@@ -157,7 +196,7 @@ def _devices(
     options: Sequence[Setting], sbatch: Mapping[str, Setting]
 ) -> tuple[tuple[Setting, ...], int | None, int | None, int | None]:
     """Settings that say how many devices there are; nodes, ranks per node, and ranks in all."""
-    by_name = {setting.key.lstrip("-").replace("_", "-"): setting for setting in options}
+    by_name = {_name_of(setting): setting for setting in options}
     used: list[Setting] = []
 
     def number(names: tuple[str, ...], *slurm: str) -> int | None:
@@ -174,6 +213,11 @@ def _devices(
         nodes = 1 if {"nproc-per-node", "num-gpus"} & by_name.keys() else None
     in_all = nodes * per_node if nodes is not None and per_node is not None else number(_RANKS, "ntasks", "gpus")
     return tuple(used), nodes, per_node, in_all
+
+
+def _name_of(setting: Setting) -> str:
+    """Name of an option of a launcher or of Slurm."""
+    return setting.key.removeprefix("#SBATCH ").lstrip("-").replace("_", "-")
 
 
 def number_or_text(text: str) -> int | float | str:

@@ -1,7 +1,7 @@
 """Syntax of launch scripts: the part of the shell's grammar that such scripts use, read without running anything.
 
 The grammar is that of POSIX.1-2017, Shell Command Language, section 2.10, with arrays, ``[[ ]]`` and ``(( ))`` of bash.
-Redirections and here-documents are skipped. Options of Slurm stand in comments: ``sbatch_settings``.
+Redirections are skipped. Options of Slurm stand in comments: ``sbatch_settings``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NamedTuple
 from simplan.errors import SpecError, file_error
 from simplan.interop.configuration import Setting
 
+OTHER_FILE = 1_000_000
+"""Lines of the first script that a script calls are counted from here on, those of the second from twice this on."""
 _MAX_DEPTH = 40
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VARIABLE = re.compile(rf"{_NAME.pattern}|[@*#?$!0-9-]")
@@ -79,11 +81,16 @@ class Assignment(NamedTuple):
 
 
 class Simple(NamedTuple):
-    """A command with its words, after its assignments; the first word of ``(( ... ))`` is ``((``."""
+    """A command with its words, after its assignments; the first word of ``(( ... ))`` is ``((``.
+
+    Attributes:
+        document: Text and first line of its last here-document, with ``$`` unescaped; None without one.
+    """
 
     assignments: tuple[Assignment, ...]
     words: tuple[SourceWord, ...]
     line: int
+    document: tuple[str, int] | None = None
 
 
 class Chain(NamedTuple):
@@ -195,7 +202,8 @@ class _Lexer:
     depth: int = 0
     position: int = 0
     _newlines: list[int] = field(init=False)
-    _here_documents: list[str] = field(default_factory=list)
+    document: tuple[str, int] | None = None
+    _here_documents: list[tuple[str, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._newlines = [match.start() for match in re.finditer("\n", self.text)]
@@ -205,7 +213,7 @@ class _Lexer:
         return self.first_line + bisect_left(self._newlines, self.position if position is None else position)
 
     def error(self, what: str, fix: str = "check quotes, parentheses, if and fi", line: int | None = None) -> SpecError:
-        return file_error(self.file, f"this is no shell script: {what}", fix, line or self.line())
+        return file_error(self.file, f"this is no shell script: {what}", fix, (line or self.line()) % OTHER_FILE)
 
     def descend(self) -> None:
         """Enter a body, a function or a default of ``${NAME:-...}``."""
@@ -375,12 +383,15 @@ class _Lexer:
         start = self.position
         self.word()
         if match[1] in ("<<", "<<-"):
-            self._here_documents.append(self.text[start : self.position].strip("'\"\\"))
+            end = self.text[start : self.position]
+            self._here_documents.append((end.strip("'\"\\"), end[:1] in ("'", '"', "\\")))
         return True
 
     def _skip_here_documents(self) -> None:
-        for end in self._here_documents:
+        for end, quoted in self._here_documents:
             closing = re.compile(rf"^\t*{re.escape(end)}(?:\n|\Z)", re.MULTILINE).search(self.text, self.position)
+            text, line = self.text[self.position : closing.start() if closing else None], self.line()
+            self.document = (text if quoted else re.sub(r"\\([$\\`])", r"\1", text)), line
             self.position = closing.end() if closing else len(self.text)
         self._here_documents.clear()
 
@@ -482,7 +493,8 @@ class _Parser:
             if self.token.text == "((" or len(words) > 1 or assignments or not _FUNCTION.fullmatch(first.text):
                 raise self.error("( is not expected here")
             return self._body_of(first)
-        return Simple(tuple(assignments), tuple(words), first.line)
+        document, self.lexer.document = self.lexer.document, None
+        return Simple(tuple(assignments), tuple(words), first.line, document)
 
     def _assignment(self, match: re.Match[str], word: SourceWord) -> Assignment:
         token = self._next()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from simplan.errors import Problem, SpecError, did_you_mean, file_error
+from simplan.interop.allocator import allocator_settings
 from simplan.interop.configuration import Configuration, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks.shell import TrainingCommand, Word, number_or_text, read_launches
@@ -126,8 +127,10 @@ def _read_script(file: ConfigFile) -> Configuration:
     ]
     if problems:
         raise SpecError(problems, file=file.name)
-    settings = (*settings, *nccl_settings(launch.environment))
-    return configuration_of(RunSettings.of(_SCRIPT_TITLE, file.name, settings, named, name), *_ranks(launch))
+    settings = (*settings, *nccl_settings(launch.environment), *allocator_settings(launch.environment))
+    run = RunSettings.of(_SCRIPT_TITLE, file.name, settings, named, name)
+    run.reading.ranks_per_node = launch.node_setting
+    return configuration_of(run, *_ranks(launch))
 
 
 def _launch_of(file: ConfigFile) -> TrainingCommand:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration
 from simplan.interop.frameworks.torchtitan import stages
 from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts, num_layers
@@ -51,6 +52,7 @@ def configuration_of(settings: RunSettings, num_devices: int | None = None, devi
     _optimizer(settings)
     _software(settings)
     read_nccl_algo(settings.reading)
+    note_allocator(settings.reading)
     _rest(settings)
     return settings.reading.finish()
 

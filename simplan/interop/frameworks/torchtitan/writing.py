@@ -363,6 +363,7 @@ def _argument(option: Option) -> str:
 def _script(job: Job, name: str, command: Iterable[str], arguments: Iterable[str]) -> str:
     """Launch script, which is started on every node."""
     cluster = job.cluster
+    missing = "?set it to the host name of the first node" if cluster.num_nodes > 1 else "-localhost"
     lines = [
         "#!/usr/bin/env bash",
         f"# {name}: {job.plan.num_devices} ranks on {cluster.device.id}, written by simplan. Start it on every node.",
@@ -370,7 +371,7 @@ def _script(job: Job, name: str, command: Iterable[str], arguments: Iterable[str
         "",
         "HF_ASSETS=./assets/hf  # folder with the tokenizer",
         "DATASET=c4",
-        'MASTER_ADDR="${MASTER_ADDR:-localhost}"  # first node',
+        f'MASTER_ADDR="${{MASTER_ADDR:{missing}}}"  # first node',
         "",
     ]
     arguments = list(arguments)

@@ -1,0 +1,83 @@
+"""Nodes and environment of a framework's file: what they say is predicted, refused, or listed as left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from simplan.errors import NotModelledError, SpecError
+from simplan.scenario.source import read_source, search_from
+
+_MEGATRON = (
+    "pretrain_gpt.py --use-mcore-models --bf16 --num-layers 8 --hidden-size 512 --num-attention-heads 8 "
+    "--seq-length 512 --max-position-embeddings 512 --vocab-size 1024 --micro-batch-size 1 --global-batch-size 64 "
+    "--tensor-model-parallel-size 8"
+)
+_TORCHTITAN = "-m torchtitan.train --module llama3 --config llama3_8b"
+_NEMO = {
+    "trainer": {"num_nodes": 4, "devices": 4, "accelerator": "gpu", "precision": "bf16"},
+    "model": {
+        "tensor_model_parallel_size": 8, "micro_batch_size": 1, "global_batch_size": 64, "encoder_seq_length": 512,
+        "num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 512,
+        "override_vocab_size": 1024, "mcore_gpt": True,
+    },
+}  # fmt: skip
+_OF_FOUR = {
+    "torchrun.sh": f"torchrun --nnodes 4 --nproc_per_node 4 {_MEGATRON}",
+    "slurm.sh": f"#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gpus-per-node=4\nsrun python {_MEGATRON}",
+    "titan.sh": f"torchrun --nnodes 4 --nproc_per_node 4 {_TORCHTITAN}",
+    "nemo.yaml": yaml.safe_dump(_NEMO),
+}
+
+
+@pytest.mark.parametrize("name", _OF_FOUR)
+def test_other_ranks_per_node_than_the_clusters_are_an_error(name: str, tmp_path: Path) -> None:
+    """On nodes of 8, tensor parallelism over 8 ranks stays on NVLink; on the file's nodes it crosses the network."""
+    (tmp_path / name).write_text(_OF_FOUR[name] + "\n")
+    with pytest.raises(SpecError, match=r"nodes of this cluster have 8 devices; add --set cluster.devices_per_node=4"):
+        read_source(tmp_path / name, {"cluster.preset": "dgx-h100"}).scenario()
+    with pytest.raises(SpecError, match=r"nodes of this cluster have 8 devices"):
+        search_from(tmp_path / name, {"cluster.preset": "dgx-h100"})
+
+    smaller = {"cluster.preset": "dgx-h100", "cluster.devices_per_node": 4}
+    cluster = read_source(tmp_path / name, smaller).scenario().job.cluster
+    assert (cluster.num_nodes, cluster.num_devices) == (4, 16)
+    moved = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 2}
+    assert read_source(tmp_path / name, moved).scenario().job.cluster.num_nodes == 2
+    domain = read_source(tmp_path / name, {"cluster.preset": "gb200-nvl72"}).scenario().job.cluster
+    assert domain.num_nodes == 1  # its hosts have 4 GPUs each
+
+
+@pytest.mark.parametrize("argument", ["--no-cuda", "--distributed-backend gloo"])
+def test_megatron_on_cpus_is_refused(argument: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"torchrun --nproc_per_node 8 {_MEGATRON} {argument}\n")
+    with pytest.raises(NotModelledError, match=argument.split()[0]):
+        read_source(script, {"cluster.preset": "dgx-h100"})
+
+
+@pytest.mark.parametrize("accelerator", ["tpu", "cpu", "neuron"])
+def test_nemo_on_other_accelerators_is_refused(accelerator: str, tmp_path: Path) -> None:
+    file = tmp_path / "nemo.yaml"
+    file.write_text(yaml.safe_dump(_NEMO | {"trainer": _NEMO["trainer"] | {"accelerator": accelerator}}))
+    with pytest.raises(NotModelledError, match=r"trainer\.accelerator.*use gpu"):
+        read_source(file, {"cluster.preset": "dgx-h100"})
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("value", "listed"), [("expandable_segments:True", True), ("expandable_segments:False", False)]
+)
+def test_allocator_of_the_environment_is_listed(variable: str, value: str, listed: bool, tmp_path: Path) -> None:
+    nemo = _NEMO | {"env_vars": {variable: value}, "trainer": _NEMO["trainer"] | {"num_nodes": 1, "devices": 8}}
+    files = {
+        "exported.sh": f"export {variable}={value}\ntorchrun --nproc_per_node 8 {_MEGATRON}\n",
+        "own.sh": f"{variable}={value} torchrun --nproc_per_node 8 {_TORCHTITAN}\n",
+        "nemo.yaml": yaml.safe_dump(nemo),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        notes = read_source(tmp_path / name, {"cluster.preset": "dgx-h100"}).notes
+        assert any(note.startswith("not modeled: ") and variable in note for note in notes) == listed, name
