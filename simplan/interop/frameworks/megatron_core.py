@@ -405,22 +405,24 @@ def refuse(reading: Reading, table: Mapping[str, Any]) -> None:
             reading.refuse(key, why)
 
 
-def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
+def sort_rest(
+    reading: Reading, table: Mapping[str, Any], names: Iterable[str], degrees: Mapping[str, int]
+) -> None:
     """Note settings with which the prediction leaves something out, and those without an effect.
 
     Args:
-        table: ``not_modeled``: setting -> values with which nothing is left out, and what is with others;
-            ``no_effect``: beginnings of settings. What is null or empty is off, and has no effect either.
+        table: ``not_modeled``: setting -> values with which nothing is left out, and what is with others.
+        names: Settings without an effect. What is null or empty is off, and is read by that.
         degrees: See ``read_parallel``. Overlaps of communication that a plan does not have leave nothing out.
     """
     moot = [*["tp_comm_overlap"] * (degrees["tp"] == 1), *["overlap_p2p_comm"] * (degrees["vp"] == 1)]
     for key, (values, why) in table["not_modeled"].items():
         if key in reading and reading.value(key) not in values and not key.endswith(tuple(moot)):
             reading.not_modeled(key, why)
-    beginnings = tuple(table["no_effect"])
-    reading.no_effect(
-        *(key for key, each in reading.settings.items() if key.startswith(beginnings) or each.value in (None, [], {}))
-    )
+    reading.no_effect(*names)
+    for key, setting in reading.settings.items():
+        if setting.value in (None, [], {}):
+            reading.value(key)
 
 
 def read_optimizer(reading: Reading, section: str, origin: str) -> None:
@@ -468,8 +470,8 @@ def read_adapters(reading: Reading, prefix: str) -> None:
         modules=targets if isinstance(targets, list) else LORA_TARGETS["all"],
         modules_key=f"{prefix}target_modules" if targets is not None else "LoRA's default",
     )
-    others = ("alpha", "dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method", "lora_dtype", "a2a_")
-    reading.no_effect(*(key for key in reading.settings if key.startswith(tuple(prefix + each for each in others))))
+    others = ("alpha", "dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method", "lora_dtype")
+    reading.no_effect(*(prefix + each for each in (*others, "a2a_experimental")))
 
 
 def put_adapters(

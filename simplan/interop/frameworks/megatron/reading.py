@@ -9,8 +9,8 @@ from typing import Any
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import megatron_core as core
-from simplan.interop.frameworks import tables
-from simplan.interop.frameworks.megatron.arguments import Arguments, alike, hyphenated, is_above, read_arguments
+from simplan.interop.frameworks import names_without_effect, tables
+from simplan.interop.frameworks.megatron.arguments import Arguments, hyphenated, is_above, read_arguments
 from simplan.interop.frameworks.megatron.model import read_model
 from simplan.interop.frameworks.megatron.options import (
     CONTEXT_PARALLEL,
@@ -111,10 +111,10 @@ class MegatronReading(Reading):
             if value not in (None, 0, "none", "None"):
                 self.refuse(key, rule, fix)
         known = {*self.table["flags"], *self.table["not_modeled"], *self.table["refused"], *self.asked}
-        no_effect = self.table["no_effect"]
+        no_effect = names_without_effect("megatron")
         for setting, other in hyphenated(self.arguments.settings):
-            is_own = alike(no_effect, setting.key) or setting.key.startswith("--deepspeed")
-            if not is_own and (other.key in known or alike(no_effect, other.key)):
+            is_own = setting.key in no_effect or setting.key.startswith("--deepspeed")
+            if not is_own and (other.key in known or other.key in no_effect):
                 self.contradiction(setting.key, "is no argument of Megatron-LM", f"write {other.key}")
 
     def _read_unsure(self) -> None:
@@ -246,14 +246,14 @@ class MegatronReading(Reading):
 
     def _sort_rest(self) -> None:
         """Sort arguments that nothing has looked at."""
-        no_effect = self.table["no_effect"]
+        no_effect = names_without_effect("megatron")
         for key, why in self.table["not_modeled"].items():
             self.not_modeled(key, why)
         if not is_above(self.peek("--num-experts"), 1):
-            self.no_effect(*(key for key in self.settings if key == "--num-experts" or key.startswith("--moe-")))
-        self.no_effect(*(key for key in self.settings if alike(no_effect, key)))
+            self.no_effect(*names_without_effect("megatron_experts"))
+        self.no_effect(*no_effect)
         for setting, why in self.arguments.unsure:
-            known = alike(no_effect, setting.key) and setting.key not in self.asked
+            known = setting.key in no_effect and setting.key not in self.asked
             if known or setting.key in ("--vocab-file", "--load", "--save"):
                 self.settings[setting.key] = setting
                 self._left[setting.key] = setting
