@@ -54,4 +54,5 @@ def subject_of(key: str, value: Any) -> str | None:
     name = ".".join([*(each for each in sections if each not in _DETAILS), last])
     subject = next((subject for subject, pattern in _PATTERNS.items() if pattern.search(name)), None)
     is_one = subject == "parallelism" and str(value) == "1"
-    return None if is_one or (value is not None and str(value).strip().lower() in _OFF) else subject
+    is_off = value is not None and (value == 0 or str(value).strip().lower() in _OFF)
+    return None if is_one or is_off else subject

@@ -28,7 +28,7 @@ from simplan.interop.frameworks.hugging_face.tools import (
     AXOLOTL,
     devices_of_factory,
     renamed,
-    split_of_trl,
+    split_of_tool,
     tool_of,
 )
 from simplan.interop.frameworks.shell import TrainingCommand
@@ -130,8 +130,8 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     settings += _arguments(arguments_of(launch.arguments))[1]
     settings += [(setting.key, setting) for setting in nccl_settings(launch.environment)]
     options = options_of(launch)
-    if launch.program.text == "trl":
-        settings, passed = split_of_trl(settings)
+    if launch.program.text in ("trl", "axolotl"):
+        settings, passed = split_of_tool(settings)
         options = [*passed, *options]
     launched_by = launch.launchers[-1] if launch.launchers else launch.program.text
     run = _run(f"{_title(tool)}, launched by {launched_by}", file, trainer=settings, accelerate=options, tool=tool)

@@ -119,7 +119,8 @@ def is_true(value: Any) -> bool:
 
 def is_one_of(value: Any, words: Iterable[Any]) -> bool:
     """True if a value equals one of several, where true and false may be written as words."""
-    return any(value == word or (isinstance(word, bool) and is_true(value) == word) for word in words)
+    is_off = str(value).lower() in ("false", "no", "n", "off", "0")
+    return any(value == word or (isinstance(word, bool) and (is_true(value) if word else is_off)) for word in words)
 
 
 def whole(value: Any) -> int | None:

@@ -33,7 +33,7 @@ _AXOLOTL_NAMES = {
 }
 """Keys of axolotl that have another name in TrainingArguments, or in Accelerate's ``ParallelismConfig``."""
 _OF_ACCELERATE = ("config_file", "multi_gpu", "num_processes", "num_machines", "machine_rank", "use_fsdp", "use_deepspeed")
-"""Options that ``trl`` passes on to ``accelerate launch``."""
+"""Options that ``trl`` and ``axolotl`` pass on to ``accelerate launch``."""
 
 
 def tool_of(keys: Iterable[str]) -> str:
@@ -62,10 +62,10 @@ def renamed(tool: str, key: str, setting: Setting, keys: frozenset[str]) -> tupl
     return _AXOLOTL_NAMES.get(key, key), setting
 
 
-def split_of_trl(settings: Sequence[tuple[str, Setting]]) -> tuple[list[tuple[str, Setting]], list[tuple[str, Setting]]]:
-    """Arguments of ``trl``: those of the training, and those that it passes on to ``accelerate launch``.
+def split_of_tool(settings: Sequence[tuple[str, Setting]]) -> tuple[list[tuple[str, Setting]], list[tuple[str, Setting]]]:
+    """Arguments of ``trl`` and ``axolotl``: those of the training, and those passed on to ``accelerate launch``.
 
-    ``--accelerate_config`` names one of TRL's own configurations, or a file.
+    ``--accelerate_config`` of TRL names one of TRL's own configurations, or a file.
     """
     own, passed = [], []
     for key, setting in settings:

@@ -209,6 +209,8 @@ class MegatronReading(Reading):
         path = "training.precision"
         fp8 = next((key for key in ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3") if key in self), "")
         wide = next((key for key in ("--bf16", "--fp16") if key in self), "")
+        if {"--bf16", "--fp16"} <= self.settings.keys():
+            self.contradiction("--fp16", "is set next to --bf16", "remove one of them")
         recipe, fp4 = (
             str(self.value("--fp8-recipe", "delayed")),
             next((key for key in ("--fp4-format", "--fp4") if key in self), ""),
