@@ -23,7 +23,10 @@ _WORDS = {
     "adapters": ("lora|adapter|peft|pissa|dora|prompt_tuning|prefix_tuning", "oft boft loha lokr vera ia3 mora"),
     "frozen weights": ("freez|frozen|trainable", "spectrum lisa"),
     "offloading": ("offload|cpu_adam|nvme|zenflow", ""),
-    "the optimizer": ("optim|muon|galore|apollo|badam|adam_mini|adafactor|lomo|shampoo|sophia|prodigy", "lion soap dion"),
+    "the optimizer": (
+        "optim|muon|galore|apollo|badam|adam_mini|adafactor|lomo|shampoo|sophia|prodigy",
+        "lion soap dion",
+    ),
 }
 """Subject -> words within a name (alternatives of a regular expression), and words that stand alone in it."""
 _PATTERNS = {

@@ -405,9 +405,7 @@ def refuse(reading: Reading, table: Mapping[str, Any]) -> None:
             reading.refuse(key, why)
 
 
-def sort_rest(
-    reading: Reading, table: Mapping[str, Any], names: Iterable[str], degrees: Mapping[str, int]
-) -> None:
+def sort_rest(reading: Reading, table: Mapping[str, Any], names: Iterable[str], degrees: Mapping[str, int]) -> None:
     """Note settings with which the prediction leaves something out, and those without an effect.
 
     Args:

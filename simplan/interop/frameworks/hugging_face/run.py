@@ -120,6 +120,8 @@ class TrainerRun:
     def _read_devices(self) -> None:
         processes = whole(self.accelerate.value("num_processes"))
         machines = whole(self.accelerate.value("num_machines")) or 1
+        if self.num_devices is None and (workers := whole(self.trainer.value("ray_num_workers"))):
+            self.num_devices, self.devices_key = workers, self.trainer.full("ray_num_workers")
         is_single = str(self.accelerate.value("distributed_type", "")).upper() == "NO"
         if self.num_devices is None and (processes or is_single):
             self.num_devices = processes or 1
@@ -235,7 +237,10 @@ class TrainerRun:
 
     def _refuse_fp8(self) -> None:
         is_on = str(self.accelerate.value("mixed_precision", "")).lower() == "fp8"
-        for keys, key, on in ((self.accelerate, "mixed_precision", is_on), (self.trainer, "fp8", self.trainer.is_true("fp8"))):
+        for keys, key, on in (
+            (self.accelerate, "mixed_precision", is_on),
+            (self.trainer, "fp8", self.trainer.is_true("fp8")),
+        ):
             if on:
                 keys.refuse(key, "is not modeled yet with transformers' models", "use bf16, or software torch with fp8")
 
@@ -513,9 +518,7 @@ class TrainerRun:
     # Software, and what is left
 
     def _choose_software(self, strategy: str, *, offloads: bool) -> None:
-        where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with ", "ddp": "DDP with "}.get(
-            strategy, ""
-        ) + "transformers' models"
+        where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with "}.get(strategy, "") + "transformers' models"
         is_split = any((self.reading.written(f"plan.{name}") or 1) > 1 for name in ("cp", "tp"))
         compiles = self._compiles()
         if (self._model is not None and not has_transformers_code(self._model)) or is_split:

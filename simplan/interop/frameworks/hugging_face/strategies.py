@@ -64,8 +64,8 @@ def read_fsdp(run: TrainerRun) -> None:
         run.reading.put("plan.zero_stage", 2 if strategy.endswith(("grad_op", "zero2", "kept")) else 3, key)
         if strategy.startswith("hybrid"):
             _read_hybrid(run, key)
-        elif not (run.is_axolotl and "dp_shard_size" in parallelism_keys(run)):  # else the rest are replicas
-            run.reading.put("plan.dp_replicate", 1, key)
+        elif not run.is_axolotl or (whole(parallelism_keys(run).value("dp_shard_size")) or 1) == 1:
+            run.reading.put("plan.dp_replicate", 1, key)  # with a size of shards, axolotl's other ranks are replicas
         if run.accumulates and not run.trainer.is_true(_SYNC_EACH_BATCH):
             where = "Accelerate reduces gradients at the last step of accumulation"
             run.reading.put("plan.grad_sync", "step", where)
@@ -235,7 +235,7 @@ def read_parallelism(run: TrainerRun) -> None:
     keys = parallelism_keys(run)
     for name, path in names.DEGREES.items():
         degree = whole(keys.value(name))
-        if degree is not None:
+        if degree is not None and not (run.is_axolotl and degree == 1):  # which is left out by axolotl
             keys.put(path, degree, name)
     if (whole(keys.value("sp_size")) or 1) > 1:
         keys.refuse("sp_size", "is not modeled: sequence parallelism of DeepSpeed-Ulysses", "use cp_size")

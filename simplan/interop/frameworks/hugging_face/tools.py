@@ -32,7 +32,15 @@ _AXOLOTL_NAMES = {
     "expert_parallel_size": "parallelism_config.ep_size",
 }
 """Keys of axolotl that have another name in TrainingArguments, or in Accelerate's ``ParallelismConfig``."""
-_OF_ACCELERATE = ("config_file", "multi_gpu", "num_processes", "num_machines", "machine_rank", "use_fsdp", "use_deepspeed")
+_OF_ACCELERATE = (
+    "config_file",
+    "multi_gpu",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "use_fsdp",
+    "use_deepspeed",
+)
 """Options that ``trl`` and ``axolotl`` pass on to ``accelerate launch``."""
 
 
@@ -58,11 +66,13 @@ def renamed(tool: str, key: str, setting: Setting, keys: frozenset[str]) -> tupl
     if key == "bfloat16" and is_true(setting.value):  # BF16 without autocast
         return "bf16", replace(setting, value="full")
     if key == "lora_r" and "adapter" not in keys:
-        return "lora_alpha", setting  # of no adapters
+        return "lora_unused", setting
     return _AXOLOTL_NAMES.get(key, key), setting
 
 
-def split_of_tool(settings: Sequence[tuple[str, Setting]]) -> tuple[list[tuple[str, Setting]], list[tuple[str, Setting]]]:
+def split_of_tool(
+    settings: Sequence[tuple[str, Setting]],
+) -> tuple[list[tuple[str, Setting]], list[tuple[str, Setting]]]:
     """Arguments of ``trl`` and ``axolotl``: those of the training, and those passed on to ``accelerate launch``.
 
     ``--accelerate_config`` of TRL names one of TRL's own configurations, or a file.
@@ -70,7 +80,9 @@ def split_of_tool(settings: Sequence[tuple[str, Setting]]) -> tuple[list[tuple[s
     own, passed = [], []
     for key, setting in settings:
         if key == "accelerate_config" and (named := table("trl_configurations").get(setting.value)) is not None:
-            passed += [(name, replace(setting, key=f"{setting.key}: {name}", value=value)) for name, value in named.items()]
+            passed += [
+                (name, replace(setting, key=f"{setting.key}: {name}", value=value)) for name, value in named.items()
+            ]
         elif key == "accelerate_config":
             passed.append(("config_file", setting))
         else:

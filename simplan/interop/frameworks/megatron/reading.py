@@ -66,6 +66,11 @@ def read(file: ConfigFile) -> Configuration:
     return reading.configuration()
 
 
+_SIGNS_OF_DEEPSPEED = (
+    "--deepspeed", "--deepspeed_config", "--deepspeed-config", "--zero-stage", "--deepspeed-activation-checkpointing",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class MegatronReading(Reading):
     """One set of arguments on their way into a scenario.
@@ -143,9 +148,9 @@ class MegatronReading(Reading):
         sign = next((key for key in _SIGNS_OF_CORE if key in self), "")
         older = next((key for key in _SIGNS_OF_2021 if key in self), "")
         of_2022 = next((key for key in _SIGNS_OF_2022 if key in self), "")
-        if any(key.startswith("--deepspeed") or key == "--zero-stage" for key in self.settings):
-            self.software = DEEPSPEED
-            sign = next(key for key in self.settings if key.startswith("--deepspeed") or key == "--zero-stage")
+        of_deepspeed = next((key for key in _SIGNS_OF_DEEPSPEED if key in self), "")
+        if of_deepspeed:
+            self.software, sign = DEEPSPEED, of_deepspeed
         elif not sign and (older or of_2022):
             self.software, sign = (OF_2021, older) if older else (OF_2022, of_2022)
         if self.value("--transformer-impl") == "local" and self.software == CORE:
