@@ -48,8 +48,8 @@ FORMATS = {
     "nemo_1": "nemo", "nemo_2": "nemo", "fsdp": "accelerate", "axolotl": "trainer", "factory": "trainer",
 }  # fmt: skip
 WORDS = (
-    "zzz_parallel_size", "dp_zzz", "zzz_fp8", "zzz_optim", "muon_zzz", "quant_zzz", "zzz_freeze", "zzz_lora", "adapter_zzz",
-    "zzz_offload",
+    "zzz_parallel_size", "dp_zzz", "zzz_fp8", "zzz_optim", "muon_zzz", "quant_zzz", "zzz_freeze", "zzz_lora",
+    "adapter_zzz", "zzz_offload",
 )  # fmt: skip
 
 

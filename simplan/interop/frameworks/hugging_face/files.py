@@ -47,8 +47,9 @@ _ACCELERATE_SIGNS = (
 )  # fmt: skip
 _DEEPSPEED_SIGNS = ("zero_optimization", "train_micro_batch_size_per_gpu")
 _OF_DEEPSPEED = (
-    "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "optimizer",
-    "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "steps_per_print", "zero_allow_untested_optimizer",
+    "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps",
+    "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "steps_per_print",
+    "zero_allow_untested_optimizer",
 )  # fmt: skip
 """Sections and keys of which a DeepSpeed configuration has at least one."""
 

@@ -251,13 +251,13 @@ def read_parallelism(run: TrainerRun) -> None:
 
 
 def _read_rotation(run: TrainerRun, keys: Keys) -> None:
-    """How keys and values come to all context-parallel ranks."""
+    """Put the communication of keys and values between context-parallel ranks."""
     if run.is_axolotl:  # ring-flash-attn: of packed sequences, keys and values are gathered some heads at a time
         packs = run.trainer.is_true("sample_packing")
         word = str(run.trainer.value("ring_attn_func", "varlen_llama3" if packs else "batch_ring"))
         key = run.trainer.full("ring_attn_func") if "ring_attn_func" in run.trainer else keys.full("cp_size")
         run.reading.put("plan.cp_comm", "all_gather" if word == "varlen_llama3" else "ring", key)
-        run.trainer.not_modeled("heads_k_stride", "keys and values of all heads are gathered at once")
+        run.trainer.not_modeled("heads_k_stride", "keys and values of all heads are gathered together")
         return
     word = str(keys.value("cp_comm_strategy", "allgather")).lower().replace("_", "")
     key = "cp_comm_strategy" if "cp_comm_strategy" in keys else "cp_size"

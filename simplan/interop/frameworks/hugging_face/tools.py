@@ -77,7 +77,8 @@ def split_of_tool(
 
     ``--accelerate_config`` of TRL names one of TRL's own configurations, or a file.
     """
-    own, passed = [], []
+    own: list[tuple[str, Setting]] = []
+    passed: list[tuple[str, Setting]] = []
     for key, setting in settings:
         if key == "accelerate_config" and (named := table("trl_configurations").get(setting.value)) is not None:
             passed += [
