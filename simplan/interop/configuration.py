@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from simplan.document import Document, Place
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.interop.unread import subject_of
 from simplan.model.model import MAX_LAYERS
 from simplan.problems import Path, in_file_order, render_value
 
@@ -266,7 +267,7 @@ class Reading:
                 self.refuse(match.key, "is not modeled yet", f"only {' or '.join(map(str, match.values))} is")
 
     def no_effect(self, *keys: str) -> None:
-        """Note settings that change neither time nor memory; keys that the file does not have do not matter."""
+        """Note settings that change neither time nor memory, by whole names; others than the file's do not matter."""
         for key in keys:
             if key in self._left:
                 self._no_effect.append(self._left.pop(key))
@@ -318,6 +319,7 @@ class Reading:
             SpecError: Settings are refused or contradict each other; lists all of them. A ``NotModelledError`` if all
                 are options that are not modeled.
         """
+        self._refuse_unknown()
         problems = sorted([*self._problems, *self._unmodeled_problems], key=in_file_order)
         if problems:
             raise (SpecError if self._problems else NotModelledError)(problems, file=self.file)
@@ -336,6 +338,14 @@ class Reading:
             self.settings,
             ranks_per_node=self.ranks_per_node,
         )
+
+    def _refuse_unknown(self) -> None:
+        """Refuse settings that nothing has read and that may be about another plan."""
+        for key, setting in [*self._left.items()]:
+            subject = subject_of(key, setting.value)
+            if subject is not None:
+                rule = f"is a setting that simplan does not know, and its name speaks of {subject}"
+                self.refuse(key, rule, "remove it if the plan is the same without it, or write a scenario")
 
     def _problem(self, key: str, rule: str, fix: str) -> Problem:
         self._left.pop(key, None)

@@ -25,6 +25,7 @@ from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, read_configuration
 from simplan.interop.frameworks.shell import unknown_script
 from simplan.interop.huggingface import model_types
+from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -320,6 +321,7 @@ def read_source(
         if batch is None and "training.global_batch_size" not in given and configuration.num_microbatches is not None:
             batch = NUM_MICROBATCHES, configuration.num_microbatches
             typed.setdefault(NUM_MICROBATCHES, configuration.names.get(NUM_MICROBATCHES, NUM_MICROBATCHES))
+        data, configuration = _sharded(data, given, typed, configuration)
     current = None
     if searches and isinstance(data, dict) and (configuration is not None or from_current):
         current = _current(document, file, configuration, given, batch, typed)
@@ -435,6 +437,11 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     if configuration is not None:
         named = Document({"name": path.stem} | configuration.document.data, configuration.document.lines)
         return named, file.name, False, configuration
+    is_scenario = file.yaml is not None and {"model", "cluster"} <= file.yaml.data.keys()
+    if framework is None and not is_scenario and (other := framework_that_is_not_read(file)) is not None:
+        rule = f"looks like a file of {other}, which is not read"
+        fix = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     if file.yaml is None and path.suffix == ".py":
         rule = "is a Python script, which simplan does not run"
         fix = "give the command that launches it, as a shell script, or its arguments as JSON or YAML"
@@ -477,6 +484,29 @@ def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[s
             before = {name: value for name, value in before.items() if name not in replaced}
         changed[section] = _with(before, section, rest.split(".") if rest else [], given[key], typed[key], file)
     return changed
+
+
+def _sharded(
+    data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[str, str], configuration: Configuration
+) -> tuple[dict[str, Any], Configuration]:
+    """A framework's file without its replicas, if an override gives a stage of ZeRO and no degrees.
+
+    Raises:
+        SpecError: The file itself says that nothing is sharded.
+    """
+    plan, stage = data.get("plan"), given.get("plan.zero_stage")
+    degrees = {"plan", "plan.dp_shard", "plan.dp_replicate"} & given.keys()
+    if not isinstance(plan, dict) or stage not in (1, 2, 3) or plan.get("dp_shard") != 1 or degrees:
+        return data, configuration
+    if (key := configuration.names.get("plan.dp_shard")) is not None:
+        rule = f"has nothing to shard: {configuration.settings[key]} keeps one copy per data-parallel rank"
+        fix = "give the ranks that share a copy as well: --dp-shard 8"
+        raise SpecError(
+            Problem(field=typed["plan.zero_stage"], value=str(stage), rule=rule, fix=fix), file=configuration.file
+        )
+    others = {key: value for key, value in plan.items() if key not in ("dp_shard", "dp_replicate")}
+    origins = {key: each for key, each in configuration.origins.items() if key != "plan.dp_shard"}
+    return data | {"plan": others | {"dp_replicate": 1}}, replace(configuration, origins=origins)
 
 
 def _with(before: Any, place: str, rest: list[str], value: Any, typed: str, file: str) -> Any:

@@ -289,7 +289,7 @@ def test_scripts_that_a_script_calls_are_read_from_its_folder_only(tmp_path: Pat
     (tmp_path / "outside.sh").write_text(f"torchrun x.py {_SMALL} --tensor-model-parallel-size 8\n")
     (folder / "pretrain_gpt.sh").write_text(
         f"#SBATCH --nodes=2\ntorchrun --nproc_per_node $1 --nnodes $# pretrain_gpt.py {_SMALL} "
-        "--max-position-embeddings 32 --tensor-model-parallel-size $TP --bf16 ${2:+--fp16}\n"
+        "--max-position-embeddings 32 --tensor-model-parallel-size $TP --bf16 ${2:+--swiglu}\n"
     )
 
     job = scenario_from(folder / "start.sh", _CLUSTER | {"cluster.num_devices": 4}).job

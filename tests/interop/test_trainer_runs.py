@@ -529,3 +529,153 @@ def test_llama_factory_recomputes_by_default(line: str, recompute: str, tmp_path
     )
     overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "plan.zero_stage": 3}
     assert read_source(file, overrides).document.data["plan"]["recompute"] == recompute
+
+
+_FSDP2 = (
+    "fsdp_version: 2\nfsdp_config:\n  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "  transformer_layer_cls_to_wrap: Qwen2DecoderLayer\n  reshard_after_forward: true\n"
+)
+_ADAPTERS = f"{_FACTORY}bf16: true\nfinetuning_type: "
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "FSDP2": (_FSDP2, {"zero_stage": 3, "dp_shard": 16, "dp_replicate": 1}),
+    "FSDP2, kept": (_FSDP2.replace("true", "false"), {"zero_stage": 2, "dp_shard": 16}),
+    "FSDP1 by fsdp_config alone": ("fsdp_config: {sharding_strategy: SHARD_GRAD_OP}\n", {"zero_stage": 2}),
+    "a version without a configuration": ("fsdp_version: 2\n", {"zero_stage": 0, "dp_replicate": 16}),
+    "in both places": (f"{_FSDP2}  fsdp_version: 2\n", {"zero_stage": 3}),
+    "HSDP by shards": (f"{_FSDP2}dp_shard_size: 4\n", {"dp_shard": 4, "dp_replicate": 4, "zero_stage": 3}),
+    "HSDP by replicas": (f"{_FSDP2}dp_replicate_size: 4\n", {"dp_shard": 4, "dp_replicate": 4}),
+    "sizes of 1 as left out": (f"{_FSDP2}dp_shard_size: 1\ndp_replicate_size: 1\n", {"dp_shard": 16}),
+    "three dimensions": (
+        f"{_FSDP2}dp_shard_size: 2\ntensor_parallel_size: 2\ncontext_parallel_size: 4\n",
+        {"tp": 2, "cp": 4, "dp_shard": 2, "dp_replicate": 1, "cp_comm": "ring", "sequence_parallel": False},
+    ),
+    "packed, gathers keys": (
+        f"{_FSDP2}context_parallel_size: 2\nsample_packing: true\n",
+        {"cp": 2, "cp_comm": "all_gather", "dp_shard": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_axolotl_shards_and_splits_as_it_says(name: str, tmp_path: Path) -> None:
+    """axolotl: core/builders (fsdp_config or fsdp), utils/distributed.py, ring_attn of utils/schemas/enums.py."""
+    text, expected = PLANS[name]
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_AXOLOTL}bf16: true\n{text}", encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 2}).job
+    assert {key: getattr(job.plan, key) for key in expected} == expected
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "oft": (f"{_ADAPTERS}oft\n", "finetuning_type"),
+    "freeze": (f"{_ADAPTERS}freeze\n", "finetuning_type"),
+    "dora": (f"{_ADAPTERS}lora\nuse_dora: true\n", "use_dora"),
+    "whole modules": (f"{_ADAPTERS}lora\nadditional_target: embed_tokens\n", "additional_target"),
+    "Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size"),
+    "fp8": (f"{_ADAPTERS}full\nfp8: true\n", "fp8"),
+    "muon": (f"{_ADAPTERS}full\nuse_muon: true\n", "use_muon"),
+    "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
+    "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),
+    "qlora": (f"{_AXOLOTL}adapter: qlora\nlora_r: 8\n", "adapter"),
+    "experts": (f"{_AXOLOTL}expert_parallel_size: 2\n", "expert_parallel_size"),
+    "spectrum": (f"{_AXOLOTL}plugins: [axolotl.integrations.spectrum.SpectrumPlugin]\n", "plugins"),
+    "two versions": (f"{_AXOLOTL}{_FSDP2}  fsdp_version: 1\n", "fsdp_config.fsdp_version"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_setting_of_another_plan_is_refused(name: str, tmp_path: Path) -> None:
+    text, field = REFUSED[name]
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError) as error:
+        scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1})
+    assert [problem for problem in error.value.problems if field in problem.field and problem.line]
+
+
+@pytest.mark.parametrize(("word", "expected"), [("allgather", "all_gather"), ("alltoall", "ring")])
+def test_rotation_of_context_parallelism_is_read(word: str, expected: str, tmp_path: Path) -> None:
+    """Accelerate 1.15, utils/dataclasses.py: TorchContextParallelConfig."""
+    path = tmp_path / "cp.yaml"
+    sizes = {"parallelism_config_cp_size": 8, "parallelism_config_cp_comm_strategy": word}
+    launch = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
+    settings = {**launch, "fsdp_config": {"fsdp_version": 2}, "parallelism_config": sizes}
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    add = {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 512, "plan.microbatch_size": 1}
+    assert scenario_from(path, {**add, "num_microbatches": 1}).job.plan.cp_comm == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train run.yaml", {"dp_replicate": 16, "zero_stage": 0}),
+        ("trl sft --config run.yaml --accelerate_config fsdp2", {"dp_shard": 8, "zero_stage": 3}),
+        ("trl sft --config run.yaml --accelerate_config zero2 --num_processes 16 --num_machines 2", {"dp_shard": 16}),
+        ("torchrun --nproc_per_node 8 --nnodes 2 run_clm.py args.json", {"dp_replicate": 16}),
+    ],
+)
+def test_devices_and_plan_of_a_tool_are_read(command: str, expected: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{_FACTORY}finetuning_type: full\n" if "llama" in command else _FACTORY)
+    settings = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "block_size": 512, "bf16": True}
+    (tmp_path / "args.json").write_text(json.dumps(settings), encoding="utf-8")
+    path = tmp_path / "run.sh"
+    path.write_text(f"{command}\n", encoding="utf-8")
+    plan = scenario_from(path, {"cluster.preset": "dgx-h100"}).job.plan
+    assert {key: getattr(plan, key) for key in expected} == expected
+
+
+def test_file_that_is_no_deepspeed_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(json.dumps({"id": "q1", "input": "text"}), encoding="utf-8")
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": 1, "deepspeed": "data.json"}), encoding="utf-8")
+    with pytest.raises(SpecError, match="named as the DeepSpeed configuration, and has none of its keys"):
+        scenario_from(path, {"cluster.preset": "dgx-h100"})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stage_on_top_of_replicas_wins(stage: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_FACTORY}finetuning_type: full\nbf16: true\n", encoding="utf-8")
+    overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "plan.zero_stage": stage}
+    source = read_source(path, overrides)
+    plan = source.scenario().job.plan
+    assert (plan.zero_stage, plan.dp_shard, plan.dp_replicate) == (stage, 8, 1)
+    assert "DDP" not in source.text(tmp_path)
+    path = tmp_path / "accelerate.yaml"
+    sizes = {"parallelism_config_dp_shard_size": 1, "parallelism_config_dp_replicate_size": 8}
+    launch = {"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16"}
+    path.write_text(yaml.safe_dump({**launch, "parallelism_config": sizes}), encoding="utf-8")
+    add = {"model.preset": "gpt2-124m", "model.seq_len": 512, "plan.microbatch_size": 1, "num_microbatches": 1}
+    with pytest.raises(SpecError, match=rf"plan.zero_stage = {stage}: has nothing to shard: .*dp_shard_size = 1"):
+        read_source(path, {**overrides, **add})
+
+
+OTHERS = {
+    "torchtune": "model:\n  _component_: torchtune.models.llama3.llama3_8b\noutput_dir: o\n",
+    "nanotron": "general: {project: a}\nparallelism: {dp: 8, tp: 1}\ntokens: {sequence_length: 8}\ncheckpoints: {}\n",
+    "NeMo AutoModel": "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n",
+    "LLaMA-Factory v1": "model: a\nmodel_class: llm\ndist_config: {name: fsdp2}\ntrain_dataset: d\n",
+    "verl": "actor_rollout_ref:\n  model: {path: a}\n",
+    "OpenRLHF": "deepspeed --module openrlhf.cli.train_sft --max_len 2048 --pretrain a/b\n",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_framework_that_is_not_read_is_named_in_one_line(name: str, tmp_path: Path) -> None:
+    path = tmp_path / ("run.sh" if "--" in OTHERS[name] else "run.yaml")
+    path.write_text(OTHERS[name], encoding="utf-8")
+    with pytest.raises(SpecError, match=f"looks like a file of {name}, which is not read") as error:
+        scenario_from(path, {"cluster.preset": "dgx-h100"})
+    assert len(error.value.problems) == 1
+
+
+def test_recomputation_is_that_of_fsdp_and_hosts_have_a_file() -> None:
+    usual = {"cluster.preset": "dgx-h100", "plan.dp_shard": 8, "plan.recompute": "full", "training.task": "sft"}
+    files = export(scenario_from("llama3-8b", {**usual, "software": "accelerate"}).job, "accelerate").files
+    assert "fsdp_activation_checkpointing: true" in files["accelerate.yaml"]
+    assert "--gradient_checkpointing false" in files["train.sh"]
+    many = {**usual, "software": "deepspeed", "cluster.num_nodes": 2, "plan.dp_shard": 16}
+    exported = export(scenario_from("llama3-8b", many).job, "deepspeed")
+    assert exported.files["hostfile"] == "node0 slots=8\nnode1 slots=8\n"
+    assert "--gradient_checkpointing" in exported.files["train.sh"]
+    assert not [note for note in exported.notes if "every node" in note]

@@ -16,3 +16,9 @@ def tables(framework: str) -> Mapping[str, Any]:
     file = resources.files(__name__).joinpath("tables", f"{framework}.yaml")
     data: Mapping[str, Any] = parse_yaml(file.read_text(encoding="utf-8"), file.name).data
     return data
+
+
+@cache
+def names_without_effect(reader: str) -> frozenset[str]:
+    """Whole names of settings that change neither time nor memory, of one reader in ``tables/no_effect.yaml``."""
+    return frozenset(tables("no_effect")[reader].split())

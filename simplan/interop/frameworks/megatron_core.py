@@ -436,12 +436,12 @@ def refuse(reading: Reading, table: Mapping[str, Any]) -> None:
             reading.refuse(key, why)
 
 
-def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
+def sort_rest(reading: Reading, table: Mapping[str, Any], names: Iterable[str], degrees: Mapping[str, int]) -> None:
     """Note settings with which the prediction leaves something out, and those without an effect.
 
     Args:
-        table: ``not_modeled``: setting -> values with which nothing is left out, and what is with others;
-            ``no_effect``: beginnings of settings. What is null or empty is off, and has no effect either.
+        table: ``not_modeled``: setting -> values with which nothing is left out, and what is with others.
+        names: Settings without an effect. What is null or empty is off, and is read by that.
         degrees: See ``read_parallel``. Overlaps of communication that a plan does not have leave nothing out.
     """
     note_allocator(reading)
@@ -449,10 +449,10 @@ def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, 
     for key, (values, why) in table["not_modeled"].items():
         if key in reading and reading.value(key) not in values and not key.endswith(tuple(moot)):
             reading.not_modeled(key, why)
-    beginnings = tuple(table["no_effect"])
-    reading.no_effect(
-        *(key for key, each in reading.settings.items() if key.startswith(beginnings) or each.value in (None, [], {}))
-    )
+    reading.no_effect(*names)
+    for key, setting in reading.settings.items():
+        if setting.value in (None, [], {}):
+            reading.value(key)
 
 
 def read_optimizer(reading: Reading, section: str, origin: str) -> None:

@@ -17,7 +17,7 @@ from simplan.document import parse_yaml
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import megatron_core as core
-from simplan.interop.frameworks import tables
+from simplan.interop.frameworks import names_without_effect, tables
 from simplan.interop.frameworks.bridge.words import PRECISIONS as FP8_PRECISIONS
 
 _ORIGIN = "the default of NeMo"
@@ -103,7 +103,7 @@ def _read_version_1(reading: Reading) -> Configuration:
     _put_model(reading, experts=experts)
     _put_adapters(reading)
     _put_devices(reading, degrees, "model.")
-    core.sort_rest(reading, table, degrees)
+    core.sort_rest(reading, table, names_without_effect("nemo_1"), degrees)
     return reading.finish()
 
 
@@ -145,8 +145,7 @@ def _put_adapters(reading: Reading) -> None:
             reading.not_modeled(f"{section}adapter_dropout", what)
     elif scheme != "none":
         reading.refuse(key, "is not modeled yet", "use lora, or none")
-    for setting in (setting for setting in reading.settings if setting.startswith("model.peft.")):
-        reading.no_effect(setting)
+    reading.no_effect(*names_without_effect("nemo_1_adapters"))
 
 
 def _put_software(reading: Reading) -> None:
@@ -390,10 +389,10 @@ def _put_rest(reading: Reading, degrees: dict[str, int]) -> None:
         section = next((each for each in _SECTIONS if key.startswith(each)), "")
         return _SECTIONS.get(section, "") + key.removeprefix(section)
 
-    theirs, own = tables("bridge"), tables("nemo")["version_2"]
-    known = [moved(key) for key in theirs["no_effect"] if key.startswith(tuple(_SECTIONS))]
-    not_modeled = {moved(key): each for key, each in theirs["not_modeled"].items()}
-    core.sort_rest(reading, {"not_modeled": not_modeled, "no_effect": [*own["no_effect"], *known]}, degrees)
+    known = [moved(key) for key in names_without_effect("bridge") if key.startswith(tuple(_SECTIONS))]
+    not_modeled = {moved(key): each for key, each in tables("bridge")["not_modeled"].items()}
+    names = [*names_without_effect("nemo_2"), *known]
+    core.sort_rest(reading, {"not_modeled": not_modeled}, names, degrees)
 
 
 def _put_named_model(reading: Reading) -> str:

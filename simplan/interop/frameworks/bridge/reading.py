@@ -15,7 +15,7 @@ from simplan.document import parse_yaml
 from simplan.interop.configuration import Configuration, Match, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import megatron_core as core
-from simplan.interop.frameworks import tables
+from simplan.interop.frameworks import names_without_effect, tables
 from simplan.interop.frameworks.bridge.export import BUCKET_ELEMENTS, export, settings
 from simplan.interop.frameworks.bridge.words import (
     DISPATCHERS,
@@ -92,7 +92,7 @@ def read(file: ConfigFile) -> Configuration:
         _put_changes(reading)
     core.read_adapters(reading, "peft.")
     reading.ask("cluster", what="does not say how many devices there are", fix="add --cluster dgx-h100 --num-nodes 4")
-    core.sort_rest(reading, tables("bridge"), degrees)
+    core.sort_rest(reading, tables("bridge"), names_without_effect("bridge"), degrees)
     return reading.finish()
 
 

@@ -6,15 +6,14 @@ FSDP, DeepSpeed), and DeepSpeed a JSON file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from simplan.document import Document
 from simplan.errors import Problem, SpecError, file_error
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face import writing
-from simplan.interop.frameworks.hugging_face.keys import AUTO, Keys, document_of, flattened, named_document
+from simplan.interop.frameworks.hugging_face.keys import Keys, document_of, flattened, named_document
 from simplan.interop.frameworks.hugging_face.run import TrainerRun
 from simplan.interop.frameworks.hugging_face.script import (
     arguments_of,
@@ -25,26 +24,34 @@ from simplan.interop.frameworks.hugging_face.script import (
     options_of,
     sft_of,
 )
+from simplan.interop.frameworks.hugging_face.tools import (
+    AXOLOTL,
+    devices_of_factory,
+    renamed,
+    split_of_tool,
+    tool_of,
+)
 from simplan.interop.frameworks.shell import TrainingCommand
 from simplan.interop.nccl import nccl_settings
 
 Named = Sequence[tuple[str, Setting]]
 """Settings with their keys within their file."""
 
-_TRAINER, _AXOLOTL = "Hugging Face Trainer arguments", "axolotl configuration"
+_TRAINER = "Hugging Face Trainer arguments"
 _ACCELERATE, _DEEPSPEED = "Accelerate configuration", "DeepSpeed configuration"
 _TRAINER_SIGNS = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "model_name_or_path", "per_device_batch_size",
 )  # fmt: skip
-_AXOLOTL_SIGNS = ("base_model", "micro_batch_size", "sequence_len")
 _ACCELERATE_SIGNS = (
     "compute_environment", "num_processes", "fsdp_config", "deepspeed_config", "num_machines", "mixed_precision",
 )  # fmt: skip
 _DEEPSPEED_SIGNS = ("zero_optimization", "train_micro_batch_size_per_gpu")
-_AXOLOTL_NAMES = {
-    "micro_batch_size": "per_device_train_batch_size", "optimizer": "optim", "base_model": "model_name_or_path",
-}  # fmt: skip
-"""Keys of axolotl that have another name in TrainingArguments."""
+_OF_DEEPSPEED = (
+    "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps",
+    "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "steps_per_print",
+    "zero_allow_untested_optimizer",
+)  # fmt: skip
+"""Sections and keys of which a DeepSpeed configuration has at least one."""
 
 
 def _has_accelerate(file: ConfigFile) -> bool:
@@ -63,11 +70,7 @@ def _has_trainer(file: ConfigFile) -> bool:
         return launch_of(file.text, file.name) is not None
     keys = _document(file).data.keys()
     signs = [sign for sign in _TRAINER_SIGNS if sign in keys]
-    return "model" not in keys and (len(signs) >= 2 or _is_axolotl(keys) or _TRAINER_SIGNS[0] in keys)
-
-
-def _is_axolotl(keys: Iterable[str]) -> bool:
-    return sum(sign in keys for sign in _AXOLOTL_SIGNS) >= 2
+    return "model" not in keys and (len(signs) >= 2 or tool_of(keys) == AXOLOTL or _TRAINER_SIGNS[0] in keys)
 
 
 def _document(file: ConfigFile) -> Document:
@@ -91,9 +94,9 @@ def _read_deepspeed(file: ConfigFile) -> Configuration:
 def _read_trainer(file: ConfigFile) -> Configuration:
     document = document_of(file)
     if document is not None:
-        title, settings, names_launcher = _arguments([*flattened(document)])
-        run = _run(title, file, trainer=settings)
-        run.names_launcher = names_launcher
+        tool, settings = _arguments([*flattened(document)])
+        run = _run(_title(tool), file, trainer=settings, tool=tool)
+        run.names_launcher = bool(tool)
         return run.configuration()
     launch = launch_of(file.text, file.name)
     if launch is None:
@@ -103,43 +106,45 @@ def _read_trainer(file: ConfigFile) -> Configuration:
     return _read_launch(launch, file)
 
 
-def _arguments(settings: Named) -> tuple[str, Named, bool]:
-    """Title, settings by names of TrainingArguments, and True if the tool that they are for launches DDP by itself."""
-    keys = {key for key, _ in settings}
-    if _is_axolotl(keys):
-        names = _AXOLOTL_NAMES if "adapter" in keys else {**_AXOLOTL_NAMES, "lora_r": "lora_unused"}
-        return _AXOLOTL, [(names.get(key, key), _halved(key, setting)) for key, setting in settings], True
-    if "finetuning_type" in keys:
-        return "LLaMA-Factory configuration", settings, True
-    return _TRAINER, settings, False
+def _arguments(settings: Named) -> tuple[str, Named]:
+    """Tool that the settings are for (``tool_of``), and settings by names of TrainingArguments."""
+    keys = frozenset(key for key, _ in settings)
+    tool = tool_of(keys)
+    return tool, [renamed(tool, key, setting, keys) for key, setting in settings]
 
 
-def _halved(key: str, setting: Setting) -> Setting:
-    """``bf16: auto`` of axolotl as what it is on every device that has BF16."""
-    return replace(setting, value=True) if key == "bf16" and setting.value == AUTO else setting
+def _title(tool: str) -> str:
+    return f"{tool} configuration" if tool else _TRAINER
 
 
 def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     """Arguments of a command, with the files of arguments that it names."""
     settings: list[tuple[str, Setting]] = []
-    title = _TRAINER
+    tool = ""
     for name in config_files(launch):
         found = named_document(name, file)
         if found is None:
             rule, fix = "is named by the command and is not next to it", "put it there"
             raise SpecError(Problem(field=name, rule=rule, fix=fix), file=file.name)
-        title, own, _ = _arguments([*flattened(found[1], found[0])])
+        tool, own = _arguments([*flattened(found[1], found[0])])
         settings += own
     settings += _arguments(arguments_of(launch.arguments))[1]
     settings += [(setting.key, setting) for setting in nccl_settings(launch.environment)]
     options = options_of(launch)
+    if launch.program.text in ("trl", "axolotl"):
+        settings, passed = split_of_tool(settings)
+        options = [*passed, *options]
     launched_by = launch.launchers[-1] if launch.launchers else launch.program.text
-    run = _run(f"{title}, launched by {launched_by}", file, trainer=settings, accelerate=options)
+    run = _run(f"{_title(tool)}, launched by {launched_by}", file, trainer=settings, accelerate=options, tool=tool)
     run.num_devices, run.ranks_per_node = launch.num_devices, launch.ranks_per_node
     key = launch.launcher[0].key if launch.launcher else ""
     run.devices_key = next((setting.key for _, setting in options if setting.key.endswith(f" {key}")), key)
     if (included := included_devices(launch)) is not None:
         run.num_devices, run.devices_key = included
+    elif launch.program.text == "llamafactory-cli":
+        run.num_nodes, run.ranks_per_node, run.devices_key = devices_of_factory(launch)
+        if run.num_nodes is not None and run.ranks_per_node is not None:
+            run.num_devices = run.num_nodes * run.ranks_per_node
     elif not launch.launchers and launch.program.text.endswith(".py"):
         run.num_devices = run.ranks_per_node = 1
         run.devices_key = f"python starts one process, in line {launch.program.line}"
@@ -150,11 +155,18 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
 
 
 def _run(
-    title: str, file: ConfigFile, *, trainer: Named = (), accelerate: Named = (), deepspeed: Named = ()
+    title: str,
+    file: ConfigFile,
+    *,
+    trainer: Named = (),
+    accelerate: Named = (),
+    deepspeed: Named = (),
+    tool: str = "",
 ) -> TrainerRun:
     """The run of a file, with the files that its settings name.
 
     Args:
+        tool: Tool that the settings of the training script are for (``tool_of``); empty for none.
         trainer, accelerate, deepspeed: Settings of the training script, of ``accelerate launch``, and of DeepSpeed.
 
     Raises:
@@ -173,13 +185,19 @@ def _run(
         return []
 
     accelerate = [*named(("config_file", accelerate)), *accelerate]
+    of_file = named(
+        ("deepspeed", trainer),
+        ("deepspeed_config_file", accelerate),
+        ("deepspeed_config.deepspeed_config_file", accelerate),
+    )
+    if of_file and not any(key.partition(".")[0] in _OF_DEEPSPEED for key, _ in of_file):
+        name = of_file[0][1].key.partition(": ")[0]
+        rule = "is named as the DeepSpeed configuration, and has none of its keys"
+        fix = f"name a file with one of {', '.join(_OF_DEEPSPEED[:4])}"
+        raise SpecError(Problem(field=name, rule=rule, fix=fix), file=file.name)
     deepspeed = [
         *deepspeed,
-        *named(
-            ("deepspeed", trainer),
-            ("deepspeed_config_file", accelerate),
-            ("deepspeed_config.deepspeed_config_file", accelerate),
-        ),
+        *of_file,
         *((key.removeprefix("deepspeed."), setting) for key, setting in trainer if key.startswith("deepspeed.")),
     ]
     trainer = [*trainer, *((f"fsdp_config.{key}", setting) for key, setting in named(("fsdp_config", trainer)))]
@@ -194,7 +212,7 @@ def _run(
         keys(accelerate),
         keys(deepspeed),
         missing=tuple(missing),
-        loads_as_computed=title.startswith(_AXOLOTL),
+        tool=tool,
         reads_others=file.reads_others,
     )
 

@@ -11,7 +11,7 @@ from simplan.document import Document, parse_yaml
 from simplan.errors import file_error
 from simplan.interop.configuration import Reading, Setting
 from simplan.interop.formats import ConfigFile
-from simplan.interop.frameworks import tables
+from simplan.interop.frameworks import names_without_effect, tables
 from simplan.io import MAX_YAML_BYTES, folder_of, read_text
 
 AUTO = "auto"
@@ -62,17 +62,14 @@ class Keys:
         """Give a key of the scenario the value that a setting gives."""
         self.reading.put(path, value, self.full(key))
 
-    def no_effect(self, names: Iterable[str] = (), prefixes: tuple[str, ...] = ()) -> None:
-        """Note settings that change neither time nor memory, by name or by how the name begins."""
-        known = {*names}
-        self.reading.no_effect(
-            *(full for key, full in self.settings.items() if key in known or key.startswith(prefixes or ("\0",)))
-        )
+    def no_effect(self, names: Iterable[str]) -> None:
+        """Note settings that change neither time nor memory, by their whole names."""
+        self.reading.no_effect(*(self.settings[name] for name in names if name in self.settings))
 
     def note(self, name: str) -> None:
         """Note or refuse settings of a table that have other values than those that change nothing."""
         settings = table(name)
-        for key, (same, why) in settings["not_modeled"].items():
+        for key, (same, why) in settings.get("not_modeled", {}).items():
             if key in self and not is_one_of(self.value(key), same):
                 self.not_modeled(key, why)
         for key, (same, why) in settings.get("refused", {}).items():
@@ -80,10 +77,10 @@ class Keys:
                 self.refuse(key, why, "remove it")
 
     def sort_rest(self, name: str) -> None:
-        """Note settings of a table that nothing has read as without an effect."""
-        settings = table(name)
-        names = (*settings["no_effect"], *settings.get("not_modeled", ()), *settings.get("refused", ()))
-        self.no_effect(names, tuple(settings.get("beginnings", ())))
+        """Note settings of a file that nothing has read and that are without an effect (``tables/no_effect.yaml``)."""
+        self.no_effect(names_without_effect(name))
+        for key in (*table(name).get("not_modeled", ()), *table(name).get("refused", ())):
+            self.value(key)  # auto: the program fills in what is not noted
 
     def not_modeled(self, key: str, why: str) -> None:
         """Note a setting that changes time or memory by something that is left out."""
@@ -111,7 +108,7 @@ class Keys:
 
 def table(name: str) -> Mapping[str, Any]:
     """Table of ``tables/hugging_face.yaml``: what settings of one file, or of one part of it, do to a step."""
-    found: Mapping[str, Any] = tables("hugging_face")[name]
+    found: Mapping[str, Any] = tables("hugging_face").get(name, {})
     return found
 
 
@@ -122,7 +119,8 @@ def is_true(value: Any) -> bool:
 
 def is_one_of(value: Any, words: Iterable[Any]) -> bool:
     """True if a value equals one of several, where true and false may be written as words."""
-    return any(value == word or (isinstance(word, bool) and is_true(value) == word) for word in words)
+    is_off = str(value).lower() in ("false", "no", "n", "off", "0")
+    return any(value == word or (isinstance(word, bool) and (is_true(value) if word else is_off)) for word in words)
 
 
 def whole(value: Any) -> int | None:

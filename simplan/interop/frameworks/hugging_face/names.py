@@ -32,6 +32,8 @@ DEGREES = {
     "tp_size": "plan.tp",
     "cp_size": "plan.cp",
 }
+CP_STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}
+"""``cp_comm_strategy`` -> ``plan.cp_comm``: torch rotates keys and values around the ranks by either collective."""
 OTHER_DISTRIBUTED_TYPES = {
     "MEGATRON_LM": "give the arguments of Megatron-LM",
     "XLA": "simplan knows TPUs under software maxtext",

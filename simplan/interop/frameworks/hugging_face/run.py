@@ -12,6 +12,7 @@ from typing import Any
 from simplan import catalog
 from simplan.errors import SpecError
 from simplan.interop.configuration import Configuration, Reading
+from simplan.interop.frameworks import names_without_effect
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
@@ -24,6 +25,7 @@ from simplan.interop.frameworks.hugging_face.strategies import (
     read_replicas,
     read_zero,
 )
+from simplan.interop.frameworks.hugging_face.tools import AXOLOTL, FACTORY, read_adapter_kind, read_plugins
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.nccl import read_nccl_algo
 from simplan.io import folder_of, read_json
@@ -50,7 +52,8 @@ class TrainerRun:
         names_launcher: True if the files say how the run is launched, so that DDP is what is left.
         unknown: Arguments whose values the script does not say.
         missing: Settings that name files which are not there.
-        loads_as_computed: True if the program loads weights in the precision of its matmuls, as axolotl does.
+        tool: Tool that the arguments are for: axolotl, LLaMA-Factory, or empty.
+        num_nodes: Nodes, if a file says so without the ranks of each.
         is_trl: True if the program is TRL's own script for supervised fine-tuning.
         task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
         reads_others: False if no other files must be read.
@@ -66,7 +69,8 @@ class TrainerRun:
     names_launcher: bool = True
     unknown: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
-    loads_as_computed: bool = False
+    tool: str = ""
+    num_nodes: int | None = None
     is_trl: bool = False
     task: str = ""
     reads_others: bool = True
@@ -80,6 +84,7 @@ class TrainerRun:
             SpecError: Settings are refused, or contradict each other.
         """
         self._read_devices()
+        read_plugins(self)
         strategy = self._strategy()
         self._read_precision(strategy)
         self._read_batch()
@@ -115,6 +120,8 @@ class TrainerRun:
     def _read_devices(self) -> None:
         processes = whole(self.accelerate.value("num_processes"))
         machines = whole(self.accelerate.value("num_machines")) or 1
+        if self.num_devices is None and (workers := whole(self.trainer.value("ray_num_workers"))):
+            self.num_devices, self.devices_key = workers, self.trainer.full("ray_num_workers")
         is_single = str(self.accelerate.value("distributed_type", "")).upper() == "NO"
         if self.num_devices is None and (processes or is_single):
             self.num_devices = processes or 1
@@ -123,6 +130,8 @@ class TrainerRun:
                 rule = f"is no multiple of the {machines} machines (num_machines)"
                 self.reading.contradiction(self.devices_key, rule)
             self.ranks_per_node = self.num_devices // machines
+        if self.num_devices is None and self.num_nodes is not None:
+            self.reading.put("cluster.num_nodes", self.num_nodes, self.devices_key)
         if self.num_devices is not None:
             self.reading.put("cluster.num_devices", self.num_devices, self.devices_key)
             self.reading.ask(
@@ -152,8 +161,20 @@ class TrainerRun:
         options = self.fsdp_options()
         if kind == "FSDP" or self.accelerate.is_true("use_fsdp") or (options and "no_shard" not in options):
             return "fsdp"
+        if self.is_axolotl and any(key.startswith("fsdp_config.") for key in self.trainer.settings):
+            return "fsdp"  # core/builders: fsdp_config or fsdp, of which the latter is deprecated
         is_launched = kind or self.names_launcher or self.accelerate.is_true("multi_gpu")
         return "ddp" if is_launched or options or self.num_devices == 1 else ""
+
+    @property
+    def is_axolotl(self) -> bool:
+        """True for a configuration of axolotl."""
+        return self.tool == AXOLOTL
+
+    @property
+    def is_factory(self) -> bool:
+        """True for a configuration of LLaMA-Factory."""
+        return self.tool == FACTORY
 
     def fsdp_options(self) -> list[str]:
         """Words of the argument ``fsdp``: ``full_shard``, ``auto_wrap``, ``offload``; or ``true``."""
@@ -162,6 +183,7 @@ class TrainerRun:
         return [str(word).lower() for word in listed if str(word).lower() not in ("false", "none")]
 
     def _read_precision(self, strategy: str) -> None:
+        self._refuse_fp8()
         found = next(self._precisions(), None)
         if found is None and self.unknown & {*_HALVES, "mixed_precision"}:
             precision = self._ask_for_precision("")
@@ -176,12 +198,12 @@ class TrainerRun:
         else:
             precision = "tf32" if self.trainer.is_true("tf32") else "fp32"
             where = self.trainer.full("tf32") if precision == "tf32" else "no mixed precision is the default"
+            if precision == "fp32" and "mixed_precision" in self.accelerate:
+                where = self.accelerate.full("mixed_precision")
             self.reading.put("training.precision", precision, where)
         self._precision = precision
         self.trainer.no_effect(("tf32",))
         self._read_weights(strategy)
-        for half in _HALVES:
-            self.deepspeed.no_effect(prefixes=(f"{half}.",))
 
     def _ask_for_precision(self, strategy: str) -> str:
         """Precision that files without a launcher or Trainer leave open; empty if it has to be asked for."""
@@ -208,13 +230,19 @@ class TrainerRun:
             half = _DTYPES.get(str(self.trainer.value("dtype", "fp16")).lower(), "fp16")
             yield half, self.trainer.full("dtype") if "dtype" in self.trainer else "the default of DeepSpeed-Chat"
         word = str(self.accelerate.value("mixed_precision", "")).lower()
-        if word == "fp8" or self.trainer.is_true("fp8"):
-            keys, key = (self.accelerate, "mixed_precision") if word == "fp8" else (self.trainer, "fp8")
-            keys.refuse(key, "is not modeled yet with transformers' models", "use bf16, or software torch with fp8")
         if word in _HALVES:
             yield word, self.accelerate.full("mixed_precision")
         if self.accelerate.is_true("fp16"):
             yield "fp16", self.accelerate.full("fp16")
+
+    def _refuse_fp8(self) -> None:
+        is_on = str(self.accelerate.value("mixed_precision", "")).lower() == "fp8"
+        for keys, key, on in (
+            (self.accelerate, "mixed_precision", is_on),
+            (self.trainer, "fp8", self.trainer.is_true("fp8")),
+        ):
+            if on:
+                keys.refuse(key, "is not modeled yet with transformers' models", "use bf16, or software torch with fp8")
 
     def _read_weights(self, strategy: str) -> None:
         """Precision in which the weights are loaded, which FSDP and DeepSpeed may widen."""
@@ -223,7 +251,7 @@ class TrainerRun:
         loaded = _DTYPES.get(str(trainer.value(key or "", "")).lower().removeprefix("torch."))
         if trainer.is_true("pure_bf16"):
             key, loaded = "pure_bf16", "bf16"
-        elif key is None and self.loads_as_computed:
+        elif key is None and self.is_axolotl:
             key = next((half for half in _HALVES if half in trainer), None)
             loaded = self._precision if self._precision in _HALVES else None
         is_mixed = self._precision in _HALVES and key != "pure_bf16" and not self._is_full_bf16
@@ -262,7 +290,7 @@ class TrainerRun:
 
     def _note_checkpoint(self, strategy: str, *, is_mixed: bool) -> None:
         """Note that a checkpoint may be of 16 bits where nothing makes FP32 weights of it."""
-        of_checkpoint = "model_name_or_path" in self.trainer and "finetuning_type" not in self.trainer
+        of_checkpoint = "model_name_or_path" in self.trainer and not self.is_factory
         if strategy == "ddp" and is_mixed and of_checkpoint:
             why = (
                 "weights, gradients and states are FP32 here; transformers 5 loads checkpoints in their own precision, "
@@ -274,6 +302,8 @@ class TrainerRun:
         micro, micro_key = self._number("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
         steps, steps_key = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
         total = whole(self.deepspeed.value("train_batch_size"))
+        if self.is_axolotl and steps is None and micro and (batch := whole(self.trainer.value("batch_size"))):
+            steps, steps_key = max(1, batch // micro), self.trainer.full("batch_size")
         if self.trainer and micro is None and "per_device_train_batch_size" not in self.unknown:
             micro, micro_key = 8, _TRAINER
         if self.trainer and steps is None and total is None and "gradient_accumulation_steps" not in self.unknown:
@@ -391,7 +421,7 @@ class TrainerRun:
             self.trainer.not_modeled("gradient_checkpointing", "the inputs of blocks move to host memory")
         if self.trainer.is_true("disable_gradient_checkpointing"):
             self.trainer.put("plan.recompute", "none", "disable_gradient_checkpointing")
-        elif "finetuning_type" in self.trainer and "gradient_checkpointing" not in self.trainer:
+        elif self.is_factory and "gradient_checkpointing" not in self.trainer:
             # LLaMA-Factory, model/model_utils/checkpointing.py: on unless disable_gradient_checkpointing
             self.reading.put("plan.recompute", "full", "the default of LLaMA-Factory")
         elif self.is_trl and self.reading.written("plan.recompute") is None:
@@ -435,17 +465,19 @@ class TrainerRun:
         """Setting and rank of low-rank adapters, 0 if it is not said; None if all weights are trained."""
         trainer = self.trainer
         uses = trainer.first("use_peft", "use_peft_lora", "use_lora", "finetuning_type", "adapter")
-        word = str(trainer.value(uses)).lower() if uses is not None else ""
+        word = str(trainer.value(uses)).lower() if uses is not None else "lora" if self.is_factory else ""
         rank = trainer.first("lora_r", "lora_rank", "lora_dim")
         number = whole(trainer.value(rank)) if rank is not None else None
-        if word in ("false", "full", "none", "freeze") or (uses is None and not number):
+        if word in ("false", "full", "none", "freeze") or (not word and not number):
             return None
         if number is None:
-            return trainer.full(uses or ""), names.ADAPTER_RANKS.get(uses or "", 0)
+            where = trainer.full(uses) if uses is not None else "the default of LLaMA-Factory: lora"
+            return where, names.ADAPTER_RANKS.get(uses or "finetuning_type", 0)
         return trainer.full(rank or ""), number
 
     def _read_adapters(self) -> None:
         trainer = self.trainer
+        read_adapter_kind(self)
         for key in trainer.settings:
             if key.startswith(names.QUANTIZED) and key in trainer and trainer.value(key) not in (False, "false", "no"):
                 rule, fix = "is not modeled yet: frozen weights of 4 or 8 bits", "use LoRA with weights of 16 bits"
@@ -457,7 +489,6 @@ class TrainerRun:
         adapters = self._adapter_rank()
         if str(trainer.value("stage", "")).lower() == "sft":
             self.task = trainer.full("stage")
-        trainer.sort_rest("adapters")
         if adapters is None:
             if self.task:
                 self.reading.put("training.task", "sft", self.task)
@@ -476,9 +507,8 @@ class TrainerRun:
         known = [names.ADAPTED.get(str(word).lower(), "") for word in words]
         where = trainer.full("lora_target_linear" if all_matrices else targets or "")
         if not words:
-            is_factory = "finetuning_type" in trainer
-            usual = ["all"] if is_factory else names.PEFT_TARGETS
-            where = "the default of " + ("LLaMA-Factory" if is_factory else "PEFT")
+            usual = ["all"] if self.is_factory else names.PEFT_TARGETS
+            where = "the default of " + ("LLaMA-Factory" if self.is_factory else "PEFT")
             self.reading.put("model.lora_targets", usual, where)
         elif all(known):
             self.reading.put("model.lora_targets", ["all"] if "all" in known else known, where)
@@ -488,13 +518,11 @@ class TrainerRun:
     # Software, and what is left
 
     def _choose_software(self, strategy: str, *, offloads: bool) -> None:
-        where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with ", "ddp": "DDP with "}.get(
-            strategy, ""
-        ) + "transformers' models"
-        is_split = (self.reading.written("plan.cp") or 1) > 1
+        where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with "}.get(strategy, "") + "transformers' models"
+        is_split = any((self.reading.written(f"plan.{name}") or 1) > 1 for name in ("cp", "tp"))
         compiles = self._compiles()
         if (self._model is not None and not has_transformers_code(self._model)) or is_split:
-            of = "split over sequences" if is_split else "for this model"
+            of = "split over sequences or tensors" if is_split else "for this model"
             name, where = "torch", f"the code of transformers {of} is not modeled"
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"
@@ -516,7 +544,10 @@ class TrainerRun:
         return self.accelerate.full(key) if backend not in ("no", "eager") else None
 
     def _read_rest(self) -> None:
+        if self.reading.written("plan.zero_stage") in (None, 0):
+            fsdp_keys(self).no_effect(names_without_effect("fsdp"))  # of no FSDP
         self.trainer.note("trainer")
+        self.accelerate.note("accelerate")
         self.trainer.sort_rest("trainer")
         self.accelerate.sort_rest("accelerate")
         self.deepspeed.sort_rest("deepspeed")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # a run reads itself by these functions
 
 DEEPSPEED_DEFAULT = "the default of DeepSpeed"
 _SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
 _PREFETCHED = ("backward_pre", "1", "no_prefetch", "none")
 
 
@@ -31,15 +32,30 @@ def fsdp_keys(run: TrainerRun) -> Keys:
     def rename(name: str) -> str:
         return {"offload_params": "cpu_offload"}.get(name.removeprefix("fsdp_"), name.removeprefix("fsdp_"))
 
-    of_trainer = run.trainer.view(("fsdp_config.", "fsdp_"), rename)
     of_accelerate = run.accelerate.view(("fsdp_config.", "fsdp_"), rename)
-    return Keys(run.reading, {**of_accelerate.settings, **of_trainer.settings})
+    of_trainer = run.trainer.view(("fsdp_config.", "fsdp_"), rename)
+    both = Keys(run.reading, {**of_accelerate.settings, **of_trainer.settings})
+    for key, full in [*run.accelerate.settings.items(), *run.trainer.settings.items()]:
+        name = rename(key.removeprefix("fsdp_config."))
+        if key.startswith("fsdp_") and both.settings.get(name, full) != full:
+            run.reading.value(full)  # fsdp_version next to fsdp_config.fsdp_version: read_fsdp compares them
+    return both
+
+
+def _compare_versions(run: TrainerRun) -> None:
+    """Check that a version of FSDP that axolotl has in two places is one."""
+    values = {key: whole(run.trainer.value(key)) for key in _VERSIONS if key in run.trainer}
+    if len({*values.values()}) > 1:
+        first, *_, last = values
+        rule = f"is {values[last]}, and {first} = {values[first]}"
+        run.reading.contradiction(run.trainer.full(last), rule, "use one version")
 
 
 def read_fsdp(run: TrainerRun) -> None:
     """Read FSDP's settings, of Accelerate and of the Trainer."""
     keys, options = fsdp_keys(run), run.fsdp_options()
-    version = whole(keys.value("version")) or (2 if options else 1)
+    _compare_versions(run)
+    version = whole(keys.value("version")) or (2 if options and not run.is_axolotl else 1)
     strategy, key = _sharding(run, keys, options, version)
     if strategy == "no_shard":
         run.reading.put("plan.dp_shard", 1, key)
@@ -48,8 +64,8 @@ def read_fsdp(run: TrainerRun) -> None:
         run.reading.put("plan.zero_stage", 2 if strategy.endswith(("grad_op", "zero2", "kept")) else 3, key)
         if strategy.startswith("hybrid"):
             _read_hybrid(run, key)
-        else:
-            run.reading.put("plan.dp_replicate", 1, key)
+        elif not run.is_axolotl or (whole(parallelism_keys(run).value("dp_shard_size")) or 1) == 1:
+            run.reading.put("plan.dp_replicate", 1, key)  # with a size of shards, axolotl's other ranks are replicas
         if run.accumulates and not run.trainer.is_true(_SYNC_EACH_BATCH):
             where = "Accelerate reduces gradients at the last step of accumulation"
             run.reading.put("plan.grad_sync", "step", where)
@@ -66,6 +82,7 @@ def read_fsdp(run: TrainerRun) -> None:
         keys.not_modeled("backward_prefetch", "FSDP2's order of all-gathers in the backward is modeled")
     if keys.is_true("forward_prefetch"):
         keys.not_modeled("forward_prefetch", "FSDP2's order of all-gathers in the forward is modeled")
+    keys.note("fsdp")
     keys.sort_rest("fsdp")
 
 
@@ -77,7 +94,8 @@ def _first_full(run: TrainerRun, keys: Keys, own: tuple[str, ...], accelerate: s
 def _sharding(run: TrainerRun, keys: Keys, options: list[str], version: int) -> tuple[str, str]:
     """Sharding strategy of FSDP1 by name, or ``kept`` for parameters that FSDP2 does not reshard; its setting."""
     found = next((word for word in options if word in names.SHARDING), None)
-    if found is not None:
+    of_config = run.is_axolotl and any(key in keys for key in ("sharding_strategy", "reshard_after_forward"))
+    if found is not None and not of_config:
         return found, run.trainer.full("fsdp")
     for key in ("sharding_strategy", "reshard_after_forward"):
         if key not in keys or (key == "sharding_strategy" and version == 2 and "reshard_after_forward" in keys):
@@ -116,7 +134,6 @@ def read_zero(run: TrainerRun) -> bool:
     elif "zero_stage" in run.trainer:
         stage, where = whole(run.trainer.value("zero_stage")), run.trainer.full("zero_stage")
     elif _names_missing_file(run):
-        run.accelerate.no_effect(prefixes=("deepspeed_",))
         return False
     else:
         stage = whole(inline.value("zero_stage", 2))
@@ -203,20 +220,48 @@ def _note_zero(run: TrainerRun, stage: int) -> None:
     run.deepspeed.note("deepspeed")
 
 
-def read_parallelism(run: TrainerRun) -> None:
-    """Degrees of Accelerate's ``parallelism_config``."""
+def parallelism_keys(run: TrainerRun) -> Keys:
+    """Settings of Accelerate's ``parallelism_config``, which axolotl has as keys of its own."""
 
     def rename(name: str) -> str:
         return name.removeprefix("parallelism_config_")
 
     keys = run.accelerate.view(("parallelism_config.", "parallelism_config_"), rename)
-    keys = Keys(run.reading, {**keys.settings, **run.trainer.view(("parallelism_config.",), rename).settings})
+    return Keys(run.reading, {**keys.settings, **run.trainer.view(("parallelism_config.",), rename).settings})
+
+
+def read_parallelism(run: TrainerRun) -> None:
+    """Degrees of Accelerate's ``parallelism_config``."""
+    keys = parallelism_keys(run)
     for name, path in names.DEGREES.items():
         degree = whole(keys.value(name))
-        if degree is not None:
+        if degree is not None and not (run.is_axolotl and degree == 1):  # which is left out by axolotl
             keys.put(path, degree, name)
     if (whole(keys.value("sp_size")) or 1) > 1:
         keys.refuse("sp_size", "is not modeled: sequence parallelism of DeepSpeed-Ulysses", "use cp_size")
+    if (whole(keys.value("ep_size")) or 1) > 1:
+        keys.refuse("ep_size", "is not modeled yet with transformers' models", "use 1")
+    if (whole(keys.value("tp_size")) or 1) > 1:
+        keys.put("plan.sequence_parallel", False, "tp_size")  # transformers' plans have none
     if (whole(keys.value("cp_size")) or 1) > 1:
-        keys.put("plan.cp_comm", "all_gather", "cp_size")
-    keys.no_effect(("sp_size", "sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation", "cp_comm_strategy"))
+        _read_rotation(run, keys)
+    keys.no_effect(("sp_size", "sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation", "cp_backend"))
+    if (whole(keys.value("cp_size")) or 1) == 1:
+        keys.no_effect(("cp_comm_strategy",))
+
+
+def _read_rotation(run: TrainerRun, keys: Keys) -> None:
+    """Put the communication of keys and values between context-parallel ranks."""
+    if run.is_axolotl:  # ring-flash-attn: of packed sequences, keys and values are gathered some heads at a time
+        packs = run.trainer.is_true("sample_packing")
+        word = str(run.trainer.value("ring_attn_func", "varlen_llama3" if packs else "batch_ring"))
+        key = run.trainer.full("ring_attn_func") if "ring_attn_func" in run.trainer else keys.full("cp_size")
+        run.reading.put("plan.cp_comm", "all_gather" if word == "varlen_llama3" else "ring", key)
+        run.trainer.not_modeled("heads_k_stride", "keys and values of all heads are gathered together")
+        return
+    word = str(keys.value("cp_comm_strategy", "allgather")).lower().replace("_", "")
+    key = "cp_comm_strategy" if "cp_comm_strategy" in keys else "cp_size"
+    if word in names.CP_STRATEGIES:
+        keys.put("plan.cp_comm", names.CP_STRATEGIES[word], key)
+    else:
+        keys.refuse(key, "is not modeled yet", f"use {' or '.join(names.CP_STRATEGIES)}")

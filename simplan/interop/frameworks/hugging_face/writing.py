@@ -9,6 +9,7 @@ import json
 import shlex
 from typing import Any
 
+from simplan.interop.configuration import Setting
 from simplan.interop.frameworks.hugging_face.models import config_of
 from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS
 from simplan.interop.writing import Exported, Option, Writing
@@ -17,6 +18,7 @@ from simplan.model.adapters import MODULES
 from simplan.rules.model import has_transformers_code
 
 ACCELERATE_FILE, DEEPSPEED_FILE, MODEL_FOLDER, SCRIPT = "accelerate.yaml", "ds_config.json", "model", "train.sh"
+HOST_FILE = "hostfile"
 _HALVES = ("bf16", "fp16")
 _MIB = 2**20
 _PROGRAMS = {
@@ -103,7 +105,7 @@ def export_accelerate(job: Job, name: str) -> Exported:
     Raises:
         NotModelledError: See ``accelerate_options``.
     """
-    options = accelerate_options(job)
+    options = _with_checkpointing(job, accelerate_options(job))
     nodes = job.cluster.num_nodes
     launch = f"accelerate launch --config_file {ACCELERATE_FILE}"
     if nodes > 1:
@@ -118,16 +120,36 @@ def export_deepspeed(job: Job, name: str) -> Exported:
     Raises:
         NotModelledError: See ``deepspeed_options``.
     """
-    options = deepspeed_options(job)
+    options = _with_checkpointing(job, deepspeed_options(job))
     cluster = job.cluster
     launch = f"deepspeed --num_nodes {cluster.num_nodes} --num_gpus {cluster.ranks_per_node}"
-    launch += " --hostfile hostfile" if cluster.num_nodes > 1 else ""
+    hosts = {}
+    if cluster.num_nodes > 1:
+        launch += f" --hostfile {HOST_FILE}"
+        hosts = {HOST_FILE: "".join(f"node{n} slots={cluster.ranks_per_node}\n" for n in range(cluster.num_nodes))}
     data: dict[str, Any] = {}
     for option in options:
         if not option.setting.key.startswith("--"):
             _put(data, option.setting.key, option.setting.value)
     files = {SCRIPT: _script(job, name, options, launch), DEEPSPEED_FILE: json.dumps(data, indent=2) + "\n"}
-    return Exported({**files, **_model_files(job)}, f"bash {SCRIPT}", _notes(job))
+    return Exported({**files, **hosts, **_model_files(job)}, f"bash {SCRIPT}", _notes(job, has_hosts=bool(hosts)))
+
+
+def _with_checkpointing(job: Job, options: tuple[Option, ...]) -> tuple[Option, ...]:
+    """Options with the recomputation of FSDP in place of the Trainer's, and without TRL's default.
+
+    The Trainer's under FSDP gathers the parameters once more in backward, of which transformers warns.
+    """
+    key, found = "--gradient_checkpointing", list(options)
+    own = next(option for option in found if option.setting.key == key)
+    last = next((n for n, each in enumerate(found) if each.setting.key == "fsdp_config.fsdp_state_dict_type"), None)
+    if last is not None:
+        found.remove(own)
+        name = "fsdp_config.fsdp_activation_checkpointing"
+        found.insert(last + 1, Option(Setting(name, own.setting.value), own.comment))
+    if job.training.task != "pretrain" and (last is not None or own.setting.value is False):
+        found.append(Option(Setting(key, "false"), "TRL's default is true"))
+    return tuple(found)
 
 
 def _write_software(writing: Writing, name: str) -> None:
@@ -295,11 +317,15 @@ def _model_files(job: Job) -> dict[str, str]:
     return {f"{MODEL_FOLDER}/config.json": json.dumps(config, indent=2) + "\n"}
 
 
-def _notes(job: Job) -> tuple[str, ...]:
+def _notes(job: Job, *, has_hosts: bool = False) -> tuple[str, ...]:
     program, origin = _PROGRAMS[job.training.task]
     notes = [f"set PROGRAM in {SCRIPT} to {program} ({origin}), and the data and tokenizer below it"]
     if job.training.task != "pretrain":
         notes.append(f"put the weights of the model into {MODEL_FOLDER}/, next to its config.json")
-    if job.cluster.num_nodes > 1:
+    if has_hosts:
+        notes.append(
+            f"write the names of your nodes into {HOST_FILE}, and start it on one of them: it starts the others"
+        )
+    elif job.cluster.num_nodes > 1:
         notes.append("start it on every node")
     return tuple(notes)

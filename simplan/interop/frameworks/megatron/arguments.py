@@ -200,13 +200,6 @@ def _substituted(text: str, known: dict[str, str]) -> str:
     return re.sub(r"\$\{(\w+)\}", lambda match: known.get(match[1], match[0]), text)
 
 
-def alike(names: Iterable[str], key: str) -> bool:
-    """True if a key is one of the names, or begins with one and a hyphen."""
-    words = key.split("-")
-    known = frozenset(names)
-    return any("-".join(words[:number]) in known for number in range(3, len(words) + 1))
-
-
 def hyphenated(settings: Iterable[Setting]) -> Iterator[tuple[Setting, Setting]]:
     """Arguments with underscores, each with its name with hyphens."""
     for setting in settings:

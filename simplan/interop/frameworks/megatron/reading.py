@@ -10,8 +10,8 @@ from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import megatron_core as core
-from simplan.interop.frameworks import tables
-from simplan.interop.frameworks.megatron.arguments import Arguments, alike, hyphenated, is_above, read_arguments
+from simplan.interop.frameworks import names_without_effect, tables
+from simplan.interop.frameworks.megatron.arguments import Arguments, hyphenated, is_above, read_arguments
 from simplan.interop.frameworks.megatron.deepspeed import settings_of_file
 from simplan.interop.frameworks.megatron.model import read_model
 from simplan.interop.frameworks.megatron.options import (
@@ -71,6 +71,11 @@ def read(file: ConfigFile) -> Configuration:
     return reading.configuration()
 
 
+_SIGNS_OF_DEEPSPEED = (
+    "--deepspeed", "--deepspeed_config", "--deepspeed-config", "--zero-stage", "--deepspeed-activation-checkpointing",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class MegatronReading(Reading):
     """One set of arguments on their way into a scenario.
@@ -121,10 +126,10 @@ class MegatronReading(Reading):
         if backend in self and self.value(backend) != "nccl":
             self.refuse(backend, "is not modeled yet: the profiles are of CUDA devices with NCCL", "use nccl")
         known = {*self.table["flags"], *self.table["not_modeled"], *self.table["refused"], *self.asked}
-        no_effect = self.table["no_effect"]
+        no_effect = names_without_effect("megatron")
         for setting, other in hyphenated(self.arguments.settings):
-            is_own = alike(no_effect, setting.key) or setting.key.startswith("--deepspeed")
-            if not is_own and (other.key in known or alike(no_effect, other.key)):
+            is_own = setting.key in no_effect or setting.key.startswith("--deepspeed")
+            if not is_own and (other.key in known or other.key in no_effect):
                 self.contradiction(setting.key, "is no argument of Megatron-LM", f"write {other.key}")
 
     def _read_unsure(self) -> None:
@@ -153,9 +158,9 @@ class MegatronReading(Reading):
         sign = next((key for key in _SIGNS_OF_CORE if key in self), "")
         older = next((key for key in _SIGNS_OF_2021 if key in self), "")
         of_2022 = next((key for key in _SIGNS_OF_2022 if key in self), "")
-        if any(key.startswith("--deepspeed") or key == "--zero-stage" for key in self.settings):
-            self.software = DEEPSPEED
-            sign = next(key for key in self.settings if key.startswith("--deepspeed") or key == "--zero-stage")
+        of_deepspeed = next((key for key in _SIGNS_OF_DEEPSPEED if key in self), "")
+        if of_deepspeed:
+            self.software, sign = DEEPSPEED, of_deepspeed
         elif not sign and (older or of_2022):
             self.software, sign = (OF_2021, older) if older else (OF_2022, of_2022)
         if self.value("--transformer-impl") == "local" and self.software == CORE:
@@ -220,6 +225,8 @@ class MegatronReading(Reading):
         path = "training.precision"
         fp8 = next((key for key in ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3") if key in self), "")
         wide = next((key for key in ("--bf16", "--fp16") if key in self), "")
+        if {"--bf16", "--fp16"} <= self.settings.keys():
+            self.contradiction("--fp16", "is set next to --bf16", "remove one of them")
         recipe, fp4 = (
             str(self.value("--fp8-recipe", "delayed")),
             next((key for key in ("--fp4-format", "--fp4") if key in self), ""),
@@ -258,17 +265,17 @@ class MegatronReading(Reading):
 
     def _sort_rest(self) -> None:
         """Sort arguments that nothing has looked at."""
-        no_effect = self.table["no_effect"]
+        no_effect = names_without_effect("megatron")
         for key, why in self.table["not_modeled"].items():
             self.not_modeled(key, why)
         note_allocator(self)
         for setting in self.arguments.missing:
             self.not_modeled(setting.key, "it is not there, so variables that it sets are not known")
         if not is_above(self.peek("--num-experts"), 1):
-            self.no_effect(*(key for key in self.settings if key == "--num-experts" or key.startswith("--moe-")))
-        self.no_effect(*(key for key in self.settings if alike(no_effect, key)))
+            self.no_effect(*names_without_effect("megatron_experts"))
+        self.no_effect(*no_effect)
         for setting, why in self.arguments.unsure:
-            known = alike(no_effect, setting.key) and setting.key not in self.asked
+            known = setting.key in no_effect and setting.key not in self.asked
             if known or setting.key in ("--vocab-file", "--load", "--save"):
                 self.settings[setting.key] = setting
                 self._left[setting.key] = setting

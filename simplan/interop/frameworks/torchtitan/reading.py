@@ -7,6 +7,7 @@ from typing import Any
 
 from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration
+from simplan.interop.frameworks import names_without_effect
 from simplan.interop.frameworks.torchtitan import stages
 from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts, num_layers
 from simplan.interop.nccl import read_nccl_algo
@@ -19,6 +20,7 @@ _MX = ("mx", "quantize.linear.mx", "quantize.dense.mx")
 _EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx", "quantize.moe.mx")
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 _HEAD = {"output", "lm_head"}
+_ADAM_KWARGS = tuple(f".optimizer_kwargs.{name}" for name in ("lr", "betas", "eps", "weight_decay"))
 _LATER = (
     "training.num_tokens_per_microbatch_per_dp_rank",
     "training.max_context_length",
@@ -109,9 +111,8 @@ def _devices(settings: RunSettings, num_devices: int | None, devices_key: str) -
 def _pipeline(settings: RunSettings, layers: int | None) -> int:
     """Put the pipeline; its degree."""
     pp = settings.whole("parallelism.pipeline_parallel_degree")
-    own = [key for key in settings.names if key.startswith("parallelism.pipeline_parallel_")]
     if pp == 1:
-        unused = [*own, "parallelism.module_fqns_per_model_part"]
+        unused = [*facts().known("parallelism.pipeline_parallel_"), "parallelism.module_fqns_per_model_part"]
         settings.reading.no_effect(*(settings.key(key) for key in unused if key in settings.names))
         return 1
     settings.put("plan.pp", pp, "parallelism.pipeline_parallel_degree")
@@ -303,7 +304,7 @@ def _precision(settings: RunSettings) -> None:
     elif any(name in _MX for name in names):
         key, precision = "model.converters", "mxfp8"
     else:
-        unused = [settings.names[each] for each in settings.names if each.startswith("quantize.linear.")]
+        unused = [settings.key(each) for each in facts().known("quantize.linear.")]
         settings.reading.no_effect(*unused)
     settings.put("training.precision", precision, key)
     for name in names:
@@ -312,7 +313,7 @@ def _precision(settings: RunSettings) -> None:
         elif name not in (*_FLOAT8, *_MX):
             settings.refuse("model.converters", f"has {name}, which is not modeled yet", "use float8 or mx")
     if not any(name in _EXPERTS for name in names):
-        unused = [settings.names[each] for each in settings.names if each.startswith("quantize.grouped_mm.")]
+        unused = [settings.key(each) for each in facts().known("quantize.grouped_mm.")]
         settings.reading.no_effect(*unused)
     for each in ("quantize.linear.mx.recipe_name", "quantize.grouped_mm.float8.fqns", "quantize.grouped_mm.mx.fqns"):
         settings.reading.no_effect(settings.key(each))
@@ -390,9 +391,7 @@ def _rest(settings: RunSettings) -> None:
     for key, why in facts().not_modeled.items():
         if key in settings and settings[key] not in (False, None, []):
             settings.not_modeled(key, why)
-    settings.reading.no_effect(*(name for key, name in settings.names.items() if not _has_effect(key)))
-
-
-def _has_effect(key: str) -> bool:
-    is_known = key in facts().no_effect or key.startswith(facts().sections_without_effect)
-    return not is_known and ".optimizer_kwargs." not in key
+    without_effect = names_without_effect("torchtitan")
+    settings.reading.no_effect(
+        *(name for key, name in settings.names.items() if key in without_effect or key.endswith(_ADAM_KWARGS))
+    )

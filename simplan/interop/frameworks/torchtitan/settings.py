@@ -9,7 +9,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.interop.configuration import Reading, Setting
-from simplan.interop.frameworks import tables
+from simplan.interop.frameworks import names_without_effect, tables
 from simplan.problems import render_value
 
 _BASE = "<<"
@@ -36,8 +36,6 @@ class Facts:
         defaults: Key that simplan reads -> default, null for none.
         defaults_of_2024, defaults_of_0_3: Other defaults at the end of 2024, and of version 0.3.
         not_modeled: Setting that, if it is on, changes time or memory by something that is left out -> what that is.
-        no_effect: Keys that change no step between two logs, checkpoints and validations, or that are read with others.
-        sections_without_effect: Sections of which all keys are so.
     """
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -50,8 +48,11 @@ class Facts:
     defaults_of_2024: Mapping[str, Any]
     defaults_of_0_3: Mapping[str, Any]
     not_modeled: Mapping[str, str]
-    no_effect: tuple[str, ...]
-    sections_without_effect: tuple[str, ...]
+
+    def known(self, beginning: str) -> tuple[str, ...]:
+        """Known keys that begin with a word or section."""
+        keys = (*self.defaults, *self.aliases.values(), *self.not_modeled, *names_without_effect("torchtitan"))
+        return tuple(sorted({key for key in keys if key.startswith(beginning)}))
 
     def model(self, name: str, flavor: str, *, of_2024: bool = False) -> Mapping[str, Any] | None:
         """Keys of the section ``model`` for a model and flavor; None if torchtitan has no such flavor."""

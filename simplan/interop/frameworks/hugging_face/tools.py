@@ -1,0 +1,130 @@
+"""axolotl, LLaMA-Factory and TRL: settings with names, defaults and meanings of their own.
+
+Sources: axolotl (utils/schemas, utils/distributed.py, utils/config), LLaMA-Factory (hparams, launcher.py) and TRL
+(cli/accelerate_config.py), read 2026-11-29.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from simplan.interop.configuration import Setting
+from simplan.interop.frameworks.hugging_face.keys import AUTO, is_true, table
+from simplan.interop.frameworks.shell import TrainingCommand, number_or_text
+
+if TYPE_CHECKING:  # a run reads itself by these functions
+    from simplan.interop.frameworks.hugging_face.run import TrainerRun
+
+AXOLOTL, FACTORY, TRL = "axolotl", "LLaMA-Factory", "TRL"
+_AXOLOTL_SIGNS = ("base_model", "micro_batch_size", "sequence_len")
+_FACTORY_SIGNS = ("stage", "cutoff_len", "template")
+_AXOLOTL_NAMES = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "optimizer": "optim",
+    "base_model": "model_name_or_path",
+    "dp_shard_size": "parallelism_config.dp_shard_size",
+    "dp_replicate_size": "parallelism_config.dp_replicate_size",
+    "tensor_parallel_size": "parallelism_config.tp_size",
+    "context_parallel_size": "parallelism_config.cp_size",
+    "sequence_parallel_degree": "parallelism_config.cp_size",
+    "expert_parallel_size": "parallelism_config.ep_size",
+}
+"""Keys of axolotl that have another name in TrainingArguments, or in Accelerate's ``ParallelismConfig``."""
+_OF_ACCELERATE = (
+    "config_file",
+    "multi_gpu",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "use_fsdp",
+    "use_deepspeed",
+)
+"""Options that ``trl`` and ``axolotl`` pass on to ``accelerate launch``."""
+
+
+def tool_of(keys: Iterable[str]) -> str:
+    """Tool whose configuration has these keys; empty for plain arguments of the Trainer."""
+    known = {*keys}
+    if len(known.intersection(_AXOLOTL_SIGNS)) >= 2:
+        return AXOLOTL
+    is_factory = "finetuning_type" in known or len(known.intersection(_FACTORY_SIGNS)) >= 2
+    return FACTORY if is_factory else ""
+
+
+def renamed(tool: str, key: str, setting: Setting, keys: frozenset[str]) -> tuple[str, Setting]:
+    """A setting of a tool under its name in TrainingArguments.
+
+    Args:
+        keys: All keys of the file.
+    """
+    if tool != AXOLOTL:
+        return key, setting
+    if key == "bf16" and setting.value == AUTO:  # what it is on every device that has BF16
+        return key, replace(setting, value=True)
+    if key == "bfloat16" and is_true(setting.value):  # BF16 without autocast
+        return "bf16", replace(setting, value="full")
+    if key == "lora_r" and "adapter" not in keys:
+        return "lora_unused", setting
+    return _AXOLOTL_NAMES.get(key, key), setting
+
+
+def split_of_tool(
+    settings: Sequence[tuple[str, Setting]],
+) -> tuple[list[tuple[str, Setting]], list[tuple[str, Setting]]]:
+    """Arguments of ``trl`` and ``axolotl``: those of the training, and those passed on to ``accelerate launch``.
+
+    ``--accelerate_config`` of TRL names one of TRL's own configurations, or a file.
+    """
+    own: list[tuple[str, Setting]] = []
+    passed: list[tuple[str, Setting]] = []
+    for key, setting in settings:
+        if key == "accelerate_config" and (named := table("trl_configurations").get(setting.value)) is not None:
+            passed += [
+                (name, replace(setting, key=f"{setting.key}: {name}", value=value)) for name, value in named.items()
+            ]
+        elif key == "accelerate_config":
+            passed.append(("config_file", setting))
+        else:
+            (passed if key in _OF_ACCELERATE or key.startswith("fsdp_") else own).append((key, setting))
+    options = {key for key, _ in settings}
+    return own, [(key, each) for key, each in passed if key not in options or not each.key.endswith(f": {key}")]
+
+
+def devices_of_factory(launch: TrainingCommand) -> tuple[int | None, int | None, str]:
+    """Nodes, ranks per node and the variable that says so: ``NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train``."""
+    numbers = {}
+    for name in ("NNODES", "NPROC_PER_NODE"):
+        word = launch.environment.get(name)
+        value = None if word is None or word.unknown else number_or_text(word.text)
+        numbers[name] = value if isinstance(value, int) and value > 0 else None
+    nodes, ranks = numbers["NNODES"], numbers["NPROC_PER_NODE"]
+    words = " ".join(f"{name}={value}" for name, value in numbers.items() if value is not None)
+    return nodes if nodes is not None or ranks is None else 1, ranks, words
+
+
+def read_plugins(run: TrainerRun) -> None:
+    """Read axolotl's plugins, which replace parts of a training."""
+    listed = run.trainer.value("plugins")
+    known: Mapping[str, Any] = table("axolotl_plugins")
+    for plugin in listed if isinstance(listed, list) else [listed] if listed else []:
+        name = str(plugin).rpartition(".")[2]
+        if name not in known:
+            run.trainer.refuse("plugins", f"has {name}, which is not modeled yet", "remove it")
+        elif known[name]:
+            run.trainer.not_modeled("plugins", known[name])
+
+
+def read_adapter_kind(run: TrainerRun) -> None:
+    """Refuse adapters and trained parts that are none of LoRA's."""
+    trainer = run.trainer
+    key = trainer.first("finetuning_type", "adapter")
+    kind = str(trainer.value(key)).lower() if key is not None else "lora"
+    if kind == "freeze":
+        trainer.refuse(key or "", "trains a part of the blocks, which is not modeled yet", "use full or lora")
+    elif kind == "qlora":
+        rule = "trains adapters next to weights of 4 bits, which is not modeled yet"
+        trainer.refuse(key or "", rule, "use lora with weights of 16 bits")
+    elif kind not in ("lora", "full", "none", "false"):
+        trainer.refuse(key or "", "is not modeled yet", "use lora, or train all weights")
