@@ -39,7 +39,7 @@ def launch_of(text: str, file: str) -> TrainingCommand | None:
 def _is_ours(launch: TrainingCommand) -> bool:
     if launch.program.text in (*_OWN_PROGRAMS, *_OWN_MODULES):
         return True
-    if len(launch.arguments) == 1 and launch.arguments[0].text.endswith(".json"):
+    if len(launch.arguments) == 1 and re.fullmatch(r"[^-].*\.json", launch.arguments[0].text):
         return launch.program.text.endswith(".py")  # run_clm.py args.json: HfArgumentParser reads it
     names = {name for name, _ in arguments_of(launch.arguments)}
     if names & {*_OTHERS}:
