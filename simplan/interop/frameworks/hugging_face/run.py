@@ -513,7 +513,13 @@ class TrainerRun:
         elif all(known):
             self.reading.put("model.lora_targets", ["all"] if "all" in known else known, where)
         else:
-            self.reading.refuse(where, "names other matrices than those of a block", "use all-linear")
+            is_pattern = any(mark in str(value) for mark in "(*\\[+") and isinstance(value, str)
+            rule = (
+                "is a pattern of names, which is not read"
+                if is_pattern
+                else "names other matrices than those of a block"
+            )
+            self.reading.refuse(where, rule, "use all-linear, or names such as q_proj and v_proj")
 
     # Software, and what is left
 

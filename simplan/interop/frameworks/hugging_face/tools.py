@@ -61,7 +61,7 @@ def renamed(tool: str, key: str, setting: Setting, keys: frozenset[str]) -> tupl
     """
     if tool != AXOLOTL:
         return key, setting
-    if key == "bf16" and setting.value == AUTO:  # what it is on every device that has BF16
+    if key in ("bf16", "torch_compile") and setting.value == AUTO:  # what it is with BF16 and a recent torch
         return key, replace(setting, value=True)
     if key == "bfloat16" and is_true(setting.value):  # BF16 without autocast
         return "bf16", replace(setting, value="full")
