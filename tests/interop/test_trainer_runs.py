@@ -609,6 +609,7 @@ def test_rotation_of_context_parallelism_is_read(word: str, expected: str, tmp_p
     ("command", "expected"),
     [
         ("NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train run.yaml", {"dp_replicate": 16, "zero_stage": 0}),
+        ("axolotl train axo.yaml --num-processes 16", {"dp_shard": 16, "zero_stage": 3}),
         ("trl sft --config run.yaml --accelerate_config fsdp2", {"dp_shard": 8, "zero_stage": 3}),
         ("trl sft --config run.yaml --accelerate_config zero2 --num_processes 16 --num_machines 2", {"dp_shard": 16}),
         ("torchrun --nproc_per_node 8 --nnodes 2 run_clm.py args.json", {"dp_replicate": 16}),
@@ -616,6 +617,7 @@ def test_rotation_of_context_parallelism_is_read(word: str, expected: str, tmp_p
 )
 def test_devices_and_plan_of_a_tool_are_read(command: str, expected: dict[str, int], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{_FACTORY}finetuning_type: full\n" if "llama" in command else _FACTORY)
+    (tmp_path / "axo.yaml").write_text(f"{_AXOLOTL}bf16: true\n{_FSDP2}", encoding="utf-8")
     settings = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "block_size": 512, "bf16": True}
     (tmp_path / "args.json").write_text(json.dumps(settings), encoding="utf-8")
     path = tmp_path / "run.sh"
