@@ -681,3 +681,16 @@ def test_recomputation_is_that_of_fsdp_and_hosts_have_a_file() -> None:
     assert exported.files["hostfile"] == "node0 slots=8\nnode1 slots=8\n"
     assert "--gradient_checkpointing" in exported.files["train.sh"]
     assert not [note for note in exported.notes if "every node" in note]
+
+
+def test_settings_of_a_strategy_that_is_off_are_no_errors(tmp_path: Path) -> None:
+    """Accelerate reads ``fsdp_config`` under FSDP only."""
+    path = tmp_path / "ds.yaml"
+    launch = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "bf16"}
+    other = {"fsdp_config": {"fsdp_offload_params": True}, "deepspeed_config": {"zero_stage": 2}}
+    path.write_text(yaml.safe_dump({**launch, **other}), encoding="utf-8")
+    add = {"cluster.preset": "dgx-h100", "model.preset": "gpt2-124m", "model.seq_len": 512, "plan.microbatch_size": 1}
+    source = read_source(path, {**add, "num_microbatches": 1})
+    assert (source.scenario().job.plan.zero_stage, source.scenario().job.plan.offload_optimizer) == (2, False)
+    assert source.configuration is not None
+    assert "fsdp_config.fsdp_offload_params" in {setting.key for setting in source.configuration.no_effect}
