@@ -312,14 +312,18 @@ class Reading:
         """
         self._missing.append(Missing(keys, Problem(field="", rule=what, fix=fix)))
 
-    def finish(self) -> Configuration:
+    def finish(self, *, is_whole: bool = True) -> Configuration:
         """The configuration.
+
+        Args:
+            is_whole: False if the reader stopped early, so that settings that it would know are left.
 
         Raises:
             SpecError: Settings are refused or contradict each other; lists all of them. A ``NotModelledError`` if all
                 are options that are not modeled.
         """
-        self._refuse_unknown()
+        if is_whole:
+            self._refuse_unknown()
         problems = sorted([*self._problems, *self._unmodeled_problems], key=in_file_order)
         if problems:
             raise (SpecError if self._problems else NotModelledError)(problems, file=self.file)

@@ -22,7 +22,7 @@ _WORDS = {
     "quantization": ("quant|4bit|8bit|bitsandbytes", "bnb gptq awq hqq aqlm eetq qat"),
     "adapters": ("lora|adapter|peft|pissa|dora|prompt_tuning|prefix_tuning", "oft boft loha lokr vera ia3 mora"),
     "frozen weights": ("freez|frozen|trainable", "spectrum lisa"),
-    "offloading": ("offload|cpu_adam|nvme|zenflow", ""),
+    "offloading": ("offload|cpu_adam|nvme|zenflow", "kt"),  # KTransformers runs experts on the host
     "the optimizer": (
         "optim|muon|galore|apollo|badam|adam_mini|adafactor|lomo|shampoo|sophia|prodigy",
         "lion soap dion",

@@ -111,7 +111,7 @@ def _unmodelled_training(job: Job) -> Iterator[Problem]:
             yield not_modelled(job, "plan.zero_stage", what, f"use {either(_stages_with_whole_weights(software))}")
     elif training.task == "lora" and not kinds:
         what = f"training adapters with {software.id}"
-        yield not_modelled(job, "training.task", what, "use pretrain or sft")
+        yield not_modelled(job, "training.task", what, "use pretrain or sft, or software torch")
     has = {*(kinds or software.state_bytes), *software.low_precision}
     if training.precision not in has:
         known = [precision for precision in _PRECISIONS if precision in has]

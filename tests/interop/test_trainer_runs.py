@@ -609,6 +609,7 @@ def test_rotation_of_context_parallelism_is_read(word: str, expected: str, tmp_p
     ("command", "expected"),
     [
         ("NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train run.yaml", {"dp_replicate": 16, "zero_stage": 0}),
+        ("axolotl train axo.yaml --num-processes 16", {"dp_shard": 16, "zero_stage": 3}),
         ("trl sft --config run.yaml --accelerate_config fsdp2", {"dp_shard": 8, "zero_stage": 3}),
         ("trl sft --config run.yaml --accelerate_config zero2 --num_processes 16 --num_machines 2", {"dp_shard": 16}),
         ("torchrun --nproc_per_node 8 --nnodes 2 run_clm.py args.json", {"dp_replicate": 16}),
@@ -616,6 +617,7 @@ def test_rotation_of_context_parallelism_is_read(word: str, expected: str, tmp_p
 )
 def test_devices_and_plan_of_a_tool_are_read(command: str, expected: dict[str, int], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{_FACTORY}finetuning_type: full\n" if "llama" in command else _FACTORY)
+    (tmp_path / "axo.yaml").write_text(f"{_AXOLOTL}bf16: true\n{_FSDP2}", encoding="utf-8")
     settings = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "block_size": 512, "bf16": True}
     (tmp_path / "args.json").write_text(json.dumps(settings), encoding="utf-8")
     path = tmp_path / "run.sh"
@@ -679,3 +681,16 @@ def test_recomputation_is_that_of_fsdp_and_hosts_have_a_file() -> None:
     assert exported.files["hostfile"] == "node0 slots=8\nnode1 slots=8\n"
     assert "--gradient_checkpointing" in exported.files["train.sh"]
     assert not [note for note in exported.notes if "every node" in note]
+
+
+def test_settings_of_a_strategy_that_is_off_are_no_errors(tmp_path: Path) -> None:
+    """Accelerate reads ``fsdp_config`` under FSDP only."""
+    path = tmp_path / "ds.yaml"
+    launch = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "bf16"}
+    other = {"fsdp_config": {"fsdp_offload_params": True}, "deepspeed_config": {"zero_stage": 2}}
+    path.write_text(yaml.safe_dump({**launch, **other}), encoding="utf-8")
+    add = {"cluster.preset": "dgx-h100", "model.preset": "gpt2-124m", "model.seq_len": 512, "plan.microbatch_size": 1}
+    source = read_source(path, {**add, "num_microbatches": 1})
+    assert (source.scenario().job.plan.zero_stage, source.scenario().job.plan.offload_optimizer) == (2, False)
+    assert source.configuration is not None
+    assert "fsdp_config.fsdp_offload_params" in {setting.key for setting in source.configuration.no_effect}

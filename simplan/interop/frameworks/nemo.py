@@ -91,7 +91,7 @@ def _read_version_1(reading: Reading) -> Configuration:
     if "model.encoder.num_layers" in reading or "model.bert_binary_head" in reading:
         rule = "only decoders (GPT, Llama, Mixtral ...) are read from NeMo's configurations"
         reading.refuse("model", rule, "name a scenario with family t5 or bert")
-        return reading.finish()
+        return reading.finish(is_whole=False)
     _put_software(reading)
     experts = reading.value("model.num_moe_experts") is not None
     degrees = core.read_parallel(reading, words, experts=experts)

@@ -69,7 +69,7 @@ def read(file: ConfigFile) -> Configuration:
     if matrix is not None:
         rule = "is one of several plans for different devices, which the launcher of Megatron Bridge 0.1 chose from"
         reading.refuse(matrix, rule, "write the settings of one plan under model and train")
-        return reading.finish()
+        return reading.finish(is_whole=False)
     core.refuse(reading, tables("bridge"))
     whole = all(reading.value(key) for key in _SIZES)
     experts = reading.value("model.num_moe_experts") is not None

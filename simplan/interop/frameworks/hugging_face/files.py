@@ -26,6 +26,7 @@ from simplan.interop.frameworks.hugging_face.script import (
 )
 from simplan.interop.frameworks.hugging_face.tools import (
     AXOLOTL,
+    TRL,
     devices_of_factory,
     renamed,
     split_of_tool,
@@ -131,8 +132,8 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     settings += _arguments(arguments_of(launch.arguments))[1]
     settings += [(setting.key, setting) for setting in nccl_settings(launch.environment)]
     options = options_of(launch)
-    if launch.program.text in ("trl", "axolotl"):
-        settings, passed = split_of_tool(settings)
+    if launch.program.text in (TRL, AXOLOTL):
+        settings, passed = split_of_tool(launch.program.text, settings)
         options = [*passed, *options]
     launched_by = launch.launchers[-1] if launch.launchers else launch.program.text
     run = _run(f"{_title(tool)}, launched by {launched_by}", file, trainer=settings, accelerate=options, tool=tool)

@@ -112,7 +112,7 @@ class TrainerRun:
         read_parallelism(self)
         self._choose_software(strategy, offloads=offloads)
         read_nccl_algo(self.reading)
-        self._read_rest()
+        self._read_rest(strategy)
         return self.reading.finish()
 
     # Devices, batch and precision
@@ -513,7 +513,13 @@ class TrainerRun:
         elif all(known):
             self.reading.put("model.lora_targets", ["all"] if "all" in known else known, where)
         else:
-            self.reading.refuse(where, "names other matrices than those of a block", "use all-linear")
+            is_pattern = any(mark in str(value) for mark in "(*\\[+") and isinstance(value, str)
+            rule = (
+                "is a pattern of names, which is not read"
+                if is_pattern
+                else "names other matrices than those of a block"
+            )
+            self.reading.refuse(where, rule, "use all-linear, or names such as q_proj and v_proj")
 
     # Software, and what is left
 
@@ -543,8 +549,8 @@ class TrainerRun:
             return self.trainer.full("torch_compile")
         return self.accelerate.full(key) if backend not in ("no", "eager") else None
 
-    def _read_rest(self) -> None:
-        if self.reading.written("plan.zero_stage") in (None, 0):
+    def _read_rest(self, strategy: str) -> None:
+        if strategy != "fsdp":
             fsdp_keys(self).no_effect(names_without_effect("fsdp"))  # of no FSDP
         self.trainer.note("trainer")
         self.accelerate.note("accelerate")

@@ -17,7 +17,7 @@ from simplan.interop.frameworks.shell import TrainingCommand, number_or_text
 if TYPE_CHECKING:  # a run reads itself by these functions
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
 
-AXOLOTL, FACTORY, TRL = "axolotl", "LLaMA-Factory", "TRL"
+AXOLOTL, FACTORY, TRL = "axolotl", "LLaMA-Factory", "trl"
 _AXOLOTL_SIGNS = ("base_model", "micro_batch_size", "sequence_len")
 _FACTORY_SIGNS = ("stage", "cutoff_len", "template")
 _AXOLOTL_NAMES = {
@@ -61,7 +61,7 @@ def renamed(tool: str, key: str, setting: Setting, keys: frozenset[str]) -> tupl
     """
     if tool != AXOLOTL:
         return key, setting
-    if key == "bf16" and setting.value == AUTO:  # what it is on every device that has BF16
+    if key in ("bf16", "torch_compile") and setting.value == AUTO:  # what it is with BF16 and a recent torch
         return key, replace(setting, value=True)
     if key == "bfloat16" and is_true(setting.value):  # BF16 without autocast
         return "bf16", replace(setting, value="full")
@@ -71,23 +71,26 @@ def renamed(tool: str, key: str, setting: Setting, keys: frozenset[str]) -> tupl
 
 
 def split_of_tool(
+    tool: str,
     settings: Sequence[tuple[str, Setting]],
 ) -> tuple[list[tuple[str, Setting]], list[tuple[str, Setting]]]:
-    """Arguments of ``trl`` and ``axolotl``: those of the training, and those passed on to ``accelerate launch``.
+    """Arguments of ``trl`` or ``axolotl``: those of the training, and those passed on to ``accelerate launch``.
 
     ``--accelerate_config`` of TRL names one of TRL's own configurations, or a file.
     """
+    options_of_fsdp = tool == TRL
     own: list[tuple[str, Setting]] = []
     passed: list[tuple[str, Setting]] = []
     for key, setting in settings:
-        if key == "accelerate_config" and (named := table("trl_configurations").get(setting.value)) is not None:
+        if key == "accelerate_config" and (named := table("trl_configurations").get(str(setting.value))) is not None:
             passed += [
                 (name, replace(setting, key=f"{setting.key}: {name}", value=value)) for name, value in named.items()
             ]
         elif key == "accelerate_config":
             passed.append(("config_file", setting))
         else:
-            (passed if key in _OF_ACCELERATE or key.startswith("fsdp_") else own).append((key, setting))
+            is_flag = options_of_fsdp and key.startswith("fsdp_") and not key.startswith("fsdp_config")
+            (passed if key in _OF_ACCELERATE or is_flag else own).append((key, setting))
     options = {key for key, _ in settings}
     return own, [(key, each) for key, each in passed if key not in options or not each.key.endswith(f": {key}")]
 
