@@ -128,7 +128,7 @@ def model_fields_from_config(
 
 
 def _instead(word: str, config: Mapping[str, Any]) -> str:
-    """What to write for a type that is not read: its family with numbers, or a type that may be misspelled.
+    """Fix for a type that is not read: its family with numbers, or a type that may be misspelled.
 
     A type of another version (llama4) is another model, and so is one without experts for a model with some.
     """

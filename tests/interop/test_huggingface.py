@@ -243,7 +243,8 @@ def test_the_sequence_length_is_that_given() -> None:
         ({**DEEPSEEK3, "quantization_config": {"fmt": "e4m3"}}, "quantization_config = {"),
         ({**DEEPSEEK3, "attention_bias": True}, "attention_bias = true: is not modeled yet; only false is"),
         ({**QWEN15, "use_sliding_window": True, "sliding_window": 1024}, "sliding_window = 1024: a window in some"),
-        ({**LLAMA3, "model_type": "phi3"}, "not modeled yet; write a model with family: llama and the numbers"),
+        ({**LLAMA3, "model_type": "phi3"},
+         'model_type = "phi3": is a family that is not modeled yet; write a model with family: llama and the numbers'),
         ({**LLAMA3, "model_type": ["x"]}, 'model_type = ["x"]: is a family that is not modeled yet'),
     ],
 )  # fmt: skip
