@@ -7,6 +7,7 @@ out; or refused, if an answer without it would be about another job. Settings th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -18,6 +19,11 @@ from simplan.problems import Path, in_file_order, render_value
 
 _ABSENT: Any = object()
 _MAX_LISTED = 40
+_OF_ANOTHER_PLAN = re.compile(
+    r"parallel_(size|degree)|(^|_)(dp|fsdp|zero|fp8|fp4|mxfp8|nvfp4|muon|lora|dora|oft|peft|adapter|offload|freeze|frozen)(_|$)"
+    r"|quantiz"
+)
+"""Names that no setting without effect has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +34,22 @@ class Setting:
         key: Key as its users write it: ``--tensor-model-parallel-size``, ``parallelism.tensor_parallel_degree``.
         value: Plain data; True for a flag without a value.
         line: 1-based line of the file; None if it comes from elsewhere.
+        older_name: Key as the file has it, if that is an older name of ``key``.
     """
 
     key: str
     value: Any
     line: int | None = None
+    older_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """Key as the file has it."""
+        return self.older_name or self.key
 
     def __str__(self) -> str:
         place = f" (line {self.line})" if self.line is not None else ""
-        return f"{self.key}{place}" if self.value is True else f"{self.key} = {render_value(self.value)}{place}"
+        return f"{self.name}{place}" if self.value is True else f"{self.name} = {render_value(self.value)}{place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +135,7 @@ class Configuration:
             what = "may change time or memory, and simplan does not know these settings"
             notes.append(f"{what}: {_listed(map(str, self.unknown))}")
         if self.no_effect:
-            notes.append(f"no effect on time or memory: {_listed(setting.key for setting in self.no_effect)}")
+            notes.append(f"no effect on time or memory: {_listed(setting.name for setting in self.no_effect)}")
         return tuple(notes)
 
     def require(self, given: Iterable[str]) -> None:
@@ -217,6 +230,16 @@ class Reading:
         value = self._data.get(section)
         return value.get(name) if name and isinstance(value, dict) else value
 
+    def refuse_other_plans(self) -> None:
+        """Refuse settings that nothing has read and whose names say another plan, precision or adapter."""
+        for key, setting in dict(self._left).items():
+            name = key.rpartition(".")[2].replace("-", "_").lower()
+            is_size = name.endswith(("_size", "_degree"))
+            is_off = setting.value in (None, False, 0, "", "none", "None", "null") or (is_size and setting.value == 1)
+            if _OF_ANOTHER_PLAN.search(name) and not is_off:
+                rule = "is not known to simplan, and its name says another plan, precision or set of trained weights"
+                self.refuse(key, rule, "remove it to predict the job without it")
+
     def put(self, path: str, value: Any, key: str) -> None:
         """Give a key of the scenario the value of a setting.
 
@@ -235,7 +258,7 @@ class Reading:
         if setting is None:
             self._origins[path] = f"{render_value(value)} ({key})"
             return
-        self._origins[path], self._names[path] = str(setting), key
+        self._origins[path], self._names[path] = str(setting), setting.name
         if setting.line is not None:
             self._lines[tuple(path.split("."))] = (setting.line, 1)
 
@@ -343,7 +366,7 @@ class Reading:
         if setting is None:
             return Problem(field=key, rule=rule, fix=fix)
         value = None if setting.value is True else render_value(setting.value)
-        return Problem(field=key, value=value, rule=rule, fix=fix, line=setting.line)
+        return Problem(field=setting.name, value=value, rule=rule, fix=fix, line=setting.line)
 
 
 def _listed(items: Iterable[str]) -> str:

@@ -453,6 +453,7 @@ def sort_rest(reading: Reading, table: Mapping[str, Any], degrees: Mapping[str, 
     reading.no_effect(
         *(key for key, each in reading.settings.items() if key.startswith(beginnings) or each.value in (None, [], {}))
     )
+    reading.refuse_other_plans()
 
 
 def read_optimizer(reading: Reading, section: str, origin: str) -> None:

@@ -54,6 +54,7 @@ def configuration_of(settings: RunSettings, num_devices: int | None = None, devi
     read_nccl_algo(settings.reading)
     note_allocator(settings.reading)
     _rest(settings)
+    settings.reading.refuse_other_plans()
     return settings.reading.finish()
 
 
