@@ -29,15 +29,22 @@ class Setting:
         key: Key as its users write it: ``--tensor-model-parallel-size``, ``parallelism.tensor_parallel_degree``.
         value: Plain data; True for a flag without a value.
         line: 1-based line of the file; None if it comes from elsewhere.
+        older_name: Key as the file has it, if that is an older name of ``key``.
     """
 
     key: str
     value: Any
     line: int | None = None
+    older_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """Key as the file has it."""
+        return self.older_name or self.key
 
     def __str__(self) -> str:
         place = f" (line {self.line})" if self.line is not None else ""
-        return f"{self.key}{place}" if self.value is True else f"{self.key} = {render_value(self.value)}{place}"
+        return f"{self.name}{place}" if self.value is True else f"{self.name} = {render_value(self.value)}{place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ class Configuration:
             what = "may change time or memory, and simplan does not know these settings"
             notes.append(f"{what}: {_listed(map(str, self.unknown))}")
         if self.no_effect:
-            notes.append(f"no effect on time or memory: {_listed(setting.key for setting in self.no_effect)}")
+            notes.append(f"no effect on time or memory: {_listed(setting.name for setting in self.no_effect)}")
         return tuple(notes)
 
     def require(self, given: Iterable[str]) -> None:
@@ -236,7 +243,7 @@ class Reading:
         if setting is None:
             self._origins[path] = f"{render_value(value)} ({key})"
             return
-        self._origins[path], self._names[path] = str(setting), key
+        self._origins[path], self._names[path] = str(setting), setting.name
         if setting.line is not None:
             self._lines[tuple(path.split("."))] = (setting.line, 1)
 
@@ -357,7 +364,7 @@ class Reading:
         if setting is None:
             return Problem(field=key, rule=rule, fix=fix)
         value = None if setting.value is True else render_value(setting.value)
-        return Problem(field=key, value=value, rule=rule, fix=fix, line=setting.line)
+        return Problem(field=setting.name, value=value, rule=rule, fix=fix, line=setting.line)
 
 
 def _listed(items: Iterable[str]) -> str:

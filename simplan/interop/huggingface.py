@@ -24,6 +24,7 @@ _MAY_MISS = frozenset({
     "partial_rotary_factor",
 })  # fmt: skip
 """Fields that a config may omit."""
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def model_fields_from_config(
         value = render_value(word) if word is not None else None
         rule = "is missing" if word is None else "is a family that is not modeled yet"
         error = SpecError if word is None else NotModelledError
-        raise error(Problem(field="model_type", value=value, rule=rule, fix=did_you_mean(str(word), known)))
+        raise error(Problem(field="model_type", value=value, rule=rule, fix=_instead(str(word), config)))
     kind = known[word]
     given = {field: _look_up(config, key) for field, key in kind.keys.items()}
     if isinstance(labels := given.get("num_classes"), Mapping):
@@ -124,6 +125,28 @@ def model_fields_from_config(
     if kind.alternates:
         fields |= _windows(config, fields.pop("sliding_window", None), fields.get("num_hidden_layers"))
     return {"name": name, "family": kind.family, **fields}
+
+
+def _instead(word: str, config: Mapping[str, Any]) -> str:
+    """Fix for a type that is not read: its family with numbers, or a type that may be misspelled.
+
+    A type of another version (llama4) is another model, and so is one without experts for a model with some.
+    """
+    by_numbers: Mapping[str, str] = tables("model_types")["_by_numbers"]
+    if word in by_numbers:
+        return f"write a model with {by_numbers[word]} and the numbers of the config"
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    experts = any(type(part.get(key)) is int and part[key] > 1 for part in parts for key in _NUM_EXPERTS)
+    names = [
+        name
+        for name, kind in model_types().items()
+        if (kind.family in ("moe", "deepseek")) == experts and _without_digits(name) != _without_digits(word)
+    ]
+    return did_you_mean(word, names)
+
+
+def _without_digits(name: str) -> str:
+    return "".join(character for character in name if not character.isdigit())
 
 
 def _look_up(config: Mapping[str, Any], key: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
-from simplan.interop.huggingface import model_fields_from_config
+from simplan.interop.frameworks import tables
+from simplan.interop.huggingface import model_fields_from_config, model_types
 from simplan.model.model import ModelSpec
 from simplan.predict import predict
 from simplan.scenario import load_scenario
@@ -241,6 +243,8 @@ def test_the_sequence_length_is_that_given() -> None:
         ({**DEEPSEEK3, "quantization_config": {"fmt": "e4m3"}}, "quantization_config = {"),
         ({**DEEPSEEK3, "attention_bias": True}, "attention_bias = true: is not modeled yet; only false is"),
         ({**QWEN15, "use_sliding_window": True, "sliding_window": 1024}, "sliding_window = 1024: a window in some"),
+        ({**LLAMA3, "model_type": "phi3"},
+         'model_type = "phi3": is a family that is not modeled yet; write a model with family: llama and the numbers'),
         ({**LLAMA3, "model_type": ["x"]}, 'model_type = ["x"]: is a family that is not modeled yet'),
     ],
 )  # fmt: skip
@@ -386,3 +390,22 @@ def test_a_scenario_says_what_is_left_out(
     prediction = predict(scenario.job, name=scenario.name)
     assert scenario.job.model.mtp_num_layers == depths
     assert [sentence for sentence in prediction.assumptions if "second token" in sentence] == said
+
+
+def test_types_of_other_blocks_are_never_suggested() -> None:
+    """Names of versions are alike, and their models are not; a dense model is none with experts."""
+    families = {name: kind.family for name, kind in model_types().items()}
+    for word, more, known in (("llama4", {"text_config": {"num_local_experts": 16}}, True), ("gemma3", {}, False)):
+        with pytest.raises(NotModelledError) as refused:
+            model_fields_from_config({**LLAMA3, "model_type": word, **more}, name="x", seq_len=64)
+        named = [name for name in families if name in re.findall(r"\w+", refused.value.problems[0].fix)]
+        assert named
+        assert word.rstrip("0123456789") not in {name.rstrip("0123456789") for name in named}
+        assert all((families[name] in ("moe", "deepseek")) == known for name in named)
+
+
+def test_types_by_numbers_are_of_known_families_and_not_read() -> None:
+    by_numbers = tables("model_types")["_by_numbers"]
+    families = {kind.family for kind in model_types().values()}
+    assert not by_numbers.keys() & model_types().keys()
+    assert {text.partition(" and ")[0].removeprefix("family: ") for text in by_numbers.values()} <= families

@@ -19,6 +19,7 @@ from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.formats import formats
+from simplan.interop.frameworks import tables
 from simplan.job import Job
 from simplan.rules import violations
 from simplan.scenario import load_scenario
@@ -372,3 +373,22 @@ def test_every_pair_of_recomputed_modules_that_megatron_takes_is_taken(experts: 
     assert found["core_attn", "core_attn"].recompute == "selective"
     assert found["moe", "shared_experts"].recompute_modules == (("moe",) if experts else None)
     assert found["mlp", "mlp"].recompute == ("none" if experts else "selective")
+
+
+@pytest.mark.parametrize("older", tables("megatron")["older_names"])
+def test_older_names_are_shown_as_the_script_has_them(older: str, tmp_path: Path) -> None:
+    today = tables("megatron")["older_names"][older]
+    words = f"{_SMALL} --max-position-embeddings 32 --tensor-model-parallel-size 1 --bf16 ".replace(today, older)
+    path = tmp_path / "train.sh"
+    path.write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}\n")
+    assert older in words
+    configuration = read_source(path, _CLUSTER).configuration
+    assert configuration is not None
+    assert older in configuration.names.values()
+    assert not {today} & {*configuration.names.values()}
+    path.write_text(re.sub(rf"{older} \d+", f"{older} -3", path.read_text()))
+    with pytest.raises(SpecError, match=f"{older} = -3"):
+        scenario_from(path, _CLUSTER)
+    path.write_text(path.read_text().replace(f"{older} -3", f"{older} $NONE"))
+    with pytest.raises(SpecError, match=rf"has {older} \$NONE"):
+        scenario_from(path, _CLUSTER)

@@ -81,3 +81,42 @@ def test_allocator_of_the_environment_is_listed(variable: str, value: str, liste
         (tmp_path / name).write_text(text)
         notes = read_source(tmp_path / name, {"cluster.preset": "dgx-h100"}).notes
         assert any(note.startswith("not modeled: ") and variable in note for note in notes) == listed, name
+
+
+def read_with(framework: str, name: str, folder: Path) -> tuple[str, ...]:
+    """Notes on a file with one more setting, which no reader knows."""
+    nemo = _NEMO | {"trainer": _NEMO["trainer"] | {"num_nodes": 1, "devices": 8}}
+    nemo["model"] = _NEMO["model"] | {name: 2}
+    bridge = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1024, "seq_length": 512}
+    of_bridge = {
+        "model": bridge | {name: 2},
+        "train": {"global_batch_size": 64, "micro_batch_size": 1},
+        "ddp": {"a": 1},
+    }
+    files = {
+        "megatron.sh": f"torchrun --nproc_per_node 8 {_MEGATRON} --{name.replace('_', '-')} 2\n",
+        "torchtitan.sh": f"torchrun --nproc_per_node 8 {_TORCHTITAN} --training.{name} 2\n",
+        "nemo.yaml": yaml.safe_dump(nemo),
+        "bridge.yaml": yaml.safe_dump(of_bridge),
+    }
+    (file,) = (file for file in files if file.startswith(framework))
+    (folder / file).write_text(files[file])
+    return read_source(folder / file, {"cluster.preset": "dgx-h100", "cluster.num_devices": 8}).notes
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "nemo", "bridge"])
+@pytest.mark.parametrize(
+    "name", ["ring_parallel_size", "use_muon", "state_offload", "new_fp8_mode", "freeze_first", "oft_rank"]
+)
+def test_unknown_setting_that_names_another_plan_is_refused(framework: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(NotModelledError) as refused:
+        read_with(framework, name, tmp_path)
+    (problem,) = refused.value.problems
+    assert problem.field.replace("-", "_").endswith(name)
+    assert "is a setting that simplan does not know, and its name speaks of" in problem.rule
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "nemo", "bridge"])
+def test_other_unknown_settings_are_listed(framework: str, tmp_path: Path) -> None:
+    notes = read_with(framework, "new_kernel", tmp_path)
+    assert any(note.startswith("may change time or memory") and "kernel" in note for note in notes)

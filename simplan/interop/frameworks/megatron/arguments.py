@@ -140,7 +140,8 @@ def _sorted(launch: TrainingCommand) -> Arguments:
     last = {table["older_names"].get(each.key, each.key): each for each in arguments}
     certain, unsure = [], []
     for key, argument in last.items():
-        setting = Setting(key, _value(argument), _line(argument.line))
+        older = argument.key if argument.key != key else ""
+        setting = Setting(key, _value(argument), _line(argument.line), older)
         if argument.reason:
             unsure.append((setting, argument.reason))
         else:
@@ -188,7 +189,8 @@ def _yaml_arguments(file: ConfigFile) -> Arguments:
             continue
         if isinstance(value, str):
             value = _unquoted(_substituted(value, known))
-        setting = Setting(tables("megatron")["older_names"].get(str(key), str(key)), value, line)
+        today = tables("megatron")["older_names"].get(str(key), str(key))
+        setting = Setting(today, value, line, str(key) if today != str(key) else "")
         if isinstance(value, str) and ("${" in value or "$(" in value):
             unsure.append((setting, "is not set in the file"))
         else:

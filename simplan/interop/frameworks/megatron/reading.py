@@ -140,7 +140,7 @@ class MegatronReading(Reading):
             is_rotary = setting.key == "--max-position-embeddings" and self.peek("--position-embedding-type") == "rope"
             if path is None or path in asked or is_rotary:
                 continue
-            shown = setting.key if setting.value is True else f"{setting.key} {setting.value}"
+            shown = setting.name if setting.value is True else f"{setting.name} {setting.value}"
             place = f" in line {setting.line}" if setting.line is not None else ""
             usual = self.table["usual"].get(path, f"--set {path}=...")
             fix = f"add {usual}"

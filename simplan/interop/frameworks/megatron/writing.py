@@ -95,7 +95,7 @@ def export(job: Job, name: str) -> Exported:
 
 
 def _notes_on_overlap(job: Job) -> list[str]:
-    """What the overlap of collectives would give that the profile, and so the script, does not have."""
+    """Overlap of collectives that the profile, and so the script, does not have, with what it would give."""
     plan, software = job.plan, job.software
     if software.id != CORE:
         return []
