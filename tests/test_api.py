@@ -103,7 +103,7 @@ def test_results_have_short_forms(job: simplan.Job) -> None:
         assert "\n" not in repr(value)
     assert repr(job.plan) == "ParallelPlan(dp_shard=8, grad_sync='microbatch')"
     assert f"{prediction.step_time_s:.3f}" in repr(prediction)
-    assert "fits" in repr(prediction)
+    assert f" {prediction.memory_verdict}: " in repr(prediction)
 
 
 def test_a_sweep_is_a_prediction_for_each_combination(job: simplan.Job) -> None:

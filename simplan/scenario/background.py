@@ -22,7 +22,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import is_table_file
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
-from simplan.scenario.sections import read_model, read_software
+from simplan.scenario.sections import read_model, read_software, sharded_over_cp
 from simplan.training import TrainingSection
 
 _PATH: Path = ("cluster", "background")
@@ -91,7 +91,8 @@ def _job(sections: Sections, data: dict[str, Any], path: Path) -> BackgroundJob 
     with sections.moved(("training",), (*path, "training")):
         training = sections.read(TrainingSection, job["training"], ("training",))
     with sections.moved(("plan",), (*path, "plan")):
-        plan = sections.read(ParallelPlan, job["plan"], ("plan",))
+        given = job["plan"] if software is None else sharded_over_cp(job["plan"], software)
+        plan = sections.read(ParallelPlan, given, ("plan",))
     if entry is None or software is None or model is None or training is None or plan is None:
         return None
     return BackgroundJob(

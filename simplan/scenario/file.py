@@ -42,7 +42,7 @@ from simplan.rules import check_job
 from simplan.scenario.clusters import read_cluster
 from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
-from simplan.scenario.sections import read_expectations, read_model, read_software
+from simplan.scenario.sections import read_expectations, read_model, read_software, sharded_over_cp
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingBudget, TrainingSection, TrainingSpec
 
@@ -251,6 +251,8 @@ def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None
     before = sections.num_problems
     given = _with_devices(parts, folder)
     is_read = "plan" in data and sections.num_problems == before
+    if parts.software is not None:
+        given = sharded_over_cp(given, parts.software)
     plan = sections.read(ParallelPlan, given, ("plan",)) if is_read else None
     if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan

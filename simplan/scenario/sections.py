@@ -203,3 +203,12 @@ def _counted(path: Path) -> dict[int, float]:
     if not counts:
         raise refuse("holds no lengths", "write one whole number of tokens a line")
     return {length: float(count) for length, count in counts.items()}
+
+
+def sharded_over_cp(plan: Any, software: SoftwareSpec) -> Any:
+    """Section plan, with FSDP over context-parallel ranks alone where the software has it and no stage is given."""
+    if not isinstance(plan, dict) or "zero_stage" in plan or not software.shards_over_cp:
+        return plan
+    cp = plan.get("cp", 1)
+    alone = isinstance(cp, int) and cp > 1 and plan.get("dp_shard", 1) == 1
+    return {**plan, "zero_stage": 3} if alone else plan

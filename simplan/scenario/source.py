@@ -640,7 +640,7 @@ def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch:
     if shards > 1 and "zero_stage" not in plan and software is not None:
         stages: list[dict[str, Any]] = [{}, {"zero_stage": 2}, {"zero_stage": 1}]
         if degree("dp_shard") == 1:  # a plan by itself shards over context-parallel ranks only if it says so
-            stages = [{"zero_stage": stage} for stage in (3, 2, 1)] + [{}]
+            stages = [{"zero_stage": stage} for stage in (3, 2, 1, 0)]
         best = min(stages, key=lambda stage: _num_violations({**found, "plan": {**plan, **stage}}, file))
         for key, value in best.items():
             assume("plan", key, value, f"the highest that {software.id} has for this plan")

@@ -81,6 +81,9 @@ def test_context_ranks_alone_shard_where_the_software_does(name: str) -> None:
     except NotModelledError:  # context parallelism as such
         return
     assert scenario.job.plan == moved.plan
+    file = {"model": {"preset": "llama2-7b"}, "cluster": {"preset": "dgx-h100", "num_nodes": 1},
+            "training": {"global_batch_size": 1}, "software": name, "plan": {"cp": 8}}  # fmt: skip
+    assert scenario_from(file).job.plan == moved.plan
     assert (f"plan.zero_stage = 3 (the highest that {name} has" in scenario.assumptions[0]) == (wanted == 3)
     for stage in (wanted, 0):  # written out, a plan stays as it is
         plan = scenario.job.plan.with_changes(zero_stage=stage)
