@@ -10,6 +10,7 @@ from simplan.report.table import format_table_text
 from simplan.report.text import split_parts
 from simplan.units import GIB, format_bytes, format_percent, format_time
 from simplan.validate.activity import ActivityShare
+from simplan.validate.attribution import TermDifference
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison, UncertainTerm
 from simplan.validate.logged_memory import MemoryTerm
@@ -17,6 +18,7 @@ from simplan.validate.rehearsal import MemoryRow, RehearsalComparison
 from simplan.validate.rows import ComparisonRow
 
 _MAX_RANKS = 8
+_HALF = 0.5
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -84,10 +86,17 @@ def _terms(comparison: Comparison) -> Iterator[str]:
     ]
     difference_s = step.predicted - step.measured
     rows.append(["step time", format_time(step.predicted), format_time(step.measured), signed_time(difference_s)])
-    most, whole = signed_time(terms[0].difference_s), signed_time(difference_s)
-    carries = f"most of the difference: {terms[0].part} ({most} of {whole})"
     headers = ["on the critical path", "predicted", "measured", "difference"]
-    yield f"{format_table_text(headers, rows, indent=0)}\n{carries}"
+    yield "\n".join((format_table_text(headers, rows, indent=0), *_largest_term(terms[0], difference_s)))
+
+
+def _largest_term(largest: TermDifference, difference_s: float) -> Iterator[str]:
+    """The term with the largest difference; "most of the difference" if it is more than half and not more than all."""
+    if not largest.difference_s:
+        return
+    share = largest.difference_s / difference_s if difference_s else 0.0
+    words = "most of the difference" if _HALF < share <= 1 else "largest term"
+    yield f"{words}: {largest.part} ({signed_time(largest.difference_s)} of {signed_time(difference_s)})"
 
 
 def _splits(comparison: Comparison) -> Iterator[str]:
