@@ -242,7 +242,7 @@ _OF_PARTS = (
 )
 _NO_HYPOTHESIS = (
     "no single change that was tried brings the prediction closer: compilation, recomputation, attention kernel, "
-    "links, a slow rank, host work, gradient synchronization, sharding, microbatch size"
+    "links, the network between nodes, a slow rank, host work, gradient synchronization, sharding, microbatch size"
 )
 
 
