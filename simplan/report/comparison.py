@@ -19,6 +19,7 @@ from simplan.validate.rows import ComparisonRow
 
 _MAX_RANKS = 8
 _HALF = 0.5
+_NO_DIFFERENCE = 0.0005  # relative; shown as 0.0 %
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -214,7 +215,8 @@ def logged_text(comparison: LoggedComparison) -> str:
         low, high = (format_time(seconds) for seconds in comparison.interval_s)
         where = "lies in" if comparison.interval_holds else "lies outside of"
         sections.append(
-            f"the measured step time {where} the predicted 90 % interval, {low} to {high}\n"
+            f"{_slower(comparison.rows[0])}; the measured step time {where} the predicted 90 % interval, "
+            f"{low} to {high}\n"
             f"{candidate_causes(comparison)}"
         )
         notes += ["spread = half of p10 to p90 of the steps"]
@@ -228,6 +230,14 @@ def logged_text(comparison: LoggedComparison) -> str:
         notes += _OF_PARTS
     sections.append("\n".join(f"- {note}" for note in (*notes, *comparison.notes)))
     return "\n\n".join(sections)
+
+
+def _slower(step: ComparisonRow) -> str:
+    """How much longer a step of the run took than predicted, in percent of the prediction."""
+    longer = step.measured / step.predicted - 1
+    if abs(longer) < _NO_DIFFERENCE:
+        return "the run was as fast as predicted"
+    return f"a step took {100 * abs(longer):.1f} % {'longer' if longer > 0 else 'less time'} than predicted"
 
 
 _ONE_CHANGE = (

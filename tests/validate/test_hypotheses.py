@@ -177,7 +177,11 @@ def test_job_of_a_prediction_file() -> None:
     assert any("cannot be predicted again" in note for note in comparison.notes)
     document["step_time_s"] *= 1.5  # as with a calibration
     document["inputs"]["software_settings"] = found.job.software.settings
-    assert compare_logged(document, logged).hypotheses is None
+    calibrated = compare_logged(document | {"reference_s": 0.001}, logged)
+    assert calibrated.hypotheses is None
+    assert any("predicted again without a calibration" in note for note in calibrated.notes)
+    assert any("not rescaled to its speed" in note for note in calibrated.notes)
+    assert not any("not rescaled" in note for note in comparison.notes)
 
 
 def test_hypotheses_are_tried_outside_of_the_intervals_only() -> None:
