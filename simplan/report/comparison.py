@@ -233,7 +233,7 @@ def logged_text(comparison: LoggedComparison) -> str:
 
 
 def _slower(step: ComparisonRow) -> str:
-    """How much longer a step of the run took than predicted, in percent of the prediction."""
+    """Sentence on the measured step time, relative to the prediction."""
     longer = step.measured / step.predicted - 1
     if abs(longer) < _NO_DIFFERENCE:
         return "the run was as fast as predicted"
