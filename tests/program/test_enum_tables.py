@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 _COLLECTIVES_OF_LAPS = ("no rank repeats the bytes of others in it, so it has its own formula", "ALL_TO_ALL RING SEND")
 _COMPUTES = ("read for compute actions only", "SEND_F RECV_F SEND_B RECV_B UNSHARD RESHARD REDUCE_GRAD OPTIM")
