@@ -16,6 +16,7 @@ from simplan.validate.compare import Comparison
 from simplan.validate.compare import compare as compare_measured
 from simplan.validate.logged import LoggedComparison, compare_logged
 from simplan.validate.logged_run import YAML_SUFFIXES, LoggedRun
+from simplan.validate.prediction_file import check_prediction
 
 
 def compare(
@@ -37,11 +38,9 @@ def compare(
     """
     file = str(measured) if isinstance(measured, str | Path) else None
     run = read_run(measured) if isinstance(measured, str | Path) else measured
-    document: Prediction | Mapping[str, Any]
-    if isinstance(prediction, str | Path):
-        file_of_prediction, document = str(prediction), read_prediction(Path(prediction))
-    else:
-        file_of_prediction, document = "prediction", prediction
+    document = read_prediction(Path(prediction)) if isinstance(prediction, str | Path) else prediction
+    if document is prediction and not isinstance(document, Prediction):
+        check_prediction(document, "prediction")
     try:
         if isinstance(run, Measurement):
             return compare_measured(document, run)
@@ -50,10 +49,6 @@ def compare(
         return compare_logged(document, run)
     except SpecError as error:
         raise error if file is None or error.file else error.in_file(file) from None
-    except KeyError as error:
-        fix = "write the file with `simplan predict -o FILE`"
-        problem = Problem(field=str(error.args[0]), rule="is missing", fix=fix)
-        raise SpecError(problem, file=file_of_prediction) from None
 
 
 def read_prediction(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from simplan.report.table import format_table_text
 from simplan.report.text import split_parts
 from simplan.units import GIB, format_bytes, format_percent, format_time
 from simplan.validate.activity import ActivityShare
+from simplan.validate.attribution import TermDifference
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison, UncertainTerm
 from simplan.validate.logged_memory import MemoryTerm
@@ -17,6 +18,8 @@ from simplan.validate.rehearsal import MemoryRow, RehearsalComparison
 from simplan.validate.rows import ComparisonRow
 
 _MAX_RANKS = 8
+_HALF = 0.5
+_NO_DIFFERENCE = 0.0005  # relative; shown as 0.0 %
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -84,10 +87,17 @@ def _terms(comparison: Comparison) -> Iterator[str]:
     ]
     difference_s = step.predicted - step.measured
     rows.append(["step time", format_time(step.predicted), format_time(step.measured), signed_time(difference_s)])
-    most, whole = signed_time(terms[0].difference_s), signed_time(difference_s)
-    carries = f"most of the difference: {terms[0].part} ({most} of {whole})"
     headers = ["on the critical path", "predicted", "measured", "difference"]
-    yield f"{format_table_text(headers, rows, indent=0)}\n{carries}"
+    yield "\n".join((format_table_text(headers, rows, indent=0), *_largest_term(terms[0], difference_s)))
+
+
+def _largest_term(largest: TermDifference, difference_s: float) -> Iterator[str]:
+    """The term with the largest difference; "most of the difference" if it is more than half and not more than all."""
+    if not largest.difference_s:
+        return
+    share = largest.difference_s / difference_s if difference_s else 0.0
+    words = "most of the difference" if _HALF < share <= 1 else "largest term"
+    yield f"{words}: {largest.part} ({signed_time(largest.difference_s)} of {signed_time(difference_s)})"
 
 
 def _splits(comparison: Comparison) -> Iterator[str]:
@@ -205,7 +215,8 @@ def logged_text(comparison: LoggedComparison) -> str:
         low, high = (format_time(seconds) for seconds in comparison.interval_s)
         where = "lies in" if comparison.interval_holds else "lies outside of"
         sections.append(
-            f"the measured step time {where} the predicted 90 % interval, {low} to {high}\n"
+            f"{_slower(comparison.rows[0])}; the measured step time {where} the predicted 90 % interval, "
+            f"{low} to {high}\n"
             f"{candidate_causes(comparison)}"
         )
         notes += ["spread = half of p10 to p90 of the steps"]
@@ -221,6 +232,14 @@ def logged_text(comparison: LoggedComparison) -> str:
     return "\n\n".join(sections)
 
 
+def _slower(step: ComparisonRow) -> str:
+    """Sentence on the measured step time, relative to the prediction."""
+    longer = step.measured / step.predicted - 1
+    if abs(longer) < _NO_DIFFERENCE:
+        return "the run was as fast as predicted"
+    return f"a step took {100 * abs(longer):.1f} % {'longer' if longer > 0 else 'less time'} than predicted"
+
+
 _ONE_CHANGE = (
     "hypotheses: the job predicted again with one change each, listed if the error shrinks by a tenth or more; several "
     "may explain the same numbers, and a slow rank or a busy host fits almost any slower log"
@@ -233,7 +252,7 @@ _OF_PARTS = (
 )
 _NO_HYPOTHESIS = (
     "no single change that was tried brings the prediction closer: compilation, recomputation, attention kernel, "
-    "links, a slow rank, host work, gradient synchronization, sharding, microbatch size"
+    "links, the network between nodes, a slow rank, host work, gradient synchronization, sharding, microbatch size"
 )
 
 

@@ -163,6 +163,8 @@ _WORDS = {
     ActionKind.REDUCE_GRAD: "scaling gradients",
     ActionKind.OPTIM: "optimizer",
 }
+CLIPPING = "gradient clipping"
+"""Part name of the compute before the update in OPTIM."""
 _STREAMS = {
     **dict.fromkeys((Stream.SEND_F, Stream.RECV_F, Stream.SEND_B, Stream.RECV_B), "P2P between stages"),
     **dict.fromkeys((Stream.DATA, Stream.SHARD, Stream.REPLICATE), "data-parallel communication"),
@@ -172,6 +174,7 @@ _STREAMS = {
     Stream.EXPERT: "expert-parallel communication",
     Stream.EXPERT_DATA: "data-parallel communication of experts",
     Stream.TIED: "all-reduce of the tied embedding",
+    Stream.PIPELINE: "all-reduce of the gradient norm over stages",
 }
 
 
@@ -180,7 +183,8 @@ def busy_span(action: str, kind: SpanKind, start_s: float, end_s: float) -> Busy
     if kind is SpanKind.RECOMPUTE:
         return Busy(start_s, end_s, ActivityShare.RECOMPUTE, "recomputation")
     parsed = Action.parse(action).kind
-    return Busy(start_s, end_s, _SHARES[kind], _WORDS.get(parsed, str(parsed)))
+    clips = parsed is ActionKind.OPTIM and kind is SpanKind.COMPUTE
+    return Busy(start_s, end_s, _SHARES[kind], CLIPPING if clips else _WORDS.get(parsed, str(parsed)))
 
 
 def stream_words(stream: str) -> str:

@@ -16,11 +16,11 @@ from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import HostCopy, Program, Stream
-from simplan.program.timeline import Span, Timeline
+from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.units import GIB, counted
-from simplan.validate.activity import UNEXPLAINED, ActivityShare
+from simplan.validate.activity import CLIPPING, UNEXPLAINED, ActivityShare
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
@@ -104,6 +104,8 @@ def compare(
     ]
     if splits and not times_recomputation(measurement):
         notes.append("compute contains recomputation, on both sides: the run did not time it apart")
+    if any(term.part == CLIPPING for term in terms):
+        notes.append(f"{CLIPPING} is predicted, and the run does not time it: what it took there is unexplained")
     notes += _beyond_the_device(prediction, measurement)
     notes += [slow.sentence for slow in measurement.slow_ranks]
     if not measurement.complete:
@@ -185,17 +187,19 @@ def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float
     """(stage, kind) -> durations of its actions over ranks and microbatches.
 
     An action lasts from its first compute to the end of all its work, including gradient reduction, as the host sees
-    it. The all-reduce of tied embeddings is excluded, since most of it is wait between the first and the last stage.
+    it. OPTIM lasts from the start of the update: most of what comes before, the all-reduces of tied embeddings and of
+    the gradient norm, is wait for other stages, and a run does not time clipping.
     """
     actions = {text: Action.parse(text) for text in {span.action for span in timeline.spans}}
     work: dict[tuple[int, Action], list[Span]] = defaultdict(list)
     for span in timeline.spans:
         action = actions[span.action]
-        if action.kind in TIMED_KINDS and span.stream != "tied":
+        if action.kind in TIMED_KINDS:
             work[span.rank, action].append(span)
     found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for (_, action), spans in work.items():
-        duration_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+        begins = [span for span in spans if action.kind is not ActionKind.OPTIM or span.kind is SpanKind.OPTIMIZER]
+        duration_s = max(span.end_s for span in spans) - min(span.start_s for span in begins or spans)
         found[action.stage, action.kind].append(duration_s)
     return found
 

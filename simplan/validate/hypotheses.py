@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan import catalog
-from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.program_costs import ProgramCosts
 from simplan.errors import SpecError
 from simplan.job import Job
@@ -39,6 +39,7 @@ _SLOWER = (1.1, 1.2, 1.3, 1.4, 1.5)
 _MORE_HOST_WORK = (2, 5, 10, 20)
 _RECOMPUTE = ("none", "selective", "selective_op", "full")
 _MICROBATCHES = (2, 4, 8, 16)  # times as large, or as small
+_TCP_GBIT = (100, 50, 25, 10)  # of one card per node
 _PARTS = {
     "compute": ("compiled", "attention", "plan.recompute", "training.fused_optimizer"),
     "exposed communication": (
@@ -202,10 +203,38 @@ def _jobs(job: Job) -> Iterator[tuple[str, str, Job]]:
             yield setting, f"{setting}: {shown}", job.with_changes(change)
         except SpecError:
             continue
-    for resource, where in ((Resource.INTER_LINK, "between nodes"), (Resource.INTRA_LINK, "inside nodes")):
-        slower = improved(job.cluster, resource, 0.5)
-        if slower is not None and slower.num_devices > 1:
-            yield resource, f"half of the bandwidth {where}", replace(job, cluster=slower)
+    if (slower := improved(job.cluster, Resource.INTRA_LINK, 0.5)) is not None and slower.num_devices > 1:
+        yield Resource.INTRA_LINK, "half of the bandwidth inside nodes", replace(job, cluster=slower)
+    for words, cluster in _slower_networks(job.cluster):
+        yield Resource.INTER_LINK, words, replace(job, cluster=cluster)
+
+
+def _slower_networks(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
+    """Yield what runs between nodes instead of a full network: half of it, one card of a node, or TCP on one card.
+
+    A collective library that finds no RDMA takes TCP without an error.
+    """
+    link, per_node = cluster.inter_link, cluster.devices_per_node
+    if link is None or cluster.num_nodes < 2:
+        return
+    cards = cluster.network_ports_per_node
+    factors = [(0.5, "half of the bandwidth between nodes")]
+    if cards > 2:
+        factors.append((1 / cards, f"1/{cards} of the bandwidth between nodes (one network card of {cards})"))
+    for factor, change in factors:
+        if (slower := improved(cluster, Resource.INTER_LINK, factor)) is not None:
+            yield change, slower
+    for gbit in _TCP_GBIT:
+        name = f"tcp-{gbit}gbit"
+        slower_link = catalog.network_of_node(name, per_node)
+        if slower_link is not None and slower_link.bytes_per_s < link.bytes_per_s:
+            yield f"cluster.inter_link: {name}", _with_network(cluster, slower_link)
+
+
+def _with_network(cluster: ClusterSpec, link: LinkSpec) -> ClusterSpec:
+    """The cluster with one card of another network per node."""
+    groups = tuple(group.model_copy(update={"inter_link": link}) for group in cluster.node_groups)
+    return cluster.model_copy(update={"inter_link": link, "nics_per_node": 1, "node_groups": groups})
 
 
 def _software_changes(job: Job) -> Iterator[tuple[str, str, Job]]:

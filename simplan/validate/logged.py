@@ -242,8 +242,22 @@ def _hypotheses(
     job = job_of_prediction(prediction) if job is None else job
     found = None if job is None else hypotheses(job, prediction["step_time_s"], measured)
     if found is None:
-        return None, ("no hypotheses are tried: the job cannot be predicted again from the file of the prediction",)
+        return None, (f"no hypotheses are tried: {_why_not_again(job)}",)
     return found, (_TRACE_CONTRADICTS,) if measured.longer_s else ()
+
+
+def _why_not_again(job: Job | None) -> str:
+    """Reason why a job cannot be predicted again with one change each."""
+    if job is None:
+        return "the prediction does not have the settings of its software, so it cannot be predicted again"
+    if job.cluster.cores_per_node is not None:
+        return (
+            "the prediction is of timings of this machine, which it does not contain, so it cannot be predicted again"
+        )
+    return (
+        "predicted again without a calibration, the job takes another time: the prediction used one, which it does not "
+        "contain, or another version of simplan made it"
+    )
 
 
 def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UncertainTerm, ...]:
@@ -317,6 +331,8 @@ def _notes(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float |
             "a log has no timeline: which part made the difference, whether actions and collectives were those "
             "predicted and what was left unexplained only `simplan run` can say, which records them"
         )
+    if measured_s is not None and prediction["reference_s"] is not None:
+        yield "a log does not say how fast the machine was: the prediction is not rescaled to its speed, as for a run"
     yield "that the log is of the predicted job cannot be checked"
 
 

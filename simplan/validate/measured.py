@@ -8,6 +8,7 @@ from typing import Any
 
 from simplan.plan.plan import RankMapping
 from simplan.program.action import Action, ActionKind
+from simplan.program.lowering.optimizer_step import NORM_BYTES
 from simplan.program.program import Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, RankMeasurement
@@ -69,7 +70,10 @@ def stream_of(communication: MeasuredCollective, rank: int, mapping: RankMapping
         Stream.DATA: mapping.dp_group(rank),
     }
     if action.kind is ActionKind.OPTIM and communication.kind == "all_reduce":
-        return Stream.TIED
+        if set(members) <= set(mapping.pp_group(rank)):  # with two stages, a tied embedding has the group of the norm
+            return Stream.PIPELINE if communication.num_bytes == NORM_BYTES else Stream.TIED
+        if mapping.ep > 1 and members == mapping.ep_group(rank) != groups[Stream.SHARD]:
+            return Stream.EXPERT
     if mapping.ep > 1 and communication.kind == "all_to_all" and members == mapping.ep_group(rank):
         return Stream.EXPERT
     splits_layers = members in (groups[Stream.TENSOR], groups[Stream.CONTEXT])

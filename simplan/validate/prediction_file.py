@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +51,7 @@ class _SpanPart(_Part):
 
 class _InputsPart(_Part):
     model: dict[str, Any]
+    cluster: dict[str, Any]
     training: dict[str, Any]
     plan: dict[str, Any]
     software: str
@@ -88,6 +90,16 @@ def parse_prediction(text: str, file: str) -> dict[str, Any]:
         SpecError: As ``read_prediction``.
     """
     document = parse_json(text, file, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
+    check_prediction(document, file)
+    return document
+
+
+def check_prediction(document: Mapping[str, Any], file: str) -> None:
+    """Check a prediction's JSON document; ``file`` is its name for errors.
+
+    Raises:
+        SpecError: The document lacks a part that a comparison reads, or was changed.
+    """
     part = parse_model(_PredictionPart, document, file=file)
     ranks = {rank.rank for rank in part.ranks}
     for index, rank in enumerate(part.ranks):
@@ -98,7 +110,6 @@ def parse_prediction(text: str, file: str) -> dict[str, Any]:
             raise _changed(f"timeline.{index}.rank", f"is {span.rank}, which is none of the ranks", file)
         if span.end_s < span.start_s:
             raise _changed(f"timeline.{index}.end_s", "is before its start_s", file)
-    return document
 
 
 def _changed(field: str, rule: str, file: str) -> SpecError:

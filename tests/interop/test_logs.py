@@ -237,9 +237,13 @@ def test_deepspeed_timers() -> None:
         for step, rate, peak in ((10, 227.5, 15.06), (20, 228.0, 15.1), (30, 227.0, 15.06))
     )
     run = run_of(text)
-    assert run.samples_per_s == (227.5, 228.0, 227.0)
+    assert run.samples_per_s == (227.5, 228.0, 227.0)  # two intervals are too few for a median
     assert run.peaks == {"allocated": (15.1,)}
-    assert any(note == "by the times of its lines, a step took 1.000 s" for note in run.notes)
+    lines = [DEEPSPEED.format(second=s, ms=250, step=2 * s, rate=227.5, peak=15) for s in range(4)]
+    stamped = run_of("\n".join(lines))
+    assert (stamped.step_times_s, stamped.step_numbers, stamped.samples_per_s) == ((0.5, 0.5, 0.5), (2, 4, 6), None)
+    unstamped = run_of("\n".join([lines[0].partition(" [INFO]")[2], *lines[1:]]))
+    assert (unstamped.step_times_s, unstamped.samples_per_s) == (None, (227.5,) * 4)
     one = run_of("[timer.py:154:stop] 0/25, SamplesPerSec=6.302\n[timer.py:154:stop] 0/50, SamplesPerSec=6.4")
     assert (one.samples_per_s, one.source) == ((6.4,), "the last `SamplesPerSec` of DeepSpeed")
     assert any("running mean" in note for note in one.notes)
@@ -345,9 +349,11 @@ def test_parts_of_a_trace_cover_every_microsecond_once(kernels: list[tuple[int, 
 
 
 def test_trace_that_torch_writes(tmp_path: Path) -> None:
+    """Before profiling, 4 MiB are allocated, which the CPU's memory in the trace lacks: it is no peak."""
     torch = pytest.importorskip("torch")
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3)
-    with torch.profiler.profile(schedule=schedule) as profiler:
+    before = torch.ones(1024, 1024)
+    with torch.profiler.profile(schedule=schedule, profile_memory=True) as profiler:
         for _ in range(5):
             torch.ones(64, 64) @ torch.ones(64, 64)
             profiler.step()
@@ -358,6 +364,11 @@ def test_trace_that_torch_writes(tmp_path: Path) -> None:
     assert (run.step_numbers, run.gpu_time) == ((2, 3, 4), None)
     assert run.step_times_s is not None
     assert all(time_s > 0 for time_s in run.step_times_s)
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    counted = [event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"]
+    assert 0 < max(counted) < before.nbytes
+    assert run.peaks == {}
+    assert any(note.startswith("memory of the CPU is not compared") for note in run.notes)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["alloc", "free", "segment"]), st.integers(1, 10**9)), max_size=40))

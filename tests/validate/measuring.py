@@ -32,10 +32,10 @@ def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measureme
         spans = [s for s in found.timeline.spans if s.rank == rank and s.stream == "compute"]
         actions = []
         for text in format_table(found.table)[rank]:
-            own = [s for s in spans if s.action == text]
             kind = Action.parse(text).kind
+            optim = kind is ActionKind.OPTIM
+            own = [s for s in spans if s.action == text and (not optim or s.kind is SpanKind.OPTIMIZER)]
             if kind in timed:
-                optim = kind is ActionKind.OPTIM
                 actions.append(
                     MeasuredSpan(
                         action=text,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,22 @@ import pytest
 
 import simplan.cli
 from simplan.errors import SpecError
+from simplan.interop.compare_files import compare as compare_files
 from simplan.io import write_json
 from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.predict import predict
 from simplan.prediction import Prediction
+from simplan.program.action import ActionKind
 from simplan.program.program import Stream
 from simplan.report.comparison import comparison_text
 from simplan.runs.measurement import MeasuredCollective, Measurement, PeakMemory, SlowRank
 from simplan.training import TrainingSpec
 from simplan.units import GIB
-from simplan.validate.activity import ActivityShare
+from simplan.validate.activity import ActivityShare, stream_words
+from simplan.validate.attribution import TermDifference
 from simplan.validate.compare import AT_THIS_SPEED, compare
 from simplan.validate.measured import measured_timeline, predicted_timeline, stream_of
+from tests.jobs import job_of, lowered, tiny_model
 from tests.validate.measuring import measure, predicted
 
 
@@ -182,3 +188,89 @@ def test_prediction_with_an_unknown_stream_is_refused(tmp_path: Path, capsys: py
     (tmp_path / "measurement.json").write_text(measure(found).model_dump_json())
     assert simplan.cli.main(["compare", str(tmp_path / "prediction.json"), str(tmp_path / "measurement.json")]) == 2
     assert 'timeline.0.stream = "bf16"' in capsys.readouterr().err
+
+
+CLIPPED = (
+    ("gpt", {"pp": 2}),
+    ("gpt", {"pp": 4, "dp_shard": 2, "zero_stage": 2}),
+    ("llama", {"pp": 2, "dp_replicate": 2, "tp": 2}),
+    ("llama", {"dp_shard": 2, "cp": 2, "tp": 2, "cp_comm": "all_gather"}),
+    ("moe", {"pp": 2, "dp_shard": 4, "ep": 2}),
+)
+
+
+@pytest.mark.parametrize(("family", "plan"), CLIPPED)
+def test_communication_is_called_the_same_predicted_and_measured(family: str, plan: dict[str, Any]) -> None:
+    """The 4-byte norm was once the tied embedding, and in a pipeline no name was known for it."""
+    sizes = {"intermediate_size": 128} | (
+        {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 32} if "ep" in plan else {}
+    )
+    model = tiny_model(family, num_hidden_layers=4, tied_embeddings=family == "gpt", **sizes)
+    job = job_of(model, plan, num_microbatches=4, clip_grad_norm=1.0)
+    program, mapping = lowered(job), RankMapping.of(job.plan)
+    names = set()
+    for op in program.ops:
+        for communication in op.communications:
+            receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
+            run = MeasuredCollective.model_validate(
+                {
+                    "kind": "recv" if receives else communication.kind.value,
+                    "action": str(op.action),
+                    "ranks": communication.ranks,
+                    "num_bytes": communication.num_bytes,
+                    "start_s": 0.0,
+                }
+            )
+            name = stream_words(op.stream)
+            assert stream_words(stream_of(run, op.rank, mapping)) == name, op
+            names.add(name)
+    assert ("all-reduce of the gradient norm over stages" in names) == (job.plan.pp > 1)
+    assert ("all-reduce of the tied embedding" in names) == model.tied_embeddings
+
+
+def test_a_clipped_pipeline_is_compared() -> None:
+    """Its comparison ended with an error of the program, after all steps were run."""
+    job = job_of(
+        tiny_model(num_hidden_layers=4, tied_embeddings=False), {"pp": 2}, num_microbatches=4, clip_grad_norm=1.0
+    )
+    found = predict(job)
+    comparison = compare(found.to_json(), measure(found))
+    terms = {term.part: term for term in comparison.terms}
+    assert len(terms) == len(comparison.terms), "no two terms have one name"
+    assert terms["gradient clipping"].predicted_s > 0
+    assert terms["all-reduce of the gradient norm over stages"].measured_s > 0
+    assert "all-reduce of the tied embedding" not in terms
+    assert any(
+        note.startswith("gradient clipping is predicted, and the run does not time it") for note in comparison.notes
+    )
+    rows = {row.name: row for row in comparison.rows}
+    assert rows["OPTIM of stage 0"].signed_error == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("largest_s", "step_s", "sentence"),
+    [
+        (0.6, 1.0, "most of the difference: backward (+600 ms of +1.000 s)"),
+        (0.4, 1.0, "largest term: backward (+400 ms of +1.000 s)"),
+        (1.2, 1.0, "largest term: backward (+1.200 s of +1.000 s)"),
+        (-0.109, 0.0292, "largest term: backward (-109 ms of +29.2 ms)"),
+    ],
+)
+def test_most_is_more_than_half_and_no_more_than_all(
+    largest_s: float, step_s: float, sentence: str, prediction: Prediction
+) -> None:
+    terms = (TermDifference("backward", ActivityShare.COMPUTE, max(largest_s, 0.0), max(-largest_s, 0.0)),)
+    row = replace(compare(prediction, measure(prediction)).rows[0], predicted=2.0 + step_s, measured=2.0)
+    text = comparison_text(replace(compare(prediction, measure(prediction)), rows=(row,), terms=terms))
+    assert sentence in text
+
+
+def test_only_a_missing_key_is_called_missing(prediction: Prediction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the program was once told as a key that the file lacks."""
+    document = prediction.to_json()
+    del document["inputs"]["cluster"]
+    with pytest.raises(SpecError, match=r"prediction: inputs\.cluster: is missing"):
+        compare_files(document, measure(prediction))
+    monkeypatch.setattr("simplan.validate.activity._STREAMS", {})
+    with pytest.raises(KeyError):
+        compare_files(prediction.to_json(), measure(prediction))

@@ -23,6 +23,7 @@ from simplan.predict.sensitivity import Resource, improved
 from simplan.predict.step_summary import summarize_step
 from simplan.prediction import Prediction
 from simplan.report.comparison import logged_text
+from simplan.scenario.file import load_scenario
 from simplan.units import GIB
 from simplan.validate.hypotheses import MeasuredTotals, hypotheses, job_of_prediction
 from simplan.validate.logged import compare_logged
@@ -176,7 +177,11 @@ def test_job_of_a_prediction_file() -> None:
     assert any("cannot be predicted again" in note for note in comparison.notes)
     document["step_time_s"] *= 1.5  # as with a calibration
     document["inputs"]["software_settings"] = found.job.software.settings
-    assert compare_logged(document, logged).hypotheses is None
+    calibrated = compare_logged(document | {"reference_s": 0.001}, logged)
+    assert calibrated.hypotheses is None
+    assert any("predicted again without a calibration" in note for note in calibrated.notes)
+    assert any("not rescaled to its speed" in note for note in calibrated.notes)
+    assert not any("not rescaled" in note for note in comparison.notes)
 
 
 def test_hypotheses_are_tried_outside_of_the_intervals_only() -> None:
@@ -235,3 +240,44 @@ def test_parts_of_a_profiled_step() -> None:
         assert ("plan.recompute: full" in changes) == is_listed  # the trace has less compute than predicted
         assert any(change.startswith("a rank that computes") for change in changes)
     assert sum(row.predicted for row in rows.values()) == pytest.approx(found.step_time_s)
+
+
+ACROSS = """
+model: {preset: gpt2-124m, seq_len: 256}
+cluster: {preset: dgx-h100, num_nodes: NODES%s}
+training: {global_batch_size: 64}
+plan: {dp_shard: DEVICES, microbatch_size: 1}
+"""
+
+
+def across(folder: Path, network: str = "", *, num_nodes: int = 2) -> Prediction:
+    file = folder / "across.yaml"
+    text = (ACROSS % network).replace("NODES", f"{num_nodes}").replace("DEVICES", f"{8 * num_nodes}")
+    file.write_text(text)
+    return predict(load_scenario(file).job)
+
+
+@pytest.mark.parametrize(
+    ("network", "change"),
+    [
+        (", inter_link_gbit_per_node: 1600", "half of the bandwidth between nodes"),
+        (", inter_link_gbit_per_node: 400", "1/8 of the bandwidth between nodes (one network card of 8)"),
+        *((f", inter_link: tcp-{gbit}gbit", f"cluster.inter_link: tcp-{gbit}gbit") for gbit in (100, 50, 25, 10)),
+    ],
+)
+def test_network_that_the_job_ran_on_is_named(network: str, change: str, tmp_path: Path) -> None:
+    """The measurement is the prediction of a scenario with that network."""
+    base, other = across(tmp_path), across(tmp_path, network)
+    found = hypotheses(base.job, base.step_time_s, MeasuredTotals(other.step_time_s))
+    assert found is not None
+    networks = [each for each in found if "between nodes" in each.change or "inter_link" in each.change]
+    assert [each.change for each in networks] == [change]
+    assert networks[0].explains
+    assert networks[0].step_error == pytest.approx(0.0, abs=0.002)
+
+
+def test_network_is_not_suspected_in_one_node(tmp_path: Path) -> None:
+    alone = across(tmp_path, num_nodes=1)
+    found = hypotheses(alone.job, alone.step_time_s, MeasuredTotals(20 * alone.step_time_s))
+    assert found
+    assert not [each.change for each in found if "between nodes" in each.change or "inter_link" in each.change]

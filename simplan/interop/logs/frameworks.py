@@ -12,9 +12,9 @@ NeMo: ``train_step_timing in s`` in progress bars (NeMo 1) or in lines (NeMo 2),
 and ``max_memory_reserved`` are bytes. ``peak_memory_usage`` does not say which of both it is.
 
 DeepSpeed's throughput timer runs from the forward of a step to the end of its update, so it leaves out the time between
-steps. Its samples are those of all devices, and ``CurrSamplesPerSec`` is of one step. All GB are 1024^3 bytes, and
-peaks are of allocated memory; ``Max_CA`` is of reserved memory, in whole GiB (DeepSpeed 0.19.8, utils/timer.py and
-runtime/utils.py). Reports before the first step are those of the set-up, and do not count.
+steps; time stamps of its lines do not. Its samples are those of all devices, and ``CurrSamplesPerSec`` is of one step.
+All GB are 1024^3 bytes, and peaks are of allocated memory; ``Max_CA`` is of reserved memory, in whole GiB (DeepSpeed
+0.19.8, utils/timer.py and runtime/utils.py). Reports before the first step are those of the set-up, and do not count.
 
 ``speed_metrics`` of the Trainer divides the whole run by its steps (transformers 5, trainer_utils.py): warm-up,
 evaluation and checkpoints are inside. ``train_steps_per_second`` has three decimals, so the runtime and the number of
@@ -26,11 +26,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from simplan.errors import SpecError, file_error
 from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, lines_with, number, typical
-from simplan.units import GIB, counted, format_time
+from simplan.units import GIB, counted
 
 _ITERATION = re.compile(
     r"iteration\s{0,20}=?\s{0,20}(\d{1,12})\s{0,20}/\s{0,20}\d{1,12}\s{0,20}\|(?:(?!\biteration[\s=])[^\x00]){0,300}?"
@@ -238,13 +239,15 @@ def _timer(text: str, matches: Sequence[re.Match[str]], others: dict[str, Any]) 
     steps = _steps(matches, value=3)
     if not steps:
         return None
-    notes = ["DeepSpeed's timer runs from the forward of a step to its update: time between steps is left out"]
     last = next(m for m in reversed(matches) if int(m[1]) in {step.number for step in steps})
+    timed = () if last[2] is None else _between_lines(text, steps)
+    if len(timed) >= _FEWEST:
+        words = "DeepSpeed's timer leaves out the time between steps: the times of its lines are used in its place"
+        return LogReading("DeepSpeed", "the times of the lines", "step_times_s", timed, others, (words,))
+    notes = ["DeepSpeed's timer runs from the forward of a step to its update: time between steps is left out"]
     if last[2] is None:
         notes.append("`SamplesPerSec` is a running mean: the last one is used")
         notes.append("old versions of DeepSpeed count every microbatch as a step where gradients are accumulated")
-    if wall_s := _wall_s(text, steps):
-        notes.append(f"by the times of its lines, a step took {format_time(wall_s)}")
     if last[2] is None or len(steps) < _FEWEST:
         rate = number(last[2] or last[3])
         lines = "`SamplesPerSec`" if last[2] is None else "`RunningAvgSamplesPerSec`"
@@ -253,21 +256,25 @@ def _timer(text: str, matches: Sequence[re.Match[str]], others: dict[str, Any]) 
     return LogReading("DeepSpeed", "`CurrSamplesPerSec`", "samples_per_s", steps, others, tuple(notes))
 
 
-def _wall_s(text: str, steps: Sequence[LoggedStep]) -> float | None:
-    """Seconds per step between the first and the last line, by their time stamps; None without any."""
-    first, last = steps[0], steps[-1]
-    times = []
-    for step in (first, last):
-        line = text[text.rfind("\n", 0, step.start) + 1 : step.start]
-        stamps = _STAMP.findall(line)
-        if not stamps:
-            return None
-        try:
-            times.append(datetime.strptime(stamps[-1], "%Y-%m-%d %H:%M:%S,%f"))
-        except ValueError:
-            return None
-    seconds, number_of = (times[1] - times[0]).total_seconds(), last.number - first.number
-    return seconds / number_of if number_of > 0 and seconds > 0 else None
+def _between_lines(text: str, steps: Sequence[LoggedStep]) -> tuple[LoggedStep, ...]:
+    """Seconds per step since the previous line, by the time stamps of the lines; empty unless all lines have one."""
+    times = [_stamp(text, step) for step in steps]
+    found = []
+    for (before, start), (step, end) in pairwise(zip(steps, times, strict=True)):
+        if start is None or end is None or end <= start or step.number <= before.number:
+            return ()
+        seconds = (end - start).total_seconds() / (step.number - before.number)
+        found.append(LoggedStep(step.number, seconds, step.start, step.end))
+    return tuple(found)
+
+
+def _stamp(text: str, step: LoggedStep) -> datetime | None:
+    """Time stamp in front of a step in its line; None without one."""
+    stamps = _STAMP.findall(text, text.rfind("\n", 0, step.start) + 1, step.start)
+    try:
+        return datetime.strptime(stamps[-1], "%Y-%m-%d %H:%M:%S,%f") if stamps else None
+    except ValueError:
+        return None
 
 
 def is_trainer_state(data: Mapping[str, Any]) -> bool:

@@ -23,6 +23,10 @@ _US = 1e-6  # Kineto writes microseconds
 _STEP = re.compile(r"ProfilerStep#(\d{1,12})")
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"})
 _COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|deep_ep", re.I)
+_CPU_MEMORY = (
+    "memory of the CPU is not compared: torch.profiler counts it from the start of profiling, without the weights; "
+    "write peak_allocated_gib into a YAML file"
+)
 _Spans = NDArray[np.float64]
 
 
@@ -51,6 +55,7 @@ def read_trace(data: Mapping[str, Any], file: str) -> LogReading:
     if not found:
         raise file_error(file, "has ProfilerStep# spans without a duration", "profile again")
     others: dict[str, Any] = dict(_peaks(events))
+    memory_notes = [] if others or not _has_cpu_memory(events) else [_CPU_MEMORY]
     gpu_time = _gpu_time(complete, begins[0], end_us, len(numbers), _rank(data))
     notes = ["profiled steps may be slower than others: with_stack, record_shapes and profile_memory take time"]
     if gpu_time is None:
@@ -58,7 +63,7 @@ def read_trace(data: Mapping[str, Any], file: str) -> LogReading:
     else:
         others["gpu_time"] = gpu_time
         notes.append(f"GPU time is the mean over {counted(len(numbers), 'profiled step')} of one process")
-    return LogReading("torch.profiler", "`ProfilerStep`", "step_times_s", found, others, tuple(notes))
+    return LogReading("torch.profiler", "`ProfilerStep`", "step_times_s", found, others, (*notes, *memory_notes))
 
 
 def _complete(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str, float, float, Any]]:
@@ -143,6 +148,12 @@ def _peaks(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, tuple[float,
             for key in keys:
                 peaks[key] = max(peaks[key], _number(args.get(key)) or 0.0)
     yield from ((keys[key], (peak / GIB,)) for key, peak in peaks.items() if 0 < peak < 1e18)
+
+
+def _has_cpu_memory(events: Iterable[dict[str, Any]]) -> bool:
+    """True for a trace with profile_memory of a process that allocated on the CPU (device type 0)."""
+    found = (event.get("args") for event in events if event.get("name") == "[memory]")
+    return any(isinstance(args, dict) and args.get("Device Type") == 0 for args in found)
 
 
 def _rank(data: Mapping[str, Any]) -> int | None:

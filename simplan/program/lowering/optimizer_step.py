@@ -53,7 +53,8 @@ def _temporaries(states: RankStates) -> tuple[MemoryEffect, ...]:
     return tuple(MemoryEffect(category, num_bytes, 0) for category, num_bytes in each if num_bytes)
 
 
-_NORM_BYTES = 4  # in fp32, as gradients and states are
+NORM_BYTES = 4
+"""Bytes of one norm: in FP32, as gradients and states are."""
 
 
 def _clip_gradients(action: Action, states: RankStates, writer: RankWriter) -> None:
@@ -71,7 +72,7 @@ def _clip_gradients(action: Action, states: RankStates, writer: RankWriter) -> N
     norm, scale = (tuple(work for stage in mine for work in works(stage, phase)) for phase in (Phase.NORM, Phase.SCALE))
     writer.compute(action, "gradient norm", norm)
     groups = (*_groups_with_parts(states, writer.rank), (Stream.PIPELINE, mapping.pp_group(writer.rank)))
-    _reduce_norms(action, groups, _NORM_BYTES, writer)
+    _reduce_norms(action, groups, NORM_BYTES, writer)
     writer.compute(action, "clip gradients", scale)
 
 
@@ -81,7 +82,7 @@ def _reduce_parameter_norms(action: Action, states: RankStates, writer: RankWrit
     Memory passes for the norms are part of the update.
     """
     num_norms = OPTIMIZERS[states.stages.training.optimizer].num_norms
-    num_bytes = num_norms * states.num_updated_tensors * _NORM_BYTES if num_norms else 0
+    num_bytes = num_norms * states.num_updated_tensors * NORM_BYTES if num_norms else 0
     if num_bytes:
         _reduce_norms(action, _groups_with_parts(states, writer.rank), num_bytes, writer)
 
