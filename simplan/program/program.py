@@ -409,7 +409,7 @@ def magnitude_bytes(program: Program) -> float:
     after = [sum(abs(effect.after_bytes) for effect in each) for each in effects]
     total = resting + sum(count * (a + b) for count, a, b in zip(counts, during, after, strict=True))
     if total < 2**62:
-        return total
+        return float(total)
     change = np.array([float(sum(effect.after_bytes for effect in each)) for each in effects])
     passing = np.array(during, np.float64)
     peaks = [

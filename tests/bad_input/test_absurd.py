@@ -17,7 +17,7 @@ from pydantic import BaseModel
 import simplan
 from simplan import catalog
 from simplan.cluster.topology import Switch
-from simplan.errors import SimplanError, SpecError
+from simplan.errors import Problem, SimplanError, SpecError
 from simplan.interop.formats import formats
 from simplan.interop.huggingface import model_types
 from simplan.plan.plan import ParallelPlan
@@ -127,3 +127,19 @@ def test_every_kind_of_model_is_exported_or_refused(target: str) -> None:
         scenario = read_source(name, {"cluster.num_devices": 8, "training.global_batch_size": 8}, {}).scenario()
         with suppress(SimplanError):
             write(scenario.job, scenario.name)
+
+
+def test_many_problems_of_one_cause_are_one_line() -> None:
+    """One mistake in an included file was told 35 times, in more than 20,000 characters."""
+    alike = [
+        Problem(field=f"model.key_{n}", rule="is not a known key", fix="known: " + "name, " * 100) for n in range(35)
+    ]
+    other = Problem(field="plan.pp", value="5", rule="must divide num_hidden_layers = 12", fix="use 4 or 6", line=3)
+    text = str(SpecError([*alike, other], file="a.yaml"))
+    first, last = text.splitlines()
+    assert first.startswith("a.yaml: model.key_0: is not a known key; known: ")
+    assert first.endswith(
+        "(and 34 like it: model.key_1, model.key_2, model.key_3, model.key_4, model.key_5, model.key_6, ...)"
+    )
+    assert last == "a.yaml:3: plan.pp = 5: must divide num_hidden_layers = 12; use 4 or 6"
+    assert len(SpecError(alike).problems) == 35
