@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FakeWork, _register_process_group, _unreg
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
+from executor.distributed.groups import run_timeout
 from executor.profiling.recorder import Recorder
 from simplan.plan.plan import RankMapping
 from simplan.plan.shard import Shard
@@ -269,7 +270,7 @@ def _peers(
     for ranks in sorted({members(other) for other in everyone}) if wanted else []:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), timeout=run_timeout())
         if rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             peers = Peers.of(group, ranks, rank, recorder)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from executor.distributed.groups import run_timeout
 from executor.launch.rank import RankFiles, StopRequest
 from executor.profiling.recorder import Recorder
 from executor.train.checkpoint_folder import AtomicWriter, DataReader, drop_unfinished, prune, why_damaged
@@ -51,7 +52,7 @@ class RunStateSaver:
 
     def __init__(self, job: RunSpec, state: TrainingState, files: RankFiles, stop: StopRequest) -> None:
         assert job.checkpointing is not None
-        group = dist.new_group(backend="gloo")  # for the host, also where ranks compute on CUDA devices
+        group = dist.new_group(backend="gloo", timeout=run_timeout())  # for the host, also with CUDA devices
         assert isinstance(group, dist.ProcessGroup)
         self._job, self._state, self._stop, self._group = job, state, stop, group
         self._leads, self._timings = dist.get_rank() == 0, files.checkpoints
