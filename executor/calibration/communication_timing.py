@@ -22,7 +22,7 @@ from torch import Tensor
 
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, gathered, sample_of, together, wide
 from executor.distributed.activation_offload import HostLink
-from executor.distributed.groups import run_timeout
+from executor.distributed.mesh import run_timeout
 from simplan.cost.calibration.format import CommunicationTiming, HostCopyTiming, OverlapTiming, TimedDtype
 from simplan.model.layer import CollectiveKind
 from simplan.units import KIB, MIB

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from executor.distributed.groups import run_timeout
+from executor.distributed.mesh import run_timeout
 from executor.launch.rank import RankFiles, StopRequest
 from executor.profiling.recorder import Recorder
 from executor.train.checkpoint_folder import AtomicWriter, DataReader, drop_unfinished, prune, why_damaged

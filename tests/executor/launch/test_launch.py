@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import executor
-from executor.distributed.groups import run_timeout
+from executor.distributed.mesh import run_timeout
 from executor.launch.errors import RankEnd
 from executor.launch.launcher import rank_environment
 from executor.launch.nodes import Rendezvous
