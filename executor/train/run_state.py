@@ -82,7 +82,8 @@ class RunStateSaver:
         """Reads the newest intact checkpoint; returns the number of steps done, 0 if there is none.
 
         Raises:
-            RunError: This rank does not see the files of rank 0.
+            RunError: This rank does not see the files of rank 0. Or torch cannot read the checkpoint, though its
+                checksums are right: somebody has changed both.
         """
         headers: list[CheckpointHeader] = self._from_rank_0(readable_headers(self._folder)[0] if self._leads else None)
         for header in headers:
@@ -91,7 +92,11 @@ class RunStateSaver:
                 raise RunError(f"{path} is not here, but rank 0 has it: the folder must be one that all nodes share")
             mine = sorted(header.file_sha256)[dist.get_rank() :: dist.get_world_size()]
             if not self._is_any(why_damaged(self._folder, header, mine) is not None):
-                self._state.restore(DataReader(path), self._group)
+                try:
+                    self._state.restore(DataReader(path), self._group)
+                except CheckpointException as error:  # on all ranks
+                    why = f"{path} cannot be read, though its checksums are right: {_first_cause(error)}"
+                    raise RunError(f"{why}; delete that folder to resume from the checkpoint before it") from None
                 return header.step
         return 0
 
@@ -198,8 +203,12 @@ def read_losses(folder: Path) -> dict[int, float]:
 
 def _why(error: CheckpointException, folder: Path) -> str:
     """Cause on the first rank that failed, and free space of the disk with the incomplete checkpoint."""
+    return f"{_first_cause(error)}; {format_bytes(shutil.disk_usage(folder).free)} are free there"
+
+
+def _first_cause(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
-    return f"rank {rank}: {_words(cause)}; {format_bytes(shutil.disk_usage(folder).free)} are free there"
+    return f"rank {rank}: {_words(cause)}"
 
 
 def _words(error: BaseException) -> str:
