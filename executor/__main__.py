@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from executor.launch.rank import die_with_parent
 from simplan.errors import Problem, RunError, SimplanError, SpecError
+from simplan.wording import visible
 
 _INTERRUPTED = 130
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -57,10 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.run(args)
     except SimplanError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{visible(str(error))}\n")
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"{error.filename or args.out} cannot be written or read: {error.strerror or error}\n")
+        sentence = f"{error.filename or args.out} cannot be written or read: {error.strerror or error}"
+        sys.stderr.write(f"{visible(sentence)}\n")
         return RunError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

@@ -28,9 +28,9 @@ from executor.calibration.timing import Reference
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import allow_tf32
 from executor.launch.errors import out_of_memory_explained
-from executor.launch.rank import PARENT_VARIABLE, RankFiles, StopRequest, folder_of, live_as_rank
+from executor.launch.rank import PARENT_VARIABLE, THREADS_VARIABLE, RankFiles, StopRequest, folder_of, live_as_rank
 from executor.launch.watchdog import Heartbeat, RankState
-from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory
+from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
@@ -51,17 +51,21 @@ _FAREWELL_S = 1.0
 
 
 def use_device(device: str, num_ranks: int) -> torch.device:
-    """Sets up this rank's device: a separate CUDA device, or an equal share of the CPU's cores.
+    """Sets up this rank's device: a separate CUDA device, or the CPU.
+
+    The rank has an equal share of the CPU's cores, for offloaded updates also next to a CUDA device, unless the user
+    has set OMP_NUM_THREADS.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA when every rank can have a device.
         num_ranks: Ranks on this machine.
     """
+    if not os.environ.get(THREADS_VARIABLE):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     if device == "cuda" or (device == "auto" and torch.cuda.device_count() >= num_ranks):
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # not set for a rehearsed rank
         torch.cuda.set_device(chosen)
         return chosen
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     return torch.device("cpu")
 
 
@@ -211,6 +215,7 @@ def _train(
         return Trainer(job, rank, device, dims, recorder)
 
     trainer, first, saver = build(), 0, None
+    reference = Reference(device)
     forget_peaks(device)
     if job.checkpointing is not None:
         from executor.train.run_state import RunStateSaver
@@ -225,9 +230,9 @@ def _train(
 
         watched = watched_compilation(heartbeat)
     with files.steps.open("a") as file, watched:
-        _timed_steps(job, trainer, device, recorder, file, first, saver)
+        _timed_steps(job, trainer, reference, recorder, file, first, saver)
         del trainer, saver
-        memory = peak_memory(device)
+        memory = without_bytes(peak_memory(device), reference.held_bytes)
         if device.type == "cpu" and job.profile_memory:
             heartbeat.beat(RankState.RUNNING, "measuring allocations")
             allocated_bytes = peak_allocated_bytes(partial(_first_steps, build, recorder))
@@ -238,14 +243,13 @@ def _train(
 def _timed_steps(
     job: RunSpec,
     trainer: Trainer,
-    device: torch.device,
+    reference: Reference,
     recorder: Recorder,
     file: TextIO,
     first: int,
     saver: RunStateSaver | None,
 ) -> None:
     """Takes the steps; writes a line for each to the rank's file, outside of the timed part."""
-    reference = Reference(device)
     num_warmup_steps = job.num_warmup_steps
     if num_warmup_steps is None:  # found later by the step times, at the beginning of a run
         num_warmup_steps = _AFTER_RESTART if first else 0
@@ -253,7 +257,7 @@ def _timed_steps(
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
         reference_s = reference.time_once()
-        _barrier(device)
+        _barrier(reference.device)
         recorder.begin_step(step)
         losses = trainer.step(*batch)
         start_s, end_s = recorder.end_step()

@@ -15,6 +15,8 @@ from simplan.problems import parse_model
 MAX_COUNT = 10**12
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 """A number of things, from 1 to 10**12."""
+Natural = Annotated[int, Field(ge=0, le=2**60)]
+"""A number that may be zero, of bytes for example; sums of several are counted in 64 bits."""
 MAX_DEVICES = 2**18
 NumDevices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 """A number of devices or nodes; no cluster has more."""

@@ -61,6 +61,10 @@ class SimplanError(Exception):
     exit_code = 2
 
 
+_FEWEST_ALIKE, _MAX_LIKE_IT = 5, 6
+"""Problems of one rule and fix that take one line together, and fields that this line names in addition."""
+
+
 class SpecError(SimplanError, ValueError):
     """Invalid input; contains every violated rule.
 
@@ -80,13 +84,25 @@ class SpecError(SimplanError, ValueError):
         return partial(type(self), file=self.file), (self.problems,)
 
     def text(self) -> str:
-        """One line per problem, prefixed by ``file:line:column:`` where known."""
-        lines = []
+        """One line per problem, prefixed by ``file:line:column:`` where known; one line for many of the same rule."""
+        alike: dict[tuple[str, str], list[Problem]] = {}
         for problem in self.problems:
-            parts = (self.file or "", problem.line, problem.column)
-            place = ":".join(str(part) for part in parts if part is not None)
-            lines.append(f"{place}: {problem.sentence()}" if place else problem.sentence())
-        return "\n".join(lines)
+            alike.setdefault((problem.rule, problem.fix), []).append(problem)
+        lines = []
+        for group in alike.values():
+            if len(group) < _FEWEST_ALIKE:
+                lines += [(self.problems.index(problem), self._line(problem)) for problem in group]
+            else:
+                fields = list(dict.fromkeys(problem.field for problem in group[1:] if problem.field))
+                named = ", ".join([*fields[:_MAX_LIKE_IT], *["..."] * (len(fields) > _MAX_LIKE_IT)])
+                like_it = f" (and {len(group) - 1} like it{f': {named}' if named else ''})"
+                lines.append((self.problems.index(group[0]), self._line(group[0]) + like_it))
+        return "\n".join(line for _, line in sorted(lines))
+
+    def _line(self, problem: Problem) -> str:
+        parts = (self.file or "", problem.line, problem.column)
+        place = ":".join(str(part) for part in parts if part is not None)
+        return f"{place}: {problem.sentence()}" if place else problem.sentence()
 
     def in_file(self, file: str) -> SpecError:
         """Copy of the error that names its file."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from simplan.base import Count, Positive, Spec
+from simplan.base import Count, Natural, Positive, Spec
 from simplan.model.low_precision import Fp8Recipe
 from simplan.unmodeled import OPTIMIZERS as OPTIMIZERS_NOT_MODELED
 
@@ -102,7 +102,7 @@ class TrainingSpec(Spec):
     fused_optimizer: bool | None = None
     clip_grad_norm: Positive | None = None
     task: Literal["pretrain", "sft", "lora"] = "pretrain"
-    backup_workers: Annotated[int, Field(ge=0)] = 0
+    backup_workers: Natural = 0
 
     @property
     def update(self) -> UpdateName:

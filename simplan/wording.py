@@ -1,8 +1,23 @@
-"""Arithmetic and wording for rules: divisors, and lists of choices."""
+"""Arithmetic and wording for rules: divisors, lists of choices, and text that is safe to print."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+_UNUSUAL = re.compile(r"[^\x20-\x7e\n\t]")
+
+
+def visible(text: str) -> str:
+    r"""Text of the user's as a terminal may show it: characters that cannot be seen are written out.
+
+    Names and values of files and command lines could move the cursor, hide text, set a title or reverse the order of
+    what is read. Line ends and tabs stay.
+
+    >>> print(visible(chr(27) + "[31mred " + chr(0x202E) + "exe.gpj"))
+    \x1b[31mred \u202eexe.gpj
+    """
+    return _UNUSUAL.sub(lambda found: found[0] if found[0].isprintable() else repr(found[0])[1:-1], text)
 
 
 def nearest_divisors(number: int, value: int) -> list[int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, gathered, sample_of, together, wide
 from executor.distributed.activation_offload import HostLink
+from executor.distributed.mesh import run_timeout
 from simplan.cost.calibration.format import CommunicationTiming, HostCopyTiming, OverlapTiming, TimedDtype
 from simplan.model.layer import CollectiveKind
 from simplan.units import KIB, MIB
@@ -188,7 +189,8 @@ class TimedLink:
 
 def _my_group(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
     """This rank's group; every rank makes all groups."""
-    group, _ = dist.new_subgroups_by_enumeration(list(map(list, groups)))  # type: ignore[no-untyped-call]
+    members = list(map(list, groups))
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=run_timeout())  # type: ignore[no-untyped-call]
     assert isinstance(group, dist.ProcessGroup)
     return group
 

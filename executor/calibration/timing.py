@@ -183,18 +183,28 @@ class Reference:
     """The reference matmul on all ranks simultaneously: a measure of the machine's current speed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._watch = Stopwatch(device)
         self._seconds: list[float] = []
+        # on CUDA they stay, so that they take the same memory at every peak; Linux gets them back from a CPU
+        self._matrices = self._make_matrices() if device.type == "cuda" else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the device between two calls of ``time_once``."""
+        return sum(each.nbytes for each in self._matrices or ())
+
+    def _make_matrices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        size, dtype = _MATMULS[self.device.type]
+        first = torch.full((size, size), 0.5, dtype=dtype, device=self.device)
+        return first, torch.full_like(first, 0.5), torch.empty_like(first)
 
     def time_once(self) -> float:
         """Mean seconds of a matmul over at least a fiftieth of a second; every rank must call this.
 
-        The matrices are freed before this returns, so they do not count in the memory of a step.
+        On the CPU the matrices are freed before this returns; on CUDA they are ``held_bytes`` of every peak.
         """
-        size, dtype = _MATMULS[self._device.type]
-        first = torch.full((size, size), 0.5, dtype=dtype, device=self._device)
-        second, result = torch.full_like(first, 0.5), torch.empty_like(first)
+        first, second, result = self._matrices or self._make_matrices()
         torch.mm(first, second, out=result)
         together()
         spent_s, count = 0.0, 0

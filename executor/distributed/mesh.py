@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -255,6 +256,25 @@ def _split_mesh(axes: dict[str, Peers], rank: int, device_type: str) -> tuple[De
         return (mesh[others], mesh["tp"]) if others else (None, mesh)
 
 
+def run_timeout() -> timedelta | None:
+    """Timeout of the default process group, for ``new_group``; None for torch's own, where it has none (a fake group).
+
+    torch gives other groups 10 minutes on NCCL and 30 on gloo, whatever the default group has: they would end before
+    the launcher names the rank that hangs, or while a rank compiles.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    for device in ("cuda", "cpu"):
+        try:
+            backend = world._get_backend(torch.device(device))
+        except RuntimeError:  # the group has no backend of this device
+            continue
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
 def _peers(
     world_size: int,
     rank: int,
@@ -269,7 +289,7 @@ def _peers(
     for ranks in sorted({members(other) for other in everyone}) if wanted else []:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), timeout=run_timeout())
         if rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             peers = Peers.of(group, ranks, rank, recorder)

@@ -36,6 +36,8 @@ _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
+_OUT_OF_MEMORY_IN_NCCL = re.compile(r"(Cuda failure|CUDA error)[^\n]{0,40}out of memory")
+"""NCCL makes communicators in the first step, when memory is fullest: ``Cuda failure 2 'out of memory'``."""
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.ASCII)
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -100,7 +102,7 @@ class RankEnd:
             if exits[rank] in (-signal.SIGTERM, 128 + signal.SIGTERM) or self._was_writing(rank)
         ]
         by_time = sorted(self._errors, key=lambda rank: self._errors[rank][0])
-        lost_peer = [rank for rank in by_time if any(text in self._errors[rank][1] for text in _LOST_PEER)]
+        lost_peer = [rank for rank in by_time if _is_about_a_peer(self._errors[rank][1])]
         others = [rank for rank in sorted(exits) if rank not in terminated]
         causes = [
             *(self._killed(rank, exits[rank]) for rank in others if exits[rank] < 0),
@@ -158,6 +160,10 @@ class RankEnd:
         return f"rank {rank} raised {kind}: {message[:500]}{_at(beat)}; {trace}"
 
 
+def _is_about_a_peer(text: str) -> bool:
+    return any(sign in text for sign in _LOST_PEER) and not _says_out_of_memory(text)
+
+
 def _at(beat: Beat | None) -> str:
     return f" in {beat.doing} of step {beat.step + 1}" if beat is not None and is_action(beat.doing) else ""
 
@@ -210,7 +216,11 @@ def requested_bytes(message: str) -> int | None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _says_out_of_memory(str(error))
+
+
+def _says_out_of_memory(text: str) -> bool:
+    return any(sign in text for sign in _OUT_OF_MEMORY) or _OUT_OF_MEMORY_IN_NCCL.search(text) is not None
 
 
 def _predicted_peak(predicted_bytes: int | None) -> str:

@@ -33,8 +33,8 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from executor.launch.errors import RankEnd, RanksError, num_kernel_kills
 from executor.launch.nodes import LOCAL, LOOPBACK, LocalRendezvous, Rendezvous
-from executor.launch.rank import PARENT_VARIABLE, RankFiles
-from executor.launch.watchdog import Beats, Stall, find_stall, late_in_collective, read_beat, read_dump
+from executor.launch.rank import PARENT_VARIABLE, THREADS_VARIABLE, RankFiles
+from executor.launch.watchdog import Beats, Stall, find_stall, late_in_collective, late_in_p2p, read_beat, read_dump
 from simplan.errors import RunError
 
 _POLL_S = 0.1
@@ -163,8 +163,10 @@ class Agent:
 def rank_environment(rendezvous: Rendezvous | None = None) -> dict[str, str]:
     """Environment of ranks, which import the packages of this process and nothing from their working folder."""
     path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
-    # torchrun would set and announce one thread per rank; the ranks set their own number.
-    ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
+    # torchrun would set and announce one thread per rank; the ranks set their own number, unless the user has.
+    threads = os.environ.get(THREADS_VARIABLE, os.environ.get("OMP_NUM_THREADS", ""))
+    ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", PARENT_VARIABLE: str(os.getpid())}
+    ours |= {"OMP_NUM_THREADS": threads or "1", THREADS_VARIABLE: threads}
     if rendezvous is None:
         return {**_RANK_ENVIRONMENT, **_LOOPBACK_ONLY, **os.environ, **ours}
     # With the agents' store, ranks would look for rank 0 of the first round, which may have left.
@@ -352,7 +354,9 @@ class _Watch:
         end_s = time.monotonic() + _DUMP_S
         while time.monotonic() < end_s and not all(file.exists() for file in dumps.values()):
             time.sleep(_POLL_S)
-        late = late_in_collective({rank: dump for rank, file in dumps.items() if (dump := read_dump(file)) is not None})
+        read = {rank: dump for rank, file in dumps.items() if (dump := read_dump(file)) is not None}
+        late = late_in_collective(read)
+        late = late_in_p2p(read, None if late is None else late.rank) or late  # a late rank may wait for its stage
         if late is None:
             return None
         return Stall(late.rank, f"no progress for {self._launch.timeout_s:g} s: {late.sentence}")

@@ -20,6 +20,8 @@ from executor.launch.watchdog import Heartbeat, RankState
 
 PARENT_VARIABLE = "SIMPLAN_PARENT"
 """Environment variable with the process id of the launcher, for its children."""
+THREADS_VARIABLE = "SIMPLAN_USER_THREADS"
+"""Environment variable of ranks with the user's own OMP_NUM_THREADS, which torchrun cannot tell from its default."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -213,6 +214,44 @@ def late_in_collective(dumps: Mapping[int, Mapping[str, Any]]) -> Stall | None:
         if counts.get(late, number) < number:
             name = f"{entry['profiling_name']} number {number} of group {entry['process_group'][1] or group}"
             return Stall(late, f"rank {late} has not issued {name}, in which rank {waiting} waits")
+    return None
+
+
+def late_in_p2p(dumps: Mapping[int, Mapping[str, Any]], start: int | None = None) -> Stall | None:
+    """Finds the rank for which others wait in a P2P send or receive, by Flight Recorder's dumps.
+
+    The oldest transfer of a rank that has not completed names the peer for which it waits. That peer may wait for
+    another one in turn; the last one, which waits in no transfer, has not issued its part.
+
+    Args:
+        dumps: See ``late_in_collective``; P2P entries have ``profiling_name`` such as ``nccl:recv 1<-0``, with the
+            ranks within their group.
+        start: Rank that holds others up in a collective; None to begin at any rank that waits in a transfer.
+    """
+    waits = {rank: found for rank, dump in dumps.items() if (found := _pending_transfer(dump)) is not None}
+    at = next(iter(sorted(waits)), None) if start is None else start
+    seen: list[int] = []
+    while at in waits and at not in seen:
+        seen.append(at)
+        at = waits[at][0]
+    if not seen or at is None or at in seen or at not in dumps:  # nobody waits, or all wait for each other
+        return None
+    waiting = seen[-1]
+    return Stall(at, f"rank {at} has not issued its part of {waits[waiting][1]}, in which rank {waiting} waits")
+
+
+_TRANSFER = re.compile(r"nccl:(send|recv) (\d+)(?:->|<-)(\d+)", re.ASCII)
+
+
+def _pending_transfer(dump: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Peer and name of the oldest transfer of a rank that has not completed; None if there is none."""
+    for entry in dump.get("entries", ()):
+        found = _TRANSFER.fullmatch(str(entry.get("profiling_name")))
+        if found is None or not entry.get("is_p2p") or entry.get("retired", entry.get("state") == "completed"):
+            continue
+        members = _members(dump, entry["process_group"][0])
+        if int(found[3]) < len(members):
+            return members[int(found[3])], found[0]
     return None
 
 

@@ -32,6 +32,14 @@ def peak_memory(device: torch.device) -> PeakMemory:
     return PeakMemory(device_bytes=process_bytes("VmHWM"))
 
 
+def without_bytes(memory: PeakMemory, num_bytes: int) -> PeakMemory:
+    """Peaks without bytes that the measurement itself held all the time."""
+    if not num_bytes:
+        return memory
+    counted = {name: value - num_bytes for name, value in memory.model_dump().items() if value is not None}
+    return memory.model_copy(update=counted)
+
+
 def _of_this_process(device: torch.device) -> int | None:
     try:
         import pynvml

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from executor.distributed.mesh import run_timeout
 from executor.launch.rank import RankFiles, StopRequest
 from executor.profiling.recorder import Recorder
 from executor.train.checkpoint_folder import AtomicWriter, DataReader, drop_unfinished, prune, why_damaged
@@ -51,7 +52,7 @@ class RunStateSaver:
 
     def __init__(self, job: RunSpec, state: TrainingState, files: RankFiles, stop: StopRequest) -> None:
         assert job.checkpointing is not None
-        group = dist.new_group(backend="gloo")  # for the host, also where ranks compute on CUDA devices
+        group = dist.new_group(backend="gloo", timeout=run_timeout())  # for the host, also with CUDA devices
         assert isinstance(group, dist.ProcessGroup)
         self._job, self._state, self._stop, self._group = job, state, stop, group
         self._leads, self._timings = dist.get_rank() == 0, files.checkpoints
@@ -81,7 +82,8 @@ class RunStateSaver:
         """Reads the newest intact checkpoint; returns the number of steps done, 0 if there is none.
 
         Raises:
-            RunError: This rank does not see the files of rank 0.
+            RunError: This rank does not see the files of rank 0. Or torch cannot read the checkpoint, though its
+                checksums are right: somebody has changed both.
         """
         headers: list[CheckpointHeader] = self._from_rank_0(readable_headers(self._folder)[0] if self._leads else None)
         for header in headers:
@@ -90,7 +92,11 @@ class RunStateSaver:
                 raise RunError(f"{path} is not here, but rank 0 has it: the folder must be one that all nodes share")
             mine = sorted(header.file_sha256)[dist.get_rank() :: dist.get_world_size()]
             if not self._is_any(why_damaged(self._folder, header, mine) is not None):
-                self._state.restore(DataReader(path), self._group)
+                try:
+                    self._state.restore(DataReader(path), self._group)
+                except CheckpointException as error:  # on all ranks
+                    why = f"{path} cannot be read, though its checksums are right: {_first_cause(error)}"
+                    raise RunError(f"{why}; delete that folder to resume from the checkpoint before it") from None
                 return header.step
         return 0
 
@@ -197,8 +203,12 @@ def read_losses(folder: Path) -> dict[int, float]:
 
 def _why(error: CheckpointException, folder: Path) -> str:
     """Cause on the first rank that failed, and free space of the disk with the incomplete checkpoint."""
+    return f"{_first_cause(error)}; {format_bytes(shutil.disk_usage(folder).free)} are free there"
+
+
+def _first_cause(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
-    return f"rank {rank}: {_words(cause)}; {format_bytes(shutil.disk_usage(folder).free)} are free there"
+    return f"rank {rank}: {_words(cause)}"
 
 
 def _words(error: BaseException) -> str:

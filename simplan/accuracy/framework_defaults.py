@@ -6,18 +6,18 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from simplan.accuracy.schema import Framework, RunPlan, RunSoftware
-from simplan.base import Count, Spec
+from simplan.base import Count, Natural, Spec
 from simplan.document import parse_yaml
 from simplan.prediction import MemoryKind
 from simplan.problems import parse_model
 
 _FILE = "frameworks.yaml"
-_Year = Annotated[int, Field(ge=0)]
+_Year = Natural
 
 
 class FrameworkDefaults(Spec):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from simplan.base import Count, Gbit, NonNegative, NumDevices, Positive, Rate, Spec
+from simplan.base import Count, Gbit, Natural, NonNegative, NumDevices, Positive, Rate, Spec
 from simplan.cluster.hardware import Dtype
 from simplan.errors import Problem
 from simplan.model.model import MAX_LAYERS
@@ -46,7 +46,7 @@ Framework = Literal[
 ]
 Task = Literal["pretrain", "sft", "lora"]
 
-Zero = Annotated[int, Field(ge=0)]
+Zero = Natural
 MeasuredValue = Annotated[float, Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
 """A measured value; errors relative to a smaller one would be infinite."""
 _ROUNDING = 0.02  # of printed throughputs and step times
@@ -135,7 +135,7 @@ class RunModel(Spec):
     gated_mlp: bool
     tied_embeddings: bool | None
     head_dim: Count | None = None
-    params: Annotated[int, Field(ge=1)] | None = None
+    params: Annotated[int, Field(ge=1, le=10**15)] | None = None
     max_predictions_per_seq: Zero | None = None
     num_decoder_layers: Count | None = None
     decoder_seq_len: Count | None = None

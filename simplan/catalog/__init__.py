@@ -264,20 +264,25 @@ def cluster(name: str, num_devices: int | None = None) -> ClusterSpec:
 
 
 def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
-    """Cluster of equal nodes with ``num_devices`` devices."""
-    return ClusterSpec(
-        id=entry.id,
-        device=entry.device,
-        devices_per_node=entry.devices_per_node,
-        num_devices=num_devices,
-        intra_link=entry.intra_link if entry.devices_per_node > 1 else None,
-        inter_link=entry.inter_link if num_devices > entry.devices_per_node else None,
-        nics_per_node=entry.nics_per_node if num_devices > entry.devices_per_node else None,
-        host_link=None if entry.device.host_link is None else link(entry.device.host_link),
-        host_memory_bytes=entry.host_memory_bytes,
-        host_memory_bandwidth_bytes_per_s=entry.host_memory_bandwidth_bytes_per_s,
-        source=entry.source,
-    )
+    """Cluster of equal nodes with ``num_devices`` devices.
+
+    Raises:
+        SpecError: There are too many devices.
+    """
+    fields = {
+        "id": entry.id,
+        "device": entry.device,
+        "devices_per_node": entry.devices_per_node,
+        "num_devices": num_devices,
+        "intra_link": entry.intra_link if entry.devices_per_node > 1 else None,
+        "inter_link": entry.inter_link if num_devices > entry.devices_per_node else None,
+        "nics_per_node": entry.nics_per_node if num_devices > entry.devices_per_node else None,
+        "host_link": None if entry.device.host_link is None else link(entry.device.host_link),
+        "host_memory_bytes": entry.host_memory_bytes,
+        "host_memory_bandwidth_bytes_per_s": entry.host_memory_bandwidth_bytes_per_s,
+        "source": entry.source,
+    }
+    return ClusterSpec.from_fields(fields)
 
 
 @cache

@@ -349,7 +349,7 @@ def link_use(
     # a sequence is simulated whole: its other usages keep their busiest link, which is never full
     kept |= is_simulated[head[owner]] & ~np.isin(owner, owner[kept]) & (seconds > 0) & _is_largest(share, owner)
     counts = np.bincount(owner[kept], minlength=len(every))
-    usage = np.where((usage_of >= 0) & is_simulated[usage_of], usage_of, -1).astype(np.int32)
+    usage = np.where(np.append(is_simulated, False)[usage_of], usage_of, -1).astype(np.int32)  # -1 finds the last
     sequence_s = _sums(head, transfer_s, len(every))[head]
     alone_s = fixed_s + sequence_s
     return LinkUse(
@@ -379,6 +379,8 @@ def _busiest(
     """See ``loads_together``; ``head`` is that of the usages, which constant flows follow."""
     num_usages = len(head)
     owner, link, _, _, share = entries
+    if not num_usages:  # ranks that never communicate
+        return _sums(link, share, num_links)
     uses = usage_of >= 0
     pairs = np.unique(np.stack([place[uses].astype(np.int64), usage_of[uses].astype(np.int64)]), axis=1)
     first = np.searchsorted(owner, np.arange(num_usages + 1))

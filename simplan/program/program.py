@@ -396,6 +396,29 @@ class Program:
         }
 
 
+def magnitude_bytes(program: Program) -> float:
+    """Returns the order of magnitude of the bytes of a rank at its peak, as sums in 64 bits would not be able to.
+
+    The sum of all allocations is larger than any peak, and costs little. If that is too much to count, the peaks are
+    found in floating point.
+    """
+    counts = np.bincount(program.columns.memory).tolist()
+    effects = [*program.effects][: len(counts)]
+    resting = max(sum(by_category.values()) for by_category in program.persistent_bytes.values())
+    during = [sum(abs(effect.during_bytes) for effect in each) for each in effects]
+    after = [sum(abs(effect.after_bytes) for effect in each) for each in effects]
+    total = resting + sum(count * (a + b) for count, a, b in zip(counts, during, after, strict=True))
+    if total < 2**62:
+        return float(total)
+    change = np.array([float(sum(effect.after_bytes for effect in each)) for each in effects])
+    passing = np.array(during, np.float64)
+    peaks = [
+        (change[own].cumsum().max(initial=0.0) + passing[own].max(initial=0.0))
+        for own in (program.columns.memory[indices] for indices in program.rank_indices.values())
+    ]
+    return float(resting + max(peaks))
+
+
 def _grouped(values: NDArray[np.int64]) -> dict[int, tuple[int, ...]]:
     """Returns value -> ascending indices at which it occurs; values are in order of first occurrence."""
     order = np.argsort(values, kind="stable")

@@ -1,4 +1,4 @@
-"""Size of a Program: a step of too many operations is refused before it takes all memory."""
+"""Size of a Program: a step of too many operations, or of too many bytes to count, is refused."""
 
 from __future__ import annotations
 
@@ -53,6 +53,27 @@ def refuse_many_operations(job: Job, num_operations: int, num_ranks: int, num_mi
     if num_ranks > num_microbatches:
         field, value = "cluster.num_devices", job.cluster.num_devices
     raise SpecError(Problem(field=field, value=f"{value:,}", rule=rule, fix=", or ".join(fixes)))
+
+
+MAX_BYTES = 2**62
+"""Bytes of a rank at its peak, which are counted in 64 bits."""
+
+
+def refuse_many_bytes(job: Job, num_bytes: float) -> None:
+    """Refuses a Program whose bytes cannot be counted.
+
+    Args:
+        job: The job.
+        num_bytes: Bytes of a rank at its peak, or of one of its operations; only their magnitude counts.
+
+    Raises:
+        SpecError: They are more than ``MAX_BYTES``.
+    """
+    if num_bytes <= MAX_BYTES:
+        return
+    rule = f"takes more than {MAX_BYTES // 2**60} EiB of memory on a rank, which no device has"
+    value = f"{max(job.plan.sizes_of_ranks):,}"
+    raise SpecError(Problem(field="plan.microbatch_size", value=value, rule=rule, fix="use smaller microbatches"))
 
 
 def _fields_of_all_ranks(job: Job) -> list[str]:

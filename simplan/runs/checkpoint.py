@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from simplan.base import Count, NonNegative, Spec
+from simplan.base import Count, Natural, NonNegative, Spec
 from simplan.errors import Problem, SpecError
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
@@ -47,7 +47,7 @@ class CheckpointTiming(Spec):
         failure: Reason why writing failed; None for success.
     """
 
-    step: int
+    step: Natural
     written_s: NonNegative
     failure: str | None = None
 
@@ -68,7 +68,7 @@ class CheckpointHeader(Spec):
     model: ModelSpec
     training: TrainingSpec
     plan: ParallelPlan
-    seed: int
+    seed: Natural
     dtype: str
     file_sha256: dict[Annotated[str, Field(pattern=r"^[\w.]{1,100}$")], str]
 

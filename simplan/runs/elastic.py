@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from simplan.base import Count, NonNegative, Positive, Spec
+from simplan.base import Count, Natural, NonNegative, Positive, Spec
 from simplan.errors import Problem, SpecError
 from simplan.plan.plan import ParallelPlan
 
@@ -22,9 +22,9 @@ class FewerNodes(Spec):
 
     num_nodes: Count
     plan: ParallelPlan
-    boundaries: tuple[int, ...]
+    boundaries: tuple[Natural, ...]
     table: tuple[tuple[str, ...], ...]
-    predicted_memory_bytes: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    predicted_memory_bytes: tuple[Natural, ...] = ()
 
 
 def on_fewer_devices(plan: ParallelPlan, num_devices: int) -> ParallelPlan:

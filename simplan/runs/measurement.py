@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from simplan.base import MAX_DEVICES, Count, Positive, Spec
+from simplan.base import MAX_DEVICES, Count, Natural, Positive, Spec
 from simplan.errors import ProgramError
 from simplan.plan.plan import ParallelPlan
 from simplan.program.action import Action, ActionKind
@@ -97,7 +97,7 @@ class MeasuredCollective(Spec):
     kind: IssuedKind
     action: _Action
     ranks: tuple[_Rank, ...]
-    num_bytes: Annotated[int, Field(ge=0)]
+    num_bytes: Natural
     start_s: _Seconds
     end_s: _Seconds | None = None
 
@@ -173,8 +173,8 @@ class EarlierSegment(Spec):
 
     num_nodes: Count
     plan: ParallelPlan
-    first_step: int
-    end_step: int
+    first_step: Natural
+    end_step: Natural
     losses: tuple[float, ...] = ()
     ended: str
 
@@ -210,7 +210,7 @@ class Measurement(Spec):
     reference_s: Positive | None = None
     losses: tuple[float, ...] = ()
     ranks: tuple[RankMeasurement, ...] = ()
-    first_step: int = 0
+    first_step: Natural = 0
     earlier: tuple[EarlierSegment, ...] = ()
     checkpoints: tuple[CheckpointTiming, ...] = ()
     slow_ranks: tuple[SlowRank, ...] = ()
@@ -263,10 +263,10 @@ class Rehearsal(Spec):
 
     schema_version: Literal[2] = 2
     job: RunSpec
-    rank: Annotated[int, Field(ge=0)]
+    rank: Natural
     fake: bool
     peak_memory: PeakMemory
-    peak_by_category: dict[MemoryCategory, int]
+    peak_by_category: dict[MemoryCategory, Natural]
     peak_action: str
     actions: tuple[ActionTime, ...] = ()
     collectives: tuple[MeasuredCollective, ...] = ()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from simplan.base import Count, Positive, Spec
+from simplan.base import Count, Natural, Positive, Spec
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import Table, parse_table
@@ -46,15 +44,15 @@ class RunSpec(Spec):
     training: TrainingSpec
     plan: ParallelPlan
     software: SoftwareSpec
-    boundaries: tuple[int, ...]
+    boundaries: tuple[Natural, ...]
     table: tuple[tuple[str, ...], ...]
     num_steps: Count = 10
-    num_warmup_steps: Annotated[int, Field(ge=0)] | None = 2
-    seed: int = 0
+    num_warmup_steps: Natural | None = 2
+    seed: Natural = 0
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Positive = 120.0
-    predicted_memory_bytes: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    predicted_memory_bytes: tuple[Natural, ...] = ()
     profile_memory: bool = True
     checkpointing: Checkpointing | None = None
     fewer_nodes: tuple[FewerNodes, ...] = ()

@@ -595,7 +595,7 @@ def _assume_model(found: dict[str, Any], file: str, assume: Assume) -> None:
     elif isinstance(config, str) and "seq_len" not in model:
         read = read_json(folder_of(file) / config)
         longest = read.get("max_position_embeddings")
-        if isinstance(longest, int) and longest > 0 and read.get("model_type") in model_types():
+        if isinstance(longest, int) and longest > 0 and read.get("model_type") in tuple(model_types()):  # may be a list
             why = "usual in training" if longest > _USUAL_LENGTH else "the longest that the configuration has"
             assume("model", "seq_len", min(longest, _USUAL_LENGTH), why)
 
@@ -737,6 +737,8 @@ def _with_batch(
     for key in ("dp_replicate", "dp_shard", "microbatch_size"):
         value = plan.get(key, 1) if isinstance(plan, dict) else 1
         share *= value if isinstance(value, int) and value > 0 else 1  # reading the section reports other values
+    if name == GLOBAL_BATCH_TOKENS and number > MAX_COUNT:
+        raise refuse(f"must be at most {MAX_COUNT:,}")
     if name == NUM_MICROBATCHES:
         return {**data, "training": {**before, "global_batch_size": number * share}}, []
     parts = parts_of(Document({**data, "training": {**before, "global_batch_size": 1}}, {}), file)
@@ -772,7 +774,8 @@ def _batch_near(num_tokens: int, seq_len: int, units: list[int], of: str) -> tup
     for unit in units:
         low, high = math.ceil(wanted * (1 - _NEAR) / unit), math.floor(wanted * (1 + _NEAR) / unit)
         if low <= high:
-            size = unit * max(range(low, high + 1), key=lambda multiple: _preference(multiple * unit, wanted))
+            exact = wanted == int(wanted) and int(wanted) % unit == 0
+            size = int(wanted) if exact else unit * _with_most_factors_of_2(low, high)
             tokens = f"{size * seq_len:,} tokens"
             if size == wanted:
                 return size, tokens
@@ -787,6 +790,7 @@ def _batch_near(num_tokens: int, seq_len: int, units: list[int], of: str) -> tup
     return size, f"{size * seq_len:,} tokens, the multiple of {unit} ({of}) nearest to {num_tokens:,} tokens"
 
 
-def _preference(size: int, wanted: float) -> tuple[bool, int, float]:
-    """Sort key of a global batch size: exact, then factors of 2, then near."""
-    return size == wanted, size & -size, -abs(size - wanted)
+def _with_most_factors_of_2(low: int, high: int) -> int:
+    """Number from ``low`` to ``high``, both at least 1, with most factors of 2: there is only one."""
+    multiples = (high >> power << power for power in range(high.bit_length(), -1, -1))
+    return next(multiple for multiple in multiples if multiple >= low)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from simplan.base import Count, Positive, Spec
+from simplan.base import Count, NumDevices, Positive, Spec
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
 from simplan.plan.placement import PlacedAxis, check_order
@@ -68,7 +68,7 @@ class SearchSpace(Spec):
     max_step_time_s: Positive | None = None
     dollars_per_device_hour: Positive | None = None
     token_budget: Positive | None = None
-    num_devices: _Counts | None = None
+    num_devices: Annotated[tuple[NumDevices, ...], Field(min_length=1, max_length=1000)] | None = None
     tp_across_nodes: bool = False
     recompute_layers: Literal["least", "all"] = "least"
     tp: _Counts | None = None

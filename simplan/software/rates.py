@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from simplan.base import NonNegative, Positive, Spec
+from simplan.base import Count, NonNegative, Positive, Spec
 
 AttentionKernel = Literal["flash1", "flash2", "flash3"]
 """Generations of fused attention: FlashAttention 1, 2 and 3. cuDNN's kernels count as the best of their
@@ -132,7 +132,7 @@ class KernelRates(Spec):
     softmax_traffic_factor: Positive = 1.3
     fp8_any_layout: bool = False
     rowwise_efficiency: _Part = 0.75
-    aligned: Annotated[int, Field(ge=1)] = 8
+    aligned: Count = 8
     unaligned_efficiency: _Part = 0.55
     odd_efficiency: _Part | None = None
     misaligned_slice_efficiency: _Part = 0.08

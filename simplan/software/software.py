@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from simplan.base import Count, NonNegative, Spec
+from simplan.base import Count, Natural, NonNegative, Spec
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.layer import LayerSpec
@@ -103,11 +103,11 @@ class StateBytes(Spec):
     boundary: Count
     gathered: Count
     reduced: Count
-    matmul_gradient: Annotated[int, Field(ge=0)]
-    placeholder: Annotated[int, Field(ge=0)] = 0
-    unaccumulated: Annotated[int, Field(ge=0)] = 0
-    flattened: Annotated[int, Field(ge=0)] = 0
-    weight_copy: Annotated[int, Field(ge=0)] = 0
+    matmul_gradient: Natural
+    placeholder: Natural = 0
+    unaccumulated: Natural = 0
+    flattened: Natural = 0
+    weight_copy: Natural = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
     gathers_experts: bool = Field(default=False, exclude=True)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from simplan.base import Count, Line, NonNegative, Positive, Spec
+from simplan.base import Count, Line, Natural, NonNegative, Positive, Spec
 from simplan.document import parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_YAML_BYTES, parse_json
@@ -43,7 +43,7 @@ class GpuTime(Spec):
     exposed_communication_s: NonNegative
     hidden_communication_s: NonNegative
     idle_s: NonNegative
-    rank: Annotated[int, Field(ge=0)] | None = None
+    rank: Natural | None = None
 
 
 class LoggedRun(Spec):
@@ -78,7 +78,7 @@ class LoggedRun(Spec):
     global_batch_size: Count | None = None
     seq_len: Count | None = None
     gpu_time: GpuTime | None = None
-    step_numbers: tuple[int, ...] | None = None
+    step_numbers: tuple[Natural, ...] | None = None
     interruptions: dict[int, Line] = Field(default_factory=dict)
     source: Line | None = None
     notes: tuple[Line, ...] = ()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from simplan.base import NonNegative, Positive
+from simplan.base import Natural, NonNegative, Positive
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_JSON_BYTES, parse_json, parse_model, read_text
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
@@ -45,7 +45,7 @@ class _SpanPart(_Part):
     kind: SpanKind
     start_s: NonNegative
     end_s: NonNegative
-    num_bytes: Annotated[int, Field(ge=0)]
+    num_bytes: Natural
     peer: _Rank | None
 
 
@@ -59,7 +59,7 @@ class _InputsPart(_Part):
 
 class _PredictionPart(_Part):
     inputs: _InputsPart
-    stage_boundaries: tuple[int, ...]
+    stage_boundaries: tuple[Natural, ...]
     table: tuple[tuple[str, ...], ...]
     step_time_s: Positive
     step_time_interval_s: tuple[Positive, Positive]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from simplan.base import Spec
+from simplan.base import Natural, Spec
 from simplan.units import GIB
 
 Measure = Literal["step_time", "memory"]
@@ -41,8 +41,8 @@ class SuiteCase(Spec):
     predicted_step_time_s: float | None = None
     measured_step_time_s: float | None = None
     spread: float | None = None
-    predicted_allocated_bytes: int | None = None
-    measured_allocated_bytes: int | None = None
+    predicted_allocated_bytes: Natural | None = None
+    measured_allocated_bytes: Natural | None = None
     mfu: float | None = None
 
     def error(self, measure: Measure) -> float | None:
@@ -63,7 +63,7 @@ class Errors(Spec):
         worst_case: Name of the case with the largest error.
     """
 
-    num: int
+    num: Natural
     mean_absolute: float
     bias: float
     worst: float

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import typer.main
 from simplan.cli.app import app
 from simplan.cli.listing import KINDS
 from simplan.cli.terminal.options import OUTPUTS
-from simplan.cli.terminal.output import print_result
+from simplan.cli.terminal.output import coloured, print_result
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import save
 from tests.cli.calls import Simplan, bash, here, refused
@@ -80,9 +82,39 @@ def test_every_file_that_a_command_writes_is_one_of_the_outputs() -> None:
 
 
 def test_texts_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Our own colors pass; hidden text and a window's title do not."""
-    print_result("\x1b[32mgreen\x1b[0m \x1b[8mhidden \x1b]0;title\x07")
-    assert capsys.readouterr().out == "\x1b[32mgreen\x1b[0m \\x1b[8mhidden \\x1b]0;title\\x07\n"
+    """Our own colors pass; the same colors in a text of the user's, and all that cannot be seen, do not."""
+    steering = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's own classes, independent of our rule
+    hidden = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) in steering]
+    print_result(coloured("green", 32) + " \x1b[31mred " + "".join(set(hidden) - {"\n", "\t"}))
+    out = capsys.readouterr().out
+    assert out.startswith("\x1b[32mgreen\x1b[0m \\x1b[31mred ")
+    assert not set(out.removeprefix("\x1b[32mgreen\x1b[0m").rstrip("\n")) & set(hidden)
+
+
+STEERING = "n\x1b[31m\x9b5m\u202e\u2066\u200fx"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict {name}", "predict gpt2-124m --cluster {name}", "predict {file}", "search {file}", "explain {file}",
+        "check {file}", "draw {file}", "trace {file} -o {out}", "export {file} --to slurm", "import {file}",
+        "compare {file} {file}", "show models {name}", "show {name}", "run {file}", "rehearse {file}", "{name}",
+        "predict gpt2-124m --set {name}=1", "predict gpt2-124m --{name} 1",
+    ],
+)  # fmt: skip
+def test_names_of_the_user_cannot_steer_a_terminal(command: str, simplan: Simplan, tmp_path: Path) -> None:
+    """Of the command line, and of a file: its own name, a preset and keys."""
+    file = tmp_path / f"{STEERING}.yaml"
+    named = json.dumps(STEERING)
+    file.write_text(
+        f"name: {named}\nmodel: {{preset: {named}}}\n{named}: 1\ncluster: {{{named}: 1, preset: {named}}}\n"
+    )
+    args = [word.format(name=STEERING, file=file, out=tmp_path / "t.json") for word in command.split()]
+    result = simplan(*args)
+    assert result.returncode == 2
+    printed = set(result.stdout + result.stderr)
+    assert not [each for each in printed - {"\n"} if not each.isprintable()]
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,21 @@ import shutil
 import sys
 from pathlib import Path
 
-from simplan.cli.terminal.output import print_result
+from simplan.cli.terminal.output import coloured, print_result
 from simplan.errors import Problem, SpecError
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import Box, PipelineDrawing
 from simplan.report.drawings.drawing_text import MIN_WIDTH, drawing_text
 
 _WIDTH_OFF_TERMINAL = 100
-_RESET = "\033[0m"
 _COLOURS = {
-    ActionKind.FORWARD: "\033[34m",
-    ActionKind.BACKWARD: "\033[32m",
-    ActionKind.BACKWARD_INPUT: "\033[36m",
-    ActionKind.BACKWARD_WEIGHT: "\033[33m",
-    ActionKind.UNSHARD: "\033[35m",
-    ActionKind.REDUCE_GRAD: "\033[35m",
-    ActionKind.OPTIM: "\033[90m",
+    ActionKind.FORWARD: 34,
+    ActionKind.BACKWARD: 32,
+    ActionKind.BACKWARD_INPUT: 36,
+    ActionKind.BACKWARD_WEIGHT: 33,
+    ActionKind.UNSHARD: 35,
+    ActionKind.REDUCE_GRAD: 35,
+    ActionKind.OPTIM: 90,
 }
 
 
@@ -48,7 +47,7 @@ def refuse_other_suffix(file: Path, option: str = "--output") -> None:
 
 
 def _coloured(text: str, box: Box) -> str:
-    return f"{_COLOURS[box.action.kind]}{text}{_RESET}"
+    return coloured(text, _COLOURS[box.action.kind])
 
 
 def _plain(text: str, box: Box) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
+import secrets
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
-_BOLD, _RED, _GREEN, _RESET = "\033[1m", "\033[31m", "\033[32m", "\033[0m"
+from simplan.wording import visible
+
+_BOLD, _RED, _GREEN = 1, 31, 32
+_OWN = secrets.token_hex(8)
+"""Stands before our own colors until they are printed: no file can have it, so that its own colors are not ours."""
 _IN_ASCII = str.maketrans("─═╌▒░│·≈…", "-=~%:|.^.")
 """ASCII replacements for the characters of drawings, for terminals without Unicode."""
-_OF_OTHERS = re.compile(r"\x1b(?!\[(?:[01]|3[0-7]|90)m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
-"""Control characters except line ends, tabs and our own colors: names in files must not control a terminal."""
 
 
 def print_result(text: str) -> None:
@@ -42,14 +44,22 @@ def emphasize(text: str, good: bool | None = None) -> str:
     """Bold, and green or red, when stdout is a terminal and NO_COLOR is not set; else the text as it is."""
     if sys.stdout is None or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
-    colour = "" if good is None else _GREEN if good else _RED
-    return f"{_BOLD}{colour}{text}{_RESET}"
+    return coloured(text, _BOLD, *(() if good is None else (_GREEN if good else _RED,)))
+
+
+def coloured(text: str, *codes: int) -> str:
+    """Text in a color of the terminal, for ``print_result``.
+
+    Args:
+        codes: Numbers of ANSI's select graphic rendition, e.g. 1 for bold and 31 for red.
+    """
+    return f"{''.join(f'{_OWN}[{code}m' for code in codes)}{text}{_OWN}[0m"
 
 
 def _print(text: str, stream: TextIO | None) -> None:
     if stream is None:  # as a shell's >&- leaves it
         raise OSError(errno.EBADF, "its stream is closed")
-    text = _OF_OTHERS.sub(lambda found: repr(found[0])[1:-1], text)
+    text = visible(text).replace(_OWN, "\033")
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:

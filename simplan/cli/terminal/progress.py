@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from simplan.cli.terminal.output import say
+from simplan.wording import visible
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -42,13 +43,13 @@ class ProgressLine:
         from rich.progress import Progress as RichProgress
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[what]}"),
+            TextColumn("{task.fields[what]}", markup=False),
             TimeElapsedColumn(),
         )
         self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task(self._title, total=None, what="")
+        self._task = self._bar.add_task(visible(self._title), total=None, what="")
         self._bar.start()
         return self
 
@@ -61,7 +62,7 @@ class ProgressLine:
     def update(self, done: int, of: int, what: str = "") -> None:
         """Shows the parts done, of all parts (0 while unknown), and the current part of the task."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=of or None, what=what or f"{done}/{of}")
+            self._bar.update(self._task, completed=done, total=of or None, what=visible(what) or f"{done}/{of}")
         elif self._in_quarters:
             self._tell_quarters(done, of)
         elif time.monotonic() - self._told_s >= _LINE_EVERY_S:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from simplan.base import Count, NonNegative, Positive, Seconds, Spec
+from simplan.base import Count, Natural, NonNegative, Positive, Seconds, Spec
 from simplan.model.implementations.layer_implementation import LayerImplementation, ModelCode, implemented_layers
 from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
@@ -310,7 +310,7 @@ class Calibration(Spec):
     device_kind: Literal["cpu", "gpu"]
     num_cores: Count | None = None
     memory_bytes: Count | None = None
-    context_bytes: Annotated[int, Field(ge=0)] = 0
+    context_bytes: Natural = 0
     layers: tuple[LayerTiming, ...] = ()
     kernels: tuple[KernelTiming, ...] = ()
     communication: tuple[CommunicationTiming, ...] = ()

@@ -37,8 +37,9 @@ from simplan.program.program import (
     Program,
     Stream,
     Work,
+    magnitude_bytes,
 )
-from simplan.program.size import refuse_many_operations
+from simplan.program.size import refuse_many_bytes, refuse_many_operations
 from simplan.program.timeline import SpanKind
 
 _K = ActionKind
@@ -155,7 +156,7 @@ class Lowerer:
         rebuilds, how = stages.software.runtime == "torch", self._how
         resting = {rank: leader.persistent_bytes() for rank, leader in leaders.items()}
         rebuilt = {rank: leader.bucket_bytes() if rebuilds else 0 for rank, leader in leaders.items()}
-        return Program(
+        program = Program(
             how.level,
             table,
             builder.columns(),
@@ -170,6 +171,8 @@ class Lowerer:
             layer_names=stages.layer_names,
             all_written_out=how.level == 2 and how.expand_all and len(folding.ranks) == len(folding.stands_for),
         )
+        refuse_many_bytes(self._job, magnitude_bytes(program))
+        return program
 
 
 def _stage_key(stages: Stages, stage: int) -> Hashable:

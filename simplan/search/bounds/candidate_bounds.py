@@ -12,7 +12,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.search.bounds.layer_sums import Floats, Layers, LayersCache, Pipeline, Way
-from simplan.search.bounds.memory_bound import MemoryBound
+from simplan.search.bounds.memory_bound import MemoryBound, whole_bytes
 from simplan.search.bounds.replicas import Replica, replicas_of
 from simplan.search.bounds.step_time_bound import StepTimeBound
 from simplan.search.candidates import Candidates, Column
@@ -100,7 +100,7 @@ class Bounds:
         for here in np.split(order, np.flatnonzero(np.diff(place.reshape(-1)[order])) + 1) if len(rows) else ():
             part = rows.take(here)
             pipeline, ways = self._pipeline(part, which[here], replicas)
-            of_part = (self._memory.bytes(part, pipeline, ways) * self._least_scales(pipeline)[ways]).astype(np.int64)
+            of_part = whole_bytes(self._memory.bytes(part, pipeline, ways) * self._least_scales(pipeline)[ways])
             if not pipeline.has_split:
                 self._reject_by_first_split(part, pipeline, ways, of_part, limit)
             num_bytes[here] = of_part
@@ -204,7 +204,7 @@ class Bounds:
         most = np.where(lacking > 0, fewer, model.num_blocks)
         stays = (most.sum(axis=1) < model.num_blocks) | (most == blocks).all(axis=1)
         of_largest = wanted * (largest / device_bytes)
-        num_bytes[here[stays]] = np.maximum(num_bytes[here], of_largest.max(axis=1).astype(np.int64))[stays]
+        num_bytes[here[stays]] = np.maximum(num_bytes[here], whole_bytes(of_largest.max(axis=1)))[stays]
 
     def _least_scales(self, pipeline: Pipeline) -> Floats:
         """``(ways,)`` Memory of the largest device over that of the largest one in the pipeline."""

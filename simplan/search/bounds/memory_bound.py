@@ -49,10 +49,10 @@ class MemoryBound:
         """
         if not pipeline.has_split:
             [found] = self._by_shape(rows, ways, partial(self._of_any_split, pipeline))
-            return self._context_bytes + found.astype(np.int64)
+            return self._context_bytes + whole_bytes(found)
         fullest = {0, pipeline.num_ranks - 1, _fullest(pipeline)}
         held, passing = self._by_shape(rows, ways, partial(self._of_shape, pipeline, tuple(sorted(fullest))))
-        return np.asarray(self._context_bytes + (held + self._reserve * passing).max(axis=1).astype(np.int64))
+        return np.asarray(self._context_bytes + whole_bytes((held + self._reserve * passing).max(axis=1)))
 
     def of_ranks(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> tuple[Floats, Floats]:
         """``(rows, ranks)`` Lower bounds of each rank in bytes: of its tensors, and with the allocator reserve.
@@ -225,6 +225,11 @@ class MemoryBound:
         window = trained @ instants.wanted.T if in_pipeline else np.zeros_like(all_stages)
         gathered = np.where(frees[:, None], window, all_stages) * state.gathered
         return np.asarray(found + gathered)
+
+
+def whole_bytes(num_bytes: Floats) -> Column:
+    """``(rows,)`` Whole bytes; amounts that no device has, and 64 bits may not count, are all 4 EiB."""
+    return np.asarray(np.minimum(num_bytes, 2.0**62).astype(np.int64))
 
 
 def _schedule_of(rows: Candidates) -> str:

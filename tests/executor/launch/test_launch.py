@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import executor
+from executor.distributed.mesh import run_timeout
 from executor.launch.errors import RankEnd
+from executor.launch.launcher import rank_environment
 from executor.launch.nodes import Rendezvous
-from executor.launch.rank import unfinished_error_file
-from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collective
+from executor.launch.rank import THREADS_VARIABLE, unfinished_error_file
+from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collective, late_in_p2p
 from executor.run import _Run
+from executor.worker import use_device
 from simplan.errors import RunError
 from simplan.runs.measurement import Measurement
 from tests.executor.conftest import make_job
@@ -24,6 +33,7 @@ RUNNING, WAITING, FINISHED = RankState.RUNNING, RankState.WAITING, RankState.FIN
 TIMEOUT_S = 10.0
 CUT_SHORT = -6
 BOOM = (5.0, "boom")
+NCCL_MEMORY = (5.0, "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error; Cuda failure 2 'out of memory'")
 LOST = (4.0, "Connection closed by peer [127.0.0.1]:1234")  # before BOOM, as clocks and files may have it
 
 
@@ -47,6 +57,8 @@ LOST = (4.0, "Connection closed by peer [127.0.0.1]:1234")  # before BOOM, as cl
         ({0: 1, 1: 1}, {1: BOOM}, "rank 1 raised RuntimeError: boom; "),
         # ended while it wrote down that it had lost its peer
         ({0: CUT_SHORT, 1: 3}, {}, "rank 1 ended with exit code 3; "),
+        # NCCL's own words for a lack of memory are no other rank's fault
+        ({0: 1, 1: 1}, {0: LOST, 1: NCCL_MEMORY}, "rank 1 raised RuntimeError: NCCL error"),
         # before a restart torchrun does not tell exit codes
         (None, {0: LOST}, "rank 1 was killed"),
         (None, {0: LOST, 1: BOOM}, "rank 1 raised RuntimeError: boom; "),
@@ -176,3 +188,70 @@ def test_a_run_without_the_measurements_of_another_node_is_not_complete(tmp_path
     with pytest.raises(RunError, match=r"did not send what 1 rank measured, the first of them rank 1; .* has what"):
         run._gather(None)
     assert not Measurement.model_validate_json((tmp_path / "measurement.json").read_bytes()).complete
+
+
+def transfers(*pending: str, group: Sequence[int] = (0, 1, 2, 3)) -> dict[str, Any]:
+    """What Flight Recorder has on a rank of a pipeline: one transfer that came back, then those that did not."""
+    entries = [
+        {"process_group": ("1", "pp"), "collective_seq_id": 0, "profiling_name": name, "retired": not n, "is_p2p": True}
+        for n, name in enumerate(("nccl:recv 1<-0", *pending))
+    ]
+    return {"pg_config": {"1": {"name": "1", "ranks": str(list(group))}}, "entries": entries}
+
+
+def test_flight_recorder_names_the_rank_that_has_not_issued_a_transfer() -> None:
+    """Stage 0 waits for stage 1, that for stage 2, and that for stage 3, which hangs: heartbeats would name any."""
+    dumps = {
+        0: transfers("nccl:recv 0<-1"),
+        1: transfers("nccl:recv 1<-2"),
+        2: transfers("nccl:send 2->3"),
+        3: transfers(),
+    }
+    said = "rank 3 has not issued its part of nccl:send 2->3, in which rank 2 waits"
+    assert late_in_p2p(dumps) == (3, said)
+    assert late_in_p2p(dumps, 1) == (3, said)  # the rank that is late in a collective is a victim too
+    assert late_in_p2p({0: transfers("nccl:recv 0<-1", group=(5, 7)), 7: transfers()}) == (
+        7, "rank 7 has not issued its part of nccl:recv 0<-1, in which rank 0 waits"
+    )  # fmt: skip
+    assert late_in_p2p({0: transfers("nccl:recv 0<-1"), 1: transfers("nccl:recv 1<-0")}) is None
+    assert late_in_p2p({0: transfers()}) is None
+
+
+def test_threads_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher, however often it prepares the environment, and by a rank; without any, cores are shared."""
+    for variable in ("OMP_NUM_THREADS", THREADS_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    assert rank_environment()["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    for name, value in rank_environment().items():
+        monkeypatch.setenv(name, value)
+    assert rank_environment()["OMP_NUM_THREADS"] == "7"
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for device in ("cpu", "cuda"):
+        use_device(device, 1)
+    assert chosen == []
+    monkeypatch.setenv(THREADS_VARIABLE, "")
+    for device in ("cpu", "cuda"):
+        use_device(device, 1)
+    assert chosen == [len(os.sched_getaffinity(0))] * 2
+
+
+def test_every_group_has_the_timeout_of_the_run() -> None:
+    """torch gives groups its own timeout, whatever the default group has."""
+    timeout = timedelta(seconds=7777)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        assert run_timeout() == timeout
+    finally:
+        dist.destroy_process_group()
+    makers = ("new_group", "new_subgroups_by_enumeration", "init_device_mesh")
+    calls = [
+        (path.name, ast.unparse(node))
+        for path in Path(executor.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
+    ]
+    assert len(calls) >= 3
+    assert [call for call in calls if "timeout=run_timeout()" not in call[1]] == []

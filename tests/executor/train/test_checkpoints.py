@@ -222,6 +222,22 @@ def test_a_damaged_checkpoint_is_passed_over(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in kept.iterdir()) == ["step-00000004", "step-00000006"]
 
 
+def test_a_file_forged_with_its_checksum_is_a_sentence(tmp_path: Path) -> None:
+    """Its checksum is right, so that only torch's reading finds it."""
+    kept = tmp_path / "kept"
+    run_job(with_checkpoints(make_job(), kept, 4), tmp_path / "first")
+    newest = kept / "step-00000004"
+    file = next(newest.glob("*.distcp"))
+    file.write_bytes(b"no tensors at all" * 1000)
+    header = CheckpointHeader.model_validate_json((newest / "checkpoint.json").read_bytes())
+    sums = {**header.file_sha256, file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
+    (newest / "checkpoint.json").write_text(header.model_copy(update={"file_sha256": sums}).model_dump_json())
+    with pytest.raises(
+        RunError, match=r"step-00000004 cannot be read, though its checksums are right: rank 0: .*; delete"
+    ):
+        run_job(with_checkpoints(make_job(), kept, resume=True), tmp_path / "second")
+
+
 @pytest.mark.slow
 def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has a file system of its own at that place, as another host would."""

@@ -1,0 +1,145 @@
+"""Numbers and types that no job has: a rule for all fields, and the inputs that once ended in an internal error."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import simplan
+from simplan import catalog
+from simplan.cluster.topology import Switch
+from simplan.errors import Problem, SimplanError, SpecError
+from simplan.interop.formats import formats
+from simplan.interop.huggingface import model_types
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
+from simplan.scenario.source import read_source
+from simplan.training import TrainingSpec
+
+_FREE = {"environment", "placement", "zero_stages"}
+"""Fields of any values that are not computed with, or whose own check has the bounds."""
+
+
+def _specs() -> list[type[BaseModel]]:
+    modules = [importlib.import_module(info.name) for info in pkgutil.walk_packages(simplan.__path__, "simplan.")
+               if not info.name.endswith("__main__")]  # fmt: skip
+    found = {value for module in modules for value in vars(module).values() if inspect.isclass(value)}
+    return sorted(
+        (each for each in found if issubclass(each, BaseModel) and each.__module__.startswith("simplan")),
+        key=lambda each: f"{each.__module__}.{each.__qualname__}",
+    )
+
+
+def _integers(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Schemas of the whole numbers of a field; constants are none."""
+    if schema.get("type") == "integer" and "const" not in schema and "enum" not in schema:
+        yield schema
+    nested = [schema.get(key) for key in ("items", "additionalProperties")]
+    for each in [
+        *nested,
+        *(part for key in ("anyOf", "oneOf", "allOf", "prefixItems") for part in schema.get(key, ())),
+    ]:
+        if isinstance(each, dict):
+            yield from _integers(each)
+
+
+def test_every_whole_number_of_a_spec_has_an_upper_bound() -> None:
+    unbounded = [
+        f"{spec.__module__}.{spec.__qualname__}.{name}"
+        for spec in _specs()
+        for name, schema in spec.model_json_schema().get("properties", {}).items()
+        for number in _integers(schema)
+        if name not in _FREE and not number.keys() & {"maximum", "exclusiveMaximum"}
+    ]
+    assert unbounded == []
+
+
+def test_a_batch_too_large_to_count_its_bytes_is_refused() -> None:
+    cluster = catalog.cluster("dgx-h100", 8)
+    job = simplan.Job(
+        catalog.model("llama3-8b"),
+        cluster,
+        TrainingSpec(global_batch_size=10**12),
+        ParallelPlan(dp_replicate=8, microbatch_size=10**12 // 8),
+        catalog.software("torch"),
+    )
+    with pytest.raises(SpecError, match=r"plan\.microbatch_size = 125,000,000,000: takes more than 4 EiB"):
+        predict(job)
+
+
+@pytest.mark.parametrize("number", [10**12 + 1, 10**30])
+def test_a_batch_of_absurd_tokens_is_refused_before_it_is_sought(number: int) -> None:
+    with pytest.raises(SpecError, match=r"--global-batch-tokens = \d+: must be at most 1,000,000,000,000"):
+        read_source(
+            "llama3-8b",
+            {"cluster.num_devices": 8, "global_batch_tokens": number},
+            {"global_batch_tokens": "--global-batch-tokens"},
+        )
+
+
+def test_a_network_of_one_device_has_no_load() -> None:
+    cluster = catalog.cluster("dgx-h100", 1).with_changes(topology=Switch(kind="switch"))
+    job = simplan.Job(
+        catalog.model("gpt2-124m"),
+        cluster,
+        TrainingSpec(global_batch_size=1),
+        ParallelPlan(),
+        catalog.software("torch"),
+    )
+    network = predict(job).network
+    assert network is not None
+    assert network.links == ()
+
+
+@pytest.mark.parametrize("value", [[], ["llama"], {"a": 1}, True, 1, 1.5, 10**400, -1, "", "\x1b", None, [[1]]])
+def test_a_wrong_type_of_any_key_of_a_config_is_a_sentence(value: object, tmp_path: Path) -> None:
+    """Of every model type, one key at a time; seldom the value is right, and then the model is read."""
+    for name, kind in model_types().items():
+        valid: dict[str, Any] = {"model_type": name, "max_position_embeddings": 128}
+        for key in (*kind.keys.values(), *kind.neutral, "model_type", "max_position_embeddings", "layer_types"):
+            config = json.loads(json.dumps(valid))
+            holder = config
+            *outer, last = key.split(".")
+            for part in outer:
+                holder = holder.setdefault(part, {})
+            holder[last] = value
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            with suppress(SimplanError):
+                read_source(str(tmp_path), {"cluster.num_devices": 8}, {}).scenario()
+
+
+@pytest.mark.parametrize("target", [name for name, each in formats().items() if each.export is not None])
+def test_every_kind_of_model_is_exported_or_refused(target: str) -> None:
+    """One model of each family of the catalog."""
+    write = formats()[target].export
+    assert write is not None
+    models = {catalog.model_fields(name)["family"]: name for name in catalog.names("models")}
+    for name in models.values():
+        scenario = read_source(name, {"cluster.num_devices": 8, "training.global_batch_size": 8}, {}).scenario()
+        with suppress(SimplanError):
+            write(scenario.job, scenario.name)
+
+
+def test_many_problems_of_one_cause_are_one_line() -> None:
+    """One mistake in an included file was told 35 times, in more than 20,000 characters."""
+    alike = [
+        Problem(field=f"model.key_{n}", rule="is not a known key", fix="known: " + "name, " * 100) for n in range(35)
+    ]
+    other = Problem(field="plan.pp", value="5", rule="must divide num_hidden_layers = 12", fix="use 4 or 6", line=3)
+    text = str(SpecError([*alike, other], file="a.yaml"))
+    first, last = text.splitlines()
+    assert first.startswith("a.yaml: model.key_0: is not a known key; known: ")
+    assert first.endswith(
+        "(and 34 like it: model.key_1, model.key_2, model.key_3, model.key_4, model.key_5, model.key_6, ...)"
+    )
+    assert last == "a.yaml:3: plan.pp = 5: must divide num_hidden_layers = 12; use 4 or 6"
+    assert len(SpecError(alike).problems) == 35
