@@ -53,8 +53,9 @@ def jobs(draw: st.DrawFn) -> Job:
         num_hidden_layers=draw(st.sampled_from([4, 6])),
         **(LARGE if draw(st.booleans()) else {}),
     )
-    if "compiled" in job.software.options:
-        job = job.with_changes({"software.compiled": draw(st.booleans())})
+    for option in ("compiled", "gradient_as_bucket_view", "zero_grad_set_to_none"):
+        if option in job.software.options:
+            job = job.with_changes({f"software.{option}": draw(st.booleans())})
     space = SearchSpace(
         cp=(1, 2),
         cp_comm=("ring", "all_gather"),
