@@ -86,7 +86,7 @@ class Trainer:
             parameter for stage in self.stages.values() for parameter in trained_parameters(stage)
         ]
         self._uses_ddp = dims.dp.size > 1 and not plan.shards_parameters
-        # host gradients are dropped, so that FSDP allocates new ones: the device would wait for accumulation into old ones
+        # on the host, so that FSDP allocates new gradients: the device would wait for accumulation into old ones
         self._drops_gradients = plan.offload_optimizer or (self._uses_ddp and job.software.zero_grad_set_to_none)
         for parameter in [] if self._drops_gradients else parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
@@ -270,9 +270,7 @@ class Trainer:
 
             experts = expert_parameters(stage, self._layers)
             as_views = job.software.gradient_as_bucket_view
-            module = wrap_ddp(
-                module, self._dims.dp, job.plan.bucket_bytes, experts, gradient_as_bucket_view=as_views
-            )
+            module = wrap_ddp(module, self._dims.dp, job.plan.bucket_bytes, experts, gradient_as_bucket_view=as_views)
         return module
 
     def _completion(self, index: int) -> Callable[[], None]:

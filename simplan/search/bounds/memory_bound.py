@@ -172,16 +172,16 @@ class MemoryBound:
             return np.zeros_like(trained)
         optimizer_bytes = state.optimizer_bytes(self._job.training.optimizer)
         weight_bytes = state.parameter + state.gradient + state.unaccumulated
-        software = self._job.software
+        software, expert_bytes = self._job.software, np.full((1, 1), weight_bytes)
         held = trained * (
             weight_bytes / divided(sharded, rows.num_shards) + optimizer_bytes / divided(shares_states, rows.num_shards)
         )
         if software.ddp_drops_gradients:  # of experts, which have no buckets, none are held all the time
-            weight_bytes = state.parameter + np.where(sharded, weight_bytes - state.parameter, 0)[:, None]
+            expert_bytes = state.parameter + np.where(sharded, weight_bytes - state.parameter, 0)[:, None]
         elif software.ddp_copies_gradients:
             held += trained * state.gradient * _uses_ddp(rows)[:, None]
         held += experts * (
-            weight_bytes / divided(sharded, expert_shards) + optimizer_bytes / divided(shares_states, expert_shards)
+            expert_bytes / divided(sharded, expert_shards) + optimizer_bytes / divided(shares_states, expert_shards)
         )
         return np.asarray(held + frozen * state.frozen / divided(sharded, rows.num_shards))
 
