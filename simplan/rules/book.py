@@ -67,7 +67,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     mixed.microbatch_sizes_modelled,
     training.fused_optimizer_of_torch, training.layerwise_optimizer_modelled, training.norms_modelled,
     training.low_precision_modelled, schedule.split_backward_in_low_precision, schedule.split_backward_compiled,
-    sharding.offload_compiled, training.compiled_low_precision, model.max_predictions_unsplit, model.mtp_modelled,
+    sharding.offload_compiled, training.compiled_low_precision, training.chunked_loss_modelled, model.max_predictions_unsplit, model.mtp_modelled,
     model.mtp_with_adapters,
     sharding.mtp_sharded, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,

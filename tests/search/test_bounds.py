@@ -63,6 +63,10 @@ def jobs(draw: st.DrawFn) -> Job:
     )
     if job.software.layers.attention == "unfused":
         space = space.model_copy(update={"cp": None})
+    if "loss" in job.software.options and draw(st.booleans()):
+        job = job.with_changes({"software.loss": "chunked"})
+        if family in ("bert", "t5"):
+            job = job.with_changes({"software.loss": "whole"})
     job = job.with_plan(draw(plans(job, space)))
     offloads = job.with_plan(job.plan.model_copy(update={"offload_optimizer": True}))
     return offloads if not any(violations(offloads)) and draw(st.booleans()) else job
