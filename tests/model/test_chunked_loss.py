@@ -47,6 +47,7 @@ class _Chunks(torch.autograd.Function):
             grads.append(of_part)
             added += of_head
             total += loss.detach()
+            del of_head, loss
         ctx.save_for_backward(torch.cat(grads), added)
         return total
 
@@ -68,7 +69,8 @@ def test_peak_of_the_head_is_that_of_torchtitans_loop() -> None:
     with tracker.counting():
         hidden, targets = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCAB, (TOKENS,))
         _Chunks.apply(norm(hidden), weight, targets, 8, added).backward()
-    assert predicted == pytest.approx(tracker.peak_bytes, rel=0.1)
+    measured = tracker.peak_bytes - weight.nbytes - added.nbytes  # which the tracker sees when they are used
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 def test_step_time_is_that_of_the_whole_loss() -> None:
