@@ -130,6 +130,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             software.channels_last,
             "the executor stores images channels first; use false",
         ),
+        "software.loss": (
+            software.loss != "whole",
+            "the executor computes the loss of all tokens at once; use whole",
+        ),
         "software": (
             no_transformers or not software.executable,
             "needs Hugging Face transformers, which is not installed; pip install 'simplan[transformers]', or use torch"

@@ -118,10 +118,11 @@ def check_reductions(
 
 
 def _dropped_bytes(program: Program, rank: int) -> int:
-    """Gradients on the host, which are there until the update."""
+    """Gradients that are there until the update: on the host, and DDP's."""
     ops = (program.ops[index] for index in program.by_rank[rank])
     effects = [effect for op in ops if op.action.kind is ActionKind.OPTIM for effect in op.memory]
-    return -sum(effect.after_bytes for effect in effects if effect.category is MemoryCategory.HOST)
+    places = (MemoryCategory.HOST, MemoryCategory.GRADIENTS)
+    return -sum(effect.after_bytes for effect in effects if effect.category in places)
 
 
 def _expert_gradients(program: Program, rank: int) -> int:

@@ -26,12 +26,16 @@ def wrap_ddp(
     peers: Peers,
     bucket_bytes: int | None,
     ignored: Collection[nn.Parameter] = (),
+    *,
+    gradient_as_bucket_view: bool = False,
 ) -> DistributedDataParallel:
     """Wraps a stage in DDP, which averages gradients over a group in buckets, overlapped with backward.
 
     Args:
         peers: Ranks that hold the same stage; every bucket is recorded.
         bucket_bytes: Bucket size limit; None for torch's limits (1 MiB for the first bucket, 25 MiB for the others).
+        ignored: Parameters that DDP leaves alone.
+        gradient_as_bucket_view: Make gradients views of the buckets; else both exist.
     """
     names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
@@ -39,7 +43,7 @@ def wrap_ddp(
         module,
         process_group=peers.group,
         bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / MIB,
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=gradient_as_bucket_view,
         init_sync=False,  # weights are equal by their seed, and positions of context-parallel ranks must not become so
         **_KEEP_BUFFERS,
     )

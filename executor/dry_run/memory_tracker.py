@@ -34,6 +34,7 @@ _MADE_IN = {
     ("_fsdp_param.py", "to_accumulated_grad_if_needed"): _C.GRADIENTS,
     ("_fsdp_collectives.py", "foreach_all_gather"): _C.BUFFERS,
     ("_fsdp_collectives.py", "foreach_reduce"): _C.BUFFERS,
+    ("distributed.py", "_ddp_init_helper"): _C.BUFFERS,
     ("stage.py", "_setup_forward_recv_info"): _C.BUFFERS,
     ("stage.py", "_setup_backward_recv_info"): _C.BUFFERS,
     ("stage.py", "_create_act_recv_info"): _C.BUFFERS,

@@ -85,7 +85,10 @@ class Trainer:
         self._parameters = parameters = [
             parameter for stage in self.stages.values() for parameter in trained_parameters(stage)
         ]
-        for parameter in [] if plan.offload_optimizer else parameters:
+        self._uses_ddp = dims.dp.size > 1 and not plan.shards_parameters
+        # on the host, so that FSDP allocates new gradients: the device would wait for accumulation into old ones
+        self._drops_gradients = plan.offload_optimizer or (self._uses_ddp and job.software.zero_grad_set_to_none)
+        for parameter in [] if self._drops_gradients else parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self._groups = ShardGroups.of(job, self.stages.values(), dims)
         self._sharded_optimizer: ShardedOptimizer | None = None
@@ -164,8 +167,7 @@ class Trainer:
         with self._recorder.span(self._optim_action):
             for optimizer in self.optimizers:
                 optimizer.step()
-            # drop host gradients, so that FSDP allocates new ones: the device would wait for accumulation into old ones
-            zero_gradients(self._parameters, drop=self._job.plan.offload_optimizer)
+            zero_gradients(self._parameters, drop=self._drops_gradients)
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.broadcast()
 
@@ -263,11 +265,12 @@ class Trainer:
             # recomputed blocks have freed their copies
             drops = job.plan.offload_activations or job.plan.recompute not in ("none", "selective")
             module = Autocast(stage, dtype, self._device.type, keeps_copies=not drops)
-        if self._dims.dp.size > 1:
+        if self._uses_ddp:
             from executor.distributed.ddp import wrap_ddp
 
             experts = expert_parameters(stage, self._layers)
-            module = wrap_ddp(module, self._dims.dp, job.plan.bucket_bytes, experts)
+            as_views = job.software.gradient_as_bucket_view
+            module = wrap_ddp(module, self._dims.dp, job.plan.bucket_bytes, experts, gradient_as_bucket_view=as_views)
         return module
 
     def _completion(self, index: int) -> Callable[[], None]:

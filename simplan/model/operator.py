@@ -26,6 +26,8 @@ class Tensor:
         per_microbatch: One tensor for all sequences of a microbatch.
         forwarded: An output that later layers save; its memory is counted in the layer that makes it.
         elsewhere: An input whose memory is counted elsewhere: in an earlier layer, or as the batch.
+        chunks: Parts of the tensor, of which one exists at a time; 1 for a tensor that exists as a whole.
+        chunk_elements: Elements, for all sequences of a microbatch, that exist at a time; None for all.
         widened: An upcast scratch copy of a tensor that the operator reads; absent if none of these is narrower.
     """
 
@@ -37,6 +39,8 @@ class Tensor:
     per_microbatch: bool = False
     forwarded: bool = False
     elsewhere: bool = False
+    chunks: int = 1
+    chunk_elements: int | None = None
     widened: bool = False
 
     def width(self, activation_bytes: int, residual_bytes: int) -> int:

@@ -191,6 +191,28 @@ def compiled_low_precision(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.precision", sentence, fix)
 
 
+_WITHOUT_CHUNKS = ("bert", "resnet", "t5", "vit")
+
+
+@unmodelled(
+    "a loss in chunks is not modeled with pipelines, tensor parallelism or heads of other models", reads="pp tp"
+)
+def chunked_loss_modelled(job: Job) -> Iterator[Problem]:
+    if job.software.loss == "whole":
+        return
+    model, plan, reason = job.model, job.plan, ""
+    if plan.pp > 1:
+        reason = f"with pp = {plan.pp}"
+    elif plan.tp > 1:
+        reason = f"with tp = {plan.tp}"
+    elif model.family in _WITHOUT_CHUNKS:
+        reason = f"for {model.family}"
+    elif model.mtp_num_layers:
+        reason = "with multi-token prediction"
+    if reason:
+        yield problem_of(job, "software.loss", f"is not modeled yet {reason}", "use software.loss = whole")
+
+
 @unmodelled("FP8 attention is not modeled for this model, precision or device", reads_cluster=True)
 def low_attention_modelled(job: Job) -> Iterator[Problem]:
     """Support of Transformer Engine's ``fp8_dpa`` (FP8 attention)."""

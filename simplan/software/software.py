@@ -30,9 +30,12 @@ SoftwareOption = Literal[
     "fp8_dot_product_attention",
     "fused_experts",
     "grad_overlap",
+    "gradient_as_bucket_view",
+    "loss",
     "overlap_param_gather",
     "tp_overlap",
     "vocab_multiple",
+    "zero_grad_set_to_none",
 ]
 """Fields of a profile that a user can set."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
@@ -186,9 +189,16 @@ class SoftwareSpec(Spec):
             backward what torch.compile saves.
         channels_last: Images and activations of convolutions are stored with channels as the fastest dimension (NHWC),
             as kernels for tensor cores need them. Else cuDNN transposes them before and after (NCHW, torch's default).
+        loss: ``whole``: logits of all tokens exist at once. ``chunked``: head and loss run chunk by chunk, and only one
+            chunk's logits exist (torchtitan's ChunkedLossWrapper, TRL's chunked_nll, Liger's fused linear
+            cross-entropy). Compute is that of the whole loss: recomputed logits (TRL) and launches per chunk are not
+            modeled.
+        loss_chunks: Number of chunks of a microbatch with ``loss: chunked``.
+        loss_chunk_tokens: Tokens per chunk, in place of ``loss_chunks``; None for a number of chunks.
         options: Fields that a scenario may set.
         runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
-            buckets before the second step and briefly holds both sets. A pipeline rank has one receive buffer per
+            buckets before the second step, and briefly holds both sets if gradients are views of the first set. A
+            pipeline rank has one receive buffer per
             microbatch and direction. Tensors that it sends live to the end of the step, where it waits for all sends.
             Gradients are divided by the number of microbatches once they are complete. ``megatron`` (DeepSpeed's is
             similar): a pipeline rank receives into new tensors, frees tensors once they are sent, divides losses
@@ -198,6 +208,11 @@ class SoftwareSpec(Spec):
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Reduction of buckets overlaps backward.
+        gradient_as_bucket_view: Under DDP of ``runtime`` torch, gradients are views of its buckets (the argument of
+            DistributedDataParallel). Else gradients and buckets both exist (torch's default).
+        zero_grad_set_to_none: Under DDP of ``runtime`` torch, gradients are freed after the update (torch's default),
+            and exist from the first backward on. Those accumulated without a reduction are then outside of the
+            buckets. Else gradients are zeroed in place. Without DDP, gradients count for the whole step.
         waits_for_gradients: Point at which DDP waits for reductions: at the end of a stage's last ``backward``, before
             its sends (torch), or in the ``step``, after all backwards. Reductions without overlap begin there.
         waits_for_batch: Before each forward of a stage the GPU starves while it waits for the microbatch from the host.
@@ -273,11 +288,16 @@ class SoftwareSpec(Spec):
     rates_of: str | None = None
     compiled: bool = False
     channels_last: bool = False
+    loss: Literal["whole", "chunked"] = "whole"
+    loss_chunks: Annotated[int, Field(ge=2)] = 8
+    loss_chunk_tokens: Count | None = None
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
     bucket_bytes: Count
     first_bucket_bytes: Count
     grad_overlap: bool = True
+    gradient_as_bucket_view: bool = False
+    zero_grad_set_to_none: bool = True
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: bool = False
     reduces_each_microbatch: bool = False
@@ -326,9 +346,12 @@ class SoftwareSpec(Spec):
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
             "grad_overlap": "gradient reduction overlapped with backward" if self.grad_overlap else "",
+            "gradient_as_bucket_view": "gradients as bucket views" if self.gradient_as_bucket_view else "",
+            "loss": "loss in chunks" if self.loss == "chunked" else "",
             "overlap_param_gather": "parameter all-gather overlapped with forward" if self.overlap_param_gather else "",
             "tp_overlap": "asynchronous tensor parallelism" if self.tp_overlap in ("gathers", "all") else "",
             "vocab_multiple": "",  # predictions tell it where it changes anything
+            "zero_grad_set_to_none": "" if self.zero_grad_set_to_none else "gradients zeroed in place",
         }
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])
 
@@ -341,6 +364,16 @@ class SoftwareSpec(Spec):
     def preallocated_receives(self) -> bool:
         """True if a pipeline rank has one receive buffer per microbatch and direction."""
         return self.runtime == "torch"
+
+    @property
+    def ddp_copies_gradients(self) -> bool:
+        """True if DDP copies gradients into its buckets and back, and so both exist."""
+        return self.runtime == "torch" and not self.gradient_as_bucket_view
+
+    @property
+    def ddp_drops_gradients(self) -> bool:
+        """True if gradients under DDP exist only from the first backward of a step to its update."""
+        return self.runtime == "torch" and self.zero_grad_set_to_none
 
     @property
     def blocking_p2p_schedules(self) -> tuple[str, ...]:
@@ -392,6 +425,8 @@ class SoftwareSpec(Spec):
                 "expert_dispatch": self.expert_dispatch,
                 "fused_experts": self.fused_experts,
                 "eight_bit_attention": self.fp8_dot_product_attention,
+                "loss_chunks": self.loss_chunks if self.loss == "chunked" else 1,
+                "loss_chunk_tokens": self.loss_chunk_tokens if self.loss == "chunked" else None,
             }
         )
 

@@ -53,8 +53,9 @@ def jobs(draw: st.DrawFn) -> Job:
         num_hidden_layers=draw(st.sampled_from([4, 6])),
         **(LARGE if draw(st.booleans()) else {}),
     )
-    if "compiled" in job.software.options:
-        job = job.with_changes({"software.compiled": draw(st.booleans())})
+    for option in ("compiled", "gradient_as_bucket_view", "zero_grad_set_to_none"):
+        if option in job.software.options:
+            job = job.with_changes({f"software.{option}": draw(st.booleans())})
     space = SearchSpace(
         cp=(1, 2),
         cp_comm=("ring", "all_gather"),
@@ -62,6 +63,10 @@ def jobs(draw: st.DrawFn) -> Job:
     )
     if job.software.layers.attention == "unfused":
         space = space.model_copy(update={"cp": None})
+    if "loss" in job.software.options and draw(st.booleans()):
+        job = job.with_changes({"software.loss": "chunked"})
+        if family in ("bert", "t5"):
+            job = job.with_changes({"software.loss": "whole"})
     job = job.with_plan(draw(plans(job, space)))
     offloads = job.with_plan(job.plan.model_copy(update={"offload_optimizer": True}))
     return offloads if not any(violations(offloads)) and draw(st.booleans()) else job

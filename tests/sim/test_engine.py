@@ -32,13 +32,19 @@ SOFTWARE = SoftwareSpec(
 
 
 def program(
-    compute: Table, *, dp: int = 1, level: int = 1, layers_per_stage: int = 1, host_waits: bool = False
+    compute: Table,
+    *,
+    dp: int = 1,
+    level: int = 1,
+    layers_per_stage: int = 1,
+    host_waits: bool = False,
+    software: SoftwareSpec = SOFTWARE,
 ) -> Program:
     p, m = len(compute), 1 + max(action.microbatch or 0 for action in compute[0])
     num_stages = 1 + max(action.stage for row in compute for action in row)
     model = tiny_model(num_hidden_layers=num_stages * layers_per_stage, tied_embeddings=False)
     plan = {"pp": p, "dp_replicate": dp}
-    job = job_of(model, plan, software=SOFTWARE, num_microbatches=m, precision="fp32")
+    job = job_of(model, plan, software=software, num_microbatches=m, precision="fp32")
     how = Lowering(level, host_waits=host_waits)
     return lowered(job, how, [layers_per_stage] * num_stages, complete_table(compute))
 

@@ -10,12 +10,13 @@ from typing import ClassVar, NamedTuple
 
 from simplan.model.kernel import TOKEN_TABLE
 from simplan.model.layer import CollectiveKind, LayerSpec
-from simplan.program.action import Action
+from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
-from simplan.program.program import Communication, LayerWork, Phase, Stream
+from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
 
 _ENDLESS = 2**62
+_GRADIENTS = MemoryCategory.GRADIENTS
 
 
 class Hooks:
@@ -67,15 +68,23 @@ class Hooks:
     def reduce(self, action: Action) -> None:
         """Runs at REDUCE_GRAD, before gradients are divided."""
 
+    def dropped_gradients(self) -> int:
+        """Returns bytes of gradients that are freed after the update."""
+        return 0
+
 
 class DdpHooks(Hooks):
     """DDP hooks: gradients are divided, then reduced in buckets as backward completes them (DistributedDataParallel).
 
     Where optimizer states are sharded evenly, buckets are reduce-scattered over the shard group. Replicas of the shard
     group then all-reduce the resulting part.
+
+    Buckets are made once. Gradients that torch frees after every update are held from the first backward of their layer
+    on. They stay until the update, or until they become views of the buckets in the reduction.
     """
 
     STATE: ClassVar = ("_reducing", "_ended")
+    STAGE_STATE: ClassVar = ("_made", "_outside")
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         super().__init__(stages, writer, level)
@@ -98,10 +107,16 @@ class DdpHooks(Hooks):
         self._gathers = shares and software.overlap_param_gather
         self._gathering: dict[int, int] = {}  # by layer of the stage, the all-gather that it waits for
         self._ended: dict[int, int | None] = {}
+        self._drops, self._copies = software.ddp_drops_gradients, software.ddp_copies_gradients
+        self._made: set[int] = set()  # layers of the stage with gradients
+        self._outside: set[int] = set()  # of these, layers with gradients outside of the buckets
 
     def expands(self, action: Action) -> bool:
-        """Returns True where buckets are reduced, or all-gathered, between layers."""
-        return self._reduces or (self._gathers and self.is_first_forward)
+        """Returns True where buckets are reduced, or all-gathered, or gradients allocated, between layers."""
+        if self._reduces or (self._gathers and self.is_first_forward):
+            return True
+        is_first_backward = len(self._made) < len(self.stages.layers[action.stage])
+        return self._drops and action.kind is not ActionKind.FORWARD and is_first_backward
 
     def before_forward(self, action: Action, part: range) -> None:
         """All-gathers the parameters updated by the previous step, the first layer's first."""
@@ -137,8 +152,33 @@ class DdpHooks(Hooks):
 
     def after_backward(self, action: Action, part: range, phase: Phase) -> None:
         """Records when gradients that this backward reduces are complete."""
-        if phase is not Phase.BACKWARD_INPUT and self._reduces:
+        if phase is Phase.BACKWARD_INPUT:
+            return
+        if self._drops:
+            self._hold_gradients(action, part)
+        if self._reduces:
             self._ended.update(dict.fromkeys(part, self.writer.last_compute))
+
+    def _hold_gradients(self, action: Action, part: range) -> None:
+        """Holds new gradients outside of the buckets; frees those that become views of a reduced bucket."""
+        stage, experts = self.stages.trained[action.stage], self.stages.experts[action.stage]
+        new = {*part} - self._made
+        outside = set() if self._reduces and not self._copies else {*part} - (self._made - self._outside)
+        held = sum(experts[layer] for layer in new)
+        held += sum(stage[layer] - experts[layer] for layer in outside - self._outside)
+        held -= sum(stage[layer] - experts[layer] for layer in self._outside.intersection(part) - outside)
+        self._made |= new
+        self._outside = (self._outside - {*part}) | outside
+        if held:
+            change = held * self.stages.state.gradient
+            self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, change, change)])
+
+    def dropped_gradients(self) -> int:
+        """Returns bytes of gradients outside of the buckets, which are freed after the update."""
+        stages = self.stages
+        mine = stages.stages_of(stages.mapping.place(self.writer.rank).pp) if self._drops else ()
+        numbers = stages.trained if self._copies else stages.experts  # others are views of the buckets by then
+        return sum(sum(numbers[stage]) for stage in mine) * stages.state.gradient
 
     def end_of_backward(self, action: Action) -> None:
         """Reduces the stage's gradients, each bucket once its gradients are complete, and usually waits for them."""

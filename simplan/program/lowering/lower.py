@@ -153,9 +153,11 @@ class Lowerer:
             builder.start(rank, leader_of[rank].rank, stages.mapping)
             builder.stamp(*walked)
         leaders = {leader.rank: leader for leader in leader_of.values()}
-        rebuilds, how = stages.software.runtime == "torch", self._how
+        software, how = stages.software, self._how
+        # old buckets live while new ones are made only if gradients are views of them
+        keeps_old = software.runtime == "torch" and not (software.ddp_copies_gradients or software.ddp_drops_gradients)
         resting = {rank: leader.persistent_bytes() for rank, leader in leaders.items()}
-        rebuilt = {rank: leader.bucket_bytes() if rebuilds else 0 for rank, leader in leaders.items()}
+        rebuilt = {rank: leader.bucket_bytes() if keeps_old else 0 for rank, leader in leaders.items()}
         program = Program(
             how.level,
             table,
@@ -369,12 +371,16 @@ class _RankLowering:
         parameter_bytes = trained * state.parameter + frozen * state.frozen
         optimizer_bytes = self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer)
         offloads = stages.plan.offload_optimizer  # gradients are there from the first reduction to the update only
+        reduces = isinstance(self.hooks, DdpHooks)
+        drops, copies = reduces and software.ddp_drops_gradients, reduces and software.ddp_copies_gradients
+        gradient_bytes = 0 if offloads or drops else trained * (state.gradient + state.unaccumulated)
+        buffer_bytes = self.bucket_bytes() if drops or copies else 0  # else the buckets are the gradients
         return {
             MemoryCategory.HOST: parameter_bytes + optimizer_bytes if offloads else 0,
             MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes) + stages.quantized_weight_bytes(mine),
-            MemoryCategory.GRADIENTS: 0 if offloads else trained * (state.gradient + state.unaccumulated),
+            MemoryCategory.GRADIENTS: gradient_bytes,
             MemoryCategory.OPTIMIZER: 0 if offloads else optimizer_bytes,
-            MemoryCategory.BUFFERS: received_bytes if software.preallocated_receives else 0,
+            MemoryCategory.BUFFERS: buffer_bytes + (received_bytes if software.preallocated_receives else 0),
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + stages.placeholder_bytes(mine)
             + (stages.batch_bytes if 0 in mine else 0),
@@ -514,8 +520,10 @@ class _RankLowering:
     def _optimizer(self, action: Action) -> None:
         """Writes the optimizer step after all sends have completed, and frees their memory."""
         self.writer.block_on(*self.received)  # for OPTIM: all sends
-        held = self.sent_bytes
+        held, dropped = self.sent_bytes, self.hooks.dropped_gradients()
         release = (MemoryEffect.freeing(MemoryCategory.BUFFERS, held),) if held else ()
+        if dropped:  # after the update
+            release = (*release, MemoryEffect(MemoryCategory.GRADIENTS, 0, -dropped))
         if self.stages.software.trainer:
             self.writer.compute(action, "host", (HostWait("step"),), kind=SpanKind.HOST)
         step_optimizer(action, self.states, self.writer, release)

@@ -109,7 +109,10 @@ class LayerTensors:
         return tensor.width(self.state.activation, self.state.residual)
 
     def _bytes(self, tensor: Tensor) -> int:
-        return (1 if tensor.per_microbatch else self.microbatch_size) * tensor.elements * self._width(tensor)
+        elements = (1 if tensor.per_microbatch else self.microbatch_size) * tensor.elements
+        if tensor.chunk_elements is not None:
+            elements = min(elements, tensor.chunk_elements)
+        return -(-elements // tensor.chunks) * self._width(tensor)
 
     def _reordered_bytes(self, kernel: LayerCollective, kind: CollectiveKind | None, *, forward: bool) -> int:
         """Returns bytes that a collective along tokens copies to reorder tokens by rank, or back."""

@@ -172,23 +172,35 @@ class MemoryBound:
             return np.zeros_like(trained)
         optimizer_bytes = state.optimizer_bytes(self._job.training.optimizer)
         weight_bytes = state.parameter + state.gradient + state.unaccumulated
+        software, expert_bytes = self._job.software, np.full((1, 1), weight_bytes)
         held = trained * (
             weight_bytes / divided(sharded, rows.num_shards) + optimizer_bytes / divided(shares_states, rows.num_shards)
         )
+        if software.ddp_drops_gradients:  # of experts, which have no buckets, none are held all the time
+            expert_bytes = state.parameter + np.where(sharded, weight_bytes - state.parameter, 0)[:, None]
+        elif software.ddp_copies_gradients:
+            held += trained * state.gradient * _uses_ddp(rows)[:, None]
         held += experts * (
-            weight_bytes / divided(sharded, expert_shards) + optimizer_bytes / divided(shares_states, expert_shards)
+            expert_bytes / divided(sharded, expert_shards) + optimizer_bytes / divided(shares_states, expert_shards)
         )
         return np.asarray(held + frozen * state.frozen / divided(sharded, rows.num_shards))
 
     def _update_bytes(self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats) -> Floats:
-        """``(rows, ranks)`` Bytes of upcast gradients and of the optimizer's temporaries, from element counts."""
+        """``(rows, ranks)`` Bytes of the update, from element counts.
+
+        These are gradients outside of DDP's buckets, upcast gradients, and the optimizer's temporaries.
+        """
         if rows.base.offload_optimizer:
             return np.zeros_like(trained)
         shards = np.where(rows["zero_stage"] > 0, rows.num_shards, 1)[:, None]
         all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
         dense, of_experts = trained / shards, experts / all_ranks
         temporaries = UPDATES[self._job.training.update].num_temporaries * state.moment
-        return np.asarray((dense + of_experts) * state.widened_bytes + temporaries * np.maximum(dense, of_experts))
+        software = self._job.software
+        copies = software.ddp_copies_gradients and software.ddp_drops_gradients
+        gradients = trained * state.gradient * _uses_ddp(rows)[:, None] if copies else 0.0
+        widened = (dense + of_experts) * state.widened_bytes
+        return np.asarray(gradients + widened + temporaries * np.maximum(dense, of_experts))
 
     def _passing_bytes(
         self,
@@ -209,8 +221,14 @@ class MemoryBound:
             sent, sent_back = np.hstack([into, none])[:, own], np.hstack([none, into])[:, own]
             passing += sent @ instants.forwards.T + sent_back @ instants.backwards.T
         passing = passing[ways]
+        trained = stages.trained[:, own][ways]
         if rows.shards_parameters[0]:
-            passing = passing + self._gathered_bytes(rows, stages.trained[:, own][ways], instants, state)
+            passing = passing + self._gathered_bytes(rows, trained, instants, state)
+        elif self._job.software.ddp_drops_gradients:  # gradients of some microbatches, outside of DDP's buckets
+            outside = _uses_ddp(rows)
+            if not self._job.software.ddp_copies_gradients:
+                outside = outside & ~rows.reduces_every_microbatch
+            passing = passing + (trained @ instants.adding_up.T) * state.gradient * outside[:, None]
         return np.asarray(passing.max(axis=1))
 
     def _gathered_bytes(self, rows: Candidates, trained: Floats, instants: Instants, state: StateBytes) -> Floats:
@@ -230,6 +248,11 @@ class MemoryBound:
 def whole_bytes(num_bytes: Floats) -> Column:
     """``(rows,)`` Whole bytes; amounts that no device has, and 64 bits may not count, are all 4 EiB."""
     return np.asarray(np.minimum(num_bytes, 2.0**62).astype(np.int64))
+
+
+def _uses_ddp(rows: Candidates) -> NDArray[np.bool_]:
+    """``(rows,)`` True where data-parallel or context-parallel ranks reduce unsharded gradients."""
+    return np.asarray(~rows.shards_parameters & (rows.dp * rows["cp"] > 1))
 
 
 def _schedule_of(rows: Candidates) -> str:
