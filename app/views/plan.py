@@ -39,6 +39,7 @@ def show() -> None:
         inputs = result_cache.worker_inputs(document)
     except SimplanError:
         show_scenario_form()
+        show_budget(images=False)  # the budget may be what is wrong
         raise
     with begun(plan_result, *inputs):
         _show_plan(document, scenario, inputs)

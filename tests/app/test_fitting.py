@@ -15,6 +15,7 @@ from app.fitting import (
     fitted,
     mended,
     microbatch_sizes,
+    plan_value,
     valid_values,
     with_plan,
 )
@@ -23,6 +24,7 @@ from simplan import catalog
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict, predict_step
+from simplan.predict.step_summary import evaluate_step
 from simplan.scenario import parse_scenario
 from simplan.search.fixes import fixes
 from tests.app.figures.drawn import checked
@@ -108,6 +110,16 @@ def test_no_fitting_point_of_importance_beats_the_search(document: dict[str, Any
     least_s = best.step_time_s * (1 - 1e-9)
     assert [one for one in effects if one.fits and one.searched and one.step_time_s < least_s] == []
     assert any(one.fits and one.searched for one in effects)
+
+
+@pytest.mark.parametrize("plan", [{"dp_shard": 64}, {"dp_shard": 64, "zero_stage": 1}, {"dp_replicate": 64}])
+def test_form_shows_the_gradient_reduction_in_effect(plan: dict[str, Any]) -> None:
+    document = {**START, "plan": plan}
+    job = parse_scenario(document_text(document)).job
+    shown = plan_value(document, "grad_sync")
+    assert shown in ("step", "microbatch")
+    same = parse_scenario(document_text({**START, "plan": {**plan, "grad_sync": shown}})).job
+    assert evaluate_step(same) == evaluate_step(job)
 
 
 @pytest.mark.parametrize(("software", "offered"), [("torch", False), ("maxtext", True)])
