@@ -129,8 +129,8 @@ def _show_fixes(document: dict[str, Any], inputs: tuple[str, int]) -> None:
         words, numbers, button = st.columns([5, 4, 1], vertical_alignment="center")
         words.markdown(escaped(fix.words))
         numbers.markdown(
-            f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom; "
-            f"{format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
+            f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom"
+            f"{f' ({fix.memory_verdict})' if fix.memory_verdict else ''}; {format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
         )
         button.button("Apply", key=f"fix {number}", on_click=_apply, args=(document, fix), width="stretch")
 
