@@ -130,7 +130,8 @@ def _show_fixes(document: dict[str, Any], inputs: tuple[str, int]) -> None:
         words.markdown(escaped(fix.words))
         numbers.markdown(
             f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom"
-            f"{f' ({fix.memory_verdict})' if fix.memory_verdict else ''}; {format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
+            f"{f' ({fix.memory_verdict})' if fix.memory_verdict else ''}; "
+            f"{format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
         )
         button.button("Apply", key=f"fix {number}", on_click=_apply, args=(document, fix), width="stretch")
 
