@@ -181,7 +181,7 @@ def _store(path: Path, key: str, then: _Changed | None) -> None:
 
 def _store_scaled(path: Path, key: str, scale: float) -> None:
     value = st.session_state[key]
-    put(path, None if value is None else value * scale)
+    put(path, value * scale if value else None)  # 0 is none: no price, no budget of its own
 
 
 def _remember(name: str, key: str, default: Any) -> None:

@@ -149,8 +149,10 @@ def valid_values(document: Document, key: str, values: Sequence[Any]) -> tuple[A
 
 
 def plan_value(document: Document, key: str) -> Any:
-    """Value of a plan key, or its default in this plan; None while the plan is invalid."""
+    """Value of a plan key that the prediction uses; None while the plan is invalid."""
     plan = _plan_of(document)
+    if plan is not None and key == "grad_sync" and plan.grad_sync is None:
+        return "microbatch" if plan.reduces_every_microbatch else "step"
     return None if plan is None else getattr(plan, key)
 
 

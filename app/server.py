@@ -94,6 +94,7 @@ def settings(host: str, port: int) -> dict[str, str | int | bool]:
         "server.fileWatcherType": "none",
         "server.enableCORS": False,  # the guard compares origins
         "server.enableXsrfProtection": False,
+        "server.enableAgentApi": False,
         "runner.magicEnabled": False,
         "browser.gatherUsageStats": False,
         "client.showErrorDetails": "none",

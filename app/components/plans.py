@@ -59,7 +59,7 @@ def show_plans(asked: SearchScenario, result: SearchResult) -> None:
         with right:
             _show_one(asked, result, rows)
         show_table_of_plans(rows, passing)
-        _show_importance(selected_plan(result, selected_row(len(rows))))
+        _show_importance(selected_plan(result, selected_row(len(rows))), result.max_memory_fraction)
         with st.container(horizontal=True):
             download("Plans", f"{result.name} plans", "csv", csv_text(rows))
             download("Search result", f"{result.name} search", "json", lambda: json_text(result.to_json()))
@@ -143,15 +143,19 @@ def selected_plan(result: SearchResult, row: int) -> RankedPlan:
     return [*result.ranked, *(plan for plan in result.pareto if plan not in result.ranked)][row]
 
 
-def _show_importance(plan: RankedPlan) -> None:
+def _show_importance(plan: RankedPlan, max_memory_fraction: float) -> None:
     """Effect of the settings of the selected plan, predicted on request."""
     title = "Importance of settings"
     about = "Step time of the selected plan with one other value of one setting; data parallelism follows the devices"
     if not remembered_switch(title, "importance", help=about):
         return
     text = document_text(without_budget(with_plan(state.document(), plan)))
-    effects = awaited("predicting the plan with other settings", setting_effects, text)
+    effects = awaited("predicting the plan with other settings", setting_effects, text, max_memory_fraction)
     show_figure(importance_figure(effects), "importance of settings", alt="Change of the step time by setting")
+    st.caption(
+        f"Fits: in {format_percent(max_memory_fraction)} of the device memory, the limit of the search. Not searched: "
+        "values that a search tries on request only; a scenario file can set them."
+    )
 
 
 def _show_detail(plan: RankedPlan, result: SearchResult) -> None:

@@ -32,8 +32,9 @@ from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.step_summary import evaluate_step
 from simplan.report.search import RESOURCES, alike_words, search_plan_words, space_rows
 from simplan.scenario import parse_scenario, parse_search
-from simplan.search import RankedPlan, SearchProgress, SearchResult, SpaceCount, search
-from simplan.search.space import SOFTWARE_RANGES
+from simplan.search import RankedPlan, SearchProgress, SearchResult, SearchSpace, SpaceCount, search
+from simplan.search.enumeration import Enumeration
+from simplan.search.space import SOFTWARE_RANGES, capacity_bytes, that_it_has
 from simplan.units import GIB, format_bytes, format_number, format_time
 
 SEARCHING = "searching"
@@ -128,6 +129,7 @@ SETTINGS = (*ParallelPlan.model_fields, *SOFTWARE_RANGES)
 """Settings of a plan and searched options of its software, by key of a row."""
 
 _LABEL_CHARS, _CHARS_ACROSS = 44, 120
+_UNSEARCHED = "fits, not searched"
 _REASONS = {"memory": "needs more memory than a device has"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
@@ -304,7 +306,8 @@ class SettingEffect:
         step_time_s: Step time in seconds.
         step_time_change: Relative change of the step time.
         device_bytes: Device memory of the peak-memory rank, in bytes.
-        fits: True when the memory is within the capacity; None when the capacity is unknown.
+        fits: True when the memory is within the limit of the search; None when the capacity is unknown.
+        searched: True when a search with its default ranges evaluates such plans.
     """
 
     key: str
@@ -313,13 +316,15 @@ class SettingEffect:
     step_time_change: float
     device_bytes: int
     fits: bool | None
+    searched: bool
 
 
-def setting_effects(text: str) -> tuple[SettingEffect, ...]:
+def setting_effects(text: str, max_memory_fraction: float) -> tuple[SettingEffect, ...]:
     """Effect of every other valid value of each setting, by the cost model of a search; calibrated costs have none.
 
     Args:
         text: The scenario's YAML.
+        max_memory_fraction: Fraction of the device memory that a plan of the search may use.
     """
     document = parse_yaml(text, "scenario").data
     job = parse_scenario(text).job
@@ -327,7 +332,8 @@ def setting_effects(text: str) -> tuple[SettingEffect, ...]:
         return ()
     _, base_s = evaluate_step(job)
     assert base_s is not None, "there is no limit"
-    capacity = job.cluster.largest_memory_bytes
+    space = that_it_has(job.software, SearchSpace(max_memory_fraction=max_memory_fraction))
+    capacity, enumeration = capacity_bytes(job, space), Enumeration(space, job.with_plan(ParallelPlan()))
     values = {key: degrees_of(document, key) for key in _DEGREES}
     values["microbatch_size"] = microbatch_sizes(document)
     values |= {key: valid_values(document, key, options) for key, options in _OPTIONS.items()}
@@ -342,7 +348,8 @@ def setting_effects(text: str) -> tuple[SettingEffect, ...]:
             device_bytes, step_time_s = evaluate_step(other)
             assert step_time_s is not None, "there is no limit"
             fits = None if capacity is None else device_bytes <= capacity
-            found.append(SettingEffect(key, value, step_time_s, step_time_s / base_s - 1, device_bytes, fits))
+            change, searched = step_time_s / base_s - 1, enumeration.has(other.plan)
+            found.append(SettingEffect(key, value, step_time_s, change, device_bytes, fits, searched))
     return tuple(found)
 
 
@@ -360,8 +367,9 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
     ordered = sorted(spread, key=lambda key: -spread[key])
     labels = _apart(effects)
     traces = []
-    for name, fits, colour, symbol in (("fits", True, PLANS[0], "circle"), ("does not fit", False, PLANS[1], "x")):
-        shown = [one for one in effects if (one.fits is not False) is fits]
+    kinds = (("fits", "circle"), (_UNSEARCHED, "circle-open"), ("does not fit", "x"))
+    for (name, symbol), colour in zip(kinds, (PLANS[0], PLANS[0], PLANS[1]), strict=True):
+        shown = [one for one in effects if _kind(one) == name]
         if not shown:
             continue
         trace = scatter(
@@ -393,6 +401,11 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
         xaxis={"title": "change of the step time, %"},
         yaxis=CATEGORIES | {"categoryorder": "array", "categoryarray": ordered},
     )
+
+
+def _kind(effect: SettingEffect) -> str:
+    """Entry of the legend."""
+    return "does not fit" if effect.fits is False else "fits" if effect.searched else _UNSEARCHED
 
 
 def _apart(effects: Sequence[SettingEffect]) -> dict[SettingEffect, str]:

@@ -17,10 +17,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from app.jobs.limits import Limits, Usage, memory_limit_bytes, process_bytes
 from simplan.errors import RunError, SimplanError
 
 WORKERS = "SIMPLAN_WORKERS"
@@ -28,7 +29,10 @@ WORKERS = "SIMPLAN_WORKERS"
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0
-_UNWATCHED_S = 90.0
+_LOOK_S = 0.5
+_PAGE_S, _LEFT_S = 600.0, 5.0  # a page that is drawn again waits again within seconds
+_SEARCH_S, _UNWATCHED_S = 7200.0, 90.0
+_SMALL_S = 15.0
 _MAX_KEPT = 64
 
 
@@ -76,6 +80,10 @@ class Update(NamedTuple):
 Report = Callable[[Update], object]
 
 
+class Begun(NamedTuple):
+    """Start of a task: its worker has loaded its modules."""
+
+
 class Done(NamedTuple):
     """End of a task, with its result."""
 
@@ -120,6 +128,7 @@ class StartedJob:
         update: Latest progress; None before the first update.
         value: Intermediate result, and finally the result; None before the first one.
         error: Error that ended the job; None without an error.
+        reached: Sentence on the limit that ended the job; empty without one.
         ended: Event that is set at the end.
         started_s, seconds: Start and duration in seconds, by the monotonic clock.
     """
@@ -131,16 +140,18 @@ class StartedJob:
         self.value: Any = None
         self.error: SimplanError | None = None
         self.stopped = False
+        self.reached = ""
         self.ended = threading.Event()
         self.seconds = 0.0
         self.started_s = time.monotonic()
+        self._is_begun = False
         self._num_waiting = 0
         self._watched_s = time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def watch(self) -> None:
-        """Marks the job as watched; a job that no page watches for long is stopped."""
+        """Marks the job as watched; a job that no page watches or waits for is stopped."""
         self._watched_s = time.monotonic()
 
     def join(self) -> bool:
@@ -152,7 +163,8 @@ class StartedJob:
             return True
 
     def leave(self) -> None:
-        """Removes a waiting page; a job that no page waits for is not started."""
+        """Removes a waiting page; a job that no page waits for is not started, or is stopped soon."""
+        self.watch()
         with self._lock:
             self._num_waiting -= 1
             given_up = not self._num_waiting and self.state is State.WAITING
@@ -185,8 +197,13 @@ class StartedJob:
             child.send_signal(signal.SIGINT)
             threading.Timer(_GRACE_S, child.kill).start()
 
-    def run(self, child: subprocess.Popen[bytes]) -> bool:
+    def run(self, child: subprocess.Popen[bytes], limits: Limits, may_go_on: Callable[[float], bool]) -> bool:
         """Sends the request to a worker and reads messages to the end; runs in the thread of the job.
+
+        Args:
+            child: Worker without a task.
+            limits: Limits of the job; the job is stopped at the first one that it reaches.
+            may_go_on: Called now and then with the seconds so far; False makes the job wait again, to begin anew.
 
         Returns:
             True when the worker can take another request.
@@ -195,7 +212,10 @@ class StartedJob:
             if self.state is State.ENDED:
                 return True
             self._child, self.state = child, State.RUNNING
-        self.started_s = time.monotonic()
+        self.started_s, self._is_begun = time.monotonic(), False
+        over = threading.Event()
+        guard = threading.Thread(target=self._guard, args=(child, limits, may_go_on, over), daemon=True)
+        guard.start()
         answered = False
         try:
             assert child.stdin is not None
@@ -204,12 +224,47 @@ class StartedJob:
             self._listen(child)
             answered = True
         except (EOFError, OSError, pickle.UnpicklingError):
-            if not self.stopped:
+            if not self.stopped and self.state is State.RUNNING:
                 self.error = RunError("the worker process ended, most likely out of memory; try a smaller job")
+        over.set()
+        guard.join()
         with self._lock:
+            if self.state is State.WAITING and not answered:
+                return False
             self.seconds = time.monotonic() - self.started_s
+            if self.reached and self.value is None:
+                self.error = RunError(self.reached)
             self._set_ended()
             return answered and not self.stopped
+
+    def _guard(
+        self,
+        child: subprocess.Popen[bytes],
+        limits: Limits,
+        may_go_on: Callable[[float], bool],
+        over: threading.Event,
+    ) -> None:
+        """Stops the job at a limit, or lets it wait again; tasks without progress are guarded as well."""
+        while not over.wait(_LOOK_S):
+            now_s = time.monotonic()
+            running_s = now_s - self.started_s if self._is_begun else 0.0
+            unread_s = 0.0 if self._num_waiting else now_s - self._watched_s
+            reached = limits.reached(Usage(running_s, unread_s, partial(process_bytes, child.pid)))
+            if reached is not None:
+                self.reached = reached
+                self.stop()
+                return
+            if not may_go_on(running_s) and self._wait_again(child):
+                return
+
+    def _wait_again(self, child: subprocess.Popen[bytes]) -> bool:
+        """Takes a running job from its worker; False for one that is ending."""
+        with self._lock:
+            if self.state is not State.RUNNING:
+                return False
+            self.state, self._child = State.WAITING, None
+        child.kill()
+        return True
 
     def run_here(self) -> None:
         """Runs the job in this thread."""
@@ -224,11 +279,13 @@ class StartedJob:
     def _listen(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None
         while not self._take(pickle.load(child.stdout)):
-            if time.monotonic() - self._watched_s > _UNWATCHED_S:
-                self.stop()
+            pass
 
-    def _take(self, message: Update | Done | Failed) -> bool:
+    def _take(self, message: Begun | Update | Done | Failed) -> bool:
         """Stores a message of the worker; True for the last message."""
+        if isinstance(message, Begun):
+            self.started_s, self._is_begun = time.monotonic(), True
+            return False
         if isinstance(message, Failed):
             self.error = message.error
         elif isinstance(message, Done):
@@ -245,13 +302,19 @@ class Jobs:
     """Jobs of a server: equal requests run once, a limited number runs concurrently, and idle workers are ready.
 
     Args:
-        max_running: Maximum number of concurrent jobs; 0 runs jobs in the calling thread.
+        max_running: Maximum number of concurrent jobs; 0 runs jobs in the calling thread, without limits.
+        limits: Limits of each job.
         keep: Reuse workers; otherwise each worker runs one job.
+        small_s: Reserve one of several workers for small jobs, which end within these seconds; None reserves none.
+            All other workers may run large jobs. One job more that turns out to be large ends, waits, and begins anew.
     """
 
-    def __init__(self, max_running: int, *, keep: bool = False) -> None:
-        self._max_running, self._keep = max_running, keep
+    def __init__(self, max_running: int, limits: Limits, *, keep: bool = False, small_s: float | None = None) -> None:
+        self._max_running, self._limits, self._keep = max_running, limits, keep
+        self._small_s = small_s if max_running > 1 else None
         self._slots = threading.Semaphore(max_running)
+        self._large_slots = threading.Semaphore(max(0, max_running - 1))
+        self._closed = False
         self._jobs: OrderedDict[Hashable, StartedJob] = OrderedDict()
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
@@ -308,6 +371,7 @@ class Jobs:
     def close(self) -> None:
         """Ends everything."""
         with self._lock:
+            self._closed = True
             jobs, idle, self._idle = list(self._jobs.values()), self._idle, []
         for job in jobs:
             job.stop()
@@ -316,23 +380,44 @@ class Jobs:
 
     def _run(self, job: StartedJob) -> None:
         with self._slots:
-            if job.state is State.ENDED:
-                return
+            is_large = self._run_on_worker(job, is_large=False)
+        if is_large and job.state is State.ENDED:
+            self._large_slots.release()
+        elif job.state is not State.ENDED:
+            with self._large_slots, self._slots:
+                self._run_on_worker(job, is_large=True)
+
+    def _run_on_worker(self, job: StartedJob, *, is_large: bool) -> bool:
+        """Runs a job to its end, or until it must wait as a large one; True if it has a slot of the large jobs."""
+
+        def may_go_on(running_s: float) -> bool:
+            nonlocal is_large
+            if not is_large and self._small_s is not None and running_s > self._small_s:
+                is_large = self._large_slots.acquire(blocking=False)
+                return is_large
+            return True
+
+        if job.state is State.ENDED:
+            return is_large
+        with self._lock:
+            child = self._idle.pop() if self._idle else None
+        if child is None or child.poll() is not None:
+            child = _worker()
+        reusable = job.run(child, self._limits, may_go_on)
+        if not (reusable and self._keep):
+            _end(child)
+            child = _worker() if self._keep and not self._closed else None  # ready before the next request
+        if child is not None:
             with self._lock:
-                child = self._idle.pop() if self._idle else None
-            if child is None or child.poll() is not None:
-                child = _worker()
-            if job.run(child) and self._keep:
-                with self._lock:
-                    self._idle.append(child)
-            else:
-                _end(child)
+                self._idle.append(child)
+        return is_large
 
 
 @cache
 def searches() -> Jobs:
     """Searches and predictions of published runs, for all sessions; the jobs end with the server."""
-    jobs = Jobs(max(1, os.cpu_count() or 1))
+    limits = Limits(_SEARCH_S, memory_limit_bytes(), _UNWATCHED_S)
+    jobs = Jobs(max(1, os.cpu_count() or 1), limits)
     atexit.register(jobs.close)
     return jobs
 
@@ -340,6 +425,7 @@ def searches() -> Jobs:
 @cache
 def page_jobs() -> Jobs:
     """Other jobs that pages wait for, for all sessions; the workers end with the server."""
-    jobs = Jobs(int(os.environ.get(WORKERS, "0")), keep=True)
+    limits = Limits(_PAGE_S, memory_limit_bytes(), _LEFT_S)
+    jobs = Jobs(int(os.environ.get(WORKERS, "0")), limits, keep=True, small_s=_SMALL_S)
     atexit.register(jobs.close)
     return jobs

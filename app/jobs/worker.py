@@ -1,8 +1,8 @@
 """Worker process: ``python -m app.jobs.worker``, started by ``app.jobs.job``.
 
-A worker reads pickled requests from stdin and answers each with messages on stdout, the last of them ``Done`` or
-``Failed``. Workers start before their first request, so that no request waits for imports. SIGINT stops a task, which
-returns its results so far. A worker ends with its server.
+A worker reads pickled requests from stdin and answers each with messages on stdout: ``Begun`` first, ``Done`` or
+``Failed`` last. Workers start before their first request, so that no request waits for imports. SIGINT stops a task,
+which returns its results so far. A worker ends with its server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import traceback
 
 from app.figures.plans import search_plans
-from app.jobs.job import Done, Failed, TaskRequest, Update
+from app.jobs.job import Begun, Done, Failed, TaskRequest, Update
 from simplan.errors import RunError
 
 _GIVES_WAY = 5
@@ -37,7 +37,7 @@ def main() -> None:
         os.dup2(2, 1)  # output of libraries goes to stderr
         asked_s = 0.0
 
-        def send(message: Update | Done | Failed) -> None:
+        def send(message: Begun | Update | Done | Failed) -> None:
             if isinstance(message, Update) and (message.value is not None or time.monotonic() - asked_s > _PROMPT_S):
                 os.setpriority(os.PRIO_PROCESS, 0, _GIVES_WAY_FURTHER)
             channel.write(pickle.dumps(message))  # in one piece, also when a signal comes
@@ -48,6 +48,7 @@ def main() -> None:
             while True:
                 request: TaskRequest = pickle.load(sys.stdin.buffer)
                 asked_s = time.monotonic()
+                send(Begun())
                 if not request.reports_progress:
                     os.setpriority(os.PRIO_PROCESS, 0, _GIVES_WAY)
                 try:

@@ -39,6 +39,7 @@ def show() -> None:
         inputs = result_cache.worker_inputs(document)
     except SimplanError:
         show_scenario_form()
+        show_budget(images=False)  # the budget may be what is wrong
         raise
     with begun(plan_result, *inputs):
         _show_plan(document, scenario, inputs)
@@ -128,7 +129,8 @@ def _show_fixes(document: dict[str, Any], inputs: tuple[str, int]) -> None:
         words, numbers, button = st.columns([5, 4, 1], vertical_alignment="center")
         words.markdown(escaped(fix.words))
         numbers.markdown(
-            f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom; "
+            f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom"
+            f"{f' ({fix.memory_verdict})' if fix.memory_verdict else ''}; "
             f"{format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
         )
         button.button("Apply", key=f"fix {number}", on_click=_apply, args=(document, fix), width="stretch")

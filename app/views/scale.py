@@ -24,6 +24,7 @@ from app.figures.scale import (
 from app.fitting import document_text
 from app.page import bullets, run_page
 from app.result_cache import awaited
+from simplan.errors import SimplanError
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
 
@@ -39,7 +40,11 @@ def show() -> None:
     """Curves over an axis, sensitivity to resources, and cost of a slow rank."""
     show_scenario_form()
     document = state.document()
-    scenario = result_cache.scenario(document)
+    try:
+        scenario = result_cache.scenario(document)
+    except SimplanError:
+        show_budget(images=False)  # the budget may be what is wrong
+        raise
     images = scenario.job.model.sample == "image"
     show_budget(images=images)
     budget, price = budget_of(scenario)

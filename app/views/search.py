@@ -42,7 +42,7 @@ def show() -> Following | None:
     if not searches().busy():
         searches().warm()  # a worker is ready when the button is pressed
     job = searches().find(key)
-    if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
+    if job is None or (job.state is State.ENDED and job.stopped and job.value is None and job.error is None):
         with stage("start", _STAGES):
             _show_start(search, key, text)
         return None
@@ -178,6 +178,8 @@ def _show_found(asked: SearchScenario, job: StartedJob, key: Any, text: str) -> 
         raise job.error
     result = job.value
     assert isinstance(result, SearchResult), "a search that ends well has a result"
+    if job.reached:
+        st.warning(f"Stopped: {escaped(job.reached)}.")
     can_continue = is_ended and result.interrupted
     line, again = st.columns([5, 1], vertical_alignment="center") if can_continue else (st.container(), st.empty())
     with line:

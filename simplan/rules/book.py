@@ -44,7 +44,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     experts.expert_overlap_ranks, experts.expert_overlap_stages,
     experts.expert_overlap_precision, experts.expert_overlap_mtp, parallel.tp_divides_mtp,
     sharding.offload_of_sharded_parameters, sharding.offload_layers_of_activations, sharding.offload_needs_link,
-    recompute.expert_overlap_recompute, recompute.recompute_layers_of_full,
+    recompute.expert_overlap_recompute, recompute.recompute_of_software, recompute.recompute_layers_of_full,
     recompute.recompute_modules_of_selective, recompute.recompute_modules_apart, model.trainer_pipelines,
     collectives.parameter_servers_of_replicas, collectives.collectives_of_groups,
 )  # fmt: skip

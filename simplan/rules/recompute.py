@@ -30,6 +30,13 @@ def expert_overlap_recompute(job: Job) -> Iterator[Problem]:
         )
 
 
+@rule("only MaxText offloads q, k and v of a block to the host", reads="recompute")
+def recompute_of_software(job: Job) -> Iterator[Problem]:
+    if job.plan.recompute == "qkv_proj_offloaded" and job.software.runtime != "xla":
+        sentence = f"{job.software.id} does not support it: it moves q, k and v to the host as MaxText does"
+        yield problem_of(job, "plan.recompute", sentence, "use full, selective or software: maxtext")
+
+
 @rule("recompute_layers must be at most the blocks, and goes with recompute = full", reads="recompute recompute_layers")
 def recompute_layers_of_full(job: Job) -> Iterator[Problem]:
     plan, blocks = job.plan, job.model.num_blocks

@@ -12,6 +12,7 @@ from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.placement import DEFAULT_ORDER, axes_of
+from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.balance import groups_of_replicas
 from simplan.problems import render_value
@@ -34,7 +35,7 @@ LONG_SEQUENCE = 32_768
 """Sequence length, in tokens, from which context parallelism is tried by default."""
 
 DEFAULT_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-v")
-_DEFAULT_RECOMPUTE = ("none", "selective", "full")
+DEFAULT_RECOMPUTE = ("none", "selective", "full")
 
 _TABLE_ROWS = 32_768
 
@@ -112,6 +113,18 @@ class Enumeration:
     def num_devices(self) -> int:
         """Devices that every candidate needs."""
         return self._job.cluster.num_devices
+
+    def has(self, plan: ParallelPlan) -> bool:
+        """True if the search combines the values of a plan, in an order of its own axes and without a fixed option."""
+        mesh = Mesh(*(getattr(plan, name) for name in Mesh._fields))
+        fixed = set(ParallelPlan.model_fields) - {*_NAMES, "recompute_layers"}
+        return (
+            mesh in self.meshes
+            and all(getattr(plan, name) == getattr(self._job.plan, name) for name in fixed)
+            and (plan.schedule, plan.virtual_stages) in self._pipelines(mesh)
+            and (plan.sequence_parallel, plan.cp_comm) in self._sequence_and_context_options(mesh)
+            and (plan.recompute, plan.recompute_modules) in self._recomputes()
+        )
 
     @cached_property
     def total(self) -> int:
@@ -290,7 +303,7 @@ class Enumeration:
 
     def _recomputes(self) -> list[tuple[str, tuple[str, ...] | None]]:
         """Pairs of ``recompute`` and ``recompute_modules``; modules are None by default."""
-        choices = _unique(self._space.recompute) or _DEFAULT_RECOMPUTE
+        choices = _unique(self._space.recompute) or DEFAULT_RECOMPUTE
         named = _unique(self._space.recompute_modules) or (None,)
         return [(choice, modules) for choice in choices for modules in (named if choice == "selective" else (None,))]
 

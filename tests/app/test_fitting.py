@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.figures.plans import importance_figure, setting_effects
+from app.figures.plans import importance_figure, search_plans, setting_effects
 from app.fitting import (
     applied,
     changed,
@@ -15,13 +15,16 @@ from app.fitting import (
     fitted,
     mended,
     microbatch_sizes,
+    plan_value,
     valid_values,
+    with_plan,
 )
 from app.state import START
 from simplan import catalog
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict, predict_step
+from simplan.predict.step_summary import evaluate_step
 from simplan.scenario import parse_scenario
 from simplan.search.fixes import fixes
 from tests.app.figures.drawn import checked
@@ -91,10 +94,45 @@ def test_an_applied_fix_is_the_job_that_was_predicted() -> None:
         assert parse_scenario(document_text(applied(document, fix.changes))).job == fix.job
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {**START, "cluster": {"preset": "dgx-h100", "num_devices": 8}, "training": {"global_batch_size": 16},
+         "model": {"preset": "llama3-8b", "seq_len": 8192}},
+        {**START, "cluster": {"preset": "dgx-a100-40gb", "num_devices": 8}, "model": {"preset": "llama2-7b"},
+         "training": {"global_batch_size": 32}},
+    ],
+)  # fmt: skip
+def test_no_fitting_point_of_importance_beats_the_search(document: dict[str, Any]) -> None:
+    asked = {key: value for key, value in document.items() if key != "plan"}
+    best = search_plans(document_text(asked | {"search": {"top": 1}}), lambda _: None).ranked[0]
+    effects = setting_effects(document_text(with_plan(document, best)), 0.95)
+    least_s = best.step_time_s * (1 - 1e-9)
+    assert [one for one in effects if one.fits and one.searched and one.step_time_s < least_s] == []
+    assert any(one.fits and one.searched for one in effects)
+
+
+@pytest.mark.parametrize("plan", [{"dp_shard": 64}, {"dp_shard": 64, "zero_stage": 1}, {"dp_replicate": 64}])
+def test_form_shows_the_gradient_reduction_in_effect(plan: dict[str, Any]) -> None:
+    document = {**START, "plan": plan}
+    job = parse_scenario(document_text(document)).job
+    shown = plan_value(document, "grad_sync")
+    assert shown in ("step", "microbatch")
+    same = parse_scenario(document_text({**START, "plan": {**plan, "grad_sync": shown}})).job
+    assert evaluate_step(same) == evaluate_step(job)
+
+
+@pytest.mark.parametrize(("software", "offered"), [("torch", False), ("maxtext", True)])
+def test_recomputation_that_the_framework_lacks_is_not_offered(software: str, offered: bool) -> None:
+    document = {**START, "software": software, "plan": {"dp_shard": 64, "recompute": "full"}}
+    values = valid_values(document, "recompute", ("none", "full", "qkv_proj_offloaded"))
+    assert ("qkv_proj_offloaded" in values) is offered
+
+
 def test_importance_is_the_change_that_predict_has() -> None:
     document = {**TINY, "plan": {"dp_shard": 4}}
     base = predict(parse_scenario(document_text(document)).job, name="x")
-    effects = setting_effects(document_text(document))
+    effects = setting_effects(document_text(document), 1.0)
     assert {"tp", "pp", "zero_stage", "recompute", "microbatch_size"} <= {one.key for one in effects}
     for one in effects[:: max(1, len(effects) // 6)]:
         prediction = predict(parse_scenario(document_text(changed(document, one.key, one.value))).job, name="x")

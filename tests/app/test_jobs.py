@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from app.figures.plans import Pace, search_plans
 from app.jobs.job import Failed, Jobs, StartedJob, State, TaskRequest
-from simplan.errors import SpecError
+from app.jobs.limits import Limits
+from simplan.errors import RunError, SpecError
 from simplan.scenario import parse_search
 from simplan.search import SearchResult, search
 
@@ -29,9 +32,12 @@ search: {objectives: [step_time, memory], top: 3}
 """
 
 
+UNLIMITED = Limits(3600, 2**40, 3600)
+
+
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
-    found = Jobs(max_running=1)
+    found = Jobs(1, UNLIMITED)
     yield found
     found.close()
 
@@ -40,12 +46,35 @@ def searching(text: str) -> TaskRequest:
     return TaskRequest(search_plans, (text,), reports_progress=True)
 
 
-def until(job: StartedJob, holds: Callable[[StartedJob], bool]) -> None:
+def until(job: StartedJob, holds: Callable[[StartedJob], bool], *, watched: bool = True) -> None:
     deadline_s = time.monotonic() + 600
     while not holds(job):
         assert time.monotonic() < deadline_s
-        job.watch()
+        if watched:
+            job.watch()
         time.sleep(0.02)
+
+
+def has_ended(job: StartedJob) -> bool:
+    return job.state is State.ENDED
+
+
+@contextmanager
+def pool(max_running: int, limits: Limits, small_s: float | None = None) -> Iterator[Jobs]:
+    found = Jobs(max_running, limits, keep=True, small_s=small_s)
+    yield found
+    found.close()
+
+
+def grow() -> None:
+    """Takes memory without an end and without progress, as a large simulation does."""
+    kept = []
+    while True:
+        kept.append(os.urandom(2**24))
+
+
+def sleeping() -> TaskRequest:
+    return TaskRequest(time.sleep, (3600,))
 
 
 def test_a_worker_finds_what_search_finds(jobs: Jobs) -> None:
@@ -58,6 +87,53 @@ def test_a_worker_finds_what_search_finds(jobs: Jobs) -> None:
     assert isinstance(job.value, SearchResult)
     assert (job.value.ranked, job.value.pareto) == (alone.ranked, alone.pareto)
     assert jobs.start("small", searching(SMALL)) is job, "an answer is kept"
+
+
+@pytest.mark.slow
+def test_running_job_that_no_page_waits_for_ends() -> None:
+    with pool(1, Limits(3600, 2**40, 1)) as jobs:
+        job = jobs.start("left", sleeping())
+        assert job.join()
+        until(job, lambda job: job.state is State.RUNNING, watched=False)
+        time.sleep(2)
+        assert job.state is State.RUNNING, "a page waits"
+        job.leave()
+        until(job, has_ended, watched=False)
+        assert (job.stopped, job.error) == (True, None)
+        again = jobs.start("next", TaskRequest(os.getpid))
+        until(again, has_ended)
+        assert again.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limits", "request_", "words"),
+    [
+        (Limits(3, 2**40, 3600), sleeping(), "longer than 0.05 min"),
+        (Limits(3600, 2**30, 3600), TaskRequest(grow), "more than 1.00 GiB"),
+    ],
+)
+def test_job_at_a_limit_ends_with_a_sentence(limits: Limits, request_: TaskRequest, words: str) -> None:
+    with pool(1, limits) as jobs:
+        job = jobs.start("limited", request_)
+        until(job, has_ended)
+        with pytest.raises(RunError, match=f"{words}.*fewer devices"):
+            job.result()
+
+
+@pytest.mark.slow
+def test_large_jobs_leave_one_worker_to_small_ones() -> None:
+    with pool(2, UNLIMITED, small_s=5) as jobs:
+        large = [jobs.start(number, sleeping()) for number in range(3)]
+        small = [jobs.start(f"small {number}", TaskRequest(os.getpid)) for number in range(2)]
+        for job in small:
+            until(job, has_ended)
+            assert job.result()
+        until(large[0], lambda _: jobs.waiting() == 2)
+        assert sorted(job.state for job in large) == ["running", "waiting", "waiting"]
+        next(job for job in large if job.state is State.RUNNING).stop()
+        until(large[0], lambda _: jobs.waiting() == 1)
+        assert sorted(job.state for job in large) == ["ended", "running", "waiting"]
 
 
 @pytest.mark.slow

@@ -62,11 +62,17 @@ def test_plans_of_gpt2_pass(plan: dict[str, Any]) -> None:
         {"pp": 2, "virtual_stages": 4, "dp_shard": 3, "tp": 2},
         {"dp_replicate": 2, "grad_sync": "microbatch"},
         *({"recompute": mode} for mode in ("selective", "selective_op", "selective_layer", "full", "minimal")),
-        {"recompute": "qkv_proj_offloaded"},
     ],
 )
 def test_plans_of_llama_pass(plan: dict[str, Any]) -> None:
     assert problems(LLAMA, plan) == []
+
+
+@pytest.mark.parametrize("software", catalog.names("software"))
+def test_only_maxtext_offloads_q_k_and_v(software: str) -> None:
+    found = problems(LLAMA, {"recompute": "qkv_proj_offloaded"}, software=software)
+    expected = f"plan.recompute = qkv_proj_offloaded: {software} does not support it"
+    assert any(sentence.startswith(expected) for sentence in found) is (software != "maxtext")
 
 
 def test_frameworks_that_reduce_every_microbatch_reject_step() -> None:
@@ -292,7 +298,7 @@ def test_plans_that_offload_pass(plan: dict[str, Any]) -> None:
         ({**ACTIVATIONS, "pp": 2, "schedule": "zb-h1"}, {}, "a backward in two parts (zb-h1) is not modeled"),
         ({**ACTIVATIONS, "pp": 2, "schedule": "mine.csv"}, {}, "a schedule of your own is not modeled"),
         ({**ACTIVATIONS, "cp": 2, "cp_comm": "all_gather"}, {}, "context parallelism (cp = 2) is not modeled"),
-        ({**ACTIVATIONS, "recompute": "qkv_proj_offloaded"}, {}, "which has transfers of its own"),
+        ({**ACTIVATIONS, "recompute": "qkv_proj_offloaded"}, {"software": "maxtext"}, "which has transfers of its own"),
         ({"offload_layers": 2}, {}, "plan.offload_layers = 2: says of how many blocks activations are moved"),
         ({**ACTIVATIONS, "offload_layers": 2, "pp": 2}, {}, "blocks of a pipeline (pp = 2) is not modeled yet"),
     ],
