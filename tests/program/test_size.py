@@ -19,7 +19,10 @@ from simplan.training import TrainingSpec
     ("changes", "fix"),
     [
         ({"cluster.jitter": {"compute_relative_std": 0.1}}, "cluster.jitter takes all ranks: remove it"),
-        ({"training.backup_workers": 2}, "training.backup_workers takes all ranks: remove it"),
+        (
+            {"training.backup_workers": 2, "cluster.stragglers": [{"rank": 3, "slowdown": 1.5}]},
+            "training.backup_workers takes all ranks: remove it",
+        ),
         (
             {"cluster.topology": {"kind": "fat_tree", "radix": 128, "levels": 3, "routing": "ecmp"}},
             "cluster.topology takes all ranks: remove it",
