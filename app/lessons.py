@@ -246,7 +246,7 @@ LESSONS: Mapping[str, Lesson] = {
 """Lessons in the order of the page, by their name in links."""
 
 
-_FITS = {None: "may fit: the memory of the device is unknown"}
+_FITS: dict[str | None, str] = {None: "may fit: the memory of the device is unknown"}
 """Verdicts on memory inside of a sentence, where they differ from the verdict."""
 
 

@@ -128,7 +128,8 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     if job.training.backup_workers:
         training = job.training.model_copy(update={"backup_workers": 0})
         folding = folding_of(replace(job, training=training), dealt_alike=dealt_alike)
-        return folding if len(folding.ranks) * plan.dp_replicate <= plan.num_devices else unfolded(mapping)
+        by_replica = np.array(folding.stands_for).reshape(plan.pp, plan.dp_replicate, -1)
+        return folding if (by_replica == by_replica[:, :1]).all() else unfolded(mapping)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
     contended = None if is_static(cluster) else cluster
     shards = _shard_classes(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ _MEGATRON = (
     "--tensor-model-parallel-size 8"
 )
 _TORCHTITAN = "-m torchtitan.train --module llama3 --config llama3_8b"
-_NEMO = {
+_NEMO: dict[str, Any] = {
     "trainer": {"num_nodes": 4, "devices": 4, "accelerator": "gpu", "precision": "bf16"},
     "model": {
         "tensor_model_parallel_size": 8, "micro_batch_size": 1, "global_batch_size": 64, "encoder_seq_length": 512,

@@ -12,6 +12,7 @@ import yaml
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.plan.plan import ParallelPlan
+from simplan.program.program import MemoryCategory
 from simplan.scenario import load_scenario, load_search, make_job, scenario_from, search_from
 from simplan.scenario.search import plan_section
 from simplan.scenario.source import read_source
@@ -95,7 +96,7 @@ def test_context_parallel_plan_of_eight_gpus_has_the_memory_of_fsdp() -> None:
     long = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "plan.recompute": "full", "model.seq_len": 65536}
     by_context = scenario_from("llama3-8b", long | {"plan.cp": 8}).predict().worst_memory
     by_data = scenario_from("llama3-8b", long | {"plan.dp_shard": 8, "model.seq_len": 8192}).predict().worst_memory
-    for category in ("parameters", "optimizer_states"):  # states have no tokens
+    for category in (MemoryCategory.PARAMETERS, MemoryCategory.OPTIMIZER):  # states have no tokens
         assert by_context.by_category[category] == by_data.by_category[category]
     assert by_context.device_bytes / 2**30 == pytest.approx(33.8, abs=0.05)
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import executor
 from executor.distributed.mesh import run_timeout
@@ -241,7 +242,7 @@ def test_threads_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_group_has_the_timeout_of_the_run() -> None:
     """torch gives groups its own timeout, whatever the default group has."""
     timeout = timedelta(seconds=7777)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         assert run_timeout() == timeout
     finally:
