@@ -42,9 +42,12 @@ _SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
     "fp8_dot_product_attention": (True,),
     "fused_experts": (True, False),
     "grad_overlap": (True, False),
+    "gradient_as_bucket_view": (True, False),
+    "loss": ("whole", "chunked"),
     "overlap_param_gather": (True, False),
     "tp_overlap": ("none", "gathers", "all"),
     "vocab_multiple": (1, 128),
+    "zero_grad_set_to_none": (True, False),
 }
 
 

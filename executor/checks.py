@@ -132,7 +132,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         ),
         "software.loss": (
             software.loss != "whole",
-            "the executor computes the loss of all tokens at once; use whole",
+            "the executor computes the loss of all tokens together; use whole",
         ),
         "software": (
             no_transformers or not software.executable,

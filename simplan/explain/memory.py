@@ -63,10 +63,10 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
     """Formula for parameters, gradients or optimizer states of the peak-memory rank."""
     job, rank = prediction.job, program.stands_for[prediction.worst_memory.rank]
     state, resting = job.software.state(job.training, job.plan), program.persistent_bytes[rank]
-    trained = resting[MemoryCategory.GRADIENTS] // state.gradient
+    trained = _num_trained(prediction, program, rank)
     quantized = _quantized_bytes(prediction, rank)
     wide = resting[MemoryCategory.PARAMETERS] - quantized
-    frozen = (wide - trained * state.parameter) // state.frozen
+    frozen = 0 if trained is None else (wide - trained * state.parameter) // state.frozen
     is_parameters = category is MemoryCategory.PARAMETERS
     width = {
         MemoryCategory.PARAMETERS: state.parameter,
@@ -87,6 +87,20 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
     elif num_bytes > kept:
         formula += f" + {format_bytes(num_bytes - kept)} of gradients that wait to be added or reduced"
     return formula
+
+
+def _num_trained(prediction: Prediction, program: Program, rank: int) -> int | None:
+    """Parameters that a rank trains, if others are frozen; None if none are.
+
+    Gradients that torch drops between steps do not rest; then states of the optimizer tell.
+    """
+    job, resting = prediction.job, program.persistent_bytes[rank]
+    if job.model.num_trained_parameters == job.model.num_parameters:
+        return None
+    state = job.software.state(job.training, job.plan)
+    if resting.get(MemoryCategory.GRADIENTS):
+        return resting[MemoryCategory.GRADIENTS] // state.gradient
+    return resting.get(MemoryCategory.OPTIMIZER, 0) // max(1, state.optimizer_bytes(job.training.optimizer))
 
 
 def _logits(prediction: Prediction, num_bytes: int) -> str:

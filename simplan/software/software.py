@@ -289,7 +289,7 @@ class SoftwareSpec(Spec):
     compiled: bool = False
     channels_last: bool = False
     loss: Literal["whole", "chunked"] = "whole"
-    loss_chunks: Annotated[int, Field(ge=2)] = 8
+    loss_chunks: Annotated[int, Field(ge=2, le=10**6)] = 8
     loss_chunk_tokens: Count | None = None
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"

@@ -156,6 +156,8 @@ def test_runs_on_a_gpu_take_what_its_calibration_predicts(device: str) -> None:
     errors_s, errors_bytes = [], []
     for case in json.loads((folder / "report.json").read_text())["cases"]:
         job = load_scenario(ROOT / "scenarios" / "one-gpu" / f"{case['name']}.yaml").job
+        if case["name"].startswith("rehearse"):  # buckets were the gradients then, and these were set to zero
+            job = job.with_changes({"software.gradient_as_bucket_view": True, "software.zero_grad_set_to_none": False})
         found = predict(job, calibration=calibration if job.training.precision in timed else None)
         if case["measured_step_time_s"] is not None:
             errors_s.append(abs(found.step_time_s / case["measured_step_time_s"] - 1))

@@ -76,7 +76,7 @@ def test_plans_that_cannot_be_are_rejected() -> None:
         check_job(make_job(plan={"tp": 2}))
 
 
-@pytest.mark.parametrize("boundaries", [(), (-1, 2, 4), (0, 2), (0, 2, 2), (0, 3, 2, 4), (0, 4, 4)])
+@pytest.mark.parametrize("boundaries", [(), (1, 2, 4), (0, 2), (0, 2, 2), (0, 3, 2, 4), (0, 4, 4)])
 def test_stages_split_all_layers(boundaries: tuple[int, ...]) -> None:
     job = make_job("gpipe", pp=2)
     with pytest.raises(SpecError, match=rf"^boundaries = .*: must split {len(job.model.layers)} layers into 2 stages"):
