@@ -13,7 +13,6 @@ from app.predictions import predicted
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.reading import ReadFile
-from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_svg
@@ -22,6 +21,7 @@ from simplan.units import format_number
 from simplan.validate.compare import Comparison, compare
 from simplan.validate.logged import LoggedComparison, compare_logged
 from simplan.validate.logged_run import LoggedRun
+from simplan.validate.prediction_file import check_prediction
 from simplan.validate.rows import ComparisonRow
 
 
@@ -74,15 +74,8 @@ def result_of_files(
     Raises:
         SpecError: The jobs differ, or the prediction is damaged.
     """
-    try:
-        return _compared(prediction, measured)
-    except SpecError:
-        raise
-    except KeyError as error:
-        field, rule = str(error.args[0]), "is missing in the prediction"
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
-        field, rule = "prediction", f"is not as simplan writes it ({type(error).__name__})"
-    raise SpecError(Problem(field=field, rule=rule, fix="write the file with `simplan predict -o FILE`"))
+    check_prediction(prediction, "prediction")
+    return _compared(prediction, measured)
 
 
 def _compared(

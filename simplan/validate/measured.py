@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from simplan.errors import Problem, SpecError
 from simplan.plan.plan import RankMapping
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.optimizer_step import NORM_BYTES
@@ -89,7 +90,15 @@ def stream_of(communication: MeasuredCollective, rank: int, mapping: RankMapping
 
 
 def predicted_timeline(prediction: Mapping[str, Any]) -> Timeline:
-    """Timeline in a prediction's JSON document."""
+    """Timeline in a prediction's JSON document.
+
+    Raises:
+        SpecError: The document was written without it.
+    """
+    if not prediction["timeline"]:
+        raise SpecError(
+            Problem(field="timeline", rule="is empty", fix="write the file again with `simplan predict -o`")
+        )
     names = [field.name for field in fields(Span)]
     spans = tuple(
         Span(**{name: span[name] for name in names} | {"kind": SpanKind(span["kind"])})
