@@ -76,7 +76,7 @@ def fold(
     seen = [_spread(groups, domain, width) for domain in domains for groups in kinds]
 
     def first_look(first: int) -> Hashable:
-        column = mapping.pp_group(first)
+        column = range(first, mapping.world_size, width)
         pairs = [*zip(column, (*column[1:], column[0]), strict=True)]
         neighbours = tuple(bool(domain[a] == domain[b]) for domain in domains for a, b in pairs)
         return neighbours, tuple(of[first] for of in seen), tuple(owns(rank) for rank in column)
