@@ -19,7 +19,7 @@ _KEYS = {
 }
 """Framework -> keys at the top of its YAML."""
 _LEAST_KEYS = {"nanotron": 4, "LLaMA-Factory v1": 2}
-"""How many of these a file has at least."""
+"""Framework -> fewest of these keys that tell its file."""
 
 
 def framework_that_is_not_read(file: ConfigFile) -> str | None:

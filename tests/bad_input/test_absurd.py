@@ -102,7 +102,7 @@ def test_a_network_of_one_device_has_no_load() -> None:
 
 @pytest.mark.parametrize("value", [[], ["llama"], {"a": 1}, True, 1, 1.5, 10**400, -1, "", "\x1b", None, [[1]]])
 def test_a_wrong_type_of_any_key_of_a_config_is_a_sentence(value: object, tmp_path: Path) -> None:
-    """Of every model type, one key at a time; seldom the value is right, and then the model is read."""
+    """One key at a time is damaged, in every model type; where the value is right, the model is read."""
     for name, kind in model_types().items():
         valid: dict[str, Any] = {"model_type": name, "max_position_embeddings": 128}
         for key in (*kind.keys.values(), *kind.neutral, "model_type", "max_position_embeddings", "layer_types"):

@@ -104,7 +104,7 @@ STEERING = "n\x1b[31m\x9b5m\u202e\u2066\u200fx"
     ],
 )  # fmt: skip
 def test_names_of_the_user_cannot_steer_a_terminal(command: str, simplan: Simplan, tmp_path: Path) -> None:
-    """Of the command line, and of a file: its own name, a preset and keys."""
+    """Names on the command line, and of a file: its own, a preset and keys."""
     file = tmp_path / f"{STEERING}.yaml"
     named = json.dumps(STEERING)
     file.write_text(

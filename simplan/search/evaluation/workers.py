@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -119,7 +120,7 @@ class _Processes:
         self._room = _PER_WORKER * number
         with _interrupts_blocked():  # its children do not get them: Ctrl-C is for this process, which ends them
             self._executor = ProcessPoolExecutor(
-                number, initializer=_end_with, initargs=(os.getpid(),), env=_ONE_THREAD
+                number, initializer=_set_up_worker, initargs=(os.getpid(),), env=_ONE_THREAD
             )
             self._starting = [self._executor.submit(load_compiled) for _ in range(number)]
 
@@ -214,8 +215,9 @@ def _interrupts_blocked() -> Iterator[None]:
             handler(*put_off[0])
 
 
-def _end_with(parent: int) -> None:
-    """Make this worker end with its parent, also one that was killed."""
+def _set_up_worker(parent: int) -> None:
+    """Make this worker end with its parent, also one that was killed, and leave it to that to tell of compilations."""
+    logging.getLogger("simplan.jit").setLevel(logging.ERROR)
 
     def watch() -> None:
         while os.getppid() == parent:

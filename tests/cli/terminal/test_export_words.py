@@ -1,4 +1,4 @@
-"""What an export says of its plan, and what it leaves to its user."""
+"""Words of an export about its plan, and about the settings that it leaves to its user."""
 
 from __future__ import annotations
 

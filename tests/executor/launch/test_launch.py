@@ -192,7 +192,7 @@ def test_a_run_without_the_measurements_of_another_node_is_not_complete(tmp_path
 
 
 def transfers(*pending: str, group: Sequence[int] = (0, 1, 2, 3)) -> dict[str, Any]:
-    """What Flight Recorder has on a rank of a pipeline: one transfer that came back, then those that did not."""
+    """Flight Recorder's entries on a rank of a pipeline: one transfer that ended, then those that did not."""
     entries = [
         {"process_group": ("1", "pp"), "collective_seq_id": 0, "profiling_name": name, "retired": not n, "is_p2p": True}
         for n, name in enumerate(("nccl:recv 1<-0", *pending))
