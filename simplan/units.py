@@ -20,27 +20,35 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Format memory in binary units.
+def format_bytes(num_bytes: float, digits: int | None = None) -> str:
+    """Format memory in binary units, with as many significant digits as given.
 
     >>> format_bytes(1.5 * GIB), format_bytes(300 * MIB), format_bytes(12)
     ('1.50 GiB', '300.0 MiB', '12 B')
+    >>> format_bytes(1.23456 * MIB, digits=4)
+    '1.235 MiB'
     """
-    for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
+    for unit, name, decimals in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
         if abs(num_bytes) >= unit:
-            return f"{num_bytes / unit:.{digits}f} {name}"
+            scaled = num_bytes / unit
+            return f"{scaled:.{decimals}f} {name}" if digits is None else f"{_rounded(scaled, digits)} {name}"
     return f"{num_bytes:.0f} B"
 
 
-def format_time(seconds: float) -> str:
-    """Format a duration with three or four significant digits.
+def format_time(seconds: float, digits: int | None = None) -> str:
+    """Format a duration with three or four significant digits, or with as many as given.
 
     >>> format_time(0.0123), format_time(2.5), format_time(4.2e-5), format_time(0.0)
     ('12.3 ms', '2.500 s', '42.0 us', '0 s')
+    >>> format_time(0.123456, digits=4)
+    '123.5 ms'
     """
     magnitude = abs(seconds)
     if magnitude == 0.0:
         return "0 s"
+    if digits is not None:
+        factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e-3, "ms")) if magnitude >= f), (1e-6, "us"))
+        return f"{_rounded(seconds / factor, digits)} {unit}"
     if magnitude >= 1.0:
         return f"{seconds:.3f} s"
     if magnitude >= 1e-1:
@@ -50,19 +58,15 @@ def format_time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def format_rate(bytes_per_s: float) -> str:
+def format_rate(bytes_per_s: float, digits: int = 3) -> str:
     """Format a link or memory rate in decimal units, as vendors do.
 
     >>> format_rate(1.04e15), format_rate(3.35e12), format_rate(450e9), format_rate(2.5e6)
     ('1.04 PB/s', '3.35 TB/s', '450 GB/s', '2.5 MB/s')
     """
-    if bytes_per_s >= 1e15:
-        return f"{bytes_per_s / 1e15:.3g} PB/s"
-    if bytes_per_s >= 1e12:
-        return f"{bytes_per_s / 1e12:.3g} TB/s"
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.3g} GB/s"
-    return f"{bytes_per_s / 1e6:.3g} MB/s"
+    units = ((1e15, "PB/s"), (1e12, "TB/s"), (1e9, "GB/s"))
+    factor, unit = next(((f, u) for f, u in units if bytes_per_s >= f), (1e6, "MB/s"))
+    return f"{_rounded(bytes_per_s / factor, digits)} {unit}"
 
 
 def format_flop_per_s(flop_per_s: float) -> str:
@@ -76,7 +80,18 @@ def format_flop_per_s(flop_per_s: float) -> str:
     return f"{flop_per_s / 1e9:.3g} GFLOP/s"
 
 
-def format_count(number: float) -> str:
+def format_flops(flops: float) -> str:
+    """Format a number of FLOPs with four significant digits.
+
+    >>> format_flops(8.6123e12), format_flops(2 * 256**3)
+    ('8.612 TFLOP', '33.55 MFLOP')
+    """
+    units = ((1e12, "TFLOP"), (1e9, "GFLOP"))
+    factor, unit = next(((f, u) for f, u in units if flops >= f), (1e6, "MFLOP"))
+    return f"{_rounded(flops / factor, 4)} {unit}"
+
+
+def format_count(number: float, digits: int = 3) -> str:
     """Format a large count, shortened.
 
     >>> format_count(7_615_616), format_count(124_439_808), format_count(512)
@@ -87,8 +102,13 @@ def format_count(number: float) -> str:
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(number) >= factor:
             scaled = number / factor
-            return f"{scaled:.3g} {suffix}" if abs(scaled) < 999.5 else f"{scaled:,.0f} {suffix}"
+            return f"{_rounded(scaled, digits)} {suffix}"
     return f"{number:,.0f}"
+
+
+def _rounded(value: float, digits: int) -> str:
+    """Significant digits of a number, and never a power of ten."""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"
 
 
 def format_number(value: float) -> str:

@@ -499,13 +499,21 @@ def explain(
             metavar="rank=N,slowdown=X", help="Slow rank (or node=node2), repeatable: its cost is a sentence."
         ),
     ] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Show the kernels of every term as well.")] = False,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Show every term of step time and memory, with its formula and numbers."""
     from simplan.cli.commands import explain_command
 
-    return explain_command(scenario, other, as_json=json, calibration_file=calibration, stragglers=straggler or ())
+    return explain_command(
+        scenario,
+        other,
+        as_json=json,
+        calibration_file=calibration,
+        stragglers=straggler or (),
+        kernels=kernels,
+    )
 
 
 @_command(short_help="Write the predicted step as a trace for Perfetto.")

@@ -54,6 +54,7 @@ def explain_command(
     as_json: bool,
     calibration_file: Path | None,
     stragglers: Sequence[str] = (),
+    kernels: bool = False,
 ) -> int:
     """``simplan explain``; stragglers are given as ``rank=17,slowdown=1.3``."""
     if stragglers:
@@ -68,7 +69,7 @@ def explain_command(
         name = name_of(each, scenario, several=other is not None)
         explained.append(explain(replace(prediction, name=name), simulated, calibration=calibration))
     if other is None:
-        document, text = explained[0].to_json(), explanation_text(explained[0])
+        document, text = explained[0].to_json(), explanation_text(explained[0], kernels=kernels)
     else:
         found = difference(*explained)
         document, text = found.to_json(), difference_text(found)

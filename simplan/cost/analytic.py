@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Self
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.communication.collectives import communication_cost, communication_s
+from simplan.cost.communication.collectives import communication_cost
 from simplan.cost.communication.host_link import host_copy_cost
 from simplan.cost.communication.route import Route, route_of
 from simplan.cost.compute.kernels import KernelCost
-from simplan.cost.model import CostEstimate, Provenance
+from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
 from simplan.model.layer import CollectiveKind, ExpertDraw
 from simplan.plan.collectives import Collectives
 from simplan.plan.placement import Placement
@@ -50,7 +49,7 @@ class AnalyticCost:
         self._stack = stack or FrameworkRates()
         self._collectives = collectives
         self._route_of = lru_cache(maxsize=1024)(partial(route_of, cluster=cluster))
-        self._compute, self._compute_s = cache(kernels.cost_estimate), cache(kernels.seconds)
+        self._compute = cache(kernels.cost_estimate)
         self._moved: dict[tuple[CollectiveKind, int, ExpertDraw | None, Route | None], CostEstimate] = {}
 
     def placed(self, placement: Placement | None) -> Self:
@@ -77,10 +76,6 @@ class AnalyticCost:
         """Kernel times of the device."""
         return self._kernels
 
-    def compute_s(self, work: LayerWork) -> float:
-        """Returns the seconds of ``compute`` without a formula."""
-        return self._compute_s(work)
-
     def communication(self, communication: Communication) -> CostEstimate:
         """See ``CostModel``."""
         route = self._route(communication.ranks)
@@ -88,17 +83,8 @@ class AnalyticCost:
         estimate = self._moved.get(key)
         if estimate is None:
             estimate = communication_cost(communication, self._cluster, route, self._collectives)
-            slowdown = self._slowdown(route)
-            if slowdown != 1.0:
-                formula = f"{slowdown:.2f} x ({estimate.formula})"
-                estimate = replace(estimate, seconds=slowdown * estimate.seconds, formula=formula)
-            self._moved[key] = estimate
+            estimate = self._moved[key] = estimate.times(self._slowdown(route))
         return estimate
-
-    def communication_s(self, communication: Communication) -> float:
-        """Returns the seconds of ``communication`` without a formula."""
-        route = self._route(communication.ranks)
-        return self._slowdown(route) * communication_s(communication, self._cluster, route, self._collectives)
 
     def _slowdown(self, route: Route | None) -> float:
         """Fitted slowdown, but never so small that a transfer is faster than its links.
@@ -128,4 +114,9 @@ class AnalyticCost:
         kernels = self._cluster.device.kernels
         seconds = kernels.host_step_overhead_s if wait.reason == "step" else kernels.host_batch_overhead_s
         provenance = Provenance.DATASHEET if kernels.fitted_on is None else Provenance.PUBLISHED
-        return CostEstimate(seconds, provenance, _HOST_STD, f"{format_time(seconds)} for all trainers")
+        part = CostPart("host", seconds, Limit.HOST, _wait_words, (seconds,))
+        return CostEstimate.of(part, provenance, _HOST_STD)
+
+
+def _wait_words(seconds: float) -> str:
+    return f"{format_time(seconds, digits=4)} for all trainers"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.mixed import MixedCost
-from simplan.cost.model import CostEstimate, CostModel, Provenance
+from simplan.cost.model import CostEstimate, CostModel, CostPart, Limit, Provenance
 from simplan.model.layer import CollectiveKind
 from simplan.program.lowering.script import Segment
 from simplan.program.program import (
@@ -26,7 +26,7 @@ from simplan.program.program import (
     Work,
 )
 from simplan.program.timeline import SpanKind
-from simplan.units import format_percent, format_time
+from simplan.units import counted, format_percent, format_time
 
 
 @dataclass(slots=True)
@@ -146,13 +146,20 @@ def _excess(part: OverlapRemainder, cost: CostModel) -> CostEstimate:
     communications = [cost.communication(communication) for communication in part.communications]
     beside = cost.compute(part.beside)
     moving_s = sum(cost_estimate.seconds for cost_estimate in communications)
-    formula = f"{format_time(moving_s)} of communication beyond {format_time(beside.seconds)} of overlapped GEMMs"
-    if part.sm_fraction:
-        formula += f", which lose {format_percent(part.sm_fraction)} of their throughput"
     surest = max(communications, key=lambda cost_estimate: cost_estimate.relative_std)
     # GEMMs with the remaining SMs end after the communication, or before it
     seconds = max(moving_s - beside.seconds, part.sm_fraction * moving_s)
-    return CostEstimate(seconds, surest.provenance, surest.relative_std, formula)
+    numbers = moving_s, beside.seconds, part.sm_fraction
+    remainder = CostPart("beyond overlapped GEMMs", seconds, Limit.BANDWIDTH, _excess_words, numbers)
+    return CostEstimate.of(remainder, surest.provenance, surest.relative_std)
+
+
+def _excess_words(moving_s: float, beside_s: float, sm_fraction: float) -> str:
+    moving, gemms = format_time(moving_s, digits=4), format_time(beside_s, digits=4)
+    if moving_s - beside_s >= sm_fraction * moving_s:
+        return f"{moving} of communication - {gemms} of overlapped GEMMs"
+    share = format_percent(sm_fraction, digits=2)
+    return f"{share} of the throughput of overlapped GEMMs x {moving} of communication"
 
 
 def _name(work: LayerWork) -> str:
@@ -176,8 +183,14 @@ _RELATIVE_STD = 0.3
 def host_calls_cost(calls: HostCalls) -> CostEstimate:
     """Estimates the time of host calls on any host."""
     call_s = _COPY_S if calls.copies else _VIEW_S
-    formula = f"{calls.num_calls} x {format_time(call_s)} of the host"
-    return CostEstimate(calls.num_calls * call_s, Provenance.DATASHEET, _RELATIVE_STD, formula)
+    numbers = calls.num_calls, call_s
+    part = CostPart("calls of the host", calls.num_calls * call_s, Limit.HOST, calls_words, numbers)
+    return CostEstimate.of(part, Provenance.DATASHEET, _RELATIVE_STD)
+
+
+def calls_words(num_calls: int, call_s: float) -> str:
+    """Returns the formula of calls of the host."""
+    return f"{counted(num_calls, 'call')} x {format_time(call_s, digits=4)} of the host"
 
 
 def pass_time_s(

@@ -126,8 +126,9 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
     what = f"{'tokens' if each else 'images'} per second and device"
     yield ExplainedTerm("figures", what, found, "", f"{samples}{each} / ({step} x {devices})")
     if (documents := prediction.document_tokens_per_s_per_device) < prediction.tokens_per_s_per_device:
-        share = f"the same x {documents / found:.4g}, the share of documents in all tokens"
-        yield ExplainedTerm("figures", "tokens of documents per second and device", documents, "", share)
+        share = f"{format_number(found)} x {documents / found:.4g}"
+        note = "the share of documents in all tokens"
+        yield ExplainedTerm("figures", "tokens of documents per second and device", documents, "", share, note)
     if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None:
         return
     if cluster.is_mixed:
@@ -146,4 +147,6 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
         full = prediction.mfu_full_attention
         yield ExplainedTerm("figures", "MFU, full attention", full, "", f"{tera(True)} (PaLM's count) / {below}")
     again = prediction.hfu / prediction.mfu
-    yield ExplainedTerm("figures", "HFU", prediction.hfu, "", f"MFU x {again:.4g}, including recomputed FLOPs")
+    yield ExplainedTerm(
+        "figures", "HFU", prediction.hfu, "", f"{prediction.mfu:.4g} (MFU) x {again:.4g}", "with recomputed FLOPs"
+    )

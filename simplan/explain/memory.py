@@ -24,39 +24,42 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
     for category, num_bytes in worst.by_category.items():
         if not num_bytes:
             continue
-        kept = resting.get(category, 0)
+        kept, formula, note = resting.get(category, 0), format_bytes(num_bytes, digits=4), ""
         match category:
             case MemoryCategory.HOST:
-                formula = "offloaded to the host, whose memory is the device's own here"
+                note = "offloaded to the host, whose memory is the device's own here"
             case MemoryCategory.PARAMETERS | MemoryCategory.GRADIENTS | MemoryCategory.OPTIMIZER:
                 formula = _states(prediction, program, category, num_bytes)
             case MemoryCategory.ACTIVATIONS:
-                formula = _activations(prediction, program, rank)
+                formula = _activations(program, rank)
+                note = "" if job.plan.recompute == "none" else f"recompute {job.plan.recomputed}"
             case MemoryCategory.BUFFERS:
                 moving = num_bytes - kept
-                formula = f"{format_bytes(kept)} of receive buffers" if kept else ""
+                formula = f"{format_bytes(kept, digits=4)} of receive buffers" if kept else ""
                 if moving:
-                    formula += f"{' + ' if kept else ''}{format_bytes(moving)} of communication and its buffers"
+                    formula += (
+                        f"{' + ' if kept else ''}{format_bytes(moving, digits=4)} of communication and its buffers"
+                    )
             case MemoryCategory.GATHERED:
                 gathered = job.software.state(job.training, job.plan).gathered
                 formula = f"{num_bytes // gathered:,} parameters gathered then x {gathered} B"
             case MemoryCategory.LOGITS:
                 formula = _logits(prediction, num_bytes)
+                note = "log-probabilities, logits and their gradients"
             case MemoryCategory.CONTEXT:
-                formula = "driver context and communication library (on a CPU, the program)"
+                note = "driver context and communication library (on a CPU, the program)"
             case _:
                 tables = f", {format_bytes(kept)} of it tables that stay" if kept else ""
-                formula = f"gradients and temporaries inside of {worst.peak_action or 'nothing'}{tables}"
-        yield ExplainedTerm(str(category), str(category), num_bytes, "bytes", formula)
+                note = f"gradients and temporaries inside of {worst.peak_action or 'nothing'}{tables}"
+        yield ExplainedTerm(str(category), str(category), num_bytes, "bytes", formula, note)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
         share = job.software.allocator_reserve
         more = f", with {share:.0%} of transient memory in addition," if share else ""
         if worst.short_bytes:
             more += f" but {format_bytes(worst.short_bytes)} that the device has not,"
-        yield ExplainedTerm(
-            "reserved", "allocator", rounding, "bytes", f"rounded up{more} to what the caching allocator reserves"
-        )
+        note = f"rounded up{more} to what the caching allocator reserves"
+        yield ExplainedTerm("reserved", "allocator", rounding, "bytes", format_bytes(rounding, digits=4), note)
 
 
 def _states(prediction: Prediction, program: Program, category: MemoryCategory, num_bytes: int) -> str:
@@ -82,10 +85,14 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
     if job.plan.shards_parameters:
         formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
     if is_parameters and quantized:
-        more = f"+ {format_bytes(quantized)} of" if quantized > 0 else f"- {format_bytes(-quantized)} by"
+        more = (
+            f"+ {format_bytes(quantized, digits=4)} of"
+            if quantized > 0
+            else f"- {format_bytes(-quantized, digits=4)} by"
+        )
         formula += f" {more} quantized weights"
     elif num_bytes > kept:
-        formula += f" + {format_bytes(num_bytes - kept)} of gradients that wait to be added or reduced"
+        formula += f" + {format_bytes(num_bytes - kept, digits=4)} of gradients that wait to be added or reduced"
     return formula
 
 
@@ -107,13 +114,10 @@ def _logits(prediction: Prediction, num_bytes: int) -> str:
     """Formula for copies of the output distribution, each tokens x vocabulary of one microbatch and rank."""
     head = prediction.job.padded_model.layers_of(prediction.job.plan.shard)[-1]
     elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * prediction.job.plan.microbatch_size
-    return (
-        f"{num_bytes / (4 * elements):.3g} x {elements:,} (tokens x vocabulary) x 4 B: log-probabilities, logits and "
-        "their gradients"
-    )
+    return f"{num_bytes / (4 * elements):.4g} x {elements:,} (tokens x vocabulary) x 4 B"
 
 
-def _activations(prediction: Prediction, program: Program, rank: int) -> str:
+def _activations(program: Program, rank: int) -> str:
     """Formula for saved activations: microbatches by stage and size."""
     alive: dict[tuple[int, int | None], int] = defaultdict(int)
     ops = [program.ops[index] for index in program.by_rank[rank]]
@@ -124,12 +128,14 @@ def _activations(prediction: Prediction, program: Program, rank: int) -> str:
                 num_bytes = effect.during_bytes if position == worst else effect.after_bytes
                 alive[op.action.stage, op.action.microbatch] += num_bytes
     sizes = Counter((stage, num_bytes) for (stage, _), num_bytes in alive.items() if num_bytes > 0)
+    by_size = sorted(sizes.items(), key=lambda item: -item[0][1] * item[1])
     parts = [
-        f"{count} microbatch{'es' if count > 1 else ''} of stage {stage} x {format_bytes(num_bytes)}"
-        for (stage, num_bytes), count in sorted(sizes.items(), key=lambda item: -item[0][1] * item[1])[:4]
+        f"{count} microbatch{'es' if count > 1 else ''} (of stage {stage}) x {format_bytes(num_bytes, digits=4)}"
+        for (stage, num_bytes), count in by_size[:4]
     ]
-    how = "" if prediction.job.plan.recompute == "none" else f" (recompute {prediction.job.plan.recomputed})"
-    return (" + ".join(parts) or "of the layer that runs then") + how
+    if rest := sum(num_bytes * count for (_, num_bytes), count in by_size[4:]):
+        parts.append(f"{format_bytes(rest, digits=4)} of others")
+    return " + ".join(parts)
 
 
 def _quantized_bytes(prediction: Prediction, rank: int) -> int:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from simplan.cost.model import CostEstimate
+from simplan.units import format_time
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedPart:
+    """A kernel of a compute term, or transfers of one size of a communication term.
+
+    Attributes:
+        name: Name of the kernel or transfer.
+        limit: What bounds its time; see ``simplan.cost.model.Limit``.
+        value: Seconds in the step, alone.
+        formula: The formula with numbers filled in; its value is ``value``.
+    """
+
+    name: str
+    limit: str
+    value: float
+    formula: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +39,13 @@ class ExplainedTerm:
         name: Name of the term.
         value: Value in ``unit``.
         unit: ``s``, ``bytes``, or empty.
-        formula: The formula with numbers filled in.
+        formula: The formula with numbers filled in; its value is ``value``. Parentheses that begin with a letter are
+            remarks.
+        note: What the formula does not say; empty for nothing.
         provenance: Source of the cost estimate; None if the term has none.
         relative_std: Relative standard deviation of the cost estimate; None if the term has none.
+        parts: Kernels of a compute term, which sum to it; transfers of a communication term, which sum to the time of
+            all of them, overlapped or not.
     """
 
     group: str
@@ -27,8 +53,32 @@ class ExplainedTerm:
     value: float
     unit: str
     formula: str
+    note: str = ""
     provenance: str | None = None
     relative_std: float | None = None
+    parts: tuple[ExplainedPart, ...] = ()
+
+
+def remainder_words(whole_s: float, part_s: float, what: str = "") -> str:
+    """Formula of a difference of two times, with enough digits for its value; ``what`` is said of the second one."""
+    digits = 4
+    if whole_s > part_s > 0:
+        digits += max(0, math.ceil(math.log10(whole_s / (whole_s - part_s))))
+    return f"{format_time(whole_s, digits=digits)} - {format_time(part_s, digits=digits)}{what and f' {what}'}"
+
+
+def parts_of(estimate: CostEstimate, count: int, name: str = "") -> Iterator[ExplainedPart]:
+    """Yield the parts of a cost estimate for all its occurrences.
+
+    Args:
+        estimate: The cost estimate.
+        count: Number of occurrences.
+        name: Name of an estimate that is a single part; empty for that of the part.
+    """
+    times = f"{count:,} x " if count > 1 else ""
+    for part in estimate.parts:
+        formula = f"{times}({part.formula})" if times else part.formula
+        yield ExplainedPart(name or part.name, str(part.limit), count * part.seconds, formula)
 
 
 def exposed_s(

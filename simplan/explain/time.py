@@ -2,101 +2,97 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.model import CostEstimate
-from simplan.cost.program_costs import CostTerm
-from simplan.explain.term import ExplainedTerm, exposed_s
+from simplan.explain.term import ExplainedTerm, exposed_s, parts_of, remainder_words
 from simplan.predict import Simulated
+from simplan.predict.overlap_slowdown import overlap_words
 from simplan.prediction import Prediction
-from simplan.program.program import STREAMS, Program, Stream, Work
+from simplan.program.program import SPAN_KINDS, STREAMS, Program, Stream
 from simplan.program.timeline import SpanKind
-from simplan.units import counted, format_percent, format_time
+from simplan.units import format_percent
 
 
 def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     """Yield terms that sum to the step time of a rank: compute, exposed communication, and idle time."""
     split = prediction.splits[rank]
-    written_out = simulated.program.stands_for[rank]
     spent_s = {
         SpanKind.COMPUTE: split.compute_s,
         SpanKind.RECOMPUTE: split.recompute_s,
         SpanKind.HOST: split.host_s,
         SpanKind.OPTIMIZER: split.optimizer_s,
     }
+    computed = simulated.of_full_step(lambda step: _computed(step, rank))
     for kind, seconds in spent_s.items():
         group, left_s = kind.value, seconds
-        counts = _computed(simulated.program, written_out, kind)
-        for name, count, cost_estimate in _merged(counts, simulated.program_costs.by_work):
-            left_s -= count * cost_estimate.seconds
-            formula = f"{count} x {format_time(cost_estimate.seconds)}; each {cost_estimate.formula}"
+        for (of_kind, name, estimate), times in computed.items():
+            if of_kind is not kind:
+                continue
+            count = round(times)
+            left_s -= count * estimate.seconds
             yield ExplainedTerm(
                 group,
                 name,
-                count * cost_estimate.seconds,
+                count * estimate.seconds,
                 "s",
-                formula,
-                str(cost_estimate.provenance),
-                cost_estimate.relative_std,
+                f"{count:,} x ({estimate.formula})",
+                provenance=str(estimate.provenance),
+                relative_std=estimate.relative_std,
+                parts=tuple(parts_of(estimate, count)),
             )
         if abs(left_s) > 1e-9 * prediction.step_time_s:
-            yield _longer(prediction, simulated, group, left_s)
-    yield from _communications(simulated, written_out)
-    yield ExplainedTerm("wait", "idle", split.wait_s, "s", _idle_formula(prediction))
+            yield _longer(prediction, simulated, group, seconds, left_s)
+    yield from _communications(simulated, rank)
+    step_s = prediction.step_time_s
+    rest = remainder_words(step_s, step_s - split.wait_s)
+    note = f"the step - all of the above{_closed_form(prediction)}"
+    yield ExplainedTerm("wait", "idle", split.wait_s, "s", rest, note)
 
 
-def _longer(prediction: Prediction, simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
+def _longer(prediction: Prediction, simulated: Simulated, group: str, whole_s: float, seconds: float) -> ExplainedTerm:
     """Term for the slowdown of compute by overlap, shared cores, slow ranks, jitter or dropped gradients."""
-    cluster = prediction.job.cluster
-    if cluster.stragglers or cluster.jitter is not None or prediction.backup_workers is not None:
-        causes = [
-            *(["slow ranks"] if cluster.stragglers else []),
-            *(["jitter"] if cluster.jitter is not None else []),
-            *(["dropped gradients"] if prediction.backup_workers is not None else []),
-            *(["overlap slowdown"] if simulated.program_costs.beside is not None else []),
-        ]
-        return ExplainedTerm(group, " and ".join(causes), seconds, "s", "time beyond the estimates above")
-    beside = simulated.program_costs.beside
-    if beside is None:
-        rule = "ranks and their communication share the cores: time beyond that alone"
-        return ExplainedTerm(group, "waiting for a core", seconds, "s", rule)
-    rule = (
-        f"communication that overlaps it takes {format_percent(simulated.program_costs.overlap_slowdown)} of the device"
-    )
+    cluster, beside = prediction.job.cluster, simulated.program_costs.beside
+    beyond = remainder_words(whole_s, whole_s - seconds, "of the estimates above")
+    causes = [
+        *(["slow ranks"] if cluster.stragglers else []),
+        *(["jitter"] if cluster.jitter is not None else []),
+        *(["dropped gradients"] if prediction.backup_workers is not None else []),
+        *(["overlap slowdown"] if beside is not None else []),
+    ]
+    if not causes:
+        note = "ranks and their communication share the cores"
+        return ExplainedTerm(group, "waiting for a core", seconds, "s", beyond, note)
+    if beside is None or len(causes) > 1:
+        return ExplainedTerm(group, " and ".join(causes), seconds, "s", beyond)
+    slowdown = simulated.program_costs.overlap_slowdown
     return ExplainedTerm(
         group,
         "overlap slowdown",
         seconds,
         "s",
-        rule,
-        str(beside.cost_estimate.provenance),
-        beside.cost_estimate.relative_std,
+        overlap_words(slowdown, seconds / slowdown),
+        provenance=str(beside.cost_estimate.provenance),
+        relative_std=beside.cost_estimate.relative_std,
     )
 
 
-def _merged(counts: Counter[Work], terms: Mapping[Work, CostTerm]) -> list[tuple[str, int, CostEstimate]]:
-    """Merge work with the same name and cost estimate; name, count and estimate of each."""
-    found: dict[tuple[str, CostEstimate], int] = {}
-    for work, count in counts.items():
-        term = terms[work]
-        if term.cost_estimate.seconds:
-            key = (term.name, term.cost_estimate)
-            found[key] = found.get(key, 0) + count
-    return [(name, count, cost_estimate) for (name, cost_estimate), count in found.items()]
-
-
-def _computed(program: Program, rank: int, kind: SpanKind) -> Counter[Work]:
-    """Work of one kind on the compute stream of a rank."""
-    own = program.rank_indices[rank]
-    own = own[program.on_stream(Stream.COMPUTE, indices=own) & program.of_kind(kind, indices=own)]
-    counts: Counter[Work] = Counter()
+def _computed(simulated: Simulated, rank: int) -> dict[tuple[SpanKind, str, CostEstimate], int]:
+    """Occurrences of work on the compute stream of a rank, by kind, name and cost estimate."""
+    program, terms = simulated.program, simulated.program_costs.by_work
+    own = program.rank_indices[program.stands_for[rank]]
+    own = own[program.on_stream(Stream.COMPUTE, indices=own)]
+    counts: dict[tuple[SpanKind, str, CostEstimate], int] = defaultdict(int)
     for alike in _alike(program, own):
+        kind = SPAN_KINDS[program.columns.kind[alike[0]]]
         for work in program.op(int(alike[0])).work:
-            counts[work] += len(alike)
+            if terms[work].cost_estimate.seconds:
+                counts[kind, terms[work].name, terms[work].cost_estimate] += len(alike)
     return counts
 
 
@@ -110,12 +106,32 @@ def _alike(program: Program, indices: NDArray[np.int64]) -> Iterator[NDArray[np.
 
 def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     """Yield exposed communication by name, with the cost estimates of its operations."""
+    found = simulated.of_full_step(lambda step: _moved(step, rank))
+    for label in dict.fromkeys(label for label, _ in found):
+        counts = [(e, round(n)) for (own, e), n in found.items() if own == label and isinstance(e, CostEstimate)]
+        counts.sort(key=lambda item: -item[0].seconds * item[1])
+        busy_s, exposed = found[label, "busy"], found[label, "exposed"]
+        first, _ = counts[0]
+        yield ExplainedTerm(
+            "exposed communication",
+            label,
+            exposed,
+            "s",
+            remainder_words(busy_s, max(0.0, busy_s - exposed), "overlapped with other work"),
+            provenance=str(first.provenance),
+            relative_std=first.relative_std,
+            parts=tuple(part for estimate, count in counts for part in parts_of(estimate, count)),
+        )
+
+
+def _moved(simulated: Simulated, rank: int) -> dict[tuple[str, CostEstimate | Literal["busy", "exposed"]], float]:
+    """Seconds of the communications of a rank by name, in all and exposed, and occurrences by cost estimate."""
     program, times, by_work = simulated.program, simulated.times, simulated.program_costs.by_work
-    own = program.rank_indices[rank]
+    own = program.rank_indices[program.stands_for[rank]]
     own = own[times.end_s[own] > times.start_s[own]]
     on_compute = program.on_stream(Stream.COMPUTE, indices=own)
+    found: dict[tuple[str, CostEstimate | Literal["busy", "exposed"]], float] = defaultdict(int)
     moving_s: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
-    estimates: dict[str, dict[CostEstimate, int]] = defaultdict(lambda: defaultdict(int))
     for alike in _alike(program, own[~on_compute]):
         # one operation may be several collectives in sequence
         op, start_s = program.op(int(alike[0])), times.start_s[alike]
@@ -127,34 +143,18 @@ def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
             seconds = whole_s * (term.cost_estimate.seconds / total_s if total_s else 1 / len(op.work))
             moving_s[label].append(np.array([start_s, start_s + seconds]))
             start_s = start_s + seconds
-            estimates[label][term.cost_estimate] += len(alike)
+            found[label, term.cost_estimate] += len(alike)
     computing_s = np.array([times.start_s[own[on_compute]], times.end_s[own[on_compute]]])
     joined_s = [np.concatenate(parts_s, axis=1) for parts_s in moving_s.values()]
     labels = np.repeat(np.arange(len(joined_s)), [each_s.shape[1] for each_s in joined_s])
     exposed = exposed_s(computing_s, np.concatenate([np.empty((2, 0)), *joined_s], axis=1), labels, len(joined_s))
     for label, each_s, seconds in zip(moving_s, joined_s, exposed.tolist(), strict=True):
-        busy_s = float((each_s[1] - each_s[0]).sum())
-        cost_estimates = sorted(estimates[label].items(), key=lambda item: -item[0].seconds * item[1])
-        shown = "; ".join(
-            f"{count} x {format_time(cost_estimate.seconds)} = {cost_estimate.formula}"
-            for cost_estimate, count in cost_estimates[:2]
-        )
-        more = f"; and {counted(len(cost_estimates) - 2, 'more size')}" if len(cost_estimates) > 2 else ""
-        hidden = f"{format_time(max(0.0, busy_s - seconds))} of {format_time(busy_s)} overlapped with other work; "
-        first = cost_estimates[0][0]
-        yield ExplainedTerm(
-            "exposed communication",
-            label,
-            seconds,
-            "s",
-            f"{hidden}{shown}{more}",
-            str(first.provenance),
-            first.relative_std,
-        )
+        found[label, "busy"], found[label, "exposed"] = float((each_s[1] - each_s[0]).sum()), seconds
+    return found
 
 
-def _idle_formula(prediction: Prediction) -> str:
-    """Formula for idle time, with the closed form of the schedule if there is one."""
+def _closed_form(prediction: Prediction) -> str:
+    """Closed form of the schedule's bubble, after a semicolon; empty for none."""
     plan, m = prediction.job.plan, prediction.job.num_microbatches
     p, v = plan.pp, plan.virtual_stages
     closed = {
@@ -163,8 +163,7 @@ def _idle_formula(prediction: Prediction) -> str:
         "interleaved_1f1b": (p - 1, v * m + p - 1, f"(p-1)/(v m+p-1) = {p - 1}/{v * m + p - 1}"),
         "naive": (p - 1, p, f"(p-1)/p = {p - 1}/{p}"),
     }.get(plan.schedule)
-    rest = "step - all of the above"
     if closed is None:
-        return rest
+        return ""
     above, below, formula = closed
-    return f"{rest}; bubble of equal stages and zero-cost communication: {formula} = {format_percent(above / below)}"
+    return f"; bubble of equal stages and zero-cost communication: {formula} = {format_percent(above / below)}"

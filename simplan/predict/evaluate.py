@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, pace_in_words
-from simplan.cost.model import CostModel
+from simplan.cost.model import CostEstimate, CostModel
 from simplan.cost.program_costs import ProgramCosts
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
@@ -84,7 +84,9 @@ def predict_step(
                 check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
             check_executable(step.tables[0], plan, job.software)
     load_for_another(step.programs)
-    simulated, fine = step.simulated[0], step.programs[0]
+    (simulated, *shorter), fine = step.simulated, step.programs[0]
+    if shorter:
+        simulated = replace(simulated, shorter=shorter[0], num_periods=extent.num_periods)
     step_time_s, *moved_s = step.seconds(_vectors).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
@@ -221,13 +223,13 @@ def recomputed_share(job: Job, assignment: StageAssignment) -> float:
 def _terms(step: TruncatedStep) -> tuple[Term, ...]:
     """Cost terms of a step; equal work of several ranks is one term, with the mean count per rank."""
     num_ranks = len(step.programs[0].stands_for)
-    merged: dict[tuple[str, str], Term] = {}
-    fewer: dict[tuple[str, str], float] = {}
+    merged: dict[tuple[str, CostEstimate], Term] = {}
+    fewer: dict[tuple[str, CostEstimate], float] = {}
     for simulated in reversed(step.simulated):  # the longer step last
         fewer = {key: term.count for key, term in merged.items()}
         merged = {}
         for term in simulated.program_costs.terms:
-            key = (term.title, term.cost_estimate.formula)
+            key = (term.title, term.cost_estimate)
             count = term.count / num_ranks + (merged[key].count if key in merged else 0.0)
             merged[key] = Term(
                 name=term.title,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from simplan.cost.model import CostEstimate
+from simplan.cost.model import CostEstimate, CostPart, Limit
 from simplan.cost.program_costs import CostTerm, ProgramCosts, computing_part
 from simplan.program.program import Program
 from simplan.program.timeline import SpanKind
@@ -68,11 +68,21 @@ def _term(program: Program, program_costs: ProgramCosts, beside_s: _Floats) -> C
     relative = np.divide(
         program_costs.deviations_s, program_costs.durations_s, out=np.zeros_like(beside_s), where=beside_s > 0
     )
-    cost_estimate = CostEstimate(
-        program_costs.overlap_slowdown * total_s / num_ranks,
-        program_costs.by_work[one].cost_estimate.provenance,
-        float((relative * beside_s).sum()) / total_s,
-        f"{format_percent(program_costs.overlap_slowdown)} of {format_time(total_s / num_ranks)} "
-        "of overlapped communication",
+    mean_s = total_s / num_ranks
+    numbers = program_costs.overlap_slowdown, mean_s
+    part = CostPart(
+        "communication beside compute",
+        program_costs.overlap_slowdown * mean_s,
+        Limit.BANDWIDTH,
+        overlap_words,
+        numbers,
     )
+    provenance = program_costs.by_work[one].cost_estimate.provenance
+    cost_estimate = CostEstimate.of(part, provenance, float((relative * beside_s).sum()) / total_s)
     return CostTerm("overlap slowdown of compute", SpanKind.COMPUTE, cost_estimate, num_ranks)
+
+
+def overlap_words(slowdown: float, beside_s: float) -> str:
+    """Returns the formula of the overlap slowdown of some seconds."""
+    overlapped = format_time(beside_s, digits=4)
+    return f"{format_percent(slowdown, digits=2)} of the device x {overlapped} of overlapped communication"

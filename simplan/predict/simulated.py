@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _OF_HOST = (HostWait, HostCalls, HostCopy)
 ErrorSource = Literal["compute", "host", "communication"]
+_Key = TypeVar("_Key", bound=Hashable)
 NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 90%
 
 
@@ -44,6 +45,8 @@ class Simulated:
         contention: Load of links; None for a cluster without a topology, and at Level 1.
         jitter: Times of steps with jitter; None for a cluster without jitter, and at Level 1.
         factors: ``(num_ops,)`` Factors of the durations in this step by jitter; None without.
+        shorter: Of a truncated step, the shorter simulated one; None if all microbatches are simulated.
+        num_periods: Differences of this step and the shorter one that the full step is longer than this one.
     """
 
     program: Program
@@ -55,6 +58,16 @@ class Simulated:
     contention: Contention | None = None
     jitter: JitteredStep | None = None
     factors: NDArray[np.float64] | None = None
+    shorter: Simulated | None = None
+    num_periods: int = 0
+
+    def of_full_step(self, quantities: Callable[[Simulated], Mapping[_Key, float]]) -> dict[_Key, float]:
+        """Returns quantities of the full step from those of the simulated ones, which grow equally in every period."""
+        found = dict(quantities(self))
+        if self.shorter is None:
+            return found
+        fewer = quantities(self.shorter)
+        return {key: value + self.num_periods * (value - fewer.get(key, 0)) for key, value in found.items()}
 
 
 def simulate_program(

@@ -9,24 +9,28 @@ from textwrap import wrap
 from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanation
 from simplan.report.table import format_table_text
 from simplan.report.text import links_words
-from simplan.units import format_bytes, format_percent, format_time
+from simplan.units import counted, format_bytes, format_percent, format_time
 
 _WRAP = 118
 
 
-def explanation_text(explanation: Explanation) -> str:
-    """Every term of step time and memory with its fraction and its formula."""
+def explanation_text(explanation: Explanation, *, kernels: bool = False) -> str:
+    """Every term of step time and memory with its fraction and its formula.
+
+    Args:
+        kernels: Show the kernels of each term as well.
+    """
     when = f"during {explanation.memory_action}" if explanation.memory_action else "between steps"
     return "\n\n".join(
         [
             f"{explanation.name}: {format_time(explanation.step_time_s)} a step on rank {explanation.rank}, the "
             "rank with the longest compute time; the parts sum to the step time",
-            "\n".join(_parts(explanation.time, explanation.step_time_s)),
+            "\n".join(_parts(explanation.time, explanation.step_time_s, kernels=kernels)),
             f"Memory of rank {explanation.memory_rank}, the peak-memory rank: {format_bytes(explanation.device_bytes)} "
             f"{when}; the parts sum to the peak",
             "\n".join(_parts(explanation.memory, explanation.device_bytes)),
             "\n".join(
-                ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {p.formula}" for p in explanation.figures)]
+                ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {_said(p)}" for p in explanation.figures)]
             ),
             *_links(explanation),
             *([f"Placement\n  {explanation.placement}"] if explanation.placement else []),
@@ -49,7 +53,7 @@ def _links(explanation: Explanation) -> Iterator[str]:
         yield "\n".join(["Links", *lines])
 
 
-def _parts(parts: Iterable[ExplainedTerm], whole: float) -> Iterator[str]:
+def _parts(parts: Iterable[ExplainedTerm], whole: float, *, kernels: bool = False) -> Iterator[str]:
     """One line per group, followed by its parts, each with its formula on a separate line."""
     for group, terms in groupby(parts, key=lambda part: part.group):
         members = list(terms)
@@ -60,16 +64,38 @@ def _parts(parts: Iterable[ExplainedTerm], whole: float) -> Iterator[str]:
             named = part.name != part.group
             if named:
                 yield f"  {_number(part.value, unit):>10}          - {part.name}{_source(part)}"
-            margin = " " * (24 if named else 22)
-            text = " ".join(part.formula.split())
-            yield from wrap(
-                text,
-                _WRAP,
-                initial_indent=margin,
-                subsequent_indent=margin,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            margin = 24 if named else 22
+            yield from _wrapped(_said(part), margin)
+            yield from _rows(part, margin, kernels=kernels)
+
+
+def _said(term: ExplainedTerm) -> str:
+    return f"{term.formula}; {term.note}" if term.note else term.formula
+
+
+def _rows(term: ExplainedTerm, margin: int, *, kernels: bool) -> Iterator[str]:
+    """Rows of the parts of a term: those of communication always, at most two of them without ``kernels``."""
+    is_moved = term.group == "exposed communication"
+    if not (kernels or is_moved):
+        return
+    shown = term.parts if kernels else term.parts[:2]
+    for part in shown:
+        yield from _wrapped(f"{_number(part.value, 's')} {part.name}, bound by {part.limit}", margin + 2)
+        yield from _wrapped(part.formula, margin + 4)
+    if hidden := len(term.parts) - len(shown):
+        yield from _wrapped(f"and {counted(hidden, 'more size')}", margin + 2)
+
+
+def _wrapped(text: str, margin: int) -> list[str]:
+    indent = " " * margin
+    return wrap(
+        " ".join(text.split()),
+        _WRAP,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _source(part: ExplainedTerm) -> str:

@@ -7,9 +7,11 @@ from typing import Any
 
 from simplan import catalog
 from simplan.cluster.hardware import DeviceSpec
+from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.cost.compute.kernels import KernelCost
 from simplan.cost.compute.matmul import MatmulRates
+from simplan.model.layer import Attention
 from simplan.plan.plan import ParallelPlan
 from simplan.software.rates import KernelRates
 from simplan.software.software import SoftwareSpec, StateBytes
@@ -44,3 +46,8 @@ def cost_of(
     kept = state or spec.state(TrainingSpec(global_batch_size=8, precision=precision), plan or ParallelPlan())
     how = {"num_devices": num_devices, "shards_parameters": False, **options}
     return kernel_cost(found, precision, kept, "adamw", spec, **how)
+
+
+def attention_s(rates: AttentionRates, kernel: Attention, num_sequences: int, *, backward: bool) -> float:
+    """Seconds of all kernels of attention."""
+    return sum(part.seconds for part in rates.parts(kernel, num_sequences, backward=backward))

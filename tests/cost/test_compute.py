@@ -17,7 +17,7 @@ from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective
 from simplan.program.program import LayerWork, Phase
 from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
-from tests.cost.rates import PLAIN, changed, cost_of
+from tests.cost.rates import PLAIN, attention_s, changed, cost_of
 from tests.layers import layer_of_kernels
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
@@ -114,29 +114,31 @@ def test_tiles_are_dealt_out_in_waves(rows: int, columns: int, waves: float) -> 
     tile_overhead_s = 2 * 256 * 128 * 4096 / 1e12
     product = Matmul(rows, columns, 4096, 1, 0.0)
     slow_small = {"small_tile_efficiency": (0.5, 0.25)}
-    assert tiled(**slow_small).seconds(product) == pytest.approx(waves * tile_overhead_s)
+    assert tiled(**slow_small).part("", product).seconds == pytest.approx(waves * tile_overhead_s)
     partly = tiled(**slow_small, tail_wave_fraction=0.5)
     full = rows * columns / (256 * 128) / 100
-    assert partly.seconds(product) == pytest.approx(tile_overhead_s * (full + waves) / 2)
+    assert partly.part("", product).seconds == pytest.approx(tile_overhead_s * (full + waves) / 2)
 
 
 def test_a_product_of_few_tiles_is_split_along_its_inner_dimension() -> None:
     """One tile of 128 x 64 in eight parts, not one multiprocessor for all of it."""
     whole_s = 2 * 128 * 64 * 8192 / 1e12
-    assert tiled().seconds(Matmul(128, 64, 8192, 1, 0.0)) == pytest.approx(whole_s / 8)
+    assert tiled().part("", Matmul(128, 64, 8192, 1, 0.0)).seconds == pytest.approx(whole_s / 8)
 
 
 def test_short_inner_dimensions_reach_half_the_rate_at_the_half_depth() -> None:
     product = Matmul(2560, 1280, 64, 1, 0.0)
     untiled = changed(PRODUCTS, half_rate_k=64.0)
-    assert untiled.seconds(product) == pytest.approx(2 * PRODUCTS.seconds(product))
+    assert untiled.part("", product).seconds == pytest.approx(2 * PRODUCTS.part("", product).seconds)
 
 
 def test_every_tile_is_begun_and_written_out() -> None:
     """Whatever the rate of its multiplications; a quarter of a tile takes a quarter."""
     whole, small = Matmul(2560, 1280, 64, 1, 0.0), Matmul(1280, 640, 64, 1, 0.0)
     for product, more_s in ((whole, 3e-6), (small, 0.75e-6)):
-        assert tiled(tile_overhead_s=3e-6).seconds(product) - tiled().seconds(product) == pytest.approx(more_s)
+        assert tiled(tile_overhead_s=3e-6).part("", product).seconds - tiled().part(
+            "", product
+        ).seconds == pytest.approx(more_s)
 
 
 DEEPGEMM = {
@@ -163,7 +165,7 @@ def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[in
     def rate(shape: tuple[int, int, int, int]) -> float:
         groups, rows, columns, depth = shape
         product = Matmul(rows, columns, depth, groups, 0.0)
-        return product.flops / matmuls.seconds(product)
+        return product.flops / matmuls.part("", product).seconds
 
     deepest = (1, 4096, 7168, 16384)
     found, measured = rate(shape) / rate(deepest), DEEPGEMM[shape] / DEEPGEMM[deepest]
@@ -173,13 +175,15 @@ def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[in
 @pytest.mark.parametrize(("operands", "times"), [("whole", 2), ("slices", 10), ("padded", 1)])
 def test_sizes_that_sectors_do_not_divide_are_slow_and_slower_in_slices(operands: Any, times: int) -> None:
     product = Matmul(512, 1004, 512, 1, 0.0, operands)
-    assert PRODUCTS.seconds(product) == pytest.approx(times * 2 * 512 * 1004 * 512 / 1e14)
+    assert PRODUCTS.part("", product).seconds == pytest.approx(times * 2 * 512 * 1004 * 512 / 1e14)
 
 
 def test_a_product_is_bound_by_its_bytes_or_its_launch_where_these_take_longer() -> None:
     small = Matmul(8, 8, 8, 1, 1e6)
-    assert PRODUCTS.seconds(small) == pytest.approx(1e-6)
-    assert changed(PRODUCTS, kernel_overhead_s=5e-6).seconds(small) == pytest.approx(PRODUCTS.seconds(small) + 5e-6)
+    assert PRODUCTS.part("", small).seconds == pytest.approx(1e-6)
+    assert changed(PRODUCTS, kernel_overhead_s=5e-6).part("", small).seconds == pytest.approx(
+        PRODUCTS.part("", small).seconds + 5e-6
+    )
 
 
 def test_unfused_attention_is_its_products_and_passes_over_the_scores() -> None:
@@ -191,18 +195,18 @@ def test_unfused_attention_is_its_products_and_passes_over_the_scores() -> None:
     passes = (2 * 2 + 2 * 2 + 1, 3 * 2 + 2 * 2 + 1)
     for backward, matmuls in ((False, 2), (True, 4)):
         expected = matmuls * max(product_s, moved_s) + heads * s * s * passes[backward] / 1e12
-        assert ATTENTION.seconds(core, 1, backward=backward) == pytest.approx(expected)
+        assert attention_s(ATTENTION, core, 1, backward=backward) == pytest.approx(expected)
 
 
 def test_fused_attention_reaches_half_its_rate_where_a_query_meets_half_as_many_keys() -> None:
     """A causal query meets half of the keys on average."""
     core = Attention(4, 4, 128, 2048)
     halved = replace(ATTENTION, matmuls=changed(PRODUCTS, half_rate_keys=1024.0))
-    ratio = halved.seconds(core, 1, backward=False) / ATTENTION.seconds(core, 1, backward=False)
+    ratio = attention_s(halved, core, 1, backward=False) / attention_s(ATTENTION, core, 1, backward=False)
     assert ratio == pytest.approx(2)
     narrow = replace(ATTENTION, matmuls=changed(PRODUCTS, head_dim_64_efficiency=0.8))
     core = replace(core, head_dim=64)
-    ratio = narrow.seconds(core, 1, backward=True) / ATTENTION.seconds(core, 1, backward=True)
+    ratio = attention_s(narrow, core, 1, backward=True) / attention_s(ATTENTION, core, 1, backward=True)
     assert ratio == pytest.approx(1 / 0.8)
 
 

@@ -63,7 +63,7 @@ def test_products_at_their_own_rate_and_casts_by_their_bytes(
     assert forward.seconds == pytest.approx(POINTWISE_S + FLOPS / 2e14 + forward_bytes / 1e12, rel=2e-4)
     matmuls_s = (2 - wide_products) * FLOPS / 2e14 + wide_products * FLOPS / 1e14
     assert backward.seconds == pytest.approx(2 * POINTWISE_S + matmuls_s + backward_bytes / 1e12, rel=2e-4)
-    assert f"casts to {precision}" in forward.formula
+    assert any(f"{precision} cast of the input" in part.name for part in forward.parts)
 
 
 def test_weights_that_are_quantized_once_a_step_are_so_in_a_part_of_the_microbatches() -> None:
@@ -131,7 +131,6 @@ def test_products_are_cut_into_parts_for_exchanges_beside_them() -> None:
     cost = rates("fp8")
     cost = replace(cost, matmuls=changed(cost.matmuls, gemm_split_overhead_s=1e-4))
     assert cost.seconds(whole._replace(cuts=2)) == pytest.approx(cost.seconds(whole) + 2e-4)
-    assert "2 x 100.0 us to split GEMMs into chunks" in cost.cost_estimate(whole._replace(cuts=2)).formula
 
 
 @pytest.mark.parametrize("other", [layer(LayerKind.HEAD), layer(LayerKind.BLOCK, Role.GATING)])

@@ -172,14 +172,14 @@ def test_measured_groups_cost_what_was_measured_and_others_are_corrected(tmp_pat
     datasheet = cost_model(job, None)
     assert isinstance(datasheet, AnalyticCost)
     timed = Communication(CollectiveKind.ALL_REDUCE, 2**30, tuple(range(16)))
-    expected_s = datasheet.communication_s(timed)
+    expected_s = datasheet.communication(timed).seconds
     text = HEADER + ranks_text(16, 2) + TABLE + row(2**30, 3e6 * expected_s)
     cost = cost_model(job, calibration_of(tmp_path, text))
     assert isinstance(cost, CalibratedCost)
     assert cost.communication(timed).seconds == pytest.approx(3 * expected_s, rel=1e-3)
     larger = timed._replace(ranks=tuple(range(32)))
     estimate = cost.communication(larger)
-    assert estimate.seconds == pytest.approx(3 * datasheet.communication_s(larger), rel=1e-3)
+    assert estimate.seconds == pytest.approx(3 * datasheet.communication(larger).seconds, rel=1e-3)
     assert estimate.provenance is Provenance.EXTRAPOLATED
     inside = timed._replace(ranks=tuple(range(8)))
     assert cost.communication(inside) == datasheet.communication(inside)  # no group inside a node was timed

@@ -19,7 +19,7 @@ from simplan.cost.compute.attention import AttentionRates
 from simplan.model.layer import Attention
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from tests.cost.rates import changed, cost_of
+from tests.cost.rates import attention_s, changed, cost_of
 from tests.jobs import problems
 
 Precision = Literal["bf16", "fp8", "mxfp8"]
@@ -61,8 +61,8 @@ def test_8_bits_save_what_they_save_at_a_length_that_the_rates_are_not_from(
     """Casts are no part of the tables; on GB200 backward of heads of 128 is slower in 8 bits."""
     wide, low = rates(device, "bf16"), rates(device, precision)
     for backward in (False, True):
-        found = low.seconds(replace(kernel, eight_bits=True), 2, backward=backward)
-        found /= wide.seconds(kernel, 2, backward=backward)
+        found = attention_s(low, replace(kernel, eight_bits=True), 2, backward=backward)
+        found /= attention_s(wide, kernel, 2, backward=backward)
         assert found == pytest.approx(low_ms[backward] / bf16_ms[backward], rel=0.12)
 
 
@@ -71,10 +71,12 @@ def test_backward_in_8_bits_skips_no_keys_of_a_window() -> None:
     low = rates("gb300", "mxfp8")
     for tokens, ms in ((4096, 1.872), (8192, 6.643)):
         kernel = Attention(128, 128, 64, tokens, window=128, eight_bits=True)
-        assert 1e3 * low.seconds(kernel, 2, backward=True) == pytest.approx(ms, rel=0.3)
-        whole = low.seconds(replace(kernel, window=0), 2, backward=True)
-        assert low.seconds(kernel, 2, backward=True) == pytest.approx(whole)
-        assert low.seconds(kernel, 2, backward=False) < 0.3 * low.seconds(replace(kernel, window=0), 2, backward=False)
+        assert 1e3 * attention_s(low, kernel, 2, backward=True) == pytest.approx(ms, rel=0.3)
+        whole = attention_s(low, replace(kernel, window=0), 2, backward=True)
+        assert attention_s(low, kernel, 2, backward=True) == pytest.approx(whole)
+        assert attention_s(low, kernel, 2, backward=False) < 0.3 * attention_s(
+            low, replace(kernel, window=0), 2, backward=False
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_casts_read_and_write_what_the_kernel_reads(precision: Precision, passes
     for backward, casts, elements in ((False, 3, 4096 * 128 * (192 + 192 + 128)), (True, 1, 4096 * 128 * 128)):
         kernels_s = (1 + casts * passes) * whole.matmuls.kernel_overhead_s
         moved_s = elements * (2 * passes + copies) * whole.traffic / whole.matmuls.bytes_per_s
-        found = whole.seconds(kernel, 1, backward=backward) - free.seconds(kernel, 1, backward=backward)
+        found = attention_s(whole, kernel, 1, backward=backward) - attention_s(free, kernel, 1, backward=backward)
         assert found == pytest.approx(kernels_s + moved_s, rel=1e-6)
 
 
@@ -160,8 +162,8 @@ def gpt_oss(tokens: int, *, key_value_heads: int, heads: int, window: int) -> At
 )
 def test_heads_of_128(device: str, sequences: int, tokens: int, forward_ms: float, backward_ms: float) -> None:
     rates, kernel = timed_alone(device), llama(tokens)
-    assert 1e3 * rates.seconds(kernel, sequences, backward=False) == pytest.approx(forward_ms, rel=0.08)
-    assert 1e3 * rates.seconds(kernel, sequences, backward=True) == pytest.approx(backward_ms, rel=0.11)
+    assert 1e3 * attention_s(rates, kernel, sequences, backward=False) == pytest.approx(forward_ms, rel=0.08)
+    assert 1e3 * attention_s(rates, kernel, sequences, backward=True) == pytest.approx(backward_ms, rel=0.11)
 
 
 @pytest.mark.parametrize(
@@ -175,5 +177,5 @@ def test_heads_of_128(device: str, sequences: int, tokens: int, forward_ms: floa
 def test_heads_of_64_with_a_window(device: str, kernel: Attention, forward_ms: float, backward_ms: float) -> None:
     """One share stands for both directions: on GB200 forward is a third too fast and backward a fifth too slow."""
     rates = timed_alone(device)
-    seconds = sum(rates.seconds(kernel, 2, backward=backward) for backward in (False, True))
+    seconds = sum(attention_s(rates, kernel, 2, backward=backward) for backward in (False, True))
     assert 1e3 * seconds == pytest.approx(forward_ms + backward_ms, rel=0.05)

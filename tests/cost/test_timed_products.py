@@ -37,7 +37,7 @@ def logs(rates: MatmulRates, timed: pd.DataFrame) -> np.ndarray:
         operands, result = rows * depth + depth * columns, rows * columns
         num_bytes = groups * (2 * operands + (4 * 2 if row.accumulator != "bf16" else 2 + 2 * row.wgrad) * result)
         product = Matmul(rows, columns, depth, groups, num_bytes)
-        seconds = rates.seconds(product)
+        seconds = rates.part("", product).seconds
         if groups > 1:
             seconds += rates.launches_s(groups, STREAMS) - rates.kernel_overhead_s
         found.append(np.log(seconds / (product.flops / (row.share * PEAK))))

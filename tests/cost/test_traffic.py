@@ -106,7 +106,7 @@ def test_fp32_needs_no_alignment_and_tf32_half_as_much() -> None:
     device = catalog.device("a100-sxm-80gb")
     for precision, columns, slow in (("fp32", 50257, False), ("tf32", 50260, False), ("tf32", 50257, True)):
         rates = cost_of(device, precision).matmuls
-        odd, even = (rates.seconds(Matmul(8192, n, 1024, 1, 0.0)) for n in (columns, 50304))
+        odd, even = (rates.part("", Matmul(8192, n, 1024, 1, 0.0)).seconds for n in (columns, 50304))
         assert (odd > 1.5 * even) is slow, precision
 
 
@@ -115,4 +115,4 @@ def test_gradients_that_sum_over_all_pixels_fill_the_device() -> None:
     rates = replace(changed(MATMULS, tail_wave_fraction=1.0), num_sms=80)
     matmul = Matmul(64, 64, 401_408, 1, 0.0)
     whole_s = 2 * 128 * 64 * 401_408 / (1e14 / 80)
-    assert rates.seconds(matmul) == pytest.approx(whole_s / 80, rel=0.35)
+    assert rates.part("", matmul).seconds == pytest.approx(whole_s / 80, rel=0.35)

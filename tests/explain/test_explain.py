@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from benchmarks.job_draw import random_scenario
 from simplan import catalog
 from simplan.explain import ExplainedTerm, Explanation, difference, explain
 from simplan.explain.term import exposed_s
@@ -15,6 +15,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.report.explanation import difference_text, explanation_text
+from tests.formulas import value_of
 from tests.jobs import job_of
 
 PLANS = {
@@ -67,19 +68,36 @@ def test_a_formula_holds_its_numbers(explained: dict[str, Explanation]) -> None:
     assert parameters.formula.startswith(f"{124_439_808 + 50_304 * 768 + 47 * 768:,} parameters x 4 B")
 
 
-def test_formulas_of_compute_evaluate_with_the_slowest_device() -> None:
-    explanation = explain(*predict_step(job_of("gpt2-124m", {"dp_shard": 8}, precision="bf16"), name="test"))
-    (copy,) = [part for part in explanation.time if part.name == "block gather_copy"]
-    numbers = re.fullmatch(
-        r"(\d+) x [\d.]+ us; each (\d) B x ([\d.]+) M parameters / ([\d.]+) TB/s x ([\d.]+) \(slowest of 8\)",
-        copy.formula,
-    )
-    assert numbers is not None, copy.formula
-    count, width, millions, terabytes_per_s, slowest = map(float, numbers.groups())
-    assert slowest > 1
-    assert copy.value == pytest.approx(count * width * millions * 1e6 / (terabytes_per_s * 1e12) * slowest, rel=0.01)
-    (block,) = [part for part in explanation.time if part.name == "block forward"]
-    assert block.formula.endswith(f", all x {slowest:.3f} (slowest of 8)")
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_rows_of_random_jobs_are_worth_what_their_formulas_say(seed: int) -> None:
+    """By a calculator; kernels sum to their terms, and terms to the step."""
+    _check_rows(*predict_step(random_scenario(seed)[1].job, name="random"))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_rows_are_worth_what_their_formulas_say(name: str) -> None:
+    _check_rows(*predicted(PLANS[name]))
+
+
+def test_rows_of_a_step_of_many_microbatches_sum_to_it() -> None:
+    """Three microbatches of 2,048 are simulated; communication and slowdowns are those of the whole step."""
+    job = job_of("gpt2-124m", {"dp_shard": 8}, precision="bf16", global_batch_size=8 * 4096)
+    prediction, simulated = predict_step(job, name="long")
+    assert simulated.shorter is not None
+    _check_rows(prediction, simulated)
+
+
+def _check_rows(prediction: Prediction, simulated: Simulated) -> None:
+    explanation = explain(prediction, simulated)
+    assert sum(term.value for term in explanation.time) == pytest.approx(prediction.step_time_s, rel=1e-9)
+    for term in (*explanation.time, *explanation.memory, *explanation.figures):
+        whole = explanation.device_bytes if term.unit == "bytes" else explanation.step_time_s
+        for row in (term, *term.parts):
+            worth = value_of(row.formula)
+            assert worth == pytest.approx(row.value, rel=0.01, abs=1e-9 * whole), (term.name, row.name, row.formula)
+        if term.parts and term.group != "exposed communication":
+            assert sum(part.value for part in term.parts) == pytest.approx(term.value, rel=1e-9), term.name
 
 
 def test_differences_sum_to_the_difference(explained: dict[str, Explanation]) -> None:
@@ -167,7 +185,7 @@ def test_microbatches_in_flight_are_named_at_the_peak() -> None:
     plan = ParallelPlan(pp=2, tp=2, sequence_parallel=False, microbatch_size=1, stage_layers=(8, 4))
     explanation = explain(*predicted(plan))
     (activations,) = [part for part in explanation.memory if part.name == "activations"]
-    assert "2 microbatches of stage 0 x" in activations.formula
+    assert "2 microbatches (of stage 0) x" in activations.formula
 
 
 def test_collectives_over_other_groups_are_one_row(explained: dict[str, Explanation]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.format import OverlapTiming
-from simplan.cost.model import CostEstimate, Provenance
+from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
 from simplan.cost.program_costs import estimate_program
 from simplan.explain import explain
 from simplan.model.layer import CollectiveKind
@@ -38,10 +38,12 @@ class Tariff:
     overlap_slowdown = 0.5
 
     def compute(self, work: LayerWork) -> CostEstimate:
-        return CostEstimate(float(work.microbatch_size), Provenance.DATASHEET, 0.1, "")
+        return CostEstimate.of(CostPart("", float(work.microbatch_size), Limit.COMPUTE, str), Provenance.DATASHEET, 0.1)
 
     def communication(self, communication: Communication) -> CostEstimate:
-        return CostEstimate(float(communication.num_bytes), Provenance.DATASHEET, 0.1, "")
+        return CostEstimate.of(
+            CostPart("", float(communication.num_bytes), Limit.COMPUTE, str), Provenance.DATASHEET, 0.1
+        )
 
     def host_copy(self, copy: HostCopy) -> CostEstimate:
         raise AssertionError("nothing is copied to the host here")

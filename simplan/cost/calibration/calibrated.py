@@ -24,7 +24,8 @@ from simplan.cost.calibration.measured_links import timed_ranks
 from simplan.cost.communication.collectives import bus_factor, communication_cost
 from simplan.cost.compute.grid_cost import GridCost, KernelGrid, of_grid
 from simplan.cost.compute.kernels import KernelCost
-from simplan.cost.model import CostEstimate, Provenance
+from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
+from simplan.cost.program_costs import calls_words
 from simplan.errors import Problem, SpecError
 from simplan.model.layer import (
     Attention,
@@ -42,7 +43,7 @@ from simplan.plan.placement import Placement
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Phase
 from simplan.training import UpdateName
-from simplan.units import counted, format_bytes, format_time
+from simplan.units import counted, format_bytes, format_number, format_rate, format_time
 
 _SYSTEMATIC_STD = 0.04
 """Relative standard deviation between a layer timed alone and the layer inside a step, regardless of repeats."""
@@ -178,11 +179,10 @@ class CalibratedCost:
         estimate = self._host_bound(work, estimate)
         if self._update_fraction == 1.0 or work.phase not in _OF_UPDATES:
             return estimate
-        return CostEstimate(
-            estimate.seconds * self._update_fraction,
-            Provenance.EXTRAPOLATED,
-            max(estimate.relative_std, _EXTRAPOLATED_STD),
-            f"{estimate.formula} x {self._update_fraction:.3g} (as many bytes)",
+        return replace(
+            estimate.times(self._update_fraction, "of the bytes"),
+            provenance=Provenance.EXTRAPOLATED,
+            relative_std=max(estimate.relative_std, _EXTRAPOLATED_STD),
         )
 
     def _host_bound(self, work: LayerWork, estimate: CostEstimate) -> CostEstimate:
@@ -195,15 +195,15 @@ class CalibratedCost:
         calls, call_s = self._gpu_kernels.host_calls(work), self._gpu_kernels.host_call_s
         if calls * call_s <= estimate.seconds:
             return estimate
-        formula = f"{counted(calls, 'operation')} x {format_time(call_s)} of the host"
-        return CostEstimate(calls * call_s, Provenance.CALIBRATED, _EXTRAPOLATED_STD, formula)
+        part = CostPart("operations of the host", calls * call_s, Limit.HOST, calls_words, (calls, call_s))
+        return CostEstimate.of(part, Provenance.CALIBRATED, _EXTRAPOLATED_STD)
 
     def _estimate_from(
         self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance
     ) -> CostEstimate:
         sample = _sample(timing, work.phase)
         if sample is None:
-            return CostEstimate(0.0, provenance, 0.0, "nothing needs the gradient of the layer's input")
+            return CostEstimate.nothing("nothing needs the gradient of the layer's input", provenance)
         if work.phase in _OF_PARAMETERS:
             timed = work.layer.num_parameters if work.phase is Phase.GATHER_COPY else work.layer.num_trained
             factor = work.num_parameters / (timed or 1)
@@ -214,17 +214,10 @@ class CalibratedCost:
         std = (sample.round_std**2 + _SYSTEMATIC_STD**2) ** 0.5
         if provenance is Provenance.EXTRAPOLATED:
             std = max(std, _EXTRAPOLATED_STD)
-        times = "" if factor == 1.0 else f" x {factor:.3g}"
         crowding = self._crowding(timing.num_ranks)
-        if crowding > 1.0:
-            times += f" / {crowding:.3g} (ranks per core)"
-        return CostEstimate(
-            sample.mean_s * factor / crowding,
-            provenance,
-            std,
-            f"{format_time(sample.mean_s)}{times} (mean of {sample.num_repeats}, "
-            f"p10 to p90 {format_time(sample.low_s)} to {format_time(sample.high_s)})",
-        )
+        numbers = sample, factor, crowding
+        part = CostPart(str(work.phase), sample.mean_s * factor / crowding, Limit.TIMING, _sample_words, numbers)
+        return CostEstimate.of(part, provenance, std)
 
     def _crowding(self, num_ranks: int, threads: int | None = None) -> float:
         """Returns cores used by all ranks during timing over cores of the machine, at least 1; 1 on GPUs.
@@ -244,8 +237,7 @@ class CalibratedCost:
         if self._gpu_kernels is not None and work.phase not in _OF_UPDATES + _OF_PARAMETERS:
             return self._gpu_kernels.cost_estimate(work)
         if self._grid is not None:
-            cost_estimate = self._grid.cost_estimate(work)
-            return replace(cost_estimate, seconds=cost_estimate.seconds / self._crowding(self._grid_ranks))
+            return self._grid.cost_estimate(work).times(1 / self._crowding(self._grid_ranks), "cores per rank")
         same = [t for (key, _), t in self._layers.items() if key == work.layer.key]
         if same:
             nearest = min(same, key=lambda t: abs(t.microbatch_size - work.microbatch_size))
@@ -267,7 +259,7 @@ class CalibratedCost:
         """
         kind, n = communication.kind, len(communication.ranks)
         if n == 1:
-            return CostEstimate(0.0, Provenance.CALIBRATED, 0.0, "a group of one")
+            return CostEstimate.nothing("a group of one", Provenance.CALIBRATED)
         if self.placement is not None:
             communication = communication._replace(ranks=self.placement.devices_of(communication.ranks))
         num_nodes = 1 if self._cluster is None else len({*map(self._cluster.node_of, communication.ranks)})
@@ -284,11 +276,12 @@ class CalibratedCost:
         cost_estimate = _interpolated(
             [t for t in timings if (t.num_ranks, t.world_size) == group],
             communication.num_bytes,
-            f"{kind} of {format_bytes(communication.num_bytes)} over {n} ranks",
+            str(kind),
             is_same=group == (n, self._num_ranks),
         )
-        seconds = cost_estimate.seconds * (bus_factor(kind, n) / bus_factor(kind, nearest.num_ranks))
-        return replace(cost_estimate, seconds=seconds / self._crowding(nearest.world_size, 1))
+        more = bus_factor(kind, n) / bus_factor(kind, nearest.num_ranks)
+        alone = cost_estimate.times(more, f"bytes sent by one of {n} ranks over one of {nearest.num_ranks}")
+        return alone.times(1 / self._crowding(nearest.world_size, 1), "cores per rank")
 
     def _corrected(self, estimate: CostEstimate, communication: Communication, num_nodes: int) -> CostEstimate:
         """Returns an estimate times measured over estimated time of the nearest group, inside nodes or between them."""
@@ -306,11 +299,11 @@ class CalibratedCost:
         expected = self._otherwise.communication(communication._replace(ranks=timed_ranks(near, self._cluster)))
         ratio = measured.seconds / expected.seconds
         of_group = f"{near.num_ranks} ranks on {counted(near.num_nodes, 'node')}"
-        return CostEstimate(
-            ratio * estimate.seconds,
-            Provenance.EXTRAPOLATED,
-            _CORRECTED_STD,
-            f"{ratio:.2f} (measured over estimated, {of_group}) x ({estimate.formula})",
+        return replace(
+            estimate.times(ratio, f"measured over estimated, {of_group}"),
+            provenance=Provenance.EXTRAPOLATED,
+            relative_std=_CORRECTED_STD,
+            least_s=0.0,
         )
 
     def host_copy(self, copy: HostCopy) -> CostEstimate:
@@ -327,14 +320,14 @@ class CalibratedCost:
                 f"copies between device and host on {self._num_ranks} ranks",
                 "run `simplan calibrate SCENARIO` with this scenario",
             )
-        cost_estimate = _interpolated(curve, copy.num_bytes, f"copy of {format_bytes(copy.num_bytes)}")
-        return replace(cost_estimate, seconds=cost_estimate.seconds / self._crowding(self._num_ranks, 1))
+        copied = _interpolated(curve, copy.num_bytes, "copy")
+        return copied.times(1 / self._crowding(self._num_ranks, 1), "cores per rank")
 
     def host_wait(self, wait: HostWait) -> CostEstimate:
         """See ``CostModel``."""
         if self._otherwise is not None:
             return self._otherwise.host_wait(wait)
-        return CostEstimate(0.0, Provenance.CALIBRATED, 0.0, "a bare loop was timed")
+        return CostEstimate.nothing("a bare loop was timed", Provenance.CALIBRATED)
 
     def _host_copies(self) -> list[HostCopyTiming]:
         """Returns copy timings with the run's ranks per machine."""
@@ -393,25 +386,43 @@ def _interpolated(
     Args:
         timings: Timings over sizes.
         num_bytes: Size in bytes.
-        what: Description for the formula.
+        what: Name of the part.
         is_same: False if another group of ranks was timed, which makes the result an extrapolation.
     """
     curve = sorted(timings, key=lambda timing: timing.num_bytes)
     first, last = curve[0], curve[-1]
     if num_bytes <= first.num_bytes or len(curve) == 1:
-        seconds = first.seconds.mean_s * max(1.0, num_bytes / first.num_bytes)
+        base_s = first.seconds.mean_s * max(1.0, num_bytes / first.num_bytes)
+        more_bytes = slope = 0.0
     else:
         upper = next((i for i, t in enumerate(curve) if t.num_bytes >= num_bytes), len(curve) - 1)
         low, high = curve[upper - 1], curve[upper]
         slope = (high.seconds.mean_s - low.seconds.mean_s) / (high.num_bytes - low.num_bytes)
-        seconds = low.seconds.mean_s + max(0.0, slope) * (num_bytes - low.num_bytes)
+        base_s, slope, more_bytes = low.seconds.mean_s, max(0.0, slope), float(num_bytes - low.num_bytes)
     exact = is_same and num_bytes <= last.num_bytes
     spread = statistics.median(t.seconds.round_std for t in curve)
-    return CostEstimate(
-        seconds,
+    numbers = base_s, slope, more_bytes, first.num_bytes, last.num_bytes
+    return CostEstimate.of(
+        CostPart(what, base_s + slope * more_bytes, Limit.TIMING, _interpolated_words, numbers),
         Provenance.CALIBRATED if exact else Provenance.EXTRAPOLATED,
         (spread**2 + (0.1 if exact else _EXTRAPOLATED_STD) ** 2) ** 0.5,
-        f"{what}, between timed sizes {format_bytes(first.num_bytes)} and {format_bytes(last.num_bytes)}",
+    )
+
+
+def _interpolated_words(base_s: float, slope: float, more_bytes: float, first_bytes: int, last_bytes: int) -> str:
+    more = f" + {format_bytes(more_bytes)} / {format_rate(1 / slope, digits=4)}" if slope and more_bytes else ""
+    sizes = f"timed from {format_bytes(first_bytes)} to {format_bytes(last_bytes)}"
+    return f"{format_time(base_s, digits=4)}{more} ({sizes})"
+
+
+def _sample_words(sample: Sample, factor: float, crowding: float) -> str:
+    times = "" if factor == 1.0 else f" x {format_number(factor)}"
+    if crowding > 1.0:
+        times += f" / {format_number(crowding)}"
+    low, high = format_time(sample.low_s), format_time(sample.high_s)
+    return (
+        f"{format_time(sample.mean_s, digits=4)}{times} (mean of {sample.num_repeats}, p10 to p90 {low} to {high}"
+        f"{'; shared by ranks on a core' if crowding > 1.0 else ''})"
     )
 
 

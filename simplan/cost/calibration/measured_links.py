@@ -10,7 +10,7 @@ from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration, CommunicationTiming
 from simplan.cost.calibration.store import is_named
-from simplan.cost.communication.collectives import bus_factor, communication_s
+from simplan.cost.communication.collectives import bus_factor, communication_cost
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
 
@@ -79,7 +79,7 @@ def _measured(curve: list[CommunicationTiming], cluster: ClusterSpec | None) -> 
 def _estimated_s(timing: CommunicationTiming, cluster: ClusterSpec) -> float:
     """Closed-form seconds of a timing's group, whose nodes have equal numbers of ranks, as far as these divide."""
     ranks = timed_ranks(timing, cluster)
-    return communication_s(Communication(timing.kind, timing.num_bytes, ranks), cluster)
+    return communication_cost(Communication(timing.kind, timing.num_bytes, ranks), cluster).seconds
 
 
 def timed_ranks(timing: CommunicationTiming, cluster: ClusterSpec) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from simplan.units import format_bytes, format_rate, format_time
+from simplan.cost.model import CostPart, Limit
+from simplan.units import format_bytes, format_number, format_rate, format_time
 
 
 class TransferTerm(NamedTuple):
@@ -81,10 +82,17 @@ class CommAlgorithm(NamedTuple):
             total_s += number * step_s
         return total_s + self.transfer_s(num_bytes)
 
-    def formula(self, num_bytes: float, where: str) -> str:
-        """Returns the formula for ``num_bytes`` bytes with numbers filled in."""
-        terms = [format_time(self.start_s)] if self.start_s else []
-        terms += [f"{number} x {format_time(step_s)}" for number, step_s in self.steps if number]
-        for _, bytes_per_s, text, size in self.moves:
-            terms.append(f"{text.format(n=f'{size:g}')}{format_bytes(num_bytes)} / {format_rate(bytes_per_s)}")
-        return f"{' + '.join(terms)} ({self.name}, {where})"
+    def part(self, num_bytes: float, where: str) -> CostPart:
+        """Returns the transfer of ``num_bytes`` bytes between ranks that are ``where``."""
+        seconds, transfer_s = self.seconds(num_bytes), self.transfer_s(num_bytes)
+        limit = Limit.BANDWIDTH if 2 * transfer_s > seconds else Limit.LATENCY
+        return CostPart(f"{self.name}, {where}", seconds, limit, _words, (self, num_bytes, where))
+
+
+def _words(way: CommAlgorithm, num_bytes: float, where: str) -> str:
+    terms = [format_time(way.start_s, digits=4)] if way.start_s else []
+    terms += [f"{number} x {format_time(step_s, digits=4)}" for number, step_s in way.steps if number]
+    for _, bytes_per_s, text, size in way.moves:
+        times = text.format(n=format_number(size))
+        terms.append(f"{times}{format_bytes(num_bytes, digits=4)} / {format_rate(bytes_per_s, digits=4)}")
+    return f"{' + '.join(terms)} ({way.name}, {where})"

@@ -60,19 +60,18 @@ def communication_cost(
         SpecError: The cluster names no link for a tier that the communication crosses.
     """
     if len(communication.ranks) == 1:
-        return CostEstimate(0.0, Provenance.DATASHEET, 0.0, "a group of one")
+        return CostEstimate.nothing("a group of one")
     route = route or route_of(communication.ranks, cluster)
     link, num_bytes = route.slowest.link, communication.num_bytes
     way = algorithm_of(communication, cluster, route, collectives)
     relative_std, is_fitted = _relative_std(route, num_bytes, cluster), link.fitted_on is not None
     if way.pattern in _UNFITTED:
         relative_std, is_fitted = max(relative_std, _UNFITTED_STD), False
-    return CostEstimate(
-        way.seconds(num_bytes),
+    return CostEstimate.of(
+        way.part(num_bytes, route.where),
         Provenance.PUBLISHED if is_fitted else Provenance.DATASHEET,
         relative_std,
-        way.formula(num_bytes, route.where),
-        way.transfer_s(num_bytes) * route.least_share,
+        least_s=way.transfer_s(num_bytes) * route.least_share,
     )
 
 
@@ -82,20 +81,6 @@ def _relative_std(route: Route, num_bytes: float, cluster: ClusterSpec) -> float
     if route.between is None or in_training is None:
         return route.slowest.link.relative_std.of(num_bytes)
     return in_training
-
-
-def communication_s(
-    communication: Communication,
-    cluster: ClusterSpec,
-    route: Route | None = None,
-    collectives: Collectives | None = None,
-) -> float:
-    """Returns the seconds of ``communication_cost`` without a formula; the arguments and errors are equal."""
-    if len(communication.ranks) == 1:
-        return 0.0
-    route = route or route_of(communication.ranks, cluster)
-    num_bytes = communication.num_bytes
-    return min([way.seconds(num_bytes) for way in _allowed(communication, cluster, route, collectives)])
 
 
 def algorithm_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.model import CostEstimate, Provenance
+from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
 from simplan.program.program import HostCopy
 from simplan.units import format_bytes, format_rate, format_time
 
@@ -39,5 +39,11 @@ def host_copy_cost(copy: HostCopy, cluster: ClusterSpec) -> CostEstimate:
     link = cluster.host_link
     assert link is not None, "checked by simplan.rules.sharding"
     rate = link.bytes_per_s * HOST_LINK_EFFICIENCY
-    formula = f"{format_time(link.latency_s)} + {format_bytes(copy.num_bytes)} / {format_rate(rate)} ({link.id})"
-    return CostEstimate(link.latency_s + copy.num_bytes / rate, Provenance.DATASHEET, _RELATIVE_STD, formula)
+    numbers = link.latency_s, copy.num_bytes, rate, link.id
+    part = CostPart(link.id, link.latency_s + copy.num_bytes / rate, Limit.BANDWIDTH, _copy_words, numbers)
+    return CostEstimate.of(part, Provenance.DATASHEET, _RELATIVE_STD)
+
+
+def _copy_words(latency_s: float, num_bytes: int, bytes_per_s: float, link: str) -> str:
+    moved = f"{format_bytes(num_bytes, digits=4)} / {format_rate(bytes_per_s, digits=4)}"
+    return f"{format_time(latency_s, digits=4)} + {moved} ({link})"

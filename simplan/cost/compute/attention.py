@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from simplan.cost.compute.matmul import Matmul, MatmulRates, Operands
+from simplan.cost.model import CostPart, Limit
 from simplan.model.layer import Attention
 from simplan.software.rates import AttentionEfficiency, LowAttention
 from simplan.software.software import StateBytes
+from simplan.units import format_flop_per_s, format_flops, format_time
 
 _BACKWARD_FLOPS_RATIO = 2.5  # five matmuls against two, since the scores are recomputed (Dao et al. 2022)
 _WIDE_HEAD = 128
@@ -41,14 +43,14 @@ class AttentionRates:
     low: Mapping[int, LowAttention] | None = None
     traffic: float = 1.0
 
-    def seconds(self, kernel: Attention, b: int, *, backward: bool) -> float:
-        """Returns the seconds for b sequences."""
+    def parts(self, kernel: Attention, b: int, *, backward: bool) -> list[CostPart]:
+        """Returns the kernels for b sequences."""
         if kernel.eight_bits:
-            return self._low_s(kernel, b, backward)
-        return self._eager_s(kernel, b, backward) if kernel.eager else self._fused_s(kernel, b, backward)
+            return self._low(kernel, b, backward)
+        return self._eager(kernel, b, backward) if kernel.eager else [self._fused(kernel, b, backward)]
 
-    def _low_s(self, kernel: Attention, b: int, backward: bool) -> float:
-        """Returns the seconds of FP8 attention: the fused kernel at another rate, plus casts of its inputs.
+    def _low(self, kernel: Attention, b: int, backward: bool) -> list[CostPart]:
+        """Returns FP8 attention: the fused kernel at another rate, plus casts of its inputs.
 
         Backward computes the scores of all keys up to a query's own even with a sliding window. On GB300 with a window
         of 128 it took 6.7 ms for 8,192 tokens and 1.9 ms for 4,096. BF16 took 0.86 ms and 0.44 ms
@@ -60,16 +62,15 @@ class AttentionRates:
         whole = replace(kernel, eight_bits=False, window=0 if backward else kernel.window)
         width = max((known for known in self.low if known <= kernel.head_dim), default=min(self.low))
         times = self.low[width].backward if backward else self.low[width].forward
-        fixed_s = len(whole.calls) * self.matmuls.kernel_overhead_s
         casts, elements = self._casts(kernel, backward)
         passes = 2 if form.finds_largest else 1
         copies = 1 if form.has_one_scale else 2
         quantized_bytes = copies * form.quantized_bytes(elements // _ROW, _ROW)
         num_bytes = b * (elements * passes * self.state.activation + quantized_bytes)
-        casting_s = (
-            num_bytes * self.traffic / self.matmuls.bytes_per_s + casts * passes * self.matmuls.kernel_overhead_s
-        )
-        return fixed_s + (self._fused_s(whole, b, backward) - fixed_s) / times + casting_s
+        return [
+            self._fused(whole, b, backward, times),
+            self.matmuls.streaming(f"{kernel.name}: casts", num_bytes * self.traffic, casts * passes),
+        ]
 
     @staticmethod
     def _casts(kernel: Attention, backward: bool) -> tuple[int, int]:
@@ -80,8 +81,12 @@ class AttentionRates:
         keys = (kernel.num_keys or kernel.seq_len) * kernel.num_key_value_heads * (kernel.head_dim + values)
         return 3, kernel.seq_len * kernel.num_heads * kernel.head_dim + keys
 
-    def _fused_s(self, kernel: Attention, b: int, backward: bool) -> float:
-        """Returns the seconds of sequential fused kernels; tiles that the mask crosses cost as much as full tiles."""
+    def _fused(self, kernel: Attention, b: int, backward: bool, times: float = 1.0) -> CostPart:
+        """Returns sequential fused kernels; tiles that the mask crosses cost as much as full tiles.
+
+        Args:
+            times: Rate over that of 16-bit attention.
+        """
         width = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
         keys = kernel.computed_flops / (2 * kernel.num_heads * kernel.seq_len * width)
         own, rates = self.share, self.matmuls.rates
@@ -93,24 +98,35 @@ class AttentionRates:
                 rates.head_dim_64_efficiency if own.head_dim_64_efficiency is None else own.head_dim_64_efficiency
             )
             share *= head_dim_64_efficiency ** (_WIDE_HEAD / kernel.head_dim - 1)
-        rate = self.flop_per_s * share
-        times = b / rate * (_BACKWARD_FLOPS_RATIO if backward else 1)
-        return sum(flops * times + self.matmuls.kernel_overhead_s for flops in kernel.calls)
+        rate = self.flop_per_s * share * times
+        flops = b * sum(kernel.calls) * (_BACKWARD_FLOPS_RATIO if backward else 1)
+        fixed_s, compute_s = len(kernel.calls) * self.matmuls.kernel_overhead_s, flops / rate
+        limit = Limit.LAUNCH if fixed_s > compute_s else Limit.COMPUTE
+        return CostPart(kernel.name, compute_s + fixed_s, limit, _fused_words, (flops, rate, fixed_s))
 
-    def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
-        """Returns the seconds of two batched matmuls, four in backward, and of kernels over the scores between them."""
+    def _eager(self, kernel: Attention, b: int, backward: bool) -> list[CostPart]:
+        """Returns two batched matmuls, four in backward, and kernels over the scores between them."""
         heads, queries = b * kernel.num_heads, kernel.seq_len
         keys, scores = kernel.num_keys or queries, b * kernel.num_scores
         dims = (kernel.head_dim, kernel.value_head_dim or kernel.head_dim)
         matmuls = [matmul for dim in dims for matmul in self._matmuls(heads, queries, keys, dim, scores)]
         made, summed = matmuls[0::2], matmuls[1::2]
-        runs = [made[1], summed[1], summed[0], summed[0]] if backward else [made[0], summed[1]]
+        name = kernel.name
+        runs = (
+            {
+                f"{name}: weights' gradient": made[1],
+                f"{name}: values' gradient": summed[1],
+                f"{name}: queries' gradient": summed[0],
+                f"{name}: keys' gradient": summed[0],
+            }
+            if backward
+            else {f"{name}: scores": made[0], f"{name}: sum of values": summed[1]}
+        )
         passes, launches = self._score_passes(kernel, backward)
         masks = kernel.fused_softmax or kernel.causal or kernel.dropout  # models of images have none
         factor = self.matmuls.rates.softmax_traffic_factor if masks else self.traffic
-        passed = scores * passes * factor
-        passing_s = passed / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
-        return sum(self.matmuls.seconds(matmul) for matmul in runs) + passing_s
+        softmax = self.matmuls.streaming(f"{name}: softmax", scores * passes * factor, launches)
+        return [*(self.matmuls.part(name, matmul) for name, matmul in runs.items()), softmax]
 
     def _score_passes(self, kernel: Attention, backward: bool) -> tuple[int, int]:
         """Returns bytes read and written per score by kernels between the matmuls, and the number of these kernels.
@@ -136,3 +152,8 @@ class AttentionRates:
         # heads are slices of wider tensors, which begin inside of a sector if their width is not aligned
         operands: Operands = "slices" if dim % self.matmuls.rates.aligned else "whole"
         return Matmul(*scores_of, operands=operands), Matmul(*sum_over, operands=operands)
+
+
+def _fused_words(flops: float, flop_per_s: float, fixed_s: float) -> str:
+    fixed = f" + {format_time(fixed_s, digits=4)}" if fixed_s else ""
+    return f"{format_flops(flops)} / {format_flop_per_s(flop_per_s)}{fixed}"

@@ -21,16 +21,17 @@ from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.kernels import KernelCost, running_kernels
 from simplan.cost.compute.matmul import (
     ACTIVATION_GRADIENTS,
+    GEMM_WORDS,
     WEIGHT_GRADIENTS,
     Matmul,
     MatmulRates,
     gemm_sizes,
 )
-from simplan.cost.model import CostEstimate, Provenance
+from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Pointwise
 from simplan.program.program import LayerWork, Phase
 from simplan.training import UPDATES, UpdateName
-from simplan.units import counted, format_time
+from simplan.units import format_time
 
 _SYSTEMATIC_STD = 0.12
 """Relative standard deviation between a layer and the sum of its kernels: Python overhead, views, caches."""
@@ -172,20 +173,12 @@ class GridCost:
     def cost_estimate(self, work: LayerWork) -> CostEstimate:
         """Returns the sum over the kernels that run."""
         found = list(self._times(work))
-        seconds = sum(time.seconds for _, time in found)
-        outside = [(name, time.seconds) for name, time in found if not time.inside]
-        std = max((time.std for _, time in found), default=0.0)
-        formula = f"{counted(len(found), 'kernel')} of the grid"
-        if sum(outside_s for _, outside_s in outside) > _NEGLIGIBLE * seconds:
-            names = ", ".join(dict.fromkeys(name for name, _ in outside))
-            estimate_std = max(std, _EXTRAPOLATED_STD)
-            return CostEstimate(
-                seconds, Provenance.EXTRAPOLATED, estimate_std, f"{formula}, larger than timed: {names}"
-            )
-        largest = max(found, key=lambda each: each[1].seconds, default=None)
-        if largest is not None and len(found) > 1:
-            formula += f", {format_time(largest[1].seconds)} of it {largest[0]}"
-        return CostEstimate(seconds, Provenance.CALIBRATED, (std**2 + _SYSTEMATIC_STD**2) ** 0.5, formula)
+        parts = tuple(CostPart(name, time.seconds, Limit.TIMING, _grid_words, (time,)) for name, time in found)
+        seconds, std = sum(time.seconds for _, time in found), max((time.std for _, time in found), default=0.0)
+        outside_s = sum(time.seconds for _, time in found if not time.inside)
+        if outside_s > _NEGLIGIBLE * seconds:
+            return CostEstimate(parts, Provenance.EXTRAPOLATED, max(std, _EXTRAPOLATED_STD))
+        return CostEstimate(parts, Provenance.CALIBRATED, (std**2 + _SYSTEMATIC_STD**2) ** 0.5)
 
     def _times(self, work: LayerWork) -> Iterator[tuple[str, GridTime]]:
         phase = work.phase
@@ -198,12 +191,13 @@ class GridCost:
         gradients = 0
         for kernel in running_kernels(work):
             gradients += _gradient_elements(kernel, work.layer) if phase in WEIGHT_GRADIENTS else 0
-            for time in self._kernel(kernel, work):
-                yield kernel.name, time
+            for suffix, time in self._kernel(kernel, work):
+                yield kernel.name + suffix, time
         if gradients and self._accumulates:
             yield "gradients added up", self._grid.time("accumulate", (gradients,))
 
-    def _kernel(self, kernel: Kernel, work: LayerWork) -> Iterator[GridTime]:
+    def _kernel(self, kernel: Kernel, work: LayerWork) -> Iterator[tuple[str, GridTime]]:
+        """Yields times of a kernel, each with what it computes after the name of the kernel."""
         b, phase = work.microbatch_size, work.phase
         backward = phase in ACTIVATION_GRADIENTS
         match kernel:
@@ -211,24 +205,30 @@ class GridCost:
                 yield from self._matmuls(kernel, b, phase)
             case Attention():
                 if phase is not Phase.BACKWARD_WEIGHT:
-                    yield self._grid.attention(kernel, b, backward=backward)
+                    yield "", self._grid.attention(kernel, b, backward=backward)
             case Pointwise():
                 if phase is not Phase.BACKWARD_WEIGHT:
                     name, elements = _pointwise(kernel)
                     time = self._grid.time(name, (b * elements,), backward=backward)
-                    yield time._replace(seconds=time.seconds * self._traffic)
+                    yield "", time._replace(seconds=time.seconds * self._traffic)
             case Lookup(rows=rows, width=columns):
-                yield self._grid.time("lookup", (b * rows * columns,), backward=phase in WEIGHT_GRADIENTS)
+                yield "", self._grid.time("lookup", (b * rows * columns,), backward=phase in WEIGHT_GRADIENTS)
             case LayerCollective():
                 raise AssertionError("a collective is no compute")
 
-    def _matmuls(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[GridTime]:
+    def _matmuls(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[tuple[str, GridTime]]:
         """Yields times of the forward matmul, or of the two backward matmuls; matmuls of experts run sequentially."""
         for name, sizes in gemm_sizes(kernel, b, phase).items():
             time = self._grid.time(name, sizes)
             # a convolution costs more than its equivalent matmul
             inside = time.inside and not kernel.image_elements
-            yield time._replace(seconds=kernel.num_groups * time.seconds, inside=inside)
+            yield GEMM_WORDS[name], time._replace(seconds=kernel.num_groups * time.seconds, inside=inside)
+
+
+def _grid_words(time: GridTime) -> str:
+    """Returns the time and its source; between the sizes of the grid it is no arithmetic to be followed by hand."""
+    where = "between sizes" if time.inside else "beyond the sizes"
+    return f"{format_time(time.seconds, digits=4)} ({where} of the grid)"
 
 
 _FP32_COPY_BYTES = 8  # read and written per element
@@ -243,11 +243,16 @@ class _GridMatmuls(MatmulRates):
 
     grid: KernelGrid
 
-    def seconds(self, matmul: Matmul) -> float:
+    def part(self, name: str, matmul: Matmul, launches_s: float | None = None) -> CostPart:
         if matmul.operands == "padded":  # convolutions are in no grid
-            return MatmulRates.seconds(self, matmul)
-        time_s = matmul.groups * self.grid.time("linear", (matmul.rows, matmul.columns, matmul.depth)).seconds
-        return time_s / (self.rates.matmul_efficiency * self.alignment_efficiency(matmul))
+            return MatmulRates.part(self, name, matmul, launches_s)
+        timed = self.grid.time("linear", (matmul.rows, matmul.columns, matmul.depth))
+        efficiency = self.rates.matmul_efficiency * self.alignment_efficiency(matmul)
+        more_s = 0.0 if launches_s is None else launches_s - self.kernel_overhead_s
+        numbers = matmul.groups, timed.seconds, efficiency, more_s
+        return CostPart(
+            name, matmul.groups * timed.seconds / efficiency + more_s, Limit.TIMING, _sustained_words, numbers
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,8 +261,20 @@ class _GridAttention(AttentionRates):
 
     grid: KernelGrid
 
-    def _fused_s(self, kernel: Attention, b: int, backward: bool) -> float:
-        return self.grid.attention(kernel, b, backward=backward).seconds / self.share.sustained
+    def _fused(self, kernel: Attention, b: int, backward: bool, times: float = 1.0) -> CostPart:
+        timed, sustained = self.grid.attention(kernel, b, backward=backward).seconds, self.share.sustained
+        # the rate of 8 bits applies to all but the fixed overhead
+        fixed_s = 0.0 if times == 1.0 else len(kernel.calls) * self.matmuls.kernel_overhead_s
+        seconds = fixed_s + (timed / sustained - fixed_s) / times
+        numbers = 1, timed, sustained * times, fixed_s - fixed_s / times
+        return CostPart(kernel.name, seconds, Limit.TIMING, _sustained_words, numbers)
+
+
+def _sustained_words(groups: int, timed_s: float, efficiency: float, more_s: float) -> str:
+    """Returns the formula of a timing at the clocks that a training step sustains."""
+    times = f"{groups} x " if groups > 1 else ""
+    more = f" {'-' if more_s < 0 else '+'} {format_time(abs(more_s), digits=4)}" if more_s else ""
+    return f"{times}{format_time(timed_s, digits=4)} / {efficiency:.4g}{more}"
 
 
 def of_grid(kernels: KernelCost, grid: KernelGrid) -> KernelCost:

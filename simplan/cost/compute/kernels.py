@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from simplan.cost.compute.attention import AttentionRates
-from simplan.cost.compute.low_precision import LinearCost, LinearRates
+from simplan.cost.compute.low_precision import LinearRates
 from simplan.cost.compute.matmul import (
     ACTIVATION_GRADIENTS,
+    GEMM_WORDS,
     WEIGHT_GRADIENTS,
     GemmKernel,
     Matmul,
@@ -16,7 +18,7 @@ from simplan.cost.compute.matmul import (
     gemm_sizes,
 )
 from simplan.cost.compute.traffic import KernelSet, layer_traffic
-from simplan.cost.model import CostEstimate, Provenance
+from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
 from simplan.model.fused_gemms import fused_gemms
 from simplan.model.layer import (
     Attention,
@@ -34,7 +36,7 @@ from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import LayerWork, Phase
 from simplan.software.software import StateBytes
 from simplan.training import UPDATES, UpdateName
-from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_rate, format_time
+from simplan.units import counted, format_rate, format_time
 
 _EAGER_ATTENTION_CALLS = 6
 _FUSED_CASTS = 0.6
@@ -98,57 +100,73 @@ class KernelCost:
     host_bytes_per_s: float | None = None
 
     def cost_estimate(self, work: LayerWork) -> CostEstimate:
-        """Returns the sum over the kernels that run.
+        """Returns the kernels that run.
 
         The input half of a split backward has one matmul per matrix and all other kernels except lookups. The weight
         half has the other matmul, the lookups, and passes that read activations and gradients again for the weights of
         norms. Copies, gradient division and the optimizer stream a fixed number of bytes per parameter.
         """
         if width := self._streamed_bytes(work.phase):
-            of_host = self._host_rate(work) is not None
-            where = " (memory of the host)" if of_host else self._slowest_words()
-            rate = format_rate(self._host_rate(work) or self.matmuls.bytes_per_s)
-            return CostEstimate(
-                self.seconds(work),
-                Provenance.DATASHEET,
-                _HOST_STD if of_host else self.relative_std,
-                f"{width} B x {format_count(work.num_parameters)} parameters / {rate}{where}",
+            host_rate = self.host_bytes_per_s if work.on_host else None
+            rate, parameters = host_rate or self.matmuls.bytes_per_s, work.num_parameters
+            limit = Limit.MEMORY if host_rate is None else Limit.HOST
+            streamed = CostPart(
+                str(work.phase), width * parameters / rate, limit, _parameters_words, (width, parameters, rate)
             )
+            if host_rate is not None:
+                return CostEstimate.of(streamed, Provenance.DATASHEET, _HOST_STD)
+            slowest = streamed.times(self.slowest, self._slowest_title)
+            return CostEstimate.of(slowest, Provenance.DATASHEET, self.relative_std)
         relative_std = self.relative_std
         if work.layer.kernels_with(Role.EXPERTS):
             relative_std = max(relative_std, self.matmuls.rates.moe_std)
-        return CostEstimate(self.seconds(work), self.provenance, relative_std, self._formula(work))
-
-    def _slowest_words(self) -> str:
-        """Returns the factor of the slowest device for formulas; empty for 1."""
-        return f" x {self.slowest:.3f} (slowest of {self.num_devices})" if self.slowest > 1 else ""
+        return CostEstimate(tuple(self._parts(work)), self.provenance, relative_std)
 
     def seconds(self, work: LayerWork) -> float:
-        """Returns the seconds of ``cost_estimate`` without a formula."""
-        width = self._streamed_bytes(work.phase)
-        if width:
-            num_bytes = width * work.num_parameters
-            host_rate = self._host_rate(work)
-            return num_bytes / host_rate if host_rate else self.slowest * num_bytes / self.matmuls.bytes_per_s
+        """Returns the seconds of ``cost_estimate``."""
+        return self.cost_estimate(work).seconds
+
+    def _parts(self, work: LayerWork) -> list[CostPart]:
+        """Returns the kernels of a layer that run, with what the slowest device and the host add."""
+        b, phase = work.microbatch_size, work.phase
         low, wide = self._split(running_kernels(work), work)
-        linear = self._linear_cost(low, work)
-        wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        device_s = self.slowest * (wide_s + self._memory_bound_s(work) + linear.matmuls_s + linear.casts_s)
-        host_s = self.host_calls(work) * self.host_call_s
-        return max(device_s, host_s) + work.cuts * self.matmuls.rates.gemm_split_overhead_s
+        parts = [part for kernel in wide for part in self._kernel(kernel, b, phase)]
+        for name, (num_bytes, launches) in self._memory_bound(work).items():
+            parts.append(self.matmuls.streaming(name, num_bytes * b * self.traffic, launches))
+        parts += self._linears(low, work)
+        parts = self._on_slowest(parts)
+        if self.host_call_s:
+            device_s, calls = sum([part.seconds for part in parts]), self.host_calls(work)
+            if (more_s := calls * self.host_call_s - device_s) > 0:
+                numbers = calls, self.host_call_s, device_s
+                parts.append(CostPart("waiting for the host", more_s, Limit.HOST, _host_words, numbers))
+        if work.cuts:
+            overhead_s = self.matmuls.rates.gemm_split_overhead_s
+            cuts = work.cuts, overhead_s
+            parts.append(CostPart("GEMMs in chunks", work.cuts * overhead_s, Limit.LAUNCH, _cuts_words, cuts))
+        return parts
+
+    def _on_slowest(self, parts: list[CostPart]) -> list[CostPart]:
+        """Returns parts with the wait for the slowest device."""
+        if self.slowest <= 1 or not parts:
+            return parts
+        device_s = sum([part.seconds for part in parts])
+        numbers = self.slowest, device_s
+        wait = CostPart(self._slowest_title, (self.slowest - 1) * device_s, Limit.SLOWEST, _slowest_words, numbers)
+        return [*parts, wait]
+
+    @property
+    def _slowest_title(self) -> str:
+        return f"slowest of {self.num_devices} devices"
 
     def host_calls(self, work: LayerWork) -> int:
         """Returns the operations that the host issues, the larger part of which are launches of kernels."""
         low, wide = self._split(running_kernels(work), work)
-        return self._memory_bound(work)[1] + sum(self._calls_of(kernel, work.phase) for kernel in (*low, *wide))
+        launches = sum(launches for _, launches in self._memory_bound(work).values())
+        return launches + sum(self._calls_of(kernel, work.phase) for kernel in (*low, *wide))
 
-    def _memory_bound_s(self, work: LayerWork) -> float:
-        """Returns seconds of memory-bound kernels, casts and sums of bias gradients."""
-        num_bytes, launches = self._memory_bound(work)
-        num_bytes *= work.microbatch_size * self.traffic
-        return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
-
-    def _memory_bound(self, work: LayerWork) -> tuple[float, int]:
+    def _memory_bound(self, work: LayerWork) -> dict[str, tuple[float, int]]:
+        """Returns memory-bound kernels, casts and sums of bias gradients; see ``_memory_bound``."""
         widths = self.state.activation, self.state.residual
         return _memory_bound(work.layer, work.phase, work.kernels, widths, self.kernel_set)
 
@@ -166,10 +184,6 @@ class KernelCost:
             case _:
                 return 1
 
-    def _host_rate(self, work: LayerWork) -> float | None:
-        """Returns bytes per second for work of a CPU that is not the device; None for work of the device."""
-        return self.host_bytes_per_s if work.on_host else None
-
     def _split(self, kernels: list[Kernel], work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
         """Splits kernels into low-precision linear layers and all others."""
         form = self.state.linear
@@ -180,44 +194,16 @@ class KernelCost:
             low, wide = fused_gemms(low), fused_gemms(wide)
         return low, [*wide, *(kernel for kernel in kernels if not isinstance(kernel, Gemm))]
 
-    def _linear_cost(self, kernels: list[Gemm], work: LayerWork) -> LinearCost:
-        """Returns the cost of linear layers in low precision."""
-        total = LinearCost()
+    def _linears(self, kernels: list[Gemm], work: LayerWork) -> Iterator[CostPart]:
+        """Yields casts and matmuls of linear layers in low precision."""
         if self.low is None or not kernels:
-            return total
+            return
         assert self.state.linear is not None
         traffic = self.traffic * (_FUSED_CASTS if self.kernel_set == "compiled" else 1.0)
         rates = LinearRates(self.state.linear, self.state, self.low, self.matmuls, traffic, self.weight_casts)
         for kernel in kernels:
-            total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
-            total = total.plus(LinearCost(matmuls_s=self._weights_s(kernel, work.phase)))
-        return total
-
-    def _formula(self, work: LayerWork) -> str:
-        low, wide = self._split(running_kernels(work), work)
-        linear = self._linear_cost(low, work)
-        flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
-        flops = flops * work.microbatch_size + linear.wide_flops
-        found, bytes_per_s = [counted(len(low) + len(wide), "kernel")], format_rate(self.matmuls.bytes_per_s)
-        if not flops and not linear.flops:
-            return f"{found[0]} at {bytes_per_s}{self._slowest_words()}"
-        if linear.flops:
-            assert self.state.linear is not None
-            assert self.low is not None
-            precision, rate = self.state.linear.precision, format_flop_per_s(self.low.flop_per_s)
-            found.append(f"{format_count(linear.flops)} FLOPs in {precision} at up to {rate}")
-            moved = f"{format_bytes(linear.cast_bytes)} of {linear.num_casts} casts to {precision}"
-            found.append(f"{moved} in {format_time(linear.casts_s)}")
-        if flops:
-            found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.matmuls.flop_per_s)}")
-        found.append(f"the rest at {bytes_per_s}")
-        if self.slowest > 1:
-            found.append(f"all{self._slowest_words()}")
-        if work.cuts:
-            found.append(
-                f"{work.cuts} x {format_time(self.matmuls.rates.gemm_split_overhead_s)} to split GEMMs into chunks"
-            )
-        return ", ".join(found)
+            yield from rates.parts(kernel, work.microbatch_size, work.phase)
+            yield from self._weights(kernel, work.phase)
 
     def _streamed_bytes(self, phase: Phase) -> int:
         """Returns the bytes read and written per parameter; 0 for phases that run kernels."""
@@ -235,61 +221,65 @@ class KernelCost:
             case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:
                 return 0
 
-    def _kernel_s(self, kernel: Kernel, b: int, phase: Phase) -> float:
+    def _kernel(self, kernel: Kernel, b: int, phase: Phase) -> Iterable[CostPart]:
+        """Returns the parts of a kernel for b sequences."""
         match kernel:
             case Gemm():
-                matmuls = self._matmuls(kernel, b, phase)
-                launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
-                more_s = len(matmuls) * (launches_s - self.matmuls.kernel_overhead_s)
-                extra_s = self._weights_s(kernel, phase) + self._transposes_s(kernel, b, phase)
-                return sum(map(self.matmuls.seconds, matmuls)) + more_s + extra_s
+                return self._gemm(kernel, b, phase)
             case Attention():
-                return self.attention.seconds(kernel, b, backward=phase in ACTIVATION_GRADIENTS)
+                return self.attention.parts(kernel, b, backward=phase in ACTIVATION_GRADIENTS)
             case Pointwise():
-                return 0.0  # see ``_memory_bound``
+                return ()  # see ``_memory_bound``
             case Lookup(rows=rows, width=columns):
-                return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))
+                num_bytes = b * rows * columns * (self.state.activation + self.state.gathered)
+                return (self.matmuls.streaming(kernel.name, num_bytes),)
             case LayerCollective():
                 raise AssertionError("a collective is no compute")
 
-    def _weights_s(self, kernel: Gemm, phase: Phase) -> float:
-        """Returns the seconds of weight copies before matmuls, and of gradient accumulation after them."""
+    def _gemm(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
+        launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
+        for name, matmul in self._matmuls(kernel, b, phase).items():
+            yield self.matmuls.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
+        yield from self._weights(kernel, phase)
+        yield from self._transposes(kernel, b, phase)
+
+    def _weights(self, kernel: Gemm, phase: Phase) -> Iterator[CostPart]:
+        """Yields weight copies before matmuls, and gradient accumulation after them."""
         if phase is Phase.FORWARD and self.state.weight_copy:
-            width = int(self.state.parameter) + self.state.weight_copy
-        elif phase in WEIGHT_GRADIENTS and kernel.trained:
-            width = self.accumulation_bytes
+            what, width = "copy of the weight", int(self.state.parameter) + self.state.weight_copy
+        elif phase in WEIGHT_GRADIENTS and kernel.trained and self.accumulation_bytes:
+            what, width = "weight gradient, accumulated", self.accumulation_bytes
         else:
-            return 0.0
-        return kernel.weight_elements * width / self.matmuls.bytes_per_s
+            return
+        yield self.matmuls.streaming(f"{kernel.name}: {what}", kernel.weight_elements * width, 0)
 
-    def _streaming_s(self, num_bytes: float, launches: int = 1) -> float:
-        return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
-
-    def _matmuls(self, kernel: Gemm, b: int, phase: Phase) -> list[Matmul]:
+    def _matmuls(self, kernel: Gemm, b: int, phase: Phase) -> dict[GemmKernel, Matmul]:
         """Returns the forward matmul, or the input-gradient and weight-gradient matmuls of backward."""
         elements = b * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
         sizes = gemm_sizes(kernel, b, phase)
         speeds = {name: _WINOGRAD if self.winograd and _fits_winograd(kernel, name) else 1.0 for name in sizes}
-        return [
-            Matmul(rows, columns, depth / speeds[name], kernel.num_groups, num_bytes, operands)
+        return {
+            name: Matmul(rows, columns, depth / speeds[name], kernel.num_groups, num_bytes, operands)
             for name, (rows, columns, depth) in sizes.items()
-        ]
+        }
 
-    def _transposes_s(self, kernel: Gemm, b: int, phase: Phase) -> float:
-        """Returns the seconds to transpose input and output of each matmul of a convolution."""
+    def _transposes(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
+        """Yields transposes of input and output of each matmul of a convolution."""
         if not kernel.image_elements or self.transposed == "none":
-            return 0.0
+            return
         num_bytes = 2 * b * (kernel.m * kernel.n + kernel.image_elements) * self.state.activation
         matmuls = len(gemm_sizes(kernel, b, phase))
         if self.transposed == "weight_gradients":
             matmuls = int(phase in WEIGHT_GRADIENTS)
+        if not matmuls:
+            return
         rates = self.matmuls
-        bytes_per_s = rates.bytes_per_s
         if rates.num_sms is not None:
-            bytes_per_s = min(bytes_per_s, rates.num_sms * rates.rates.transpose_bytes_per_s)
-        return matmuls * (num_bytes / bytes_per_s + 2 * rates.kernel_overhead_s)
+            slower = min(rates.bytes_per_s, rates.num_sms * rates.rates.transpose_bytes_per_s)
+            rates = replace(rates, bytes_per_s=slower)
+        yield rates.streaming(f"{kernel.name}: transposes", matmuls * num_bytes, 2 * matmuls)
 
 
 def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
@@ -300,24 +290,29 @@ def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
 
 def _memory_bound(
     layer: LayerSpec, phase: Phase, kernels: tuple[int, ...] | None, widths: tuple[int, int], kernel_set: KernelSet
-) -> tuple[float, int]:
-    """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase."""
+) -> dict[str, tuple[float, int]]:
+    """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase, by name."""
     key = ("memory bound", phase, kernels, widths, kernel_set)
     if key in layer.derived:
-        known: tuple[float, int] = layer.derived[key]
+        known: dict[str, tuple[float, int]] = layer.derived[key]
         return known
     backward, weights = phase in ACTIVATION_GRADIENTS, phase in WEIGHT_GRADIENTS
-    num_bytes, launches = 0.0, 0
+    found: dict[str, tuple[float, int]] = {}
     traffic = layer_traffic(layer, *widths, kernel_set)
     for index in running_indices(LayerWork(layer, phase, 1, 0, kernels)):
         own = traffic[index]
-        num_bytes += own.backward_bytes if backward else own.forward_bytes
-        launches += own.backward_launches if backward else own.forward_launches
+        num_bytes = own.backward_bytes if backward else own.forward_bytes
+        launches = own.backward_launches if backward else own.forward_launches
         if weights and own.bias_bytes:
             num_bytes += own.bias_bytes
             launches += 1
-    layer.derived[key] = num_bytes, launches
-    return num_bytes, launches
+        if num_bytes or launches:
+            kernel = layer.kernels[index]
+            name = kernel.name if isinstance(kernel, Pointwise) else f"{kernel.name}: casts, copies and biases"
+            before = found.get(name, (0.0, 0))
+            found[name] = before[0] + num_bytes, before[1] + launches
+    layer.derived[key] = found
+    return found
 
 
 def running_kernels(work: LayerWork) -> list[Kernel]:
@@ -340,8 +335,17 @@ def running_indices(work: LayerWork) -> list[int]:
     return running
 
 
-def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
-    """Returns the FLOPs of a kernel for formulas; attention's backward counts as many matmuls as model FLOPs do."""
-    if phase is not Phase.BACKWARD:
-        return kernel.computed_flops
-    return kernel.computed_flops * (kernel.backward_matmuls if isinstance(kernel, Gemm) else 2)
+def _parameters_words(width: int, num_parameters: int, bytes_per_s: float) -> str:
+    return f"{width} B x {num_parameters:,} parameters / {format_rate(bytes_per_s, digits=4)}"
+
+
+def _slowest_words(slowest: float, device_s: float) -> str:
+    return f"{slowest - 1:.4g} x {format_time(device_s, digits=4)}"
+
+
+def _host_words(calls: int, call_s: float, device_s: float) -> str:
+    return f"{counted(calls, 'operation')} x {format_time(call_s, digits=4)} - {format_time(device_s, digits=4)}"
+
+
+def _cuts_words(cuts: int, overhead_s: float) -> str:
+    return f"{counted(cuts, 'cut')} x {format_time(overhead_s, digits=4)}"

@@ -8,11 +8,11 @@ are slower than those with per-tensor scaling (torchao/float8/README.md at 36027
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import add
-from typing import NamedTuple
 
-from simplan.cost.compute.matmul import Matmul, MatmulRates, gemm_sizes
+from simplan.cost.compute.matmul import GEMM_WORDS, Matmul, MatmulRates, gemm_sizes
+from simplan.cost.model import CostPart
 from simplan.model.layer import Gemm
 from simplan.model.low_precision import Cast, LinearFormat, casts
 from simplan.program.program import Phase
@@ -21,28 +21,6 @@ from simplan.software.software import StateBytes
 _WITH_ONE_SCALE = 3
 _POST_SCALE_BYTES = 12  # per element: the product of both scales is written in FP32, then read to scale the element
 _POST_SCALE_KERNELS = 4  # these two, and two that write scales of 1 for the matmul
-
-
-class LinearCost(NamedTuple):
-    """Cost of linear layers in a pass.
-
-    Attributes:
-        matmuls_s, casts_s: Seconds of matmuls and of casts.
-        cast_bytes: Bytes read and written by casts.
-        flops: FLOPs of low-precision matmuls.
-        wide_flops: FLOPs of BF16 or FP16 matmuls.
-    """
-
-    matmuls_s: float = 0.0
-    casts_s: float = 0.0
-    num_casts: int = 0
-    cast_bytes: int = 0
-    flops: int = 0
-    wide_flops: int = 0
-
-    def plus(self, other: LinearCost) -> LinearCost:
-        """Returns the sum of both costs."""
-        return LinearCost(*map(add, self, other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +42,25 @@ class LinearRates:
     traffic: float
     weight_casts: float = 1.0
 
-    def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
-        """Returns the cost of one linear layer in forward, recomputation or a full backward."""
+    def parts(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> Iterator[CostPart]:
+        """Yields casts and matmuls of one linear layer in forward, recomputation or a full backward."""
         backward, rows = phase is Phase.BACKWARD, microbatch_size * gemm.m
-        linear_cost = LinearCost()
         for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
             if cast.backward is backward and cast.operand not in gemm.cast_before:
-                num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
-                cast_s = num_bytes * self.traffic / self.low.bytes_per_s + cast.kernels * self._launches_s(gemm)
+                num_bytes = self.cast_bytes(cast, gemm, microbatch_size) * self.traffic
+                launches_s = cast.kernels * self._launches_s(gemm)
+                name = f"{gemm.name}: {self.form.precision} cast of the {cast.operand}"
+                part = self.low.streaming(name, num_bytes, launches_s=launches_s)
                 often = self.weight_casts if cast.operand == "weight" else 1.0
-                linear_cost = linear_cost.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
+                yield part.times(often, "of the microbatches")
         for name, sizes in gemm_sizes(gemm, microbatch_size, phase).items():
             wide = name == "linear_weight_gradient" and self.form.wide_weight_gradient
-            linear_cost = linear_cost.plus(self._matmul(*sizes, gemm.num_groups, gemm.streams, wide=wide))
-            if backward and not wide:
+            yield self._matmul(gemm.name + GEMM_WORDS[name], *sizes, gemm, wide=wide)
+            if backward and not wide and self.form.eager and not self.form.has_one_scale:
+                # results of backward are scaled per row and column after their matmul
                 elements = rows * gemm.k if name == "linear_input_gradient" else gemm.weight_elements
-                linear_cost = linear_cost.plus(self._post_scale(elements))
-        return linear_cost
-
-    def _post_scale(self, elements: int) -> LinearCost:
-        """Returns the cost of scaling a result of backward per row and column after its matmul, as in eager mode."""
-        if not self.form.eager or self.form.has_one_scale:
-            return LinearCost()
-        num_bytes = _POST_SCALE_BYTES * elements
-        seconds = num_bytes * self.traffic / self.low.bytes_per_s + _POST_SCALE_KERNELS * self.low.kernel_overhead_s
-        return LinearCost(casts_s=seconds, cast_bytes=num_bytes)
+                scaled_bytes = _POST_SCALE_BYTES * elements * self.traffic
+                yield self.low.streaming(f"{gemm.name}: scales", scaled_bytes, _POST_SCALE_KERNELS)
 
     def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
         """Returns the bytes read and written by one cast."""
@@ -114,15 +86,15 @@ class LinearRates:
         return gemm.num_groups * (_WITH_ONE_SCALE if self.form.finds_largest else 1) * self.low.kernel_overhead_s
 
     def _matmul(
-        self, rows: float, columns: int, depth: float, groups: int, streams: int, *, wide: bool = False
-    ) -> LinearCost:
-        """Returns the cost of matmuls of two operands; results are in BF16 or FP16."""
-        bits = 8 * self.state.activation if wide else self.form.element_bits
+        self, name: str, rows: float, columns: int, depth: float, gemm: Gemm, *, wide: bool = False
+    ) -> CostPart:
+        """Returns matmuls of two operands; results are in BF16 or FP16."""
+        groups, bits = gemm.num_groups, 8 * self.state.activation if wide else self.form.element_bits
         operands, result = groups * (rows + columns) * depth, groups * rows * columns
         matmul = Matmul(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)
-        launches_s = self.low.launches_s(groups, streams)
-        seconds = (self.wide if wide else self.low).seconds(matmul) + launches_s - self.low.kernel_overhead_s
+        launches_s = self.low.launches_s(groups, gemm.streams)
         if self.form.orders_scales and not wide:
-            seconds += 2 * launches_s
-        flops = round(matmul.flops)
-        return LinearCost(matmuls_s=seconds, flops=0 if wide else flops, wide_flops=flops if wide else 0)
+            launches_s *= 3
+        if wide:
+            launches_s += self.wide.kernel_overhead_s - self.low.kernel_overhead_s
+        return (self.wide if wide else self.low).part(name, matmul, launches_s)

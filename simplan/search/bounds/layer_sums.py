@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.analytic import AnalyticCost
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.model import CostModel
 from simplan.cost.program_costs import pass_time_s
@@ -419,9 +418,8 @@ class CostCache:
 
     def work_s(self, work: LayerWork) -> float:
         """Compute seconds of one phase of one layer."""
-        if isinstance(self._cost, AnalyticCost):
-            return self._cost.compute_s(work)
-        return self._cost.compute(work._replace(group=self._node_group)).seconds
+        own = work if self._node_group is None else work._replace(group=self._node_group)
+        return self._cost.compute(own).seconds
 
     def collective_s(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         """Seconds of a collective or P2P send of whole bytes in the fastest of some groups; 0 for none."""
@@ -434,11 +432,5 @@ class CostCache:
         if not self.sends or len(communication.ranks) == 1:
             return 0.0
         if (found := self._communications_s.get(communication)) is None:
-            cost = self._cost
-            found = (
-                cost.communication_s(communication)
-                if isinstance(cost, AnalyticCost)
-                else cost.communication(communication).seconds
-            )
-            self._communications_s[communication] = found
+            found = self._communications_s[communication] = self._cost.communication(communication).seconds
         return found
