@@ -67,18 +67,15 @@ def remainder_words(whole_s: float, part_s: float, what: str = "") -> str:
     return f"{format_time(whole_s, digits=digits)} - {format_time(part_s, digits=digits)}{what and f' {what}'}"
 
 
-def parts_of(estimate: CostEstimate, count: int, name: str = "") -> Iterator[ExplainedPart]:
-    """Yield the parts of a cost estimate for all its occurrences.
-
-    Args:
-        estimate: The cost estimate.
-        count: Number of occurrences.
-        name: Name of an estimate that is a single part; empty for that of the part.
-    """
-    times = f"{count:,} x " if count > 1 else ""
+def parts_of(estimate: CostEstimate, count: int) -> Iterator[ExplainedPart]:
+    """Yield the parts of a cost estimate for all its occurrences."""
     for part in estimate.parts:
-        formula = f"{times}({part.formula})" if times else part.formula
-        yield ExplainedPart(name or part.name, str(part.limit), count * part.seconds, formula)
+        yield ExplainedPart(part.name, str(part.limit), count * part.seconds, counted_formula(count, part.formula))
+
+
+def counted_formula(count: int, formula: str) -> str:
+    """Formula of several occurrences."""
+    return formula if count == 1 else f"{count:,} x ({formula})"
 
 
 def exposed_s(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.model import CostEstimate
-from simplan.explain.term import ExplainedTerm, exposed_s, parts_of, remainder_words
+from simplan.explain.term import ExplainedTerm, counted_formula, exposed_s, parts_of, remainder_words
 from simplan.predict import Simulated
 from simplan.predict.overlap_slowdown import overlap_words
 from simplan.prediction import Prediction
@@ -41,7 +41,7 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
                 name,
                 count * estimate.seconds,
                 "s",
-                f"{count:,} x ({estimate.formula})",
+                counted_formula(count, estimate.formula),
                 provenance=str(estimate.provenance),
                 relative_std=estimate.relative_std,
                 parts=tuple(parts_of(estimate, count)),

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from textwrap import wrap
 
+from simplan.cost.model import Limit
 from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanation
 from simplan.report.table import format_table_text
 from simplan.report.text import links_words
 from simplan.units import counted, format_bytes, format_percent, format_time
 
 _WRAP = 118
+_SAID_BY_NAME = (Limit.SLOWEST, Limit.HOST, Limit.TIMING)
 
 
 def explanation_text(explanation: Explanation, *, kernels: bool = False) -> str:
@@ -76,11 +78,12 @@ def _said(term: ExplainedTerm) -> str:
 def _rows(term: ExplainedTerm, margin: int, *, kernels: bool) -> Iterator[str]:
     """Rows of the parts of a term: those of communication always, at most two of them without ``kernels``."""
     is_moved = term.group == "exposed communication"
-    if not (kernels or is_moved):
+    if not is_moved and (not kernels or len(term.parts) == 1):
         return
     shown = term.parts if kernels else term.parts[:2]
     for part in shown:
-        yield from _wrapped(f"{_number(part.value, 's')} {part.name}, bound by {part.limit}", margin + 2)
+        bound = "" if part.limit in _SAID_BY_NAME else f", bound by {part.limit}"
+        yield from _wrapped(f"{_number(part.value, 's')} {part.name}{bound}", margin + 2)
         yield from _wrapped(part.formula, margin + 4)
     if hidden := len(term.parts) - len(shown):
         yield from _wrapped(f"and {counted(hidden, 'more size')}", margin + 2)
