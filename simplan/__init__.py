@@ -2,10 +2,10 @@
 
 ::
 
-    job = simplan.make_job("llama3-8b", {"cluster.num_devices": 64, "plan.tp": 8})
-    simplan.predict(job)                                    # a Prediction: time and memory of a step
-    simplan.search(job, {"tp": [1, 2, 4, 8]})               # a SearchResult: the best plans of a space
-    simplan.sweep(job, {"plan.microbatch_size": [1, 2]})    # a pandas.DataFrame
+    simplan.predict("llama3-8b", num_devices=64, tp=8)      # a Prediction: time and memory of a step
+    job = simplan.make_job("llama3-8b", num_devices=64, tp=8)
+    simplan.search(job, tp=[1, 2, 4, 8])                    # a SearchResult: the best plans of a space
+    simplan.sweep(job, microbatch_size=[1, 2])              # a pandas.DataFrame
 
 Names of ``__all__`` are loaded on first access, so that ``import simplan`` is fast. ``__init__.pyi`` has their types.
 """
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "simplan.api": "predict search sweep",
     "simplan.errors": "SimplanError SpecError",
     "simplan.explain": "explain",
     "simplan.job": "Job",
-    "simplan.predict": "predict sweep",
     "simplan.prediction": "Prediction",
     "simplan.scenario": "Scenario load_scenario load_search make_job",
-    "simplan.search": "Fix SearchResult SearchSpace fixes search",
+    "simplan.search": "Fix SearchResult SearchSpace fixes",
     "simplan.interop.compare_files": "compare",
 }
 """Modules of the public names."""

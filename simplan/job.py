@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from simplan import catalog
+from simplan.base import Spec
 from simplan.cluster.background import BackgroundJob
 from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
@@ -91,6 +92,11 @@ class Job:
         ranks = [range(width * stage, width * (stage + 1)) for stage in range(self.plan.pp)]
         return tuple(tuple(sorted({self.cluster.group_of(self.device_of(rank)) for rank in own})) for own in ranks)
 
+    @staticmethod
+    def full_key(key: str) -> str:
+        """Key of a setting with its section, of a key with or without it; see ``full_key``."""
+        return full_key(key, _SECTIONS)
+
     def with_plan(self, plan: ParallelPlan) -> Job:
         """Copy of the job with another plan, such as a search candidate."""
         return replace(self, plan=plan)
@@ -118,7 +124,7 @@ class Job:
             update |= {"inter_link": None, "nics_per_node": None}
         return replace(self, cluster=cluster.with_changes(**update))
 
-    def with_changes(self, changes: Mapping[str, Any]) -> Job:
+    def with_changes(self, changes: Mapping[str, Any] | None = None, **keys: Any) -> Job:
         """Copy of the job with other values of some settings, named as in a scenario file.
 
         >>> from simplan import catalog
@@ -126,17 +132,20 @@ class Job:
         >>> job = Job(catalog.model("gpt2-124m"), cluster, training, ParallelPlan(), catalog.software("torch"))
         >>> job.with_changes({"plan.dp_shard": 8, "training.precision": "fp16"}).plan.zero_stage
         3
+        >>> job.with_changes(tp=4, dp_shard=2).plan
+        ParallelPlan(dp_shard=2, tp=4)
 
         Args:
             changes: New value by setting, such as ``{"plan.tp": 8, "training.global_batch_size": 64}``. Other settings
                 follow if they have their default and it depends on these (``ParallelPlan``).
+            keys: Settings without their section.
 
         Raises:
             SpecError: There is no such setting, or a value is wrong.
         """
         by_section: dict[str, dict[str, Any]] = {}
-        for setting, value in changes.items():
-            section, _, name = setting.partition(".")
+        for setting, value in {**(changes or {}), **keys}.items():
+            section, _, name = self.full_key(setting).partition(".")
             by_section.setdefault(section, {})[name] = value
         job, sections = self, tuple(field.name for field in fields(self))
         if "num_devices" in by_section.get("cluster", {}):
@@ -155,6 +164,37 @@ class Job:
         if by_section.get("plan") and "zero_stage" not in by_section["plan"]:
             return changed_job.with_plan(_with_zero_stage_of_groups(self.plan, changed_job))
         return changed_job
+
+
+_SECTIONS: dict[str, type[Spec]] = {
+    "plan": ParallelPlan,
+    "training": TrainingSpec,
+    "cluster": ClusterSpec,
+    "model": ModelSpec,
+    "software": SoftwareSpec,
+}
+
+
+def full_key(key: str, sections: Mapping[str, type[Spec]]) -> str:
+    """Key with its section, of a key with or without it.
+
+    A key of several sections is that of the first: ``recompute_modules`` of the plan, not of the software, which says
+    what there is.
+
+    Args:
+        key: A key such as ``tp`` or ``plan.tp``.
+        sections: Section -> keys.
+
+    Raises:
+        SpecError: No section has the key.
+    """
+    if "." in key or key in sections:
+        return key
+    having = [section for section, spec in sections.items() if key in spec.model_fields]
+    if having:
+        return f"{having[0]}.{key}"
+    known = [name for spec in sections.values() for name in spec.model_fields]
+    raise SpecError(Problem(field=key, rule="is no key of a scenario", fix=did_you_mean(key, known)))
 
 
 def _with_zero_stage_of_groups(before: ParallelPlan, job: Job) -> ParallelPlan:

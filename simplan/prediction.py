@@ -20,6 +20,8 @@ from simplan.training import TrainingBudget
 from simplan.units import GIB, format_bytes, format_percent, format_time
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from simplan.network.load import Network
 
 PREDICTION_SCHEMA_VERSION = 2
@@ -450,6 +452,33 @@ class Prediction:
         """Throughput per device, in tokens of packed documents per second, without padding."""
         source = self.job.model.packs or self.job.model
         return self.tokens_per_s_per_device * source.document_share
+
+    def report(self) -> str:
+        """The text that ``simplan predict`` prints."""
+        from simplan.report.text import prediction_text
+
+        return prediction_text(self)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Table with one row per rank: ``split`` in seconds, memory in GiB by category, and microbatches in flight.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "rank": memory.rank,
+                **asdict(split),
+                **{f"{category}_gib": size / GIB for category, size in memory.by_category.items()},
+                "allocated_gib": memory.allocated_bytes / GIB,
+                "reserved_gib": memory.reserved_bytes / GIB,
+                "device_gib": memory.device_bytes / GIB,
+                "activations_in_flight": max(memory.activations_in_flight.values(), default=0),
+            }
+            for memory, split in zip(self.memory, self.splits, strict=True)
+        )
 
     def with_budget(self, budget: TrainingBudget) -> Prediction:
         """Copy with the full training; this prediction if the budget has no number of tokens."""

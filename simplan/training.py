@@ -94,15 +94,27 @@ class TrainingSpec(Spec):
             (Chen et al. 2016, arXiv:1604.00981). Dropped sequences do not count in throughput.
     """
 
-    global_batch_size: Count
-    precision: Precision = "bf16"
-    pure_bf16: bool = False
-    fp8_recipe: Fp8Recipe | None = None
-    optimizer: Annotated[OptimizerName, BeforeValidator(_modelled)] = "adamw"
-    fused_optimizer: bool | None = None
-    clip_grad_norm: Positive | None = None
-    task: Literal["pretrain", "sft", "lora"] = "pretrain"
-    backup_workers: Natural = 0
+    global_batch_size: Count = Field(description="sequences (or images) of an optimizer step, over all devices")
+    precision: Precision = Field(
+        "bf16", description="precision of the matmuls of linear layers; all except fp32 and tf32 are mixed precision"
+    )
+    pure_bf16: bool = Field(
+        False, description="weights, gradients and optimizer states in bf16 as well, without fp32 copies"
+    )
+    fp8_recipe: Fp8Recipe | None = Field(None, description="for fp8: scaling granularity; default: per tensor")
+    optimizer: Annotated[OptimizerName, BeforeValidator(_modelled)] = Field(
+        "adamw", description="optimizer, with its states per parameter"
+    )
+    fused_optimizer: bool | None = Field(
+        None, description="one kernel for the update; false for torch's foreach; default: where such a kernel exists"
+    )
+    clip_grad_norm: Positive | None = Field(None, description="maximum norm of the gradients of the model")
+    task: Literal["pretrain", "sft", "lora"] = Field(
+        "pretrain", description="lora trains adapters of model.lora_rank only; sft computes the same as pretrain"
+    )
+    backup_workers: Natural = Field(
+        0, description="replicas of plan.dp_replicate whose gradients, the last to arrive, a step drops"
+    )
 
     @property
     def update(self) -> UpdateName:
@@ -124,7 +136,10 @@ class TrainingSection(TrainingSpec):
         num_tokens: Tokens of the full training, padding included; None for a prediction of one step only.
     """
 
-    num_tokens: NumTokens | None = None
+    num_tokens: NumTokens | None = Field(
+        None,
+        description="tokens of the full training, for its days and cost; at most 1e18; a step does not depend on it",
+    )
 
     @property
     def step(self) -> TrainingSpec:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import yaml
 
 import simplan
 from simplan.errors import SpecError
@@ -131,6 +132,54 @@ def test_a_sweep_is_a_prediction_for_each_combination(job: simplan.Job) -> None:
         simplan.sweep(job, {"plan.tq": [1]})
     with pytest.raises(SpecError, match="more than 10,000 combinations"):
         simplan.sweep(job, {"model.seq_len": range(1, 200), "plan.microbatch_size": range(1, 100)})
+
+
+def test_every_function_takes_the_same_keys(job: simplan.Job) -> None:
+    """With and without their section, on a job and on what makes one."""
+    keys: dict[str, Any] = {"tp": 2, "dp_shard": 4, "global_batch_size": 32, "compiled": True}
+    full = {"plan.tp": 2, "plan.dp_shard": 4, "training.global_batch_size": 32, "software.compiled": True}
+    changed = job.with_changes(full)
+    assert (changed.plan.tp, changed.training.global_batch_size, changed.software.compiled) == (2, 32, True)
+    assert job.with_changes(**keys) == job.with_changes(keys) == changed == simplan.make_job(FSDP, full | keys)
+    expected_s = simplan.predict(changed).step_time_s
+    for prediction in (simplan.predict(job, **keys), simplan.predict(job, full), simplan.predict(FSDP, **keys)):
+        assert prediction.step_time_s == expected_s
+    swept = simplan.sweep(FSDP, {"tp dp_shard": [(1, 8), (2, 4)]}, microbatch_size=[1, 2], global_batch_size=32)
+    assert swept[["tp", "dp_shard", "microbatch_size"]].to_numpy().tolist() == [
+        [1, 8, 1],
+        [1, 8, 2],
+        [2, 4, 1],
+        [2, 4, 2],
+    ]
+    alone = simplan.sweep(job.with_changes(global_batch_size=32), {"plan.tp": [2], "plan.microbatch_size": [1]})
+    assert swept["step_time_s"][2] == alone["step_time_s"][0]
+    assert "dp_shard" in simplan.sweep(job, tp=[2])
+    space = {"tp": [1], "pp": [1], "microbatch_size": [1, 2], "top": 1}
+    found = simplan.search(FSDP, **space, global_batch_size=32)
+    asked = simplan.search(job.with_changes(global_batch_size=32), space)
+    mixed = simplan.search(job, {"tp": 1, "pp": 1}, microbatch_size=[1, 2], top=1, global_batch_size=32)
+    assert found.best == asked.best == mixed.best
+    for function in (simplan.predict, simplan.search, simplan.sweep, simplan.make_job):
+        with pytest.raises(SpecError, match="^tq: is no key of a scenario"):
+            function(FSDP, tq=1)
+
+
+def test_results_have_the_texts_of_their_commands(tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(yaml.safe_dump(FSDP))
+    prediction = simplan.load_scenario(file).predict()
+    explanation = simplan.explain(prediction)
+    for arguments, text in (
+        (["predict", str(file)], prediction.report()),
+        (["explain", str(file), "--kernels"], explanation.report(kernels=True)),
+    ):
+        done = subprocess.run([sys.executable, "-m", "simplan", *arguments], capture_output=True, text=True, cwd=ROOT)
+        assert done.stdout.startswith(text.rstrip())
+    table = prediction.to_dataframe()
+    assert table["rank"].tolist() == list(range(8))
+    spent_s = table[[name for name in table if name.endswith("_s")]].sum(axis=1)
+    assert spent_s.tolist() == pytest.approx([prediction.step_time_s] * 8)
+    assert len(repr(explanation)) < 300
 
 
 def test_compare_takes_files_and_objects(job: simplan.Job, tmp_path: Path) -> None:

@@ -19,23 +19,29 @@ from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import (
-    cluster_fields,
     model_fields,
     search_space,
     topology_fields,
     training_fields,
 )
 from simplan.report.table import format_table_text
+from simplan.scenario.schema import cluster_fields, scenario_schema
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_rate, format_time
 
 Row = dict[str, str]
 
 
 def show_command(kind: str | None, name: str | None, *, as_json: bool, calibration_file: Path | None = None) -> int:
-    """``simplan show``; without a kind, the list of kinds. A calibration is compared with the catalog's links."""
+    """``simplan show``; without a kind, the list of kinds. A calibration is compared with the catalog's links.
+
+    ``schema`` is a JSON Schema of scenario files, with and without ``--json``.
+    """
+    if kind == "schema" and name is None:
+        print_json(scenario_schema())
+        return 0
     kind = _plural(kind)
     if kind is None:
-        fix = f"one of {', '.join(_LISTINGS)}"
+        fix = f"one of {', '.join((*_LISTINGS, 'schema'))}"
         raise SpecError(Problem(field="KIND", rule="is missing", fix=fix))
     if calibration_file is not None:
         return _show_measured(kind, name, calibration_file, as_json=as_json)
@@ -298,7 +304,7 @@ _ENTRIES: dict[str, Callable[[str], Any]] = {
     "software": catalog.software,
 }
 
-KINDS = tuple(_LISTINGS)
+KINDS = (*_LISTINGS, "schema")
 
 
 def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -34,27 +34,28 @@ class Pcie(Spec):
     """Devices of a node on PCIe: they meet at the host, or at a PCIe switch below it.
 
     The uplink of a PCIe switch has the bandwidth of one device's link (``ClusterSpec.intra_link``).
-
-    Attributes:
-        kind: ``pcie``.
-        devices_per_switch: Devices that share the uplink of a PCIe switch; None for each device on a root port.
-        peer_to_peer: True if devices of one PCIe switch reach each other below the host. Without peer-to-peer, as on
-            GeForce cards, transfers go up to host memory and down.
     """
 
     kind: Literal["pcie"]
-    devices_per_switch: Annotated[int, Field(ge=1, le=1024)] | None = None
-    peer_to_peer: bool = True
+    devices_per_switch: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="Devices that share the uplink of a PCIe switch; None for each device on a root port."
+    )
+    peer_to_peer: bool = Field(
+        True,
+        description=(
+            "True if devices of one PCIe switch reach each other below the host. Without peer-to-peer, "
+            "as on GeForce cards, transfers go up to host memory and down."
+        ),
+    )
 
 
 class _Topology(Spec):
-    """Topology of nodes, with the wiring inside each.
+    """Topology of nodes, with the wiring inside each."""
 
-    Attributes:
-        node: Wiring of the devices of a node; None for a switch that joins all of them without contention.
-    """
-
-    node: Pcie | None = None
+    node: Pcie | None = Field(
+        None,
+        description=("Wiring of the devices of a node; None for a switch that joins all of them without contention."),
+    )
 
     @property
     def hashes_flows(self) -> bool:
@@ -87,14 +88,15 @@ class _Topology(Spec):
 
 
 class LayeredTopology(_Topology):
-    """Topology with layers of switches, of which a flow has several to choose from.
+    """Topology with layers of switches, of which a flow has several to choose from."""
 
-    Attributes:
-        routing: ``adaptive``, where the uplinks of a switch are one link of their total bandwidth, or ``ecmp``, where
-            the hash of a flow picks one uplink.
-    """
-
-    routing: Routing = "adaptive"
+    routing: Routing = Field(
+        "adaptive",
+        description=(
+            "adaptive, where the uplinks of a switch are one link of their total bandwidth, or ecmp, "
+            "where the hash of a flow picks one uplink."
+        ),
+    )
 
     @property
     def hashes_flows(self) -> bool:
@@ -113,23 +115,22 @@ class Switch(_Topology):
 
 
 class LeafSpine(LayeredTopology):
-    """All network cards of a node on one leaf switch, leaves on a layer of spine switches; optionally, pods of leaves.
-
-    Attributes:
-        kind: ``leaf_spine``.
-        nodes_per_leaf: Nodes on one leaf.
-        oversubscription: Bandwidth of the nodes of a leaf over that of its uplinks.
-        spines: Spine switches that ``ecmp`` hashes flows over; None for unknown.
-        leaves_per_pod: Leaves whose spines form a pod, below one more layer of switches; None for no such layer.
-        pod_oversubscription: Bandwidth of the leaves of a pod over that of the uplinks of the pod.
-    """
+    """All network cards of a node on one leaf switch, leaves on a layer of spine switches; optionally, pods."""
 
     kind: Literal["leaf_spine"]
-    nodes_per_leaf: NumDevices
-    oversubscription: Oversubscription = 1.0
-    spines: Annotated[int, Field(ge=1, le=1024)] | None = None
-    leaves_per_pod: NumDevices | None = None
-    pod_oversubscription: Oversubscription = 1.0
+    nodes_per_leaf: NumDevices = Field(description="Nodes on one leaf.")
+    oversubscription: Oversubscription = Field(
+        1.0, description="Bandwidth of the nodes of a leaf over that of its uplinks."
+    )
+    spines: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="Spine switches that ecmp hashes flows over; None for unknown."
+    )
+    leaves_per_pod: NumDevices | None = Field(
+        None, description="Leaves whose spines form a pod, below one more layer of switches; None for no such layer."
+    )
+    pod_oversubscription: Oversubscription = Field(
+        1.0, description="Bandwidth of the leaves of a pod over that of the uplinks of the pod."
+    )
 
     def words(self) -> str:
         """Description in a few words."""
@@ -156,21 +157,19 @@ class LeafSpine(LayeredTopology):
 
 
 class Rail(LayeredTopology):
-    """Network card i of every node of a group on leaf switch i (rail-optimized), leaves on a layer of spine switches.
-
-    Attributes:
-        kind: ``rail``.
-        nodes_per_group: Nodes whose cards share leaves: a scalable unit.
-        oversubscription: Bandwidth of the cards of a leaf over that of its uplinks.
-        rails: Leaves of a group: card i is on leaf i modulo ``rails``; None for as many as a node has cards.
-        spines: Spine switches that ``ecmp`` hashes flows over; None for unknown.
-    """
+    """Network card i of every node of a group on leaf switch i (rail-optimized), leaves on a layer of spines."""
 
     kind: Literal["rail"]
-    nodes_per_group: NumDevices
-    oversubscription: Oversubscription = 1.0
-    rails: NumDevices | None = None
-    spines: Annotated[int, Field(ge=1, le=1024)] | None = None
+    nodes_per_group: NumDevices = Field(description="Nodes whose cards share leaves: a scalable unit.")
+    oversubscription: Oversubscription = Field(
+        1.0, description="Bandwidth of the cards of a leaf over that of its uplinks."
+    )
+    rails: NumDevices | None = Field(
+        None, description="Leaves of a group: card i is on leaf i modulo rails; None for as many as a node has cards."
+    )
+    spines: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="Spine switches that ecmp hashes flows over; None for unknown."
+    )
 
     def words(self) -> str:
         """Description in a few words."""
@@ -198,19 +197,15 @@ class FatTree(LayeredTopology):
 
     Cards fill the leaf switches in order. Every cable has the rate of a network card.
 
-    Attributes:
-        kind: ``fat_tree``.
-        radix: Ports k of a switch.
-        levels: Levels of switches.
-        oversubscription: Ports of a leaf switch to network cards over its ports to above.
-
     Source: Al-Fares, Loukissas, Vahdat, "A scalable, commodity data center network architecture" (SIGCOMM 2008).
     """
 
     kind: Literal["fat_tree"]
-    radix: Annotated[int, Field(ge=2, le=1024)]
-    levels: Annotated[int, Field(ge=2, le=3)] = 3
-    oversubscription: Oversubscription = 1.0
+    radix: Annotated[int, Field(ge=2, le=1024)] = Field(description="Ports k of a switch.")
+    levels: Annotated[int, Field(ge=2, le=3)] = Field(3, description="Levels of switches.")
+    oversubscription: Oversubscription = Field(
+        1.0, description="Ports of a leaf switch to network cards over its ports to above."
+    )
 
     @property
     def uplinks(self) -> int:
@@ -259,24 +254,23 @@ class FatTree(LayeredTopology):
 class Dragonfly(_Topology):
     """Groups of routers: all pairs of routers of a group have a link, and all pairs of groups.
 
-    Attributes:
-        kind: ``dragonfly``.
-        nodes_per_router: Nodes on one router.
-        routers_per_group: Routers of a group.
-        global_gbit: Bandwidth between two groups in one direction, Gbit/s.
-        local_gbit: Bandwidth between two routers of a group in one direction, Gbit/s; None for ``global_gbit``.
-        routing: ``adaptive``, where traffic that would overload its minimal path takes detours over other routers and
-            groups, or ``minimal``.
-
     Source: Kim, Dally, Scott, Abts, "Technology-driven, highly-scalable dragonfly topology" (ISCA 2008).
     """
 
     kind: Literal["dragonfly"]
-    nodes_per_router: NumDevices
-    routers_per_group: Annotated[int, Field(ge=1, le=1024)]
-    global_gbit: Gbit
-    local_gbit: Gbit | None = None
-    routing: Literal["adaptive", "minimal"] = "adaptive"
+    nodes_per_router: NumDevices = Field(description="Nodes on one router.")
+    routers_per_group: Annotated[int, Field(ge=1, le=1024)] = Field(description="Routers of a group.")
+    global_gbit: Gbit = Field(description="Bandwidth between two groups in one direction, Gbit/s.")
+    local_gbit: Gbit | None = Field(
+        None, description="Bandwidth between two routers of a group in one direction, Gbit/s; None for global_gbit."
+    )
+    routing: Literal["adaptive", "minimal"] = Field(
+        "adaptive",
+        description=(
+            "adaptive, where traffic that would overload its minimal path takes detours over other "
+            "routers and groups, or minimal."
+        ),
+    )
 
     def words(self) -> str:
         """Description in a few words."""
@@ -294,14 +288,12 @@ class Torus(_Topology):
     """Devices of a slice linked to their neighbors on a torus of 1 to 3 axes (TPU); one switch joins several slices.
 
     A slice is a node of the cluster. Axes of at least ``LinkSpec.torus_wrap`` devices close to rings.
-
-    Attributes:
-        kind: ``torus``.
-        shape: Devices along each axis. Devices are numbered along the last axis first.
     """
 
     kind: Literal["torus"]
-    shape: Annotated[tuple[NumDevices, ...], Field(min_length=1, max_length=3)]
+    shape: Annotated[tuple[NumDevices, ...], Field(min_length=1, max_length=3)] = Field(
+        description="Devices along each axis. Devices are numbered along the last axis first."
+    )
 
     def closes(self, torus_wrap: int | None) -> tuple[bool, ...]:
         """True for each axis that closes to a ring.
@@ -347,21 +339,17 @@ Inner = Annotated[Switch | LeafSpine | Rail | FatTree, Field(discriminator="kind
 
 
 class Sites(_Topology):
-    """Several sites, each with a network of its own, joined by slow links of long distance.
-
-    Attributes:
-        kind: ``sites``.
-        nodes_per_site: Nodes of a site.
-        gbit_per_site: Bandwidth between a site and all others in one direction, Gbit/s.
-        latency_s: Time from site to site, one way, in addition to that of the network of a site.
-        inside: Network of a site: switch, leaf_spine, rail or fat_tree; None for one switch.
-    """
+    """Several sites, each with a network of its own, joined by slow links of long distance."""
 
     kind: Literal["sites"]
-    nodes_per_site: NumDevices
-    gbit_per_site: Gbit
-    latency_s: Seconds = 0.0
-    inside: Inner | None = None
+    nodes_per_site: NumDevices = Field(description="Nodes of a site.")
+    gbit_per_site: Gbit = Field(description="Bandwidth between a site and all others in one direction, Gbit/s.")
+    latency_s: Seconds = Field(
+        0.0, description="Time from site to site, one way, in addition to that of the network of a site."
+    )
+    inside: Inner | None = Field(
+        None, description="Network of a site: switch, leaf_spine, rail or fat_tree; None for one switch."
+    )
 
     def words(self) -> str:
         """Description in a few words."""
@@ -404,29 +392,20 @@ _Vertex = Annotated[str, AfterValidator(_vertex_name)]
 
 
 class GraphLink(Spec):
-    """Cable of a graph: one link in each direction.
+    """Cable of a graph: one link in each direction."""
 
-    Attributes:
-        between: Both ends: ``node0`` and so on for nodes, any other name for a switch.
-        gbit: Bandwidth in each direction, Gbit/s.
-        latency_s: Time in addition to the latency of the network (``LinkSpec.latency_s``).
-    """
-
-    between: tuple[_Vertex, _Vertex]
-    gbit: Gbit
-    latency_s: Seconds = 0.0
+    between: tuple[_Vertex, _Vertex] = Field(
+        description="Both ends: node0 and so on for nodes, any other name for a switch."
+    )
+    gbit: Gbit = Field(description="Bandwidth in each direction, Gbit/s.")
+    latency_s: Seconds = Field(0.0, description="Time in addition to the latency of the network (LinkSpec.latency_s).")
 
 
 class Graph(_Topology):
-    """Any graph of nodes and switches. Flows take a path of the fewest links; a hash picks among several such paths.
-
-    Attributes:
-        kind: ``graph``.
-        links: Cables.
-    """
+    """Any graph of nodes and switches. Flows take a path of the fewest links; a hash picks among several such paths."""
 
     kind: Literal["graph"]
-    links: Annotated[tuple[GraphLink, ...], Field(min_length=1, max_length=20_000)]
+    links: Annotated[tuple[GraphLink, ...], Field(min_length=1, max_length=20_000)] = Field(description="Cables.")
 
     def words(self) -> str:
         """Description in a few words."""

@@ -56,6 +56,18 @@ class Explanation:
     backup_workers: str = ""
     background: str = ""
 
+    def __repr__(self) -> str:
+        """Step time and its largest term, in one line."""
+        largest = max(self.time, key=lambda term: term.value)
+        of_it = f"{format_percent(largest.value / self.step_time_s)} of it {largest.name}"
+        return f"Explanation({self.name}: {format_time(self.step_time_s)} a step on rank {self.rank}, {of_it})"
+
+    def report(self, *, kernels: bool = False) -> str:
+        """The text that ``simplan explain`` prints; with ``kernels`` also the kernels of each term."""
+        from simplan.report.explanation import explanation_text
+
+        return explanation_text(self, kernels=kernels)
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
         return {"schema_version": 1, "kind": "explanation", **asdict(self)}

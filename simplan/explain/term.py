@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.model import CostEstimate
-from simplan.units import format_time
+from simplan.units import format_bytes, format_number, format_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class ExplainedTerm:
     provenance: str | None = None
     relative_std: float | None = None
     parts: tuple[ExplainedPart, ...] = ()
+
+    def __repr__(self) -> str:
+        """Group, name, value and formula, in one line."""
+        value = {"s": format_time, "bytes": format_bytes}.get(self.unit, format_number)(self.value)
+        return f"ExplainedTerm({self.group}: {self.name}, {value} = {self.formula})"
 
 
 def remainder_words(whole_s: float, part_s: float, what: str = "") -> str:

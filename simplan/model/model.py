@@ -35,133 +35,183 @@ class ModelSpec(Spec):
     others, and rejects the rest with an error that names the key. Sizes that a family does not have are 0. Defaults as
     in transformers: ``num_key_value_heads`` = ``num_attention_heads``, ``head_dim = hidden_size /
     num_attention_heads``, and ``max_position_embeddings`` = ``seq_len``.
-
-    Attributes:
-        name: Display name; has no effect.
-        family: ``gpt``: learned positions, LayerNorm, biases, a two-matrix GELU MLP (GPT-2). ``llama``: rotary
-            positions, RMSNorm, no biases, a gated SiLU MLP, grouped queries. ``mpt``: gpt with ALiBi for positions and
-            no biases. ``bert``: a post-norm encoder trained on masked tokens. ``vit``: image classification. ``moe``:
-            llama with experts in place of the MLP. ``deepseek``: moe with latent attention. ``t5``: an encoder and a
-            decoder. ``resnet``: image classification by convolutions.
-        num_hidden_layers: Blocks; for T5, blocks of the encoder.
-        num_decoder_layers: Blocks of T5's decoder; default ``num_hidden_layers``.
-        seq_len: Tokens of one sequence; for images, patches and the class token, which is the default. For T5, tokens
-            in the encoder.
-        decoder_seq_len: Tokens of one sequence in the decoder; default ``seq_len``.
-        document_lengths: Tokens of the documents packed into every sequence, in order; empty for one document that
-            fills the sequence. A token attends only to its own document, and positions restart in each. The rest of a
-            sequence is padding at its end: it attends to itself alone, is computed like other tokens, and is in no loss
-            (torchtune's PackedDataset).
-        packs: Statistics of the packs that ``document_lengths`` represents, if lengths were sampled
-            (``simplan.model.packing``); None otherwise.
-        vocab_size: Rows of the embedding, including padding. Padding that the framework adds itself
-            (``SoftwareSpec.padded``) may be left out.
-        tied_embeddings: Input embedding and output head share one weight. With a pipeline, first and last stage each
-            hold a copy, and the gradients of both are all-reduced every step.
-        attention_bias: Biases of q, k, v and the output projection of attention.
-        qkv_bias: Biases of q, k and v only (Qwen2).
-        qk_norm: ``head``: one RMSNorm weight shared by all heads normalizes each head of queries and keys (Qwen3).
-            ``projection``: one RMSNorm over all heads together (OLMoE).
-        partial_rotary_factor: Fraction of the width of a head's queries and keys that is rotated (GPT-NeoX: a quarter).
-        attention_sinks: Each head has a learned score that takes part in the softmax and in nothing else (gpt-oss).
-        sliding_window: Largest number of keys up to its own that a query attends to (Mistral 7B v0.1); None for no
-            limit.
-        sliding_window_pattern: Period in blocks: the last block of each period has no window; 0 for a window in all
-            blocks.
-        gated_mlp: MLPs have a gate. For T5, true is version 1.1, which has a separate head. Every other family is fixed
-            to one value (``Family.gated_mlp``), and the other value is rejected.
-        relative_attention_buckets: Distances between tokens that T5 distinguishes.
-        type_vocab_size: Types that a token can have (BERT's first and second segment).
-        max_predictions_per_seq: Tokens of a sequence for which BERT's head computes logits, as pre-training gathers
-            masked tokens before it (google-research/bert); 0 for all tokens.
-        image_size: Pixels along each side of an image.
-        patch_size: Pixels along each side of a patch.
-        num_channels: Color channels of an image.
-        num_classes: Classes that an image can have.
-        depths: Blocks of each stage of a ResNet.
-        layer_type: Convolutions of a block: two (``basic``), or three, of which the first narrows and the last widens
-            (``bottleneck``).
-        embedding_size: Channels inside the blocks of a ResNet's first stage; each further stage doubles them.
-        num_experts: Experts of a block, of which a token uses ``top_k``.
-        top_k: Hugging Face's num_experts_per_tok.
-        moe_intermediate_size: Intermediate size of one expert.
-        num_dense_layers: Leading blocks with an MLP of ``intermediate_size`` instead of experts
-            (first_k_dense_replace).
-        shared_expert_intermediate_size: Intermediate size of all shared experts together, which every token uses.
-        shared_expert_gate: One number per token weights the output of the shared experts (Qwen1.5-MoE).
-        router_bias: The router has a bias (gpt-oss).
-        expert_bias: The experts' matrices have biases (gpt-oss).
-        capacity_factor: Capacity slots of an expert per sequence, relative to its even share of the tokens. All slots
-            are computed: 1 is enough for balanced experts.
-        expert_imbalance: Expected tokens of the fullest expert of a sequence, relative to the even share.
-        drop_tokens: Tokens without a capacity slot skip the expert; false requires slots for all tokens.
-        q_lora_rank: Width of the latent vector of queries; None for the hidden states (DeepSeek-V2-Lite).
-        kv_lora_rank: Width of the latent vector of keys and values.
-        qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
-        qk_rope_head_dim: Width of a head's queries and keys that is rotated; all heads share the rotated keys.
-        v_head_dim: Width of a head's values.
-        mtp_num_layers: Layers after the last block, beyond ``num_hidden_layers``, that each predict one token further
-            ahead (num_nextn_predict_layers). DeepSeek-V3 has 1. Model FLOPs and parameters include these layers.
-        lora_rank: Rank of adapters next to matrices, all other weights frozen (``simplan.model.adapters``); 0 for none.
-        lora_targets: Matrices with adapters, by name in the layer (q, k, v or qkv, proj, gate, up, down), or
-            ``attention``, ``mlp`` or ``all``.
-        sources: Field name -> source of its value.
     """
 
     name: str = "inline"
-    family: FamilyName
+    family: FamilyName = Field(
+        description=(
+            "gpt: learned positions, LayerNorm, biases, a two-matrix GELU MLP (GPT-2). llama: rotary positions, "
+            "RMSNorm, no biases, a gated SiLU MLP, grouped queries. mpt: gpt with ALiBi for positions and no biases. "
+            "bert: a post-norm encoder trained on masked tokens. vit: image classification. moe: llama with experts in "
+            "place of the MLP. deepseek: moe with latent attention. t5: an encoder and a decoder. resnet: image "
+            "classification by convolutions."
+        )
+    )
     # the limits are written inside Annotated: after an equals sign they would lose against those of the type
-    num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)]
+    num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] = Field(
+        description="Blocks; for T5, blocks of the encoder."
+    )
     hidden_size: Annotated[int, Field(le=10**6)]
     num_attention_heads: Annotated[int, Field(le=10**5)]
     num_key_value_heads: Annotated[int, Field(le=10**5)]
     head_dim: Annotated[int, Field(le=10**5)]
     intermediate_size: Annotated[int, Field(le=10**7)]
-    vocab_size: Annotated[int, Field(le=_LARGEST_VOCABULARY)]
-    seq_len: Annotated[int, Field(le=10**8)]
-    document_lengths: Annotated[tuple[Count, ...], Field(max_length=10_000)] = ()
+    vocab_size: Annotated[int, Field(le=_LARGEST_VOCABULARY)] = Field(
+        description=(
+            "Rows of the embedding, including padding. Padding that the framework adds itself "
+            "(SoftwareSpec.padded) may be left out."
+        )
+    )
+    seq_len: Annotated[int, Field(le=10**8)] = Field(
+        description=(
+            "Tokens of one sequence; for images, patches and the class token, which is the default. For "
+            "T5, tokens in the encoder."
+        )
+    )
+    document_lengths: Annotated[tuple[Count, ...], Field(max_length=10_000)] = Field(
+        (),
+        description=(
+            "Tokens of the documents packed into every sequence, in order; empty for one document that "
+            "fills the sequence. A token attends only to its own document, and positions restart in "
+            "each. The rest of a sequence is padding at its end: it attends to itself alone, is "
+            "computed like other tokens, and is in no loss (torchtune's PackedDataset)."
+        ),
+    )
     packs: PackStatistics | None = None
     max_position_embeddings: Annotated[int, Field(le=10**8)]
-    tied_embeddings: bool
-    attention_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: Literal["head", "projection"] | None = None
-    attention_sinks: bool = False
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    sliding_window: Annotated[Count, Field(le=10**8)] | None = None
-    sliding_window_pattern: Annotated[int, Field(ge=0, le=2_000)] = 0
-    num_decoder_layers: Annotated[int, Field(le=MAX_LAYERS)]
-    decoder_seq_len: Annotated[int, Field(le=10**8)]
-    gated_mlp: bool = False
-    relative_attention_buckets: Annotated[int, Field(le=10**6)]
-    type_vocab_size: Annotated[int, Field(le=10**6)]
-    max_predictions_per_seq: Annotated[int, Field(ge=0, le=10**8)] = 0
-    image_size: Annotated[int, Field(le=10**5)]
-    patch_size: Annotated[int, Field(le=10**5)]
-    num_channels: Annotated[int, Field(le=10**5)]
-    num_classes: Annotated[int, Field(le=10**8)]
-    depths: Annotated[tuple[Annotated[Count, Field(le=500)], ...], Field(max_length=8)]
-    layer_type: Literal["basic", "bottleneck"] = "bottleneck"
-    embedding_size: Annotated[int, Field(le=10**5)]
-    num_experts: Annotated[int, Field(le=10**5)]
-    top_k: Annotated[int, Field(le=10**4)]
-    moe_intermediate_size: Annotated[int, Field(le=10**7)]
-    num_dense_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS)] = 0
-    shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=10**7)] = 0
-    shared_expert_gate: bool = False
-    router_bias: bool = False
-    expert_bias: bool = False
-    capacity_factor: Annotated[float, Field(gt=0, le=10**4)] = 1.0
-    expert_imbalance: Annotated[float, Field(ge=1, le=10**4)] = 1.0
-    drop_tokens: bool = False
-    q_lora_rank: Annotated[Count, Field(le=10**6)] | None = None
-    kv_lora_rank: Annotated[int, Field(le=10**6)]
-    qk_nope_head_dim: Annotated[int, Field(le=10**5)]
-    qk_rope_head_dim: Annotated[int, Field(le=10**5)]
-    v_head_dim: Annotated[int, Field(le=10**5)]
-    mtp_num_layers: Annotated[int, Field(ge=0, le=100)] = 0
-    lora_rank: Annotated[int, Field(ge=0, le=10**5)] = 0
-    lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("all",)
+    tied_embeddings: bool = Field(
+        description=(
+            "Input embedding and output head share one weight. With a pipeline, first and last stage "
+            "each hold a copy, and the gradients of both are all-reduced every step."
+        )
+    )
+    attention_bias: bool = Field(False, description="Biases of q, k, v and the output projection of attention.")
+    qkv_bias: bool = Field(False, description="Biases of q, k and v only (Qwen2).")
+    qk_norm: Literal["head", "projection"] | None = Field(
+        None,
+        description=(
+            "head: one RMSNorm weight shared by all heads normalizes each head of queries and keys "
+            "(Qwen3). projection: one RMSNorm over all heads together (OLMoE)."
+        ),
+    )
+    attention_sinks: bool = Field(
+        False,
+        description=("Each head has a learned score that takes part in the softmax and in nothing else (gpt-oss)."),
+    )
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Fraction of the width of a head's queries and keys that is rotated (GPT-NeoX: a quarter)."
+    )
+    sliding_window: Annotated[Count, Field(le=10**8)] | None = Field(
+        None,
+        description=(
+            "Largest number of keys up to its own that a query attends to (Mistral 7B v0.1); None for no limit."
+        ),
+    )
+    sliding_window_pattern: Annotated[int, Field(ge=0, le=2_000)] = Field(
+        0, description=("Period in blocks: the last block of each period has no window; 0 for a window in all blocks.")
+    )
+    num_decoder_layers: Annotated[int, Field(le=MAX_LAYERS)] = Field(
+        description="Blocks of T5's decoder; default num_hidden_layers."
+    )
+    decoder_seq_len: Annotated[int, Field(le=10**8)] = Field(
+        description="Tokens of one sequence in the decoder; default seq_len."
+    )
+    gated_mlp: bool = Field(
+        False,
+        description=(
+            "MLPs have a gate. For T5, true is version 1.1, which has a separate head. Every other "
+            "family is fixed to one value (Family.gated_mlp), and the other value is rejected."
+        ),
+    )
+    relative_attention_buckets: Annotated[int, Field(le=10**6)] = Field(
+        description="Distances between tokens that T5 distinguishes."
+    )
+    type_vocab_size: Annotated[int, Field(le=10**6)] = Field(
+        description="Types that a token can have (BERT's first and second segment)."
+    )
+    max_predictions_per_seq: Annotated[int, Field(ge=0, le=10**8)] = Field(
+        0,
+        description=(
+            "Tokens of a sequence for which BERT's head computes logits, as pre-training gathers masked "
+            "tokens before it (google-research/bert); 0 for all tokens."
+        ),
+    )
+    image_size: Annotated[int, Field(le=10**5)] = Field(description="Pixels along each side of an image.")
+    patch_size: Annotated[int, Field(le=10**5)] = Field(description="Pixels along each side of a patch.")
+    num_channels: Annotated[int, Field(le=10**5)] = Field(description="Color channels of an image.")
+    num_classes: Annotated[int, Field(le=10**8)] = Field(description="Classes that an image can have.")
+    depths: Annotated[tuple[Annotated[Count, Field(le=500)], ...], Field(max_length=8)] = Field(
+        description="Blocks of each stage of a ResNet."
+    )
+    layer_type: Literal["basic", "bottleneck"] = Field(
+        "bottleneck",
+        description=(
+            "Convolutions of a block: two (basic), or three, of which the first narrows and the last "
+            "widens (bottleneck)."
+        ),
+    )
+    embedding_size: Annotated[int, Field(le=10**5)] = Field(
+        description="Channels inside the blocks of a ResNet's first stage; each further stage doubles them."
+    )
+    num_experts: Annotated[int, Field(le=10**5)] = Field(description="Experts of a block, of which a token uses top_k.")
+    top_k: Annotated[int, Field(le=10**4)] = Field(description="Hugging Face's num_experts_per_tok.")
+    moe_intermediate_size: Annotated[int, Field(le=10**7)] = Field(description="Intermediate size of one expert.")
+    num_dense_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS)] = Field(
+        0, description=("Leading blocks with an MLP of intermediate_size instead of experts (first_k_dense_replace).")
+    )
+    shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=10**7)] = Field(
+        0, description="Intermediate size of all shared experts together, which every token uses."
+    )
+    shared_expert_gate: bool = Field(
+        False, description="One number per token weights the output of the shared experts (Qwen1.5-MoE)."
+    )
+    router_bias: bool = Field(False, description="The router has a bias (gpt-oss).")
+    expert_bias: bool = Field(False, description="The experts' matrices have biases (gpt-oss).")
+    capacity_factor: Annotated[float, Field(gt=0, le=10**4)] = Field(
+        1.0,
+        description=(
+            "Capacity slots of an expert per sequence, relative to its even share of the tokens. All "
+            "slots are computed: 1 is enough for balanced experts."
+        ),
+    )
+    expert_imbalance: Annotated[float, Field(ge=1, le=10**4)] = Field(
+        1.0, description="Expected tokens of the fullest expert of a sequence, relative to the even share."
+    )
+    drop_tokens: bool = Field(
+        False, description="Tokens without a capacity slot skip the expert; false requires slots for all tokens."
+    )
+    q_lora_rank: Annotated[Count, Field(le=10**6)] | None = Field(
+        None, description="Width of the latent vector of queries; None for the hidden states (DeepSeek-V2-Lite)."
+    )
+    kv_lora_rank: Annotated[int, Field(le=10**6)] = Field(description="Width of the latent vector of keys and values.")
+    qk_nope_head_dim: Annotated[int, Field(le=10**5)] = Field(
+        description="Width of a head's queries and keys that is not rotated."
+    )
+    qk_rope_head_dim: Annotated[int, Field(le=10**5)] = Field(
+        description="Width of a head's queries and keys that is rotated; all heads share the rotated keys."
+    )
+    v_head_dim: Annotated[int, Field(le=10**5)] = Field(description="Width of a head's values.")
+    mtp_num_layers: Annotated[int, Field(ge=0, le=100)] = Field(
+        0,
+        description=(
+            "Layers after the last block, beyond num_hidden_layers, that each predict one token further "
+            "ahead (num_nextn_predict_layers). DeepSeek-V3 has 1. Model FLOPs and parameters include "
+            "these layers."
+        ),
+    )
+    lora_rank: Annotated[int, Field(ge=0, le=10**5)] = Field(
+        0,
+        description=(
+            "Rank of adapters next to matrices, all other weights frozen (simplan.model.adapters); 0 for none."
+        ),
+    )
+    lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = Field(
+        ("all",),
+        description=(
+            "Matrices with adapters, by name in the layer (q, k, v or qkv, proj, gate, up, down), or "
+            "attention, mlp or all."
+        ),
+    )
     sources: dict[str, str] = Field(default_factory=dict)
 
     if TYPE_CHECKING:  # fields without a default may be left out when others imply them

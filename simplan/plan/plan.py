@@ -65,33 +65,72 @@ class ParallelPlan(Spec):
     (``simplan.plan.placement``). ``None`` is ``[tp, cp, dp_shard, dp_replicate, pp]``. Ranks keep their numbers.
     """
 
-    dp_replicate: Count = 1
-    dp_shard: Count = 1
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    reshard_after_forward: bool = True
-    tp: Count = 1
-    sequence_parallel: bool = False
-    cp: Count = 1
-    cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
-    ep: Count = 1
-    etp: Count = 1
-    pp: Count = 1
-    virtual_stages: Count = 1
-    schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = "none"
-    microbatch_size: Count = 1
-    microbatch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | Literal["balanced"] | None = None
-    recompute: Recompute = "none"
-    recompute_modules: tuple[RecomputeModule, ...] | None = None
-    recompute_layers: Count | None = None
-    stage_layers: tuple[Annotated[int, Field(ge=0, le=10**12)], ...] | None = None
-    grad_sync: Literal["step", "microbatch"] | None = None
-    grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    bucket_bytes: Count | None = None
-    offload_optimizer: bool = False
-    offload_activations: bool = False
-    offload_layers: Count | None = None
-    collectives: Annotated[Collectives | None, AfterValidator(none_if_empty)] = None
-    placement: Annotated[tuple[str, ...] | tuple[int, ...] | None, BeforeValidator(check_placement)] = None
+    dp_replicate: Count = Field(1, description="replicas of the model, or of its shards (DDP, HSDP)")
+    dp_shard: Count = Field(1, description="data-parallel ranks that shard the states of zero_stage")
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(
+        0, description="sharded states: 1 optimizer states, 2 also gradients, 3 also weights (FSDP)"
+    )
+    reshard_after_forward: bool = Field(True, description="ZeRO-3 frees unsharded weights between forward and backward")
+    tp: Count = Field(1, description="ranks that split every matrix and its heads")
+    sequence_parallel: bool = Field(
+        False, description="tensor-parallel ranks also split the tokens of norms and residual sums"
+    )
+    cp: Count = Field(1, description="ranks that split every sequence")
+    cp_comm: Literal["ring", "all_gather", "a2a"] = Field(
+        "ring", description="context-parallel attention: ring, all-gather of keys and values, or all-to-all (Ulysses)"
+    )
+    ep: Count = Field(1, description="ranks with different experts, within dp, cp and tp")
+    etp: Count = Field(1, description="ranks that split every expert: 1 or tp")
+    pp: Count = Field(1, description="pipeline ranks")
+    virtual_stages: Count = Field(1, description="stages per pipeline rank")
+    schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = Field(
+        "none", description="order of forwards and backwards; or a CSV file with a custom action table"
+    )
+    microbatch_size: Count = Field(1, description="sequences (or images) of a microbatch")
+    microbatch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | Literal["balanced"] | None = Field(
+        None, description="sequences per microbatch of each data-parallel rank; balanced: by the speed of its devices"
+    )
+    recompute: Recompute = Field(
+        "none",
+        description="modules recomputed in backward; selective_op and _layer are torchtitan's, the last two MaxText's",
+    )
+    recompute_modules: tuple[RecomputeModule, ...] | None = Field(
+        None, description="for selective: modules of a block, named as in Megatron Core; default: attention core"
+    )
+    recompute_layers: Count | None = Field(None, description="for full: number of first blocks per stage; default: all")
+    stage_layers: tuple[Annotated[int, Field(ge=0, le=10**12)], ...] | None = Field(
+        None, description="blocks per stage, in order; default: equal under Megatron and NeMo, else balanced"
+    )
+    grad_sync: Literal["step", "microbatch"] | None = Field(
+        None,
+        description=(
+            "when gradients are reduced: once per step, or per microbatch, which lets FSDP accumulate in shards"
+        ),
+    )
+    grad_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        None, description="dtype of gradient reduction; default: that of the framework"
+    )
+    bucket_bytes: Count | None = Field(
+        None, description="gradients that are reduced together; default: that of the framework"
+    )
+    offload_optimizer: bool = Field(
+        False, description="FSDP's CPUOffloadPolicy: parameter shards, gradients and optimizer states in host memory"
+    )
+    offload_activations: bool = Field(
+        False, description="activations of blocks that are saved for backward in host memory"
+    )
+    offload_layers: Count | None = Field(
+        None, description="number of first blocks with offloaded activations; default: all"
+    )
+    collectives: Annotated[Collectives | None, AfterValidator(none_if_empty)] = Field(
+        None, description="algorithm of each collective; default: the library's choice by size and group"
+    )
+    placement: Annotated[tuple[str, ...] | tuple[int, ...] | None, BeforeValidator(check_placement)] = Field(
+        None,
+        description=(
+            "axes from inside of nodes outwards; a CSV file with rank, node, device; or the device of every rank"
+        ),
+    )
 
     @model_validator(mode="before")
     @classmethod

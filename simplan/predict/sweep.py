@@ -30,9 +30,9 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
 
     Args:
         job: The job.
-        settings: Values by setting, as for ``Job.with_changes``: ``{"plan.microbatch_size": [1, 2, 4]}``. Several
-            settings that change together are one key, separated by spaces, with tuples:
-            ``{"plan.tp plan.dp_shard": [(1, 8), (2, 4)]}``.
+        settings: Values by setting, as for ``Job.with_changes``: ``{"microbatch_size": [1, 2, 4]}`` or
+            ``{"plan.microbatch_size": [1, 2, 4]}``. Several settings that change together are one key, separated by
+            spaces, with tuples: ``{"tp dp_shard": [(1, 8), (2, 4)]}``. Columns have these names.
         calibration: As for ``predict``.
 
     Raises:
@@ -47,15 +47,22 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
     if num_rows > _MAX_ROWS:
         rule = f"are more than {_MAX_ROWS:,} combinations"
         raise SpecError(Problem(field="settings", value=f"{num_rows:,}", rule=rule, fix="give fewer values"))
+    given = [name for names in settings for name in names.split()]
+    full = {name: job.full_key(name) for name in given}
+    has_sections = any("." in name for name in given)
     rows = []
     for combination in product(*settings.values()):
-        changes: dict[str, Any] = {}
+        row: dict[str, Any] = {}
         for names, value in zip(settings, combination, strict=True):
             several = names.split()
-            changes |= dict(zip(several, value if len(several) > 1 else (value,), strict=True))
-        changes |= data_parallel_changes(job, changes)
-        length = {} if "model.seq_len" in changes else {"seq_len": job.with_changes(changes).model.seq_len}
-        rows.append(changes | length | _figures(job, changes, calibration))
+            row |= dict(zip(several, value if len(several) > 1 else (value,), strict=True))
+        changes = {full[name]: value for name, value in row.items()}
+        filled = data_parallel_changes(job, changes)
+        changes |= filled
+        row |= {name if has_sections else name.partition(".")[2]: value for name, value in filled.items()}
+        if "model.seq_len" not in changes:
+            row["seq_len"] = job.with_changes(changes).model.seq_len
+        rows.append(row | _figures(job, changes, calibration))
     return pd.DataFrame(rows)
 
 

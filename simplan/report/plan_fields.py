@@ -9,35 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 from simplan.plan.placement import AXES
 from simplan.plan.plan import ParallelPlan
 
-_MEANINGS: dict[str, str] = {
-    "dp_replicate": "replicas of the model, or of its shards (DDP, HSDP)",
-    "dp_shard": "data-parallel ranks that shard the states of zero_stage",
-    "zero_stage": "sharded states: 1 optimizer states, 2 also gradients, 3 also weights (FSDP)",
-    "reshard_after_forward": "ZeRO-3 frees unsharded weights between forward and backward",
-    "tp": "ranks that split every matrix and its heads",
-    "sequence_parallel": "tensor-parallel ranks also split the tokens of norms and residual sums",
-    "cp": "ranks that split every sequence",
-    "cp_comm": "context-parallel attention: ring, all-gather of keys and values, or all-to-all (Ulysses)",
-    "ep": "ranks with different experts, within dp, cp and tp",
-    "etp": "ranks that split every expert: 1 or tp",
-    "pp": "pipeline ranks",
-    "virtual_stages": "stages per pipeline rank",
-    "schedule": "order of forwards and backwards; or a CSV file with a custom action table",
-    "microbatch_size": "sequences (or images) of a microbatch",
-    "microbatch_sizes": "sequences per microbatch of each data-parallel rank; balanced: by the speed of its devices",
-    "recompute": "modules recomputed in backward; selective_op and _layer are torchtitan's, the last two MaxText's",
-    "recompute_modules": "for selective: modules of a block, named as in Megatron Core; default: attention core",
-    "recompute_layers": "for full: number of first blocks per stage; default: all",
-    "stage_layers": "blocks per stage, in order; default: equal under Megatron and NeMo, else balanced",
-    "grad_sync": "when gradients are reduced: once per step, or per microbatch, which lets FSDP accumulate in shards",
-    "grad_dtype": "dtype of gradient reduction; default: that of the framework",
-    "bucket_bytes": "gradients that are reduced together; default: that of the framework",
-    "offload_optimizer": "FSDP's CPUOffloadPolicy: parameter shards, gradients and optimizer states in host memory",
-    "offload_activations": "activations of blocks that are saved for backward in host memory",
-    "offload_layers": "number of first blocks with offloaded activations; default: all",
-    "collectives": "algorithm of each collective; default: the library's choice by size and group",
-    "placement": "axes from inside of nodes outwards; a CSV file with rank, node, device; or the device of every rank",
-}
 _DEFAULTS = {
     "zero_stage": "3 where dp_shard > 1, or cp > 1 with software that shards over both, else 0",
     "sequence_parallel": "true where tp > 1, else false",
@@ -61,7 +32,7 @@ def plan_fields() -> list[dict[str, str]]:
         {
             "name": name,
             "default": _DEFAULTS.get(name, word_of(field.default)),
-            "description": _MEANINGS[name],
+            "description": field.description or "",
             "values": _VALUES.get(name) or values_of(field.annotation, field.metadata),
         }
         for name, field in ParallelPlan.model_fields.items()

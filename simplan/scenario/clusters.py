@@ -46,6 +46,7 @@ from simplan.cluster.hardware import (
     slowest_link,
 )
 from simplan.cluster.machine import THIS_MACHINE, this_machine
+from simplan.documentation import documentation
 from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.background import read_background
@@ -134,26 +135,73 @@ def _refuse_faster_than_peak(sections: Sections, device: DeviceSpec) -> None:
 class ClusterSection(Spec):
     """The section ``cluster`` as written; ``device``, ``topology``, ``background`` and links are read separately."""
 
-    preset: Any = None
-    nodes: Any = None
-    device: Any = None
-    devices_per_node: NumDevices | None = None
-    intra_link: Any = None
-    inter_link: Any = None
-    inter_link_gbit_per_device: Gbit | None = None
-    inter_link_gbit_per_node: Gbit | None = None
-    nics_per_node: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    nic_gbit: Gbit | None = None
-    topology: Any = None
-    background: Any = ()
-    stragglers: tuple[Straggler, ...] = ()
-    slow_links: tuple[SlowLink, ...] = ()
-    jitter: Jitter | None = None
-    host_memory_bytes: HostBytes | None = None
-    host_memory_bandwidth_bytes_per_s: Rate | None = None
-    num_nodes: NumDevices | None = None
-    num_devices: NumDevices | None = None
-    price_per_device_hour: Price | None = None
+    preset: Any = Field(None, description="a name of `simplan show clusters`; the other keys override its fields")
+    nodes: Any = Field(
+        None,
+        description=(
+            f"groups of different nodes ({documentation('how-to/mixed-devices')}), each a mapping with preset, "
+            "num_nodes and other keys of this list"
+        ),
+    )
+    device: Any = Field(
+        None,
+        description=f"a name of `simplan show devices`, or its datasheet ({documentation('how-to/devices')})",
+    )
+    devices_per_node: NumDevices | None = Field(None, description="without a preset: devices of a node")
+    intra_link: Any = Field(
+        None, description="link between devices of a node: a name of `simplan show links`, or a mapping"
+    )
+    inter_link: Any = Field(
+        None,
+        description=(
+            "link of the network instead of a rate, e.g. efa-400gbit per device, tcp-10gbit for one card per node"
+        ),
+    )
+    inter_link_gbit_per_device: Gbit | None = Field(
+        None, description="network of a node divided by its devices, Gbit/s, instead of its cards"
+    )
+    inter_link_gbit_per_node: Gbit | None = Field(None, description="network of a node, Gbit/s, instead of its cards")
+    nics_per_node: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        None, description="network cards of a node, which its devices share; default: the preset's, else 1"
+    )
+    nic_gbit: Gbit | None = Field(None, description="rate of one network card, Gbit/s: InfiniBand or RoCE")
+    topology: Any = Field(
+        None,
+        description=(
+            "how nodes are joined: a name of `simplan show topologies`, or kind and keys (`simplan show topology`)"
+        ),
+    )
+    background: Any = Field(
+        (),
+        description=(
+            "other jobs on the topology: constant rates, [{from: node0, to: node4, gbit: 100}], or jobs on nodes of "
+            f"their own ({documentation('how-to/network')}), [{{nodes: [1, 3], offset_s: 0.1, job: {{model: ...}}}}]"
+        ),
+    )
+    stragglers: tuple[Straggler, ...] = Field(
+        (), description="ranks that compute more slowly: [{rank: 17, slowdown: 1.3}, {node: node2, slowdown: 1.1}]"
+    )
+    slow_links: tuple[SlowLink, ...] = Field(
+        (),
+        description=(
+            "links of the topology: [{link: leaf0 -> spine, bandwidth_share: 0.5}]; flapping with slow_s and period_s"
+        ),
+    )
+    jitter: Jitter | None = Field(
+        None,
+        description=(
+            "random variation of durations: {compute_relative_std: 0.05, communication_relative_std: 0.1, seed: 1}"
+        ),
+    )
+    host_memory_bytes: HostBytes | None = Field(None, description="host memory of a node, for offloading")
+    host_memory_bandwidth_bytes_per_s: Rate | None = Field(
+        None, description="host memory bandwidth of all sockets, for updates on the CPU; default: 409.6e9"
+    )
+    num_nodes: NumDevices | None = Field(None, description="number of nodes; 1, or the nodes that num_devices needs")
+    num_devices: NumDevices | None = Field(None, description="in place of num_nodes: devices, node by node")
+    price_per_device_hour: Price | None = Field(
+        None, description="price of one device for one hour in any currency, for the cost of training.num_tokens"
+    )
 
 
 _OF_WHOLE_CLUSTER = ("nodes", "topology", "background", "stragglers", "slow_links", "num_devices")

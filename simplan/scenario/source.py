@@ -27,7 +27,7 @@ from simplan.interop.frameworks.shell import unknown_script
 from simplan.interop.huggingface import model_types
 from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
-from simplan.job import Job
+from simplan.job import Job, full_key
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -40,6 +40,7 @@ from simplan.scenario.nodes import check_ranks_per_node
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
 from simplan.scenario.writing import scenario_text
+from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSection
 
 NUM_MICROBATCHES = "num_microbatches"
@@ -251,32 +252,27 @@ def make_job(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any
         keys: Overrides without their section; ``cluster`` is the preset.
 
     Raises:
-        SpecError: See ``scenario_from``; or no section or several have a key.
+        SpecError: See ``scenario_from``; or no section has a key.
     """
-    full = {_full_key(key): key for key in keys}
-    merged = {**(overrides or {}), **{name: keys[key] for name, key in full.items()}}
-    return scenario_from(source, merged, full).job
+    given = {**(overrides or {}), **keys}
+    full = {_full_key(key): key for key in given}
+    return scenario_from(source, {name: given[key] for name, key in full.items()}, full).job
 
 
 def _full_key(key: str) -> str:
-    """Dotted key of a key without its section."""
+    """Dotted key of a key with or without its section."""
     if key in ("software", NUM_MICROBATCHES, GLOBAL_BATCH_TOKENS):
         return key
-    if key == "cluster":
-        return "cluster.preset"
-    sections: dict[str, type[Spec]] = {
-        "plan": ParallelPlan,
-        "training": TrainingSection,
-        "cluster": ClusterSection,
-        "model": ModelSpec,
-    }
-    having = [section for section, spec in sections.items() if key in spec.model_fields]
-    if len(having) == 1:
-        return f"{having[0]}.{key}"
-    known = [name for spec in sections.values() for name in spec.model_fields]
-    fix = f'give {{"{having[0]}.{key}": ...}}' if having else did_you_mean(key, known)
-    rule = f"is a key of {' and '.join(having)}" if having else "is no key of a scenario"
-    raise SpecError(Problem(field=key, rule=rule, fix=fix))
+    return "cluster.preset" if key == "cluster" else full_key(key, _SECTIONS)
+
+
+_SECTIONS: dict[str, type[Spec]] = {
+    "plan": ParallelPlan,
+    "training": TrainingSection,
+    "cluster": ClusterSection,
+    "model": ModelSpec,
+    "software": SoftwareSpec,
+}
 
 
 def search_from(

@@ -305,6 +305,12 @@ class SearchResult:
         """The best plan; None if no plan is feasible."""
         return self.ranked[0] if self.ranked else None
 
+    def report(self) -> str:
+        """The text that ``simplan search`` prints."""
+        from simplan.report.search import search_text
+
+        return search_text(self)
+
     def to_dataframe(self) -> pd.DataFrame:
         """Table with one row per plan: ranked plans, then unranked plans of the front.
 

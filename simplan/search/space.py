@@ -61,35 +61,74 @@ class SearchSpace(Spec):
         compiled: Values of ``software.compiled`` to compare; by default the job's own.
     """
 
-    objective: Objective = "step_time"
-    objectives: Annotated[tuple[Objective, ...], Field(min_length=2, max_length=2)] | None = None
-    top: Annotated[int, Field(ge=1, le=1000)] = 5
-    max_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.95
-    max_step_time_s: Positive | None = None
-    dollars_per_device_hour: Positive | None = None
-    token_budget: Positive | None = None
-    num_devices: Annotated[tuple[NumDevices, ...], Field(min_length=1, max_length=1000)] | None = None
-    tp_across_nodes: bool = False
-    recompute_layers: Literal["least", "all"] = "least"
-    tp: _Counts | None = None
+    objective: Objective = Field(
+        "step_time", description="step_time, tokens_per_s_per_device, num_devices, memory, cost"
+    )
+    objectives: Annotated[tuple[Objective, ...], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="two objectives: Pareto front, ranked by the first"
+    )
+    top: Annotated[int, Field(ge=1, le=1000)] = Field(5, description="plans to rank")
+    max_memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.95,
+        description=(
+            "maximum fraction of the device memory of a plan, allocator reserve included; 1 keeps no memory free"
+        ),
+    )
+    max_step_time_s: Positive | None = Field(None, description="deadline of a step")
+    dollars_per_device_hour: Positive | None = Field(
+        None, description="your price, for the objective cost; default: cluster.price_per_device_hour"
+    )
+    token_budget: Positive | None = Field(
+        None, description="tokens to train on, for the objective cost; default: training.num_tokens"
+    )
+    num_devices: Annotated[tuple[NumDevices, ...], Field(min_length=1, max_length=1000)] | None = Field(
+        None, description="numbers of devices to compare"
+    )
+    tp_across_nodes: bool = Field(False, description="tensor-parallel groups may span nodes")
+    recompute_layers: Literal["least", "all"] = Field(
+        "least",
+        description=(
+            "plans that need full recomputation, also with the fewest blocks per stage that fit; or all: only with all"
+        ),
+    )
+    tp: _Counts | None = Field(
+        None,
+        description=(
+            "must also divide key-value heads, MLP and any vocabulary that is not padded; 1 for mixtures of experts"
+        ),
+    )
     cp: _Counts | None = None
-    cp_comm: tuple[Literal["ring", "all_gather", "a2a"], ...] | None = None
-    ep: _Counts | None = None
+    cp_comm: tuple[Literal["ring", "all_gather", "a2a"], ...] | None = Field(None, description="where cp > 1")
+    ep: _Counts | None = Field(None, description="mixtures of experts")
     pp: _Counts | None = None
-    virtual_stages: _Counts | None = None
-    schedule: tuple[_Schedule, ...] | None = None
-    dp_replicate: _Counts | None = None
+    virtual_stages: _Counts | None = Field(None, description="where pp > 1; those of the schedule")
+    schedule: tuple[_Schedule, ...] | None = Field(None, description="where pp > 1")
+    dp_replicate: _Counts | None = Field(None, description="dp_replicate x dp_shard x tp x cp x pp = devices")
     dp_shard: _Counts | None = None
-    zero_stage: tuple[Annotated[int, Field(ge=0, le=3)], ...] | None = None
-    reshard_after_forward: tuple[bool, ...] | None = None
-    sequence_parallel: tuple[bool, ...] | None = None
-    microbatch_size: _Counts | None = None
-    microbatch_sizes: tuple[Literal["balanced"] | None, ...] | None = None
+    zero_stage: tuple[Annotated[int, Field(ge=0, le=3)], ...] | None = Field(
+        None, description="where there are several shards; 0 only where dp_shard = 1"
+    )
+    reshard_after_forward: tuple[bool, ...] | None = Field(
+        None, description="at zero_stage 3; ZeRO-3 that does not reshard is ZeRO-2, listed as that"
+    )
+    sequence_parallel: tuple[bool, ...] | None = Field(None, description="where tp > 1")
+    microbatch_size: _Counts | None = Field(None, description="global_batch_size / (dp_replicate x dp_shard)")
+    microbatch_sizes: tuple[Literal["balanced"] | None, ...] | None = Field(
+        None, description="balanced, null for equal ones, or both: [null, balanced]"
+    )
     recompute: tuple[Recompute, ...] | None = None
-    recompute_modules: _Modules | None = None
-    grad_sync: tuple[Literal["step", "microbatch"], ...] | None = None
-    placement: _Placements | None = None
-    compiled: Annotated[tuple[bool, ...], Field(min_length=1)] | None = None
+    recompute_modules: _Modules | None = Field(
+        None, description="of recompute selective: lists of modules to recompute together, where the software has them"
+    )
+    grad_sync: tuple[Literal["step", "microbatch"], ...] | None = Field(
+        None, description="where pp = 1, a step has several microbatches and the software has both"
+    )
+    placement: _Placements | None = Field(
+        None, description="orders of axes to compare, each from inside of nodes outwards"
+    )
+    compiled: Annotated[tuple[bool, ...], Field(min_length=1)] | None = Field(
+        None, description="true, false to compare both, where the software has the option"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -14,7 +14,7 @@ from simplan.errors import SpecError
 from simplan.model.layer import CollectiveKind, ExpertDraw
 from simplan.program.program import Communication
 from simplan.units import GIB, MIB
-from tests.formulas import value_of
+from tests.cost.formulas import value_of
 
 GB = 10**9
 US = 1e-6

@@ -15,7 +15,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.report.explanation import difference_text, explanation_text
-from tests.formulas import value_of
+from tests.cost.formulas import value_of
 from tests.jobs import job_of
 
 PLANS = {

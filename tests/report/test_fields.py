@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import jsonschema
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.report.plan_fields import plan_fields
-from simplan.report.section_fields import cluster_fields, model_fields, training_fields
+from simplan.report.section_fields import model_fields, search_space, training_fields
 from simplan.scenario.clusters import ClusterSection
+from simplan.scenario.schema import cluster_fields, scenario_schema
 from simplan.training import TrainingSection
 
 ROWS = {row["name"]: row for row in plan_fields()}
@@ -27,6 +33,33 @@ def test_every_key_is_there_and_says_what_it_is_for() -> None:
     for row in (*ROWS.values(), *TRAINING.values(), *MODEL.values(), *cluster_fields()):
         assert row["description"], row
         assert row["values"], row
+
+
+def test_every_scenario_is_valid_by_the_schema() -> None:
+    """By another implementation of JSON Schema; a key that is not known is invalid in every section."""
+    schema = scenario_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator, sections = jsonschema.Draft202012Validator(schema), set[str]()
+    for file in sorted((Path(__file__).resolve().parents[2] / "scenarios").rglob("*.yaml")):
+        data = json.loads(json.dumps(yaml.safe_load(file.read_text())))
+        if "training" not in data:
+            continue  # published runs, which are files of another kind
+        assert [error.message for error in validator.iter_errors(data)] == [], file
+        for section in ("model", "cluster", "training", "plan"):
+            if section in data:
+                sections.add(section)
+                assert not validator.is_valid({**data, section: {**data[section], "unknown": 1}}), (file, section)
+    assert sections == {"model", "cluster", "training", "plan"}
+
+
+def test_the_schema_says_what_show_says() -> None:
+    properties = scenario_schema()["properties"]
+    plan, _ = properties["plan"]["anyOf"]
+    for rows, section in ((plan_fields(), plan), (training_fields(), properties["training"])):
+        assert {row["name"]: row["description"] for row in rows} == {
+            name: field["description"] for name, field in section["properties"].items()
+        }
+    assert {row["name"] for row in search_space()} == set(properties["search"]["anyOf"][0]["properties"])
 
 
 @pytest.mark.parametrize(
