@@ -6,7 +6,6 @@ Times have any unit, which is written as one second in the records of ``simplan 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,14 +17,6 @@ from simplan.program.schedules import SCHEDULES, PipelineShape
 from simplan.program.schedules.shape import StageTimes, action_ends_s
 from simplan.report.drawings.drawing import WORDS, Box, labels
 from simplan.report.drawings.svg import shade
-
-CLOSED_FORMS: Mapping[str, str] = {
-    "naive": "(p-1)/p",
-    "gpipe": "(p-1)/(m+p-1)",
-    "1f1b": "(p-1)/(m+p-1)",
-    "interleaved_1f1b": "(p-1)/(v m+p-1)",
-}
-"""Bubble fraction in closed form, for equal stages and zero-cost communication; m a multiple of p if interleaved."""
 
 _ROW_PX, _AROUND_PX = 42, 100
 _MAX_INSTANTS = 120

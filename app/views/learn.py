@@ -13,7 +13,7 @@ from app import state
 from app.components.elements import csv_text, download, show_figure, show_table
 from app.fields import remembered_choice, remembered_number
 from app.figures.compared import compared_plans, memory_stacks, plan_numbers, step_stacks
-from app.figures.schedules import CLOSED_FORMS, ScheduleTimeline, schedule_figure, schedule_timeline, why_bubble
+from app.figures.schedules import ScheduleTimeline, schedule_figure, schedule_timeline, why_bubble
 from app.fitting import document_text
 from app.lessons import LESSONS, Knob, numbers_of, sentences_of
 from app.page import bullets, escaped, run_page
@@ -155,7 +155,8 @@ def _show_schedules() -> None:
         help="The schedule up to this time; arrow keys step through it",
     )
     show_figure(schedule_figure(one, until), f"{name} schedule", alt=f"The schedule {name} on {ranks} ranks")
-    closed = CLOSED_FORMS.get(name) if name != "interleaved_1f1b" or microbatches % ranks == 0 else None
+    bubble = SCHEDULE_FACTS[name].bubble if name != "interleaved_1f1b" or microbatches % ranks == 0 else None
+    closed = None if bubble is None else bubble.formula
     formula = f" Closed form {closed}." if closed and not one.times.send_s else ""
     st.caption(
         f"Bubble fraction {format_percent(one.bubble_fraction)} of {one.length:g} units.{formula} All stages take the "

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from simplan.base import Count, Gbit, Natural, NonNegative, NumDevices, Positive, Rate, Spec
 from simplan.cluster.hardware import Dtype
 from simplan.errors import Problem
 from simplan.model.model import MAX_LAYERS
 from simplan.plan.plan import Recompute
+from simplan.plan.schedules import check_schedule_name
 from simplan.training import OptimizerName, Precision
 
 Framework = Literal[
@@ -193,19 +194,7 @@ class RunPlan(Spec):
     virtual_stages: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
     cp: Count
     ep: Count
-    schedule: Literal[
-        "none",
-        "naive",
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "zb-h1",
-        "zb-h2",
-        "zb-1p",
-        "zb-2p",
-        "zb-2p-optsync",
-        "zb-v",
-    ]
+    schedule: Annotated[str, AfterValidator(check_schedule_name)]
     microbatch_size: Count
     num_microbatches: Count
     global_batch_size: Count

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.model import CostEstimate
 from simplan.explain.term import ExplainedTerm, counted_formula, exposed_s, parts_of, remainder_words
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import Simulated
 from simplan.predict.overlap_slowdown import overlap_words
 from simplan.prediction import Prediction
@@ -155,15 +156,9 @@ def _moved(simulated: Simulated, rank: int) -> dict[tuple[str, CostEstimate | Li
 
 def _closed_form(prediction: Prediction) -> str:
     """Closed form of the schedule's bubble, after a semicolon; empty for none."""
-    plan, m = prediction.job.plan, prediction.job.num_microbatches
-    p, v = plan.pp, plan.virtual_stages
-    closed = {
-        "gpipe": (p - 1, m + p - 1, f"(p-1)/(m+p-1) = {p - 1}/{m + p - 1}"),
-        "1f1b": (p - 1, m + p - 1, f"(p-1)/(m+p-1) = {p - 1}/{m + p - 1}"),
-        "interleaved_1f1b": (p - 1, v * m + p - 1, f"(p-1)/(v m+p-1) = {p - 1}/{v * m + p - 1}"),
-        "naive": (p - 1, p, f"(p-1)/p = {p - 1}/{p}"),
-    }.get(plan.schedule)
-    if closed is None:
+    plan, facts = prediction.job.plan, SCHEDULE_FACTS.get(prediction.job.plan.schedule)
+    if facts is None or facts.bubble is None:
         return ""
-    above, below, formula = closed
-    return f"; bubble of equal stages and zero-cost communication: {formula} = {format_percent(above / below)}"
+    idle, whole = facts.bubble.parts(plan.pp, prediction.job.num_microbatches, plan.virtual_stages)
+    closed = f"{facts.bubble.formula} = {idle}/{whole} = {format_percent(idle / whole)}"
+    return f"; bubble of equal stages and zero-cost communication: {closed}"

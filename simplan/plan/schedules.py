@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
@@ -20,6 +20,24 @@ rank r has stages r and 2p-1-r."""
 
 
 @dataclass(frozen=True, slots=True)
+class BubbleForm:
+    """Bubble fraction of equal stages with zero-cost communication, in closed form.
+
+    Attributes:
+        formula: The formula, for p ranks, m microbatches and v stages per rank.
+        parts: Returns numerator and denominator for p, m and v.
+    """
+
+    formula: str
+    parts: Callable[[int, int, int], tuple[int, int]]
+
+
+_ONE_PASS = BubbleForm("(p-1)/(m+p-1)", lambda p, m, _: (p - 1, m + p - 1))
+_INTERLEAVED = BubbleForm("(p-1)/(v m+p-1)", lambda p, m, v: (p - 1, v * m + p - 1))
+_NAIVE = BubbleForm("(p-1)/p", lambda p, *_: (p - 1, p))
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleFacts:
     """Requirements of a schedule.
 
@@ -29,12 +47,14 @@ class ScheduleFacts:
         splits_backward: Some microbatches have a split backward: input gradient (I) and weight gradient (W) instead of
             B.
         needs_times: The schedule is computed from the times of stages.
+        bubble: Bubble fraction in closed form, of an interleaved schedule for m a multiple of p; None without one.
     """
 
     virtual_stages: int | None = 1
     placement: Placement = "loop"
     splits_backward: bool = False
     needs_times: bool = False
+    bubble: BubbleForm | None = None
 
 
 _SPLIT = ScheduleFacts(splits_backward=True)
@@ -43,10 +63,10 @@ _V = ScheduleFacts(virtual_stages=2, placement="v", splits_backward=True)
 
 SCHEDULE_FACTS: Mapping[str, ScheduleFacts] = MappingProxyType(
     {
-        "naive": ScheduleFacts(),
-        "gpipe": ScheduleFacts(),
-        "1f1b": ScheduleFacts(),
-        "interleaved_1f1b": ScheduleFacts(virtual_stages=None),
+        "naive": ScheduleFacts(bubble=_NAIVE),
+        "gpipe": ScheduleFacts(bubble=_ONE_PASS),
+        "1f1b": ScheduleFacts(bubble=_ONE_PASS),
+        "interleaved_1f1b": ScheduleFacts(virtual_stages=None, bubble=_INTERLEAVED),
         "zb-h1": _SPLIT,
         "zb-h2": _SPLIT,
         "zb-1p": _FOUND,

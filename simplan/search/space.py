@@ -6,13 +6,14 @@ from dataclasses import replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from simplan.base import Count, NumDevices, Positive, Spec
-from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.job import Job
 from simplan.plan.placement import PlacedAxis, check_order
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
 from simplan.rules import RULES, check_job
 from simplan.software.software import SoftwareSpec
@@ -21,9 +22,14 @@ from simplan.wording import either
 Objective = Literal["step_time", "tokens_per_s_per_device", "num_devices", "memory", "cost"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
-_Schedule = Literal[
-    "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe-v"
-]
+
+def _check_schedule(name: str) -> str:
+    if name in SCHEDULE_FACTS:
+        return name
+    raise ValueError(f"is not a schedule that is searched; {did_you_mean(name, SCHEDULE_FACTS)}")
+
+
+_Schedule = Annotated[str, AfterValidator(_check_schedule), Field(json_schema_extra={"enum": list(SCHEDULE_FACTS)})]
 _Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
 _Modules = Annotated[tuple[tuple[RecomputeModule, ...], ...], Field(min_length=1, max_length=100)]
 _Placements = Annotated[
