@@ -160,7 +160,7 @@ def test_every_function_takes_the_same_keys(job: simplan.Job) -> None:
     mixed = simplan.search(job, {"tp": 1, "pp": 1}, microbatch_size=[1, 2], top=1, global_batch_size=32)
     assert found.best == asked.best == mixed.best
     for function in (simplan.predict, simplan.search, simplan.sweep, simplan.make_job):
-        with pytest.raises(SpecError, match="^tq: is no key of a scenario"):
+        with pytest.raises(SpecError, match=r"^tq: is no key of a scenario"):
             function(FSDP, tq=1)
 
 

@@ -566,6 +566,28 @@ def draw(
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 
+@_command(short_help="Write results as one HTML page that opens anywhere.")
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="JSON documents that simplan wrote: of predict, search, explain, compare; - for standard input.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.html", help="HTML file for the report.")
+    ] = Path("report.html"),
+) -> int:
+    """Write predictions, searches, explanations and comparisons as one HTML page.
+
+    The page loads nothing and runs nothing: send it, print it, keep it beside the run.
+    """
+    from simplan.cli.commands import report_command
+
+    return report_command(files, output)
+
+
 @_command(short_help="Write a plan as a framework's configuration, or as a job that runs it.")
 @takes_scenario()
 def export(

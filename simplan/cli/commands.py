@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import simplan
 from simplan.cli.calibrations import (
     CalibrationTarget,
     ensure,
@@ -32,7 +34,7 @@ from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
-from simplan.io import write_json, write_text
+from simplan.io import read_json, write_json, write_text
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
@@ -40,6 +42,7 @@ from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
 from simplan.report.drawings.fabric_svg import fabric_svg
 from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
 from simplan.report.explanation import difference_text, explanation_text
+from simplan.report.html import html_report
 from simplan.report.text import verdict
 from simplan.report.trace import predicted_trace
 from simplan.runs.lock import exclusive
@@ -111,6 +114,18 @@ def trace_command(
         say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
     if as_json:
         print_json(document)
+    return 0
+
+
+def report_command(files: Sequence[Path], output: Path) -> int:
+    """``simplan report``."""
+    if output.suffix.lower() not in (".html", ".htm"):
+        rule, fix = "is an HTML page", f"write {output.stem or 'report'}.html"
+        raise SpecError(Problem(field="--output", value=str(output), rule=rule, fix=fix))
+    documents = [(str(file), read_json(file)) for file in files]
+    written = f"written by simplan {simplan.__version__} on {datetime.now(UTC):%Y-%m-%d}"
+    write_text(output, html_report(documents, written=written))
+    say(f"wrote {output}; any browser opens it")
     return 0
 
 

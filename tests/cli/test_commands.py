@@ -497,3 +497,14 @@ def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path
     log.write_text("step_times_s: [0.02]\npeak_device_gib: [1, 2, 3]\n")
     said = f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks"
     refused(simplan("compare", predicted, log), said)
+
+
+def test_a_report_is_written_from_saved_results(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    assert simplan("predict", scenario, "-o", "p.json").returncode == 0
+    done = simplan("report", "p.json", "-o", "r.html")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "wrote r.html" in done.stderr
+    assert "Prediction: small" in (tmp_path / "r.html").read_text()
+    refused(simplan("report", scenario, "-o", "r.html"), "JSON")
+    refused(simplan("report", "p.json", "-o", "r.pdf"), "--output", "r.html")
+    refused(simplan("report", "p.json", "-o", "p.json"), "--output")

@@ -1,0 +1,125 @@
+"""Building blocks of HTML reports: escaped text, tables, bars and folded parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+from simplan.units import format_number, format_percent, format_time
+
+
+class Share(NamedTuple):
+    """A part of a bar: name, value, and the value as text."""
+
+    name: str
+    value: float
+    text: str
+
+
+_COLOURS = (
+    "#3b7dd8",
+    "#e08a2e",
+    "#4a9a5b",
+    "#b9a6cf",
+    "#c95d63",
+    "#5fa8a8",
+    "#8a8f98",
+    "#d3b13f",
+    "#7a6ab0",
+    "#a0764f",
+)
+"""Fills of the parts of a bar, in order; they differ in lightness too."""
+_NUMBER = re.compile(r"[-+]?[0-9][0-9,.]*%?(?: [A-Za-z/%]+)?")
+"""A number with its unit, as cells have it."""
+
+
+def paragraph(text: str, css: str = "") -> str:
+    """A paragraph of plain text."""
+    return f"<p{_class(css)}>{escape(text)}</p>"
+
+
+def listing(items: Iterable[str]) -> str:
+    """A list of plain texts; empty for none."""
+    entries = "".join(f"<li>{escape(item)}</li>" for item in items)
+    return f"<ul>{entries}</ul>" if entries else ""
+
+
+def figures(pairs: Iterable[tuple[str, str]]) -> str:
+    """Named figures side by side."""
+    boxes = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
+    return f'<dl class="figures">{boxes}</dl>'
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+    """A table; columns whose cells are all numbers are aligned to the right."""
+    cells = [list(row) for row in rows]
+    if not cells:
+        return ""
+    right = [all(_NUMBER.fullmatch(row[place]) for row in cells if row[place]) for place in range(len(columns))]
+
+    def line(tag: str, values: Iterable[str]) -> str:
+        return (
+            "<tr>"
+            + "".join(
+                f"<{tag}{_class('number' if end else '')}>{escape(value)}</{tag}>"
+                for value, end in zip(values, right, strict=True)
+            )
+            + "</tr>"
+        )
+
+    head = f"<caption>{escape(caption)}</caption>" if caption else ""
+    body = "".join(line("td", row) for row in cells)
+    return f'<div class="wide"><table>{head}<thead>{line("th", columns)}</thead><tbody>{body}</tbody></table></div>'
+
+
+def bar(shares: Iterable[Share], whole: float, label: str = "") -> str:
+    """A bar whose parts are fractions of a whole, with a legend below; without parts under a tenth of a percent."""
+    seen = (share for share in shares if share.value > 1e-3 * whole)
+    kept = [(share, _COLOURS[place % len(_COLOURS)]) for place, share in enumerate(seen)]
+    parts = "".join(
+        f'<span style="width:{100 * share.value / whole:.3f}%;background:{colour}" title="{escape(share.name)}: '
+        f'{escape(share.text)}"></span>'
+        for share, colour in kept
+    )
+    legend = "".join(
+        f'<li><i style="background:{colour}"></i>{escape(share.name)} {escape(share.text)} '
+        f"({format_percent(share.value / whole)})</li>"
+        for share, colour in kept
+    )
+    title = f"<figcaption>{escape(label)}</figcaption>" if label else ""
+    return f'<figure class="bar">{title}<div>{parts}</div><ul>{legend}</ul></figure>'
+
+
+def folded(summary: str, content: str) -> str:
+    """Content that a reader unfolds; empty for no content."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>" if content else ""
+
+
+def number_text(value: object, unit: str = "") -> str:
+    """A value of a document as text; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return words(str(value))
+    if unit == "s":
+        return f"-{format_time(-value)}" if value < 0 else format_time(value)
+    return f"{format_number(value)}{f' {unit}' if unit else ''}"
+
+
+def words(name: str) -> str:
+    """A key as words."""
+    return name.replace("_", " ")
+
+
+def changed(mapping: Mapping[str, object], usual: Mapping[str, object]) -> str:
+    """Keys with other values than usual, as ``key = value, ...``."""
+    found = [f"{key} = {value}" for key, value in mapping.items() if value != usual.get(key)]
+    return ", ".join(found)
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""

@@ -1,0 +1,113 @@
+"""One HTML page for several JSON documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from html import escape
+from typing import Any
+
+from simplan.errors import Problem, SpecError
+from simplan.report.html.sections import (
+    comparison_section,
+    difference_section,
+    explanation_section,
+    prediction_section,
+    search_section,
+)
+
+_SECTIONS: Mapping[str, tuple[int, str, Callable[[Mapping[str, Any]], str]]] = {
+    "prediction": (2, "Prediction", prediction_section),
+    "search": (1, "Search", search_section),
+    "explanation": (1, "Explanation", explanation_section),
+    "difference": (1, "Difference", difference_section),
+    "comparison": (1, "Comparison with a run", comparison_section),
+    "logged_comparison": (1, "Comparison with a log", comparison_section),
+}
+"""By kind of document: the schema version that is read, a title, and the section."""
+KINDS = tuple(_SECTIONS)
+"""Kinds of documents that a report shows."""
+
+_STYLE = """
+:root{color-scheme:light dark;--paper:#fff;--ink:#1c2128;--soft:#57606a;--line:#d0d7de;--band:#f4f6f8;
+--link:#0b5fbd}
+@media(prefers-color-scheme:dark){:root{
+--paper:#0d1117;--ink:#e6edf3;--soft:#9da7b3;--line:#30363d;--band:#161b22;--link:#6cb0ff}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:1.5rem;max-width:76rem;background:var(--paper);color:var(--ink);
+font:16px/1.5 system-ui,sans-serif}
+h1{font-size:1.6rem;margin:0}
+h2{font-size:1.25rem;margin:2.5rem 0 .5rem;border-bottom:1px solid var(--line)}
+a{color:var(--link)}
+nav{margin:.5rem 0}
+nav a{margin-right:1rem}
+p.soft,figcaption,caption,dt{color:var(--soft)}
+.verdict{font-weight:600}
+.figures{display:flex;flex-wrap:wrap;gap:.75rem;margin:1rem 0}
+.figures div{background:var(--band);border:1px solid var(--line);border-radius:6px;padding:.5rem .9rem}
+dt{font-size:.85rem}
+dd{margin:0;font-size:1.1rem;font-weight:600}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;margin:1rem 0;font-size:.9rem}
+caption{text-align:left;padding:.25rem 0}
+th,td{text-align:left;vertical-align:top;padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--line)}
+.number{text-align:right;white-space:nowrap}
+figure{margin:1.25rem 0}
+.bar div{display:flex;height:1.4rem;background:var(--band);border:1px solid var(--line);border-radius:4px;
+overflow:hidden}
+.bar ul{list-style:none;display:flex;flex-wrap:wrap;gap:.15rem 1.1rem;padding:0;margin:.35rem 0 0;font-size:.85rem}
+.bar i{display:inline-block;width:.75rem;height:.75rem;margin-right:.35rem;border-radius:2px}
+.picture{overflow-x:auto}
+.picture svg{max-width:100%;height:auto;min-width:44rem}
+details{margin:1rem 0}
+summary{cursor:pointer;color:var(--link)}
+@media(max-width:40rem){.wide td:last-child{min-width:18rem}}
+@media print{details{display:none}
+body{max-width:none}}
+"""
+
+
+def html_report(documents: Iterable[tuple[str, Mapping[str, Any]]], *, written: str) -> str:
+    """Returns an HTML page with a section for each document. It loads nothing and runs nothing.
+
+    Args:
+        documents: File, for errors, and content of JSON documents of ``KINDS``.
+        written: Sentence on who wrote the page and when.
+
+    Raises:
+        SpecError: A document is of no kind that a report shows, was written by another version, or lacks a part.
+    """
+    sections, links = [], []
+    for place, (file, document) in enumerate(documents):
+        title, body = _section(file, document)
+        links.append(f'<a href="#s{place}">{escape(title)}</a>')
+        sections.append(f'<section id="s{place}"><h2>{escape(title)}</h2>{body}</section>')
+    heading = escape("simplan report")
+    nav = f"<nav>{''.join(links)}</nav>" if len(links) > 1 else ""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{heading}</title><style>{_STYLE}</style></head>\n<body><header><h1>{heading}</h1>"
+        f'<p class="soft">{escape(written)}</p>{nav}</header>\n<main>{"".join(sections)}</main></body></html>\n'
+    )
+
+
+def _section(file: str, document: Mapping[str, Any]) -> tuple[str, str]:
+    kind, version = str(document.get("kind")), document.get("schema_version")
+    if kind not in _SECTIONS:
+        fix = f"give files that simplan wrote of {', '.join(KINDS)}"
+        raise SpecError(Problem(field="kind", value=kind, rule="is not shown in a report", fix=fix), file=file)
+    known, title, section = _SECTIONS[kind]
+    if version != known:
+        rule, fix = f"is of another version of simplan; this one reads {known}", "write the file again"
+        raise SpecError(Problem(field="schema_version", value=str(version), rule=rule, fix=fix), file=file)
+    try:
+        body = section(document)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, StopIteration) as error:
+        rule = f"lacks a part of a {kind}, or has another one ({type(error).__name__}: {error})"
+        raise SpecError(Problem(field="file", rule=rule, fix="write the file again"), file=file) from None
+    names = (
+        [document["name"]]
+        if "name" in document
+        else [document[key]["name"] for key in ("first", "second") if key in document]
+    )
+    return f"{title}: {' and '.join(names)}" if names else title, body
