@@ -51,22 +51,6 @@ def test_other_ranks_per_node_than_the_clusters_are_an_error(name: str, tmp_path
     assert domain.num_nodes == 1  # its hosts have 4 GPUs each
 
 
-@pytest.mark.parametrize("argument", ["--no-cuda", "--distributed-backend gloo"])
-def test_megatron_on_cpus_is_refused(argument: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.sh"
-    script.write_text(f"torchrun --nproc_per_node 8 {_MEGATRON} {argument}\n")
-    with pytest.raises(NotModelledError, match=argument.split()[0]):
-        read_source(script, {"cluster.preset": "dgx-h100"})
-
-
-@pytest.mark.parametrize("accelerator", ["tpu", "cpu", "neuron"])
-def test_nemo_on_other_accelerators_is_refused(accelerator: str, tmp_path: Path) -> None:
-    file = tmp_path / "nemo.yaml"
-    file.write_text(yaml.safe_dump(_NEMO | {"trainer": _NEMO["trainer"] | {"accelerator": accelerator}}))
-    with pytest.raises(NotModelledError, match=r"trainer\.accelerator.*use gpu"):
-        read_source(file, {"cluster.preset": "dgx-h100"})
-
-
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize(
     ("value", "listed"), [("expandable_segments:True", True), ("expandable_segments:False", False)]

@@ -390,7 +390,8 @@ def test_trainer_reads_its_own_json(tmp_path: Path) -> None:
         max_grad_norm=0.3,
         optim="adamw_torch",
     )
-    (tmp_path / "training_args.json").write_text(arguments.to_json_string(), encoding="utf-8")
+    text = arguments.to_json_string().replace('"use_cpu": true', '"use_cpu": false')  # written without a GPU
+    (tmp_path / "training_args.json").write_text(text, encoding="utf-8")
     model = transformers.LlamaConfig(num_hidden_layers=3, hidden_size=256, num_attention_heads=4, intermediate_size=512)
     (tmp_path / "config.json").write_text(model.to_json_string(), encoding="utf-8")
     add = {"cluster.preset": "dgx-h100", "model.seq_len": 128, "plan.zero_stage": 3, "training.precision": "bf16"}
@@ -579,6 +580,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "qlora": (f"{_AXOLOTL}adapter: qlora\nlora_r: 8\n", "adapter"),
     "experts": (f"{_AXOLOTL}expert_parallel_size: 2\n", "expert_parallel_size"),
     "spectrum": (f"{_AXOLOTL}plugins: [axolotl.integrations.spectrum.SpectrumPlugin]\n", "plugins"),
+    "other devices": ("distributed_type: MULTI_NPU\nnum_processes: 8\nmixed_precision: bf16\n", "distributed_type"),
     "two versions": (f"{_AXOLOTL}{_FSDP2}  fsdp_version: 1\n", "fsdp_config.fsdp_version"),
 }
 

@@ -34,11 +34,12 @@ DEGREES = {
 }
 CP_STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}
 """``cp_comm_strategy`` -> ``plan.cp_comm``: torch rotates keys and values around the ranks by either collective."""
+DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+"""Values of ``distributed_type`` for CUDA devices."""
 OTHER_DISTRIBUTED_TYPES = {
     "MEGATRON_LM": "give the arguments of Megatron-LM",
     "XLA": "simplan knows TPUs under software maxtext",
     "TPU": "simplan knows TPUs under software maxtext",
-    "MULTI_CPU": "use MULTI_GPU",
 }
 
 ADAPTED = {**MODULES, "all": "all", "c_attn": "qkv"}

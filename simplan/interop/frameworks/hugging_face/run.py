@@ -150,8 +150,9 @@ class TrainerRun:
     def _strategy(self) -> str:
         """``deepspeed``, ``fsdp``, ``ddp``, or empty if the files do not say."""
         kind = str(self.accelerate.value("distributed_type", "")).upper()
-        if kind in names.OTHER_DISTRIBUTED_TYPES:
-            self.accelerate.refuse("distributed_type", "is not modeled", names.OTHER_DISTRIBUTED_TYPES[kind])
+        if kind and kind.rpartition(".")[2] not in names.DISTRIBUTED_TYPES:
+            fix = names.OTHER_DISTRIBUTED_TYPES.get(kind, f"use {' or '.join(names.DISTRIBUTED_TYPES)}")
+            self.accelerate.refuse("distributed_type", "is not modeled", fix)
         of_trainer = self.trainer.value("deepspeed") or "zero_stage" in self.trainer  # the latter of DeepSpeed-Chat
         if self.unknown & {"fsdp", "config_file"}:
             return ""

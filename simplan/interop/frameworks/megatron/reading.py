@@ -122,9 +122,6 @@ class MegatronReading(Reading):
             value = self.settings[key].value if key in self else None
             if value not in (None, 0, "none", "None"):
                 self.refuse(key, rule, fix)
-        backend = "--distributed-backend"
-        if backend in self and self.value(backend) != "nccl":
-            self.refuse(backend, "is not modeled yet: the profiles are of CUDA devices with NCCL", "use nccl")
         known = {*self.table["flags"], *self.table["not_modeled"], *self.table["refused"], *self.asked}
         no_effect = names_without_effect("megatron")
         for setting, other in hyphenated(self.arguments.settings):
