@@ -17,6 +17,7 @@ _MEGATRON = (
     "--tensor-model-parallel-size 8"
 )
 _TORCHTITAN = "-m torchtitan.train --module llama3 --config llama3_8b"
+_TRAINER = "--model_name_or_path gpt2 --per_device_train_batch_size 1 --block_size 512 --bf16"
 _NEMO: dict[str, Any] = {
     "trainer": {"num_nodes": 4, "devices": 4, "accelerator": "gpu", "precision": "bf16"},
     "model": {
@@ -29,6 +30,8 @@ _OF_FOUR = {
     "torchrun.sh": f"torchrun --nnodes 4 --nproc_per_node 4 {_MEGATRON}",
     "slurm.sh": f"#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gpus-per-node=4\nsrun python {_MEGATRON}",
     "titan.sh": f"torchrun --nnodes 4 --nproc_per_node 4 {_TORCHTITAN}",
+    "trainer.sh": f"torchrun --nnodes 4 --nproc_per_node 4 run_clm.py {_TRAINER}",
+    "accelerate.sh": f"accelerate launch --use_fsdp --num_machines 4 --num_processes 16 run_clm.py {_TRAINER}",
     "nemo.yaml": yaml.safe_dump(_NEMO),
 }
 

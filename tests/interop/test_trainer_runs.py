@@ -294,7 +294,7 @@ def test_change_of_a_script_is_in_its_words(tmp_path: Path) -> None:
         ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8", {"zero_stage": 3, "dp_shard": 8}),
         ("accelerate launch --use_deepspeed --zero_stage 1 --num_processes=4", {"zero_stage": 1, "dp_shard": 4}),
         ("accelerate launch --multi_gpu --num_processes 16 --num_machines 2", {"zero_stage": 0, "dp_replicate": 16}),
-        ("torchrun --nnodes 2 --nproc-per-node 4", {"zero_stage": 0, "dp_replicate": 8}),
+        ("torchrun --nnodes 2 --nproc-per-node 8", {"zero_stage": 0, "dp_replicate": 16}),
         ("deepspeed --include localhost:0,1@other:0,1", {"zero_stage": 0, "dp_replicate": 4}),
         ("python", {"dp_replicate": 1, "dp_shard": 1}),
     ],
@@ -313,6 +313,10 @@ def test_options_of_a_launcher_are_its_plan(options: str, expected: dict[str, in
         (
             "deepspeed train.py --deepspeed ds.json --per_device_train_batch_size 1",
             "names the DeepSpeed configuration ds",
+        ),
+        (
+            "deepspeed train.py --deepspeed --deepspeed_config ds.json --per_device_train_batch_size 1",
+            "names the DeepSpeed configuration ds.json",
         ),
         ("torchrun train.py --deepspeed $FILE --per_device_train_batch_size 1", "file of DeepSpeed's configuration"),
         ("python train.py --per_device_train_batch_size $SIZE --bf16", "how many sequences a microbatch has"),

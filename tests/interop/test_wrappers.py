@@ -1,9 +1,11 @@
-"""Scripts that start a training by other scripts: recognized, read, and named in errors."""
+"""Scripts that start a training by other scripts, or write the files that it reads: recognized, read, and named."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,29 +19,113 @@ _INNER = (
 )
 
 
-def source_of(folder: Path, text: str, inner: str = _INNER) -> Source:
+def source_of(folder: Path, text: str, inner: str = _INNER, more: Mapping[str, Any] | None = None) -> Source:
     """Scenario of a script that may call ``sub/inner.sh``."""
     (folder / "sub").mkdir(exist_ok=True)
     (folder / "sub" / "inner.sh").write_text(inner)
     script = folder / "start.sh"
     script.write_text(text)
-    return read_source(script, {"cluster.preset": "dgx-h100"})
+    return read_source(script, {"cluster.preset": "dgx-h100", **(more or {})})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "export GBS=64\nbash sub/inner.sh 4\n",
-        "#!/bin/bash\nGBS=64\n. sub/inner.sh 4\n",
-        "export GBS=64\nsbatch --nodes=1 sub/inner.sh 4\n",
-        f"GBS=64\nsbatch <<EOF\n#SBATCH --nodes=1\n{_INNER.replace('$1', '4')}EOF\n",
-        f"GBS=64\nsbatch --nodes 1 <<'EOF'\n{_INNER.replace('$1', '4').replace('$GBS', '64')}EOF\n",
-    ],
+_INNERS = {
+    "megatron": _INNER,
+    "trainer": "torchrun --nproc_per_node 8 run_clm.py --model_name_or_path gpt2 --bf16 --fsdp full_shard "
+    "--per_device_train_batch_size $1 --block_size $GBS\n",
+    "torchtitan": "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b "
+    "--training.local_batch_size $1 --training.global_batch_size $GBS\n",
+}
+_WRAPPERS = (
+    "export GBS=64\nbash sub/inner.sh 4\n",
+    "#!/bin/bash\nGBS=64\n. sub/inner.sh 4\n",
+    "export GBS=64\nsbatch --nodes=1 sub/inner.sh 4\n",
+    "export GBS=64\nsrun --nodes 1 bash sub/inner.sh 4\n",
+    "export GBS=64\nsrun --nodes 1 sub/inner.sh 4\n",
+    "export GBS=64\nnohup srun bash -c 'bash sub/inner.sh 4' > log.txt &\n",
+    "export GBS=64\ntrain() {\n{inner}}\nexport -f train\nsrun --nodes 1 bash -c 'train 4'\n",
+    "GBS=64\nsbatch <<EOF\n#SBATCH --nodes=1\n{inner4}EOF\n",
+    "GBS=64\nsbatch --nodes 1 <<'EOF'\n{inner4of64}EOF\n",
 )
-def test_wrapper_is_recognized_and_read(text: str, tmp_path: Path) -> None:
-    job = source_of(tmp_path, text).scenario().job
 
-    assert (job.plan.tp, job.training.global_batch_size, job.cluster.num_devices) == (4, 64, 8)
+
+@pytest.mark.parametrize("framework", _INNERS)
+def test_wrapper_is_recognized_and_read(framework: str, tmp_path: Path) -> None:
+    inner = _INNERS[framework]
+    four, both = inner.replace("$1", "4"), inner.replace("$1", "4").replace("$GBS", "64")
+    expected = source_of(tmp_path, both).document.data
+
+    for text in _WRAPPERS:
+        script = text.replace("{inner4of64}", both).replace("{inner4}", four).replace("{inner}", inner)
+        assert source_of(tmp_path, script, inner).document.data == expected, script
+
+
+_NAMED = {
+    "megatron": (
+        "deepspeed --num_gpus 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --bf16 "
+        "--seq-length 512 --max-position-embeddings 512 --vocab-size 1024 --micro-batch-size 2 --deepspeed "
+        "--global-batch-size 64 --deepspeed_config",
+        '{"zero_optimization": {\n"stage": VALUE\n}, "bf16": {"enabled": true}, "gradient_clipping": 0.5}',
+    ),
+    "deepspeed": (
+        "torchrun --nproc_per_node 8 run_clm.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --bf16 "
+        "--block_size 512 --deepspeed",
+        '{"zero_optimization": {"stage": VALUE}, "bf16": {"enabled": "auto"}}',
+    ),
+    "engine": (
+        "deepspeed --num_gpus 8 x.py --batch_size 4 --deepspeed_config",
+        '{"zero_optimization": {"stage": VALUE}, "bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 1}',
+    ),
+    "launcher": (
+        "deepspeed --num_gpus 8 run_clm.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --deepspeed "
+        "--block_size 512 --deepspeed_config",
+        '{"zero_optimization": {"stage": VALUE}, "bf16": {"enabled": true}}',
+    ),
+    "accelerate": (
+        "accelerate launch --config_file FILE run_clm.py --model_name_or_path gpt2 --per_device_train_batch_size 2 "
+        "--block_size 512",
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: VALUE\nfsdp_config:\n  fsdp_version: 2\n",
+    ),
+    "axolotl": (
+        "axolotl train",
+        "base_model: gpt2\nmicro_batch_size: VALUE\nsequence_len: 512\nbf16: true\ndatasets:\n  - path: $DATA/x\n",
+    ),
+    "factory": (
+        "NPROC_PER_NODE=8 NNODES=1 llamafactory-cli train",
+        "model_name_or_path: gpt2\nper_device_train_batch_size: VALUE\nfinetuning_type: full\ncutoff_len: 512\n",
+    ),
+    "torchtitan": (
+        "torchrun --nproc_per_node 8 -m torchtitan.train --job.config_file",
+        '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = VALUE\nseq_len = 8192\n',
+    ),
+}
+"""Framework -> a command that names a file, as ``FILE`` or at its end, and the file."""
+_ASKED = {
+    "axolotl": {"cluster.num_devices": 8},
+    "engine": {"model.preset": "gpt2", "model.seq_len": 512, "num_microbatches": 1},
+}
+
+
+@pytest.mark.parametrize("framework", _NAMED)
+def test_file_that_a_script_writes_is_read_as_one_next_to_it(framework: str, tmp_path: Path) -> None:
+    command, text = _NAMED[framework]
+    name = "named.toml" if framework == "torchtitan" else "named.json" if text.startswith("{") else "named.yaml"
+    launch = command.replace("FILE", name) if "FILE" in command else f"{command} {name}"
+    launch_in_run = launch.replace(name, f'"$RUN/{name}"')
+    (tmp_path / name).write_text(text.replace("VALUE", "2"))
+    more = _ASKED.get(framework)
+    expected = source_of(tmp_path, f"{launch}\n", more=more).document.data
+    (tmp_path / name).unlink()
+
+    def written(value: str, before: str = "") -> str:
+        return f"TWO=2\n{before}cat <<EOF > $RUN/{name}\n{text.replace('VALUE', value)}\nEOF\n{launch_in_run}\n"
+
+    assert source_of(tmp_path, written("$TWO"), more=more).document.data == expected
+    unset = r"start\.sh:\d+: .*named\..*: .* = \$THREE: is not set in the script; write its value"
+    with pytest.raises(SpecError, match=unset):
+        source_of(tmp_path, written("$THREE"), more=more)
+    either = "if [ -f x ]; then TWO=3; fi\n"
+    with pytest.raises(SpecError, match=r"\$TWO: depends on the condition in line 2"):
+        source_of(tmp_path, written("$TWO", either), more=more)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +143,13 @@ def test_wrapper_is_recognized_and_read(text: str, tmp_path: Path) -> None:
         ),
         ("deepspeed --num_gpus 8 x.py --deepspeed_config=ds.json\n", _INNER, r"starts x\.py.*its plan in ds\.json"),
         ("deepspeed --num_gpus 8 x.py --deepspeed_config ds.json\n", _INNER, r"simplan predict ds\.json --model"),
+        ("deepspeed x.py --deepspeed_config $1.json\n", _INNER, r"name a file with the line: bash start\.sh ARGUMENTS"),
+        (
+            "srun bash -c 'python run_recipe.py --recipe x'\n",
+            _INNER,
+            r"1: .*give the run_config",
+        ),
+        ("MEGATRON=1\nbash sub/inner.sh\n", "torchrun a/run_recipe.py\n", r"start.sh:2: .*give the run_config"),
         ("torchrun x.py args\n", _INNER, r"starts x\.py, whose arguments are of no framework"),
     ],
 )

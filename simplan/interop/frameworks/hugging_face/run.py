@@ -11,7 +11,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.errors import SpecError
-from simplan.interop.configuration import Configuration, Reading
+from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.frameworks import names_without_effect
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
@@ -35,6 +35,8 @@ from simplan.rules.model import has_transformers_code
 _TRAINER = "the default of transformers' TrainingArguments"
 _TRL = "the default of TRL 1; --precision and --recompute say otherwise for older ones"
 _HALVES = ("bf16", "fp16")
+_DEEPSPEED = frozenset(("deepspeed", "deepspeed_config"))
+"""Arguments that name the file of DeepSpeed."""
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -129,7 +131,12 @@ class TrainerRun:
             if self.num_devices % machines:
                 rule = f"is no multiple of the {machines} machines (num_machines)"
                 self.reading.contradiction(self.devices_key, rule)
+        if self.ranks_per_node is None and self.num_devices is not None and (processes or is_single):
             self.ranks_per_node = self.num_devices // machines
+            if machines > 1:
+                setting = self.reading.settings.get(self.devices_key)
+                line = None if setting is None else setting.line
+                self.reading.ranks_per_node = Setting("num_processes / num_machines", self.ranks_per_node, line)
         if self.num_devices is None and self.num_nodes is not None:
             self.reading.put("cluster.num_nodes", self.num_nodes, self.devices_key)
         if self.num_devices is not None:
@@ -156,7 +163,7 @@ class TrainerRun:
         of_trainer = self.trainer.value("deepspeed") or "zero_stage" in self.trainer  # the latter of DeepSpeed-Chat
         if self.unknown & {"fsdp", "config_file"}:
             return ""
-        of_trainer = of_trainer or "deepspeed" in self.unknown
+        of_trainer = of_trainer or "deepspeed_config" in self.trainer or bool(self.unknown & _DEEPSPEED)
         if self.deepspeed or of_trainer or kind == "DEEPSPEED" or self.accelerate.is_true("use_deepspeed"):
             return "deepspeed"
         options = self.fsdp_options()

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from simplan.document import Document
 from simplan.errors import SpecError
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.hugging_face.keys import flattened
-from simplan.interop.frameworks.shell import TrainingCommand, Word, number_or_text, read_launches
+from simplan.interop.formats import ConfigFile
+from simplan.interop.frameworks.hugging_face.keys import flattened, named_document
+from simplan.interop.frameworks.shell import (
+    TrainingCommand,
+    Value,
+    Word,
+    number_or_text,
+    own_line,
+    read_launches,
+    written_file,
+)
 
 SIGNS = ("per_device_train_batch_size", "model_name_or_path", "gradient_accumulation_steps", "deepspeed", "fsdp")
 """Arguments of the Trainer that other frameworks' scripts do not have."""
@@ -26,14 +35,28 @@ _SFT = re.compile(r"(^|[_.-])sft([_.-]|$)")
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
-@lru_cache(maxsize=8)
-def launch_of(text: str, file: str) -> TrainingCommand | None:
-    """The first command of a script that starts a training of the Hugging Face stack; None if there is none."""
+def launch_of(file: ConfigFile) -> TrainingCommand | None:
+    """The first command of a script that starts a training of the Hugging Face stack; None if there is none.
+
+    The script may start it by another one of its folder.
+    """
     try:
-        launches = read_launches(text, file, wrappers=_OWN_PROGRAMS)
+        launches = read_launches(file.text, file.name, file.folder, wrappers=_OWN_PROGRAMS)
     except SpecError:
         return None
-    return next((launch for launch in launches if _is_ours(launch)), None)
+    return next((launch for launch in launches if _is_ours(launch) or engine_file(launch, file) is not None), None)
+
+
+def engine_file(launch: TrainingCommand, file: ConfigFile) -> tuple[str, Document] | None:
+    """DeepSpeed's file of a program with arguments of its own: ``deepspeed x.py --deepspeed_config ds.json``.
+
+    None if it is not there, or the arguments are those of the Trainer or of Megatron-LM.
+    """
+    arguments = dict(arguments_of(launch.arguments, launch.files))
+    setting = arguments.get("deepspeed_config")
+    if setting is None or not isinstance(setting.value, str) or arguments.keys() & {*SIGNS, *_OTHERS} - {"deepspeed"}:
+        return None
+    return named_document(setting.value, replace(file, written=launch.files))
 
 
 def _is_ours(launch: TrainingCommand) -> bool:
@@ -41,17 +64,17 @@ def _is_ours(launch: TrainingCommand) -> bool:
         return True
     if len(launch.arguments) == 1 and re.fullmatch(r"[^-].*\.json", launch.arguments[0].text):
         return launch.program.text.endswith(".py")  # run_clm.py args.json: HfArgumentParser reads it
-    names = {name for name, _ in arguments_of(launch.arguments)}
+    names = {name for name, _ in arguments_of(launch.arguments, launch.files)}
     if names & {*_OTHERS}:
         return False
     reads_config = any(option.key in ("--config_file", "--config-file") for option in launch.options)
     return bool(names & {*SIGNS}) or ("accelerate" in launch.launchers and reads_config)
 
 
-def arguments_of(words: Iterable[Word]) -> list[tuple[str, Setting]]:
+def arguments_of(words: Iterable[Word], files: Mapping[str, Value]) -> list[tuple[str, Setting]]:
     """Arguments of a command by their names without dashes; those whose value is not known have the value None.
 
-    An argument without a value is true; several values are a list.
+    An argument without a value is true; several values are a list. The name of a file that the script writes is known.
     """
     found: list[tuple[str, Setting]] = []
     values: list[Word] = []
@@ -62,14 +85,15 @@ def arguments_of(words: Iterable[Word]) -> list[tuple[str, Setting]]:
         key, equals, value = name.text.partition("=")
         given = [value] if equals else [each.text for each in values]
         data = [_value(text) for text in given]
-        known = not name.unknown and not any(each.unknown for each in values)
+        known = all(written_file(text, files) for text in given) if given else not name.unknown
+        known = known or not any(each.unknown for each in (name, *values))
         setting = Setting(
-            key, (True if not data else data[0] if len(data) == 1 else data) if known else None, name.line
+            key, (True if not data else data[0] if len(data) == 1 else data) if known else None, own_line(name.line)
         )
         plain_key = key.lstrip("-").replace("-", "_")
         if isinstance(setting.value, dict):  # JSON in an argument
             inside = flattened(Document(setting.value, {}))
-            found.extend((f"{plain_key}.{k}", Setting(f"{key}.{k}", v.value, name.line)) for k, v in inside)
+            found.extend((f"{plain_key}.{k}", Setting(f"{key}.{k}", v.value, setting.line)) for k, v in inside)
         else:
             found.append((plain_key, setting))
 
@@ -99,7 +123,8 @@ def _value(text: str) -> Any:
 
 def config_files(launch: TrainingCommand) -> list[str]:
     """Files with arguments that a command names: ``--config FILE``, or FILE without an option."""
-    named = [str(setting.value) for name, setting in arguments_of(launch.arguments) if name == "config"]
+    settings = arguments_of(launch.arguments, launch.files)
+    named = [str(setting.value) for name, setting in settings if name == "config" and setting.value is not None]
     loose = []
     for position, word in enumerate(launch.arguments):
         before = launch.arguments[position - 1].text if position else ""
@@ -125,7 +150,7 @@ def sft_of(launch: TrainingCommand) -> str:
     program = launch.program.text.rpartition("/")[2]
     first = launch.arguments[0].text if launch.arguments else ""
     is_sft = _SFT.search(program) is not None or (program == "trl" and first == "sft")
-    return f"{program} fine-tunes, in line {launch.program.line}" if is_sft else ""
+    return f"{program} fine-tunes, in line {launch.line}" if is_sft else ""
 
 
 def is_trl(launch: TrainingCommand) -> bool:

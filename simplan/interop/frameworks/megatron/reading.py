@@ -29,7 +29,7 @@ from simplan.interop.frameworks.megatron.options import (
     TRAINING,
 )
 from simplan.interop.frameworks.megatron.plan import read_parallelism, read_recompute, read_sharding, read_stages
-from simplan.interop.frameworks.shell import OTHER_FILE
+from simplan.interop.frameworks.shell import own_line
 
 TITLE = "Megatron-LM arguments"
 _SIGNS_OF_CORE = ("--use-mcore-models", "--use-flash-attn", "--attention-backend", "--moe-router-topk", "--fp8-format")
@@ -60,8 +60,8 @@ def read(file: ConfigFile) -> Configuration:
     arguments = read_arguments(file)
     words = " x ".join(f"{setting.key} {setting.value}" for setting in arguments.launcher)
     line = arguments.launcher[0].line if arguments.launcher else None
-    devices = Setting(_NUM_DEVICES, words, line if line is not None and line < OTHER_FILE else None)
-    deepspeed = dict(settings_of_file(file, arguments.settings))
+    devices = Setting(_NUM_DEVICES, words, None if line is None else own_line(line))
+    deepspeed = dict(settings_of_file(replace(file, written=arguments.files), arguments.settings))
     settings = (*arguments.settings, devices, *arguments.extra, *arguments.missing, *deepspeed.values())
     reading = MegatronReading.of(TITLE, file.name, settings)
     reading.deepspeed = {key: setting.key for key, setting in deepspeed.items()}
