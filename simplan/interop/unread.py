@@ -25,6 +25,8 @@ _WORDS = {
     "adapters": ("lora|adapter|peft|pissa|dora|prompt_tuning|prefix_tuning", "oft boft loha lokr vera ia3 mora"),
     "frozen weights": ("freez|frozen|trainable", "spectrum lisa"),
     "offloading": ("offload|cpu_adam|nvme|zenflow", "kt"),  # KTransformers runs experts on the host
+    "another model": ("teacher|distill|reward|critic|rollout|completion_length", "actor ref_model"),
+    "images or sound": ("mm_projector", "vision image images video videos audio speech"),
     "the optimizer": (
         "optim|muon|galore|apollo|badam|adam_mini|adafactor|lomo|shampoo|sophia|prodigy",
         "lion soap dion",

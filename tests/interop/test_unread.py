@@ -49,7 +49,7 @@ FORMATS = {
 }  # fmt: skip
 WORDS = (
     "zzz_parallel_size", "dp_zzz", "zzz_fp8", "zzz_optim", "muon_zzz", "quant_zzz", "zzz_freeze", "zzz_lora",
-    "adapter_zzz", "zzz_offload",
+    "adapter_zzz", "zzz_offload", "teacher_zzz", "zzz_image",
 )  # fmt: skip
 
 
@@ -120,11 +120,11 @@ def test_unknown_setting_with_a_word_of_a_plan_is_an_error(reader: str, tmp_path
     assert all(lines.values())
 
 
-ELSEWHERE = {
+ELSEWHERE: dict[str, list[Any]] = {
     "use_cpu": [True, "yes"], "no_cuda": [True], "accelerator": ["tpu", "cpu", "neuron"], "ddp_backend": ["gloo"],
     "distributed_backend": ["gloo", "cpu:gloo,cuda:gloo"], "comm.mode": ["fake_backend"],
 }  # fmt: skip
-ON_GPUS = {
+ON_GPUS: dict[str, list[Any]] = {
     "use_cpu": [False, "no"], "no_cuda": [False], "accelerator": ["gpu", "auto"], "ddp_backend": ["nccl", None],
     "distributed_backend": ["nccl", "cpu:gloo,cuda:nccl"], "comm.mode": ["default"],
 }  # fmt: skip

@@ -99,7 +99,7 @@ _NAMED = {
     ),
 }
 """Framework -> a command that names a file, as ``FILE`` or at its end, and the file."""
-_ASKED = {
+_ASKED: dict[str, dict[str, Any]] = {
     "axolotl": {"cluster.num_devices": 8},
     "engine": {"model.preset": "gpt2", "model.seq_len": 512, "num_microbatches": 1},
 }

@@ -22,8 +22,9 @@ from simplan.interop.frameworks.hugging_face.script import (
     engine_file,
     included_devices,
     is_trl,
-    launch_of,
+    launches_of,
     options_of,
+    refused_program,
     sft_of,
 )
 from simplan.interop.frameworks.hugging_face.tools import (
@@ -34,7 +35,7 @@ from simplan.interop.frameworks.hugging_face.tools import (
     split_of_tool,
     tool_of,
 )
-from simplan.interop.frameworks.shell import TrainingCommand
+from simplan.interop.frameworks.shell import TrainingCommand, only_launch
 from simplan.interop.nccl import nccl_settings
 
 Named = Sequence[tuple[str, Setting]]
@@ -70,7 +71,7 @@ def _has_deepspeed(file: ConfigFile) -> bool:
 
 def _has_trainer(file: ConfigFile) -> bool:
     if document_of(file) is None:
-        return launch_of(file) is not None
+        return bool(launches_of(file))
     keys = _document(file).data.keys()
     signs = [sign for sign in _TRAINER_SIGNS if sign in keys]
     return "model" not in keys and (len(signs) >= 2 or tool_of(keys) == AXOLOTL or _TRAINER_SIGNS[0] in keys)
@@ -101,12 +102,12 @@ def _read_trainer(file: ConfigFile) -> Configuration:
         run = _run(_title(tool), file, trainer=settings, tool=tool)
         run.names_launcher = bool(tool)
         return run.configuration()
-    launch = launch_of(file)
-    if launch is None:
+    launches = launches_of(file)
+    if not launches:
         rule = "holds no arguments of the Trainer"
         fix = "give a launch script, TrainingArguments.to_json_string(), or YAML of these arguments"
         raise file_error(file.name, rule, fix)
-    return _read_launch(launch, file)
+    return _read_launch(only_launch(launches, file.name), file)
 
 
 def _arguments(settings: Named) -> tuple[str, Named]:
@@ -164,6 +165,9 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     run.names_launcher = launch.launchers[-1:] != ("accelerate",)
     run.unknown = frozenset(name for name, setting in [*settings, *options] if setting.value is None)
     run.is_trl, run.task = is_trl(launch), sft_of(launch)
+    if (refused := refused_program(launch)) is not None:
+        first = f" {launch.arguments[0].text}" if launch.program.text == TRL else ""
+        run.reading.refuse(launch.program.text + first, *refused)
     return run.configuration()
 
 
@@ -223,7 +227,11 @@ def _run(
         reading.value(key)
 
     def keys(settings: Named) -> Keys:
-        return Keys(reading, {key: setting.key for key, setting in settings})
+        last = {key: setting.key for key, setting in settings}
+        for key, setting in settings:
+            if setting.key != last[key]:
+                reading.value(setting.key)  # a later one counts, as that of the command line after that of a file
+        return Keys(reading, last)
 
     return TrainerRun(
         reading,

@@ -71,10 +71,10 @@ class Keys:
         """Note or refuse settings of a table that have other values than those that change nothing."""
         settings = table(name)
         for key, (same, why) in settings.get("not_modeled", {}).items():
-            if key in self and not is_one_of(self.value(key), same):
+            if self.value(key) is not None and not is_one_of(self.value(key), same):
                 self.not_modeled(key, why)
         for key, (same, why) in settings.get("refused", {}).items():
-            if key in self and not is_one_of(self.value(key), same):
+            if self.value(key) is not None and not is_one_of(self.value(key), same):
                 self.refuse(key, why, "remove it")
 
     def sort_rest(self, name: str) -> None:

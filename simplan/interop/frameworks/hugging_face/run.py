@@ -5,6 +5,7 @@ A run has up to three files: arguments of the Trainer, the configuration of ``ac
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ from simplan.rules.model import has_transformers_code
 _TRAINER = "the default of transformers' TrainingArguments"
 _TRL = "the default of TRL 1; --precision and --recompute say otherwise for older ones"
 _HALVES = ("bf16", "fp16")
+_FEW_BITS = re.compile(
+    r"(?i)(?:^|[-_.])(?:awq|gptq|aqlm|hqq|eetq|gguf|bnb|nf4|int4|int8|fp8|nvfp4|mxfp4|w4a16|w8a8|w8a16|\d-?bits?)(?=$|[-_.])"
+)
+"""Words in the name of a checkpoint whose weights are quantized."""
 _DEEPSPEED = frozenset(("deepspeed", "deepspeed_config"))
 """Arguments that name the file of DeepSpeed."""
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
@@ -125,13 +130,17 @@ class TrainerRun:
         if self.num_devices is None and (workers := whole(self.trainer.value("ray_num_workers"))):
             self.num_devices, self.devices_key = workers, self.trainer.full("ray_num_workers")
         is_single = str(self.accelerate.value("distributed_type", "")).upper() == "NO"
-        if self.num_devices is None and (processes or is_single):
-            self.num_devices = processes or 1
-            self.devices_key = self.accelerate.full("num_processes" if processes else "distributed_type")
+        launchers = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm")
+        if is_single and not any(self.accelerate.is_true(each) for each in launchers):
+            # accelerate 1.15, commands/launch.py: simple_launcher starts one process, whatever num_processes is
+            self.num_devices = self.ranks_per_node = 1
+            self.devices_key = self.accelerate.full("distributed_type")
+        if self.num_devices is None and processes:
+            self.num_devices, self.devices_key = processes, self.accelerate.full("num_processes")
             if self.num_devices % machines:
                 rule = f"is no multiple of the {machines} machines (num_machines)"
                 self.reading.contradiction(self.devices_key, rule)
-        if self.ranks_per_node is None and self.num_devices is not None and (processes or is_single):
+        if self.ranks_per_node is None and self.num_devices is not None and processes:
             self.ranks_per_node = self.num_devices // machines
             if machines > 1:
                 setting = self.reading.settings.get(self.devices_key)
@@ -307,12 +316,15 @@ class TrainerRun:
             self.reading.not_modeled(self.trainer.full(self._precision), why)
 
     def _read_batch(self) -> None:
-        micro, micro_key = self._number("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+        key = self.trainer.first("per_device_train_batch_size", "per_gpu_train_batch_size") or ""
+        micro, micro_key = self._number(key, "train_micro_batch_size_per_gpu")
         steps, steps_key = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
         total = whole(self.deepspeed.value("train_batch_size"))
         if self.is_axolotl and steps is None and micro and (batch := whole(self.trainer.value("batch_size"))):
             steps, steps_key = max(1, batch // micro), self.trainer.full("batch_size")
-        if self.trainer and micro is None and "per_device_train_batch_size" not in self.unknown:
+        has_own = not self.is_axolotl and self.trainer.first(*names.OWN_BATCHES) is not None
+        is_trainer = not has_own and (self.tool or self.trainer.first(*names.OF_TRAINER) is not None)
+        if is_trainer and micro is None and "per_device_train_batch_size" not in self.unknown:
             micro, micro_key = 8, _TRAINER
         if self.trainer and steps is None and total is None and "gradient_accumulation_steps" not in self.unknown:
             steps, steps_key = 1, _TRAINER
@@ -452,6 +464,9 @@ class TrainerRun:
             self.reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
         key = self.trainer.first("model_name_or_path", "config_name", "base_model")
         name = str(self.trainer.value(key) or "") if key is not None else ""
+        if _FEW_BITS.search(name.rstrip("/").rpartition("/")[2]):
+            rule = "names weights of few bits, which are not modeled yet"
+            self.trainer.refuse(key or "", rule, "name a checkpoint of 16 bits")
         base = folder_of(self.reading.file)
         folders = (name, ".") if self.reads_others else ()
         folder = next((each for each in folders if each and _config_in(base, each) is not None), None)

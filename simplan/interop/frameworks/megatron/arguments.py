@@ -17,12 +17,12 @@ from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.shell import (
-    OTHER_FILE,
     TrainingCommand,
     Value,
     Word,
     missing_script,
     number_or_text,
+    only_launch,
     own_line,
     read_launches,
     read_script,
@@ -102,22 +102,13 @@ def read_arguments(file: ConfigFile) -> Arguments:
         rule = "starts no training: no command has arguments of Megatron-LM such as --num-layers"
         fix = "name the script that calls torchrun pretrain_gpt.py ..., or write its arguments into a file"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
-    first = launches[0]
-    others = [launch for launch in launches[1:] if _texts(launch) != _texts(first)]
-    if others:
-        lines = ", ".join(str(launch.line % OTHER_FILE) for launch in launches)
-        rule = f"starts {len(launches)} trainings with different arguments (lines {lines})"
-        raise SpecError(Problem(field="", rule=rule, fix="keep one of them"), file=file.name)
+    launch = only_launch(launches, file.name)
     sourced = tuple(Setting(f"source {each.name}", True, each.line) for each in script.missing if each.is_sourced)
-    return replace(_sorted(first), missing=sourced)
+    return replace(_sorted(launch), missing=sourced)
 
 
 def _trains(launch: TrainingCommand) -> bool:
     return len(set(_SIGN.findall(" ".join(word.text for word in launch.arguments)))) >= _MIN_SIGNS
-
-
-def _texts(launch: TrainingCommand) -> tuple[str, ...]:
-    return tuple(word.text for word in launch.arguments)
 
 
 @dataclass(slots=True)

@@ -10,10 +10,13 @@ from pathlib import Path
 from simplan.errors import Problem, SpecError
 from simplan.interop.frameworks.shell.evaluate import MissingScript
 from simplan.interop.frameworks.shell.launch import TrainingCommand, read_script
+from simplan.interop.frameworks.shell.lexer import OTHER_FILE
 
 _DEEPSPEED = "--deepspeed_config"
 _RECIPES = ("run_recipe.py", "setup_experiment.py")
 """Programs of NVIDIA-NeMo/Megatron-Bridge, scripts/ (read 2026-08-22), whose recipes are functions."""
+_VARIABLES = ("CONFIG_FILE", "MODULE", "CONFIG", "NGPU", "NNODES", "NPROC_PER_NODE")
+"""Variables by which torchtitan's and LLaMA-Factory's programs are told what to train, and where."""
 _ARGUMENT = re.compile(r"\$\d")
 
 
@@ -24,6 +27,25 @@ def missing_script(file: str, script: MissingScript) -> SpecError:
         field="", rule=rule, fix="put it there, or name the script that starts the training", line=script.line
     )
     return SpecError(problem, file=file)
+
+
+def only_launch(launches: Sequence[TrainingCommand], file: str) -> TrainingCommand:
+    """The training that a script starts.
+
+    Raises:
+        SpecError: It starts several with different arguments.
+    """
+    first = launches[0]
+    if any(_texts(launch) != _texts(first) for launch in launches[1:]):
+        lines = ", ".join(str(launch.line % OTHER_FILE) for launch in launches)
+        rule = f"starts {len(launches)} trainings with different arguments (lines {lines})"
+        raise SpecError(Problem(field="", rule=rule, fix="keep one of them"), file=file)
+    return first
+
+
+def _texts(launch: TrainingCommand) -> tuple[str, ...]:
+    variables = (launch.environment[name].text for name in _VARIABLES if name in launch.environment)
+    return (launch.program.text, str(launch.num_devices), *(word.text for word in launch.arguments), *variables)
 
 
 def recipe_script(launches: Sequence[TrainingCommand], file: str) -> SpecError | None:

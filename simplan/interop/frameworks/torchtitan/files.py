@@ -18,6 +18,7 @@ from simplan.interop.frameworks.shell import (
     Word,
     doubts,
     number_or_text,
+    only_launch,
     own_line,
     read_launches,
     restored,
@@ -165,8 +166,8 @@ def _launches_of(file: ConfigFile) -> Iterator[TrainingCommand]:
 
 def _launch_of(file: ConfigFile) -> TrainingCommand:
     """The first command that starts torchtitan."""
-    for launch in _launches_of(file):
-        return launch
+    if launches := [*_launches_of(file)]:
+        return only_launch(launches, file.name)
     rule = "no command of it starts torchtitan"
     fix = "keep the line with torchrun and --job.config_file, or with --module and --config"
     raise file_error(file.name, rule, fix)
