@@ -163,6 +163,15 @@ def test_errors_name_lines_and_scripts_as_their_reader_has_them(
     assert not re.search(r"\d{7}", str(caught.value))  # lines of other scripts are numbered from a million on
 
 
+def test_arguments_that_a_call_gives_decide_conditions(tmp_path: Path) -> None:
+    options = 'while [[ $# -gt 1 ]]; do TP=$2; shift; done\nif [ "$2" = f ]; then TP=8; fi\n'
+    inner = f"TP=1\n{options}{_INNER.replace('$1', '$TP')}"
+
+    job = source_of(tmp_path, "export GBS=64\nbash sub/inner.sh 4\n", inner).scenario().job
+
+    assert (job.plan.tp, job.training.global_batch_size) == (1, 64)
+
+
 def test_script_that_is_sourced_and_absent_is_said(tmp_path: Path) -> None:
     text = "GBS=64\n. ./blend.sh\n. sub/inner.sh 4\n"
 

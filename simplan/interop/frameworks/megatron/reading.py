@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from simplan import catalog
 from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile
@@ -47,6 +48,7 @@ _SIGNS_OF_2022 = (
 )
 _MATCHES = (*MODEL, *T5, *EXPERTS, *LATENT_ATTENTION, *PLAN, *TRAINING, CONTEXT_PARALLEL)
 _FP8_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
+_NOT_ASYNC = "--no-async-tensor-model-parallel-allreduce"
 _NUM_DEVICES = "devices"
 """Name of the product of nodes and ranks per node of the launcher, in origins."""
 
@@ -168,6 +170,10 @@ class MegatronReading(Reading):
             self.put("software.vocab_multiple", multiple, "--make-vocab-size-divisible-by")
         if self.software == CORE:
             self._read_overlap()
+        elif self.peek("--tensor-model-parallel-size", 1) == 1 or catalog.software(self.software).tp_overlap == "none":
+            self.no_effect(_NOT_ASYNC)
+        else:
+            self.not_modeled(_NOT_ASYNC, "tensor-parallel all-reduces overlap the backward")
         backend = self.value("--attention-backend", "auto")
         if backend in ("unfused", "local"):
             self.not_modeled("--attention-backend", "attention is fused, which takes less time and memory")
@@ -178,7 +184,7 @@ class MegatronReading(Reading):
             ("--overlap-grad-reduce", "grad_overlap", True),
             ("--overlap-param-gather", "overlap_param_gather", True),
             ("--tp-comm-overlap", "tp_overlap", "all"),
-            ("--no-async-tensor-model-parallel-allreduce", "tp_overlap", "none"),
+            (_NOT_ASYNC, "tp_overlap", "none"),
         ):
             if key in self:
                 self.put(f"software.{option}", value, key)

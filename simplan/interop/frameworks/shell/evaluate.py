@@ -42,6 +42,7 @@ _MAX_EXPRESSION, _MAX_ARGUMENTS = 200, 100
 _LARGEST = 2**63
 _SPECIAL = re.compile(r"[;|&<>()$`\\\"'{}#]")
 """Characters of more than one command of plain words."""
+_ABSENT = re.compile(r"\$\d+")
 _ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
 _SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 _SHELLS = ("bash", "sh", "source", ".", "zsh")
@@ -190,6 +191,8 @@ class Shell:
                 return
 
     def _loop(self, loop: syntax.Loop) -> None:
+        if loop.condition and self.run(loop.condition) is False:
+            return
         words = self._words(loop.words)
         if loop.name and len(words) == 1 and words[0] and not any(piece.unknown for piece in words[0]):
             self.variables[loop.name] = words
@@ -227,6 +230,10 @@ class Shell:
                 self._exported |= {each.name for each in simple.assignments} | {word.text for word in texts[1:]}
             return None if words else True
         if name in ("[", "[[", "test"):
+            if "#" in self.variables:  # arguments that a known call does not give are empty
+                texts = [
+                    Word("", word.line) if _ABSENT.fullmatch(word.text) and word.unknown else word for word in texts
+                ]
             return truth(texts[1:-1] if name != "test" else texts[1:])
         if name == "((":
             number = number_of(words[1])
@@ -292,10 +299,10 @@ class Shell:
         """Follow the commands of a function or script with its own arguments."""
         if self._calls >= _MAX_CALLS:
             return
-        names = [*map(str, range(1, _MAX_ARGUMENTS)), "@", "*"]
+        names = [*map(str, range(1, _MAX_ARGUMENTS)), "@", "*", "#"]
         kept = {key: self.variables[key] for key in names if key in self.variables}
         given: dict[str, tuple[Value, ...]] = {str(number): (value,) for number, value in enumerate(values, start=1)}
-        given |= {"@": tuple(values), "*": tuple(values)}
+        given |= {"@": tuple(values), "*": tuple(values), "#": ((Word(str(len(values)), 0),),)}
         self.variables = {key: value for key, value in self.variables.items() if key not in names} | given
         self._calls += 1
         self.run(body)

@@ -86,12 +86,13 @@ class Case(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """``for`` over words, or ``while``, whose name is empty."""
+    """``for`` over words, or ``while`` and ``until``, whose names are empty; the condition is that of ``while``."""
 
     name: str
     words: tuple[SourceWord, ...]
     body: Body
     line: int
+    condition: Body = ()
 
 
 class Function(NamedTuple):
@@ -214,7 +215,7 @@ class _Parser:
     def _command(self) -> Command:
         token = self.token
         compound: dict[str, Callable[[int], Command]] = {"if": self._if, "case": self._case, "function": self._function}
-        compound |= dict.fromkeys(("for", "select"), self._for) | dict.fromkeys(("while", "until"), self._while)
+        compound |= {"for": self._for, "select": self._for, "while": self._while, "until": self._until}
         if token.text in compound:
             self._next()
             command = compound[token.text](token.line)
@@ -333,8 +334,11 @@ class _Parser:
         return Loop(name, tuple(words), self._body_to("done"), line)
 
     def _while(self, line: int) -> Loop:
-        self._body_to("do")
-        return Loop("", (), self._body_to("done"), line)
+        condition = self._body_to("do")
+        return Loop("", (), self._body_to("done"), line, condition)
+
+    def _until(self, line: int) -> Loop:
+        return self._while(line)._replace(condition=())
 
     def _function(self, line: int) -> Function:
         """Function after the word ``function``, with or without brackets."""
