@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simplan.interop.configuration import Reading, Setting
-from simplan.interop.frameworks.shell import OTHER_FILE, Word
+from simplan.interop.frameworks.shell import Word, own_line
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments"
@@ -18,9 +18,7 @@ _EXPANDABLE = "expandable_segments"
 def allocator_settings(environment: Mapping[str, Word]) -> tuple[Setting, ...]:
     """The allocator's variables of the environment of a command as settings."""
     words = {name: environment[name] for name in VARIABLES if name in environment}
-    return tuple(
-        Setting(name, word.text, word.line if word.line < OTHER_FILE else None) for name, word in words.items()
-    )
+    return tuple(Setting(name, word.text, own_line(word.line)) for name, word in words.items())
 
 
 def note_allocator(reading: Reading) -> None:

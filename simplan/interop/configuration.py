@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from simplan.document import Document, Place
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.interop.unread import subject_of
+from simplan.interop.unread import is_device_setting, subject_of, usual_device
 from simplan.model.model import MAX_LAYERS
 from simplan.problems import Path, in_file_order, render_value
 
@@ -329,6 +329,7 @@ class Reading:
             SpecError: Settings are refused or contradict each other; lists all of them. A ``NotModelledError`` if all
                 are options that are not modeled.
         """
+        self._refuse_other_devices()
         if is_whole:
             self._refuse_unknown()
         problems = sorted([*self._problems, *self._unmodeled_problems], key=in_file_order)
@@ -349,6 +350,18 @@ class Reading:
             self.settings,
             ranks_per_node=self.ranks_per_node,
         )
+
+    def _refuse_other_devices(self) -> None:
+        """Refuse settings by which ranks do not run on GPUs."""
+        for key, setting in self.settings.items():
+            if is_device_setting(key):
+                self._left.pop(key, None)
+                usual = usual_device(key, setting.value)
+                if usual is not None:
+                    rule = "trains without the GPUs of a cluster, which is not modeled"
+                    if usual == "nccl":
+                        rule = "communicates without NCCL, which is not modeled for GPUs"
+                    self.refuse(key, rule, "remove it" if usual == "false" else f"use {usual}")
 
     def _refuse_unknown(self) -> None:
         """Refuse settings that nothing has read and that may be about another plan."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from simplan.io import folder_of
 from simplan.job import Job
 
 if TYPE_CHECKING:
+    from simplan.interop.frameworks.shell import Value
     from simplan.search.switch import ChangedSetting
 
 
@@ -28,11 +29,13 @@ class ConfigFile:
         path: The file; other files that it names are relative to its folder.
         text: Its content.
         reads_others: False if files that it names must not be read, as they are on another machine.
+        written: Files that a launch script writes itself, by their names.
     """
 
     path: Path
     text: str
     reads_others: bool = True
+    written: Mapping[str, Value] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simplan.interop.configuration import Reading, Setting
-from simplan.interop.frameworks.shell import OTHER_FILE, Word
+from simplan.interop.frameworks.shell import Word, own_line
 from simplan.interop.writing import Writing
 
 VARIABLE = "NCCL_ALGO"
@@ -42,7 +42,7 @@ def nccl_settings(environment: Mapping[str, Word]) -> tuple[Setting, ...]:
     word = environment.get(VARIABLE)
     if word is None:
         return ()
-    return (Setting(VARIABLE, word.text, word.line if word.line < OTHER_FILE else None),)
+    return (Setting(VARIABLE, word.text, own_line(word.line)),)
 
 
 def read_nccl_algo(reading: Reading) -> None:

@@ -3,6 +3,8 @@
 ``no_effect.yaml`` has the settings that change nothing, each by its whole name. Any other setting that no reader reads
 is one of two things: with a word of this table in its name it is refused, as it may be another plan, and without one
 it is listed as unknown.
+
+Settings that start ranks on other devices than the GPUs of a cluster are refused in the files of all frameworks.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ _WORDS = {
     "adapters": ("lora|adapter|peft|pissa|dora|prompt_tuning|prefix_tuning", "oft boft loha lokr vera ia3 mora"),
     "frozen weights": ("freez|frozen|trainable", "spectrum lisa"),
     "offloading": ("offload|cpu_adam|nvme|zenflow", "kt"),  # KTransformers runs experts on the host
+    "another model": ("teacher|distill|reward|critic|rollout|completion_length", "actor ref_model"),
+    "images or sound": ("mm_projector", "vision image images video videos audio speech"),
     "the optimizer": (
         "optim|muon|galore|apollo|badam|adam_mini|adafactor|lomo|shampoo|sophia|prodigy",
         "lion soap dion",
@@ -40,6 +44,49 @@ _DETAILS = frozenset(
 _OFF = frozenset(("", "0", "false", "no", "none", "null", "off", "disabled", "[]", "{}"))
 
 
+_CPU_FLAGS = frozenset(
+    ("use_cpu", "no_cuda", "cpu", "tpu", "use_tpu", "use_mps_device", "use_xpu", "use_ipex", "use_hpu")
+)
+_GPU_WORDS = {
+    **dict.fromkeys(("accelerator", "device_type", "nproc_per_node"), ("gpu", "cuda", "auto")),
+    **dict.fromkeys(("distributed_backend", "ddp_backend", "process_group_backend"), ("nccl",)),
+}
+"""Last part of a setting -> words of it by which ranks run on GPUs and communicate by NCCL, the usual one first."""
+_GPU_WORDS_OF_WHOLE = {"device": ("cuda", "gpu", "auto"), "comm.mode": ("default",)}
+"""Setting -> such words. ``fake_backend`` and ``local_tensor`` of torchtitan's ``comm.mode`` communicate nothing."""
+
+
+def is_device_setting(key: str) -> bool:
+    """True for a setting that says on which kind of devices ranks run.
+
+    >>> is_device_setting("accelerate --cpu"), is_device_setting("zero_optimization.offload_optimizer.device")
+    (True, False)
+    """
+    name = _plain(key)
+    last = name.rpartition(".")[2]
+    return last in _CPU_FLAGS or last in _GPU_WORDS or name in _GPU_WORDS_OF_WHOLE
+
+
+def usual_device(key: str, value: Any) -> str | None:
+    """Value by which ranks run on GPUs, for a setting that says something else; None if it says that.
+
+    >>> usual_device("trainer.accelerator", "tpu"), usual_device("--ddp_backend", "nccl"), usual_device("use_cpu", True)
+    ('gpu', None, 'false')
+    """
+    name, word = _plain(key), str(value).strip().lower()
+    last = name.rpartition(".")[2]
+    if last in _CPU_FLAGS:
+        return "false" if word in ("true", "yes", "y", "on", "1") else None
+    known = _GPU_WORDS_OF_WHOLE.get(name) or _GPU_WORDS[last]
+    is_usual = value is None or isinstance(value, int) or word.split(":")[-1] in known or word[:1] in ("$", "")
+    return None if is_usual else known[0]
+
+
+def _plain(key: str) -> str:
+    """Key without the file or command in front of it."""
+    return key.rpartition(": ")[2].rpartition(" ")[2].lower().replace("-", "_").lstrip("_")
+
+
 def subject_of(key: str, value: Any) -> str | None:
     """Part of a plan that an unknown setting speaks of; None if its name has no such word, or it is off.
 
@@ -52,8 +99,7 @@ def subject_of(key: str, value: Any) -> str | None:
         key: Key as its users write it; a file or command in front of it does not count.
         value: Its value; None for one that is not known.
     """
-    own = key.rpartition(": ")[2].rpartition(" ")[2].lower().replace("-", "_")
-    *sections, last = own.split(".")
+    *sections, last = _plain(key).split(".")
     name = ".".join([*(each for each in sections if each not in _DETAILS), last])
     subject = next((subject for subject, pattern in _PATTERNS.items() if pattern.search(name)), None)
     is_one = subject == "parallelism" and str(value) == "1"

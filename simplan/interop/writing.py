@@ -17,6 +17,9 @@ from simplan.software.software import SoftwareSpec
 _SECTIONS = ("model", "training", "software", "plan")
 _DISPLAY = {"model.name", "model.sources", "model.packs", "software.sources"}
 """Fields that no framework needs."""
+NODE_RANK = "NODE_RANK=${NODE_RANK:?set it to the number of this node, from 0 on}"
+MASTER_ADDR = "MASTER_ADDR=${MASTER_ADDR:?set it to the host name of node 0}"
+"""Lines of a script that stops, with a sentence, on one of several nodes that was not told which one it is."""
 _EQUAL_NODES = "use a cluster of equal nodes; simplan predict and search take different ones"
 _FIXES = {
     "plan.placement": "leave it out: its ranks fill nodes in the order tp, cp, dp, pp",

@@ -590,10 +590,16 @@ def _assume_model(found: dict[str, Any], file: str, assume: Assume) -> None:
             assume("model", "seq_len", length, f"length of the pretraining of {name}")
     elif isinstance(config, str) and "seq_len" not in model:
         read = read_json(folder_of(file) / config)
-        longest = read.get("max_position_embeddings")
-        if isinstance(longest, int) and longest > 0 and read.get("model_type") in tuple(model_types()):  # may be a list
-            why = "usual in training" if longest > _USUAL_LENGTH else "the longest that the configuration has"
-            assume("model", "seq_len", min(longest, _USUAL_LENGTH), why)
+        word = read.get("model_type")
+        kind = model_types().get(word) if isinstance(word, str) else None
+        if kind is None or not kind.has_sequences:
+            return
+        longest = read.get(kind.keys.get("max_position_embeddings", ""))
+        if not isinstance(longest, int) or longest < 1:
+            rule = "does not say how long sequences are"
+            raise SpecError(Problem(field="", rule=rule, fix=f"add --seq-len {_USUAL_LENGTH}"), file=file)
+        why = "usual in training" if longest > _USUAL_LENGTH else "the longest that the configuration has"
+        assume("model", "seq_len", min(longest, _USUAL_LENGTH), why)
 
 
 def _num_devices(found: dict[str, Any], file: str) -> int | None:

@@ -15,7 +15,7 @@ from simplan.interop.frameworks import tables
 from simplan.interop.huggingface import model_fields_from_config, model_types
 from simplan.model.model import ModelSpec
 from simplan.predict import predict
-from simplan.scenario import load_scenario
+from simplan.scenario import load_scenario, scenario_from
 
 GPT2 = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
@@ -309,6 +309,16 @@ def test_a_scenario_says_how_long_sequences_are(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("config.json", 'config.json, seq_len: "8k"'))
     with pytest.raises(SpecError, match=r'model\.seq_len = "8k": must be a whole number'):
         load_scenario(path)
+
+
+def test_length_of_a_config_is_assumed_or_asked_for_as_an_option(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for config, length in ((GPT2, 1024), (MPT, 2048), (LLAMA3 | {"max_position_embeddings": 131072}, 4096)):
+        file.write_text(json.dumps(config))
+        assert scenario_from(file).job.model.seq_len == length
+    file.write_text(json.dumps({key: value for key, value in MPT.items() if key != "max_seq_len"}))
+    with pytest.raises(SpecError, match=r"config\.json: does not say how long sequences are; add --seq-len 4096"):
+        scenario_from(file)
 
 
 def test_a_window_of_all_layers_is_taken() -> None:

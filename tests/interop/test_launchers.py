@@ -13,11 +13,14 @@ import yaml
 
 import simplan.cli
 from simplan.cli.execute import RunOptions, exported_job
+from simplan.errors import NotModelledError
+from simplan.interop.formats import formats
 from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
+from simplan.interop.writing import Exported
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
-from simplan.scenario import load_scenario
+from simplan.scenario import load_scenario, scenario_from
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Checkpointing(folder="/kept here", every=7, max_restarts=3)
@@ -206,6 +209,49 @@ def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path) -> None:
     assert [rank.rank for rank in measurement.ranks] == [0, 1]
     assert all(rank.peak_memory.allocated_bytes for rank in measurement.ranks)
     assert len(measurement.step_times_s) >= 2
+
+
+def exported(target: str) -> Exported:
+    """Files of a plan on two nodes, with the first software that the target takes."""
+    write = formats()[target].export
+    assert write is not None
+    for software in ("torchtitan", "megatron-core", "megatron-bridge", "accelerate", "deepspeed"):
+        stage = 1 if software.startswith("megatron") else 2
+        given = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 2, "software": software, "plan.zero_stage": stage}
+        try:
+            return write(scenario_from("llama3-8b", given).job, "two")
+        except NotModelledError:
+            continue
+    raise AssertionError(target)
+
+
+@pytest.mark.parametrize("target", [name for name, each in formats().items() if each.export and name != "chakra"])
+def test_exported_script_of_two_nodes_starts_where_nodes_can_meet(target: str, tmp_path: Path) -> None:
+    """A node that was not told who and where it is would wait for the others; DeepSpeed tells its nodes itself."""
+    files = exported(target)
+    for name, content in files.files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content if isinstance(content, str) else content.decode())
+    for launcher in ("torchrun", "accelerate", "deepspeed"):
+        stub = tmp_path / launcher
+        stub.write_text('#!/bin/bash\necho "$0 $*"\n')
+        stub.chmod(0o755)
+
+    def start(**environment: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}
+        return subprocess.run(["bash", "-c", files.start], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    told = start(MASTER_ADDR="node-a", NODE_RANK="1")
+    assert told.returncode == 0, told.stderr
+    if "--hostfile" in told.stdout:
+        assert (tmp_path / "hostfile").read_text().count("slots=8") == 2
+        return
+    assert "node-a" in told.stdout
+    alone = start()
+    assert alone.returncode != 0
+    assert not alone.stdout
+    assert "set it to" in alone.stderr
 
 
 def test_step_of_a_million_microbatches_is_not_exported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,6 +267,15 @@ def test_the_wall_time_of_two_timers_is_preferred() -> None:
     assert (run.samples_per_s, run.global_batch_size, run.peaks) == ((53.753,), 768, {"allocated": (19.52,)})
 
 
+def test_progress_bars_without_timings_give_the_time_between_them() -> None:
+    """The first line is of NVIDIA/NeMo-Framework-Launcher, issue 55, where the bar itself says 41.36 s per step."""
+    bar = "Epoch 0:   1%|          | {}/77225 [{}<878:01:48, 41.36s/it, loss=3.1, v_num=, reduced_train_loss=3.090]\n"
+    first = bar.format(795, "9:07:58")
+    assert run_of(first).step_time_s == pytest.approx(41.36, abs=0.005)
+    second, next_epoch = bar.format(895, "10:14:38"), bar.format(10, "0:06:50")
+    assert run_of(first + second + next_epoch).step_time_s == 40.0
+
+
 def test_trainer_state() -> None:
     history = [{"loss": 2.0, "step": 500}, {"train_runtime": 4835.1682, "train_steps_per_second": 0.242, "step": 1170}]
     state = {"global_step": 1170, "log_history": history}

@@ -26,13 +26,20 @@ def source_of(folder: Path, more: str = "", **changes: Any) -> Source:
     return read_source(script, {"cluster.preset": "dgx-h100"})
 
 
-@pytest.mark.parametrize("more", ["", "--zero-stage 3"])
+_OTHERS = (
+    "--no-pipeline-parallel --ds-sequence-parallel-size 1 --no-async-tensor-model-parallel-allreduce "
+    "--log-optimizer-states-to-tensorboard"
+)
+
+
+@pytest.mark.parametrize("more", ["", f"--zero-stage 3 {_OTHERS}"])
 def test_json_next_to_a_script_is_read(more: str, tmp_path: Path) -> None:
     source = source_of(tmp_path, more)
     job = source.scenario().job
 
     assert (job.plan.zero_stage, job.plan.dp_shard, job.training.clip_grad_norm) == (3, 8, 0.5)
     assert not any("no effect" in note and "deepspeed_config" in note for note in source.notes)
+    assert not any("does not know" in note for note in source.notes)
     assert source_of(tmp_path, more, gradient_clipping=0).scenario().job.training.clip_grad_norm is None
 
 
@@ -51,6 +58,8 @@ def test_json_next_to_a_script_is_read(more: str, tmp_path: Path) -> None:
         ("--clip-grad 1.0", {}, "gradient_clipping = 0.5.*--clip-grad 1.0"),
         ("", {"data_types": {"grad_accum_dtype": "fp8"}}, "is no precision of gradients"),
         ("", {"sequence_parallel_size": 2}, "Ulysses"),
+        ("--ds-sequence-parallel-size 2", {}, "--ds-sequence-parallel-size = 2.*Ulysses"),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", {}, "goes with one pipeline stage.*is 2"),
     ],
 )
 def test_json_that_contradicts_its_script_or_is_not_modeled_is_an_error(

@@ -120,6 +120,64 @@ def test_script_gives_the_arguments_that_bash_gives(name: str, tmp_path: Path) -
     assert not any(word.unknown or word.condition for word in launch.arguments)
 
 
+_WRITES = r"""
+ZERO=3 BATCH=64 NAME=out.json
+cat <<EOT > heredoc.json
+{"train_batch_size": $BATCH, "path": "\$HOME \\ 'x'", "stage": ${ZERO}, "sum": $((BATCH * 2))}
+EOT
+cat > ./quoted.yaml <<'EOT' && echo done > /dev/null
+name: $ZERO \$BATCH `date`
+EOT
+	cat <<-EOT > "$NAME"
+	{"a": 1,
+	"b": 2}
+	EOT
+echo '{"bf16": {"enabled": true}}' > echo.json
+echo "{\"stage\": $ZERO}" >> echo.json
+echo -e 'a: 1\nb: 2' > escaped.yaml
+printf '%s\n' "$BATCH" x > lines.txt
+printf '{\n "a": 1\n}\n' > printf.json
+sed "s/CONFIG_BATCH/${BATCH}/" template.json | sed "s/CONFIG_ZERO/$ZERO/g" > sed.json
+sed -i 's/CONFIG_BATCH/8/' inplace.json
+cat template.json heredoc.json > both.json
+cat <<EOT | tee tee.json > /dev/null
+{"c": $BATCH}
+EOT
+write() {
+  cat > function.json <<EOT
+{"stage": $1}
+EOT
+}
+write 2
+for STAGE in 1; do echo $STAGE > loop.txt; done
+if [ $ZERO -eq 3 ]; then echo yes > branch.txt; else echo no > branch.txt; fi
+: > empty.txt 2> error.txt
+true <<EOT
+nothing
+EOT
+{ echo a; } > group.txt
+torchrun train.py
+"""
+
+
+def test_script_writes_the_files_that_bash_writes(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not installed")
+    for name in ("template.json", "inplace.json"):
+        (tmp_path / name).write_text('{"train_batch_size": CONFIG_BATCH, "stage": CONFIG_ZERO, "x": "CONFIG_ZERO"}\n')
+
+    (launch,) = read_launches(_WRITES, "train.sh", tmp_path)
+
+    script = _WRITES.replace("torchrun train.py", "")
+    subprocess.run([bash, "-c", script], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, check=True)
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    read = {name: "".join(word.text for word in value) for name, value in launch.files.items() if name in written}
+    others = {"template.json", "empty.txt", "error.txt", "group.txt"}
+    assert read == {name: text for name, text in written.items() if name not in others}
+    assert not any(word.doubt for name in read for word in launch.files[name])
+
+
 def test_words_of_a_command_in_a_shell_keep_their_lines() -> None:
     (launch,) = read_launches(_SCRIPTS["command in a shell"], "train.sh")
     assert [(word.text, word.line) for word in launch.arguments] == [("--a", 3), ("1", 3), ("--b", 7), ("2", 7)]

@@ -444,6 +444,13 @@ def test_strange_value_of_any_key_is_an_error_or_a_job(others: dict[str, Any]) -
                 continue
 
 
+def test_script_with_two_trainings_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("CONFIG=llama3_8b ./run_train.sh\nCONFIG=llama3_70b ./run_train.sh\n")
+    with pytest.raises(SpecError, match=r"2 trainings with different arguments \(lines 1, 2\)"):
+        read_source(script, {"cluster.preset": "dgx-h100"})
+
+
 def test_run_train_takes_its_variables(tmp_path: Path) -> None:
     path = tmp_path / "go.sh"
     path.write_text("export NGPU=16\nMODULE=qwen3 CONFIG=qwen3_14b ./run_train.sh --training.seq_len 8_192 $@\n")

@@ -294,7 +294,7 @@ def test_change_of_a_script_is_in_its_words(tmp_path: Path) -> None:
         ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8", {"zero_stage": 3, "dp_shard": 8}),
         ("accelerate launch --use_deepspeed --zero_stage 1 --num_processes=4", {"zero_stage": 1, "dp_shard": 4}),
         ("accelerate launch --multi_gpu --num_processes 16 --num_machines 2", {"zero_stage": 0, "dp_replicate": 16}),
-        ("torchrun --nnodes 2 --nproc-per-node 4", {"zero_stage": 0, "dp_replicate": 8}),
+        ("torchrun --nnodes 2 --nproc-per-node 8", {"zero_stage": 0, "dp_replicate": 16}),
         ("deepspeed --include localhost:0,1@other:0,1", {"zero_stage": 0, "dp_replicate": 4}),
         ("python", {"dp_replicate": 1, "dp_shard": 1}),
     ],
@@ -306,6 +306,37 @@ def test_options_of_a_launcher_are_its_plan(options: str, expected: dict[str, in
     assert {key: getattr(plan, key) for key in expected} == expected
 
 
+def test_older_name_of_the_batch_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("torchrun --nproc_per_node 8 train.py --model_name_or_path gpt2 --block_size 512 --bf16 ")
+    path.write_text(path.read_text() + "--per_gpu_train_batch_size 3 --fsdp full_shard\n")
+    assert scenario_from(path, {"cluster.preset": "dgx-h100"}).job.plan.microbatch_size == 3
+
+
+_PROGRAMS = {
+    "accelerate launch trl/scripts/dpo.py --per_device_train_batch_size 1": "dpo.py: belongs to preference training",
+    "torchrun examples/grpo_agent.py --per_device_train_batch_size 1": "grpo_agent.py: belongs to preference training",
+    "trl reward --model_name_or_path gpt2 --bf16": "trl reward: belongs to preference training",
+    "torchrun train.py --teacher_model gpt2 --per_device_train_batch_size 1": "--teacher_model = .*of another model",
+    "torchrun sft_vlm.py --per_device_train_batch_size 1": "sft_vlm.py: belongs to a model of images or sound",
+    "torchrun train.py --vision_tower a/b --per_device_train_batch_size 1": "--vision_tower = .*of images or sound",
+    "deepspeed x.py --deepspeed": "starts x.py, whose arguments are of no framework",
+    "deepspeed x.py --deepspeed $@": "starts x.py, whose arguments are of no framework",
+    "python llama_pro.py --model_name_or_path gpt2 --output_dir a": "starts llama_pro.py, whose arguments are of no",
+    "torchrun generate.py --model_name_or_path gpt2 --fp16": "starts generate.py, whose arguments are of no",
+    "axolotl preprocess run.yaml": "is no launch script",
+    "torchrun a.py --fsdp full_shard --bf16\ntorchrun a.py --deepspeed x.json": r"2 trainings .*\(lines 1, 2\)",
+}
+
+
+@pytest.mark.parametrize("command", _PROGRAMS)
+def test_program_that_is_no_such_training_is_refused(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"{command}\n", encoding="utf-8")
+    with pytest.raises(SpecError, match=_PROGRAMS[command]):
+        scenario_from(path)
+
+
 @pytest.mark.parametrize(
     ("command", "asked"),
     [
@@ -313,6 +344,10 @@ def test_options_of_a_launcher_are_its_plan(options: str, expected: dict[str, in
         (
             "deepspeed train.py --deepspeed ds.json --per_device_train_batch_size 1",
             "names the DeepSpeed configuration ds",
+        ),
+        (
+            "deepspeed train.py --deepspeed --deepspeed_config ds.json --per_device_train_batch_size 1",
+            "names the DeepSpeed configuration ds.json",
         ),
         ("torchrun train.py --deepspeed $FILE --per_device_train_batch_size 1", "file of DeepSpeed's configuration"),
         ("python train.py --per_device_train_batch_size $SIZE --bf16", "how many sequences a microbatch has"),
@@ -322,6 +357,7 @@ def test_options_of_a_launcher_are_its_plan(options: str, expected: dict[str, in
             "names f.json with the settings of FSDP",
         ),
         ("torchrun train.py --use_lora --per_device_train_batch_size 1", "adapters of a rank that it does not say"),
+        ("torchrun train.py --gradient_accumulation_steps 2 --batch_size 4", "how many sequences a microbatch has"),
     ],
 )
 def test_what_a_script_does_not_say_is_asked_for(command: str, asked: str, tmp_path: Path) -> None:
@@ -390,7 +426,8 @@ def test_trainer_reads_its_own_json(tmp_path: Path) -> None:
         max_grad_norm=0.3,
         optim="adamw_torch",
     )
-    (tmp_path / "training_args.json").write_text(arguments.to_json_string(), encoding="utf-8")
+    text = arguments.to_json_string().replace('"use_cpu": true', '"use_cpu": false')  # written without a GPU
+    (tmp_path / "training_args.json").write_text(text, encoding="utf-8")
     model = transformers.LlamaConfig(num_hidden_layers=3, hidden_size=256, num_attention_heads=4, intermediate_size=512)
     (tmp_path / "config.json").write_text(model.to_json_string(), encoding="utf-8")
     add = {"cluster.preset": "dgx-h100", "model.seq_len": 128, "plan.zero_stage": 3, "training.precision": "bf16"}
@@ -579,6 +616,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "qlora": (f"{_AXOLOTL}adapter: qlora\nlora_r: 8\n", "adapter"),
     "experts": (f"{_AXOLOTL}expert_parallel_size: 2\n", "expert_parallel_size"),
     "spectrum": (f"{_AXOLOTL}plugins: [axolotl.integrations.spectrum.SpectrumPlugin]\n", "plugins"),
+    "other devices": ("distributed_type: MULTI_NPU\nnum_processes: 8\nmixed_precision: bf16\n", "distributed_type"),
+    "images": (f"{_ADAPTERS}lora\nimage_max_pixels: 262144\n", "image_max_pixels"),
+    "sound": (f"{_AXOLOTL}processor_type: AutoProcessor\n", "processor_type"),
+    "weights of 4 bits by name": (_AXOLOTL.replace("Qwen2.5-7B", "Qwen2.5-7B-GPTQ"), "base_model"),
     "two versions": (f"{_AXOLOTL}{_FSDP2}  fsdp_version: 1\n", "fsdp_config.fsdp_version"),
 }
 

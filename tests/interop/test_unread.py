@@ -1,4 +1,4 @@
-"""Settings that no reader knows: never without effect, and errors if their names speak of a plan."""
+"""Settings that no reader knows, and settings that start no ranks on GPUs: what all readers say of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FORMATS = {
 }  # fmt: skip
 WORDS = (
     "zzz_parallel_size", "dp_zzz", "zzz_fp8", "zzz_optim", "muon_zzz", "quant_zzz", "zzz_freeze", "zzz_lora",
-    "adapter_zzz", "zzz_offload",
+    "adapter_zzz", "zzz_offload", "teacher_zzz", "zzz_image",
 )  # fmt: skip
 
 
@@ -118,3 +118,33 @@ def test_unknown_setting_with_a_word_of_a_plan_is_an_error(reader: str, tmp_path
     lines = {problem.field: problem.line for problem in error.value.problems}
     assert {*keys} <= lines.keys()
     assert all(lines.values())
+
+
+ELSEWHERE: dict[str, list[Any]] = {
+    "use_cpu": [True, "yes"], "no_cuda": [True], "accelerator": ["tpu", "cpu", "neuron"], "ddp_backend": ["gloo"],
+    "distributed_backend": ["gloo", "cpu:gloo,cuda:gloo"], "comm.mode": ["fake_backend"],
+}  # fmt: skip
+ON_GPUS: dict[str, list[Any]] = {
+    "use_cpu": [False, "no"], "no_cuda": [False], "accelerator": ["gpu", "auto"], "ddp_backend": ["nccl", None],
+    "distributed_backend": ["nccl", "cpu:gloo,cuda:nccl"], "comm.mode": ["default"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", BASES)
+def test_setting_that_starts_no_ranks_on_gpus_is_refused(reader: str, tmp_path: Path) -> None:
+    is_text = reader in ("megatron", "torchtitan")
+    sections = {"nemo_1": "trainer.", "nemo_2": "trainer.", "bridge": "dist.", "torchtitan": "comm.", "megatron": "--"}
+
+    def one(name: str, value: Any) -> dict[str, Any]:
+        shown = value if not is_text else json.dumps(value) if reader == "torchtitan" else value
+        prefix = sections.get(reader, "") if "." not in name or reader == "megatron" else ""
+        return {prefix + (name.replace("_", "-") if prefix == "--" else name): shown}
+
+    for name, value in ((name, value) for name, values in ELSEWHERE.items() for value in values):
+        with pytest.raises(SpecError, match=r"trains without the GPUs|communicates without NCCL"):
+            read(reader, one(name, value), tmp_path)
+    for name, value in ((name, value) for name, values in ON_GPUS.items() for value in values):
+        if value is None or (is_text and value is False):
+            continue
+        found = read(reader, one(name, value), tmp_path)
+        assert not [setting for setting in found.unknown if name in setting.key.replace("-", "_")]

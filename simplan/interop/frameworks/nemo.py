@@ -302,9 +302,6 @@ def _world(reading: Reading) -> int | None:
 
 def _put_devices(reading: Reading, degrees: Mapping[str, int], batch: str) -> None:
     """Put the number of devices, and ask for the cluster."""
-    kind = "trainer.accelerator"
-    if reading.value(kind) not in (None, "gpu", "cuda", "auto"):
-        reading.refuse(kind, "is not modeled yet: the profiles of NeMo are of GPUs", "use gpu")
     world = _world(reading)
     device = "trainer.devices"
     core.check_world(reading, degrees, world, device, batch)

@@ -8,7 +8,8 @@ utils.py). Megatron Bridge adds a line ``Step Time``.
 torchtitan divides tokens by the size of the non-data-parallel mesh, so ``tps`` (``wps`` before November 2024) is per
 device. ``memory`` is ``reserved_bytes.all.peak``, which is reset at every line (torchtitan 0.3, components/metrics.py).
 
-NeMo: ``train_step_timing in s`` in progress bars (NeMo 1) or in lines (NeMo 2), in seconds. ``max_memory_allocated``
+NeMo: ``train_step_timing in s`` in progress bars (NeMo 1) or in lines (NeMo 2), in seconds. Without it, bars of NeMo 1
+have the steps of an epoch and their time (NVIDIA/NeMo-Framework-Launcher, issue 55, 2023). ``max_memory_allocated``
 and ``max_memory_reserved`` are bytes. ``peak_memory_usage`` does not say which of both it is.
 
 DeepSpeed's throughput timer runs from the forward of a step to the end of its update, so it leaves out the time between
@@ -194,7 +195,7 @@ def _read_nemo(text: str) -> LogReading | None:
                 tokens.append(number(found[1]))
     kept = each_once(steps)
     if not kept:
-        return None
+        return _nemo_bars(text)
     if (rate := typical(tokens)) is not None:
         others["tokens_per_s_per_device"] = (rate,)
     others |= _known(peaks)
@@ -202,6 +203,20 @@ def _read_nemo(text: str) -> LogReading | None:
     if _NEMO_UNSAID in text:
         notes = (f"{_NEMO_UNSAID} is left out: the log does not say if it is of tensors or of the allocator",)
     return LogReading("NeMo", "`train_step_timing in s`", "step_times_s", kept, others, notes)
+
+
+def _nemo_bars(text: str) -> LogReading | None:
+    """Read progress bars of NeMo 1 without step timings, by the time and the steps between two bars of an epoch."""
+    lines = lines_with(text, "reduced_train_loss=")
+    bars = [(int(m[1]), _seconds(m[3])) for start, end in lines if (m := _BAR.search(text, start, end)) is not None]
+    ahead = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise([(0, 0.0), *bars])]
+    pairs = [pair for pair in (ahead[1:] or ahead) if min(pair) >= 0]  # the first bar has the set-up in it
+    steps, seconds = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0, 0)
+    if not steps or not seconds:
+        return None
+    words = f"the times of progress bars over {steps:,} steps"
+    contains = "progress bars have whole seconds, and validation and checkpoints are inside"
+    return LogReading("NeMo", words, others={"step_time_s": seconds / steps}, notes=(contains,))
 
 
 def _read_deepspeed(text: str) -> LogReading | None:

@@ -259,6 +259,9 @@ def _write_software(writing: Writing) -> None:
     writing.copy("model.use_transformer_engine_op_fuser", "software.fused_experts", if_set=True)
 
 
+_NODE_0 = "${MASTER_ADDR:?set it to the host name of node 0}"
+
+
 def export(job: Job, name: str) -> Exported:
     """A configuration, and the program that starts it on all ranks of torchrun.
 
@@ -271,7 +274,7 @@ def export(job: Job, name: str) -> Exported:
     provider = ("mla_provider", "MLAModelProvider") if job.model.family == "deepseek" else None
     cluster = job.cluster
     nodes, each = cluster.num_nodes, cluster.ranks_per_node
-    several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500" if nodes > 1 else ""
+    several = f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{_NODE_0}:29500"' if nodes > 1 else ""
     start = f"torchrun --nproc-per-node {each}{several} pretrain.py"
     notes = [
         f"data-parallel ranks follow from the number of ranks, here {job.plan.num_devices:,} x {cluster.device.id}",

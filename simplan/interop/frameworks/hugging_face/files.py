@@ -7,6 +7,7 @@ FSDP, DeepSpeed), and DeepSpeed a JSON file.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from simplan.document import Document
 from simplan.errors import Problem, SpecError, file_error
@@ -18,10 +19,12 @@ from simplan.interop.frameworks.hugging_face.run import TrainerRun
 from simplan.interop.frameworks.hugging_face.script import (
     arguments_of,
     config_files,
+    engine_file,
     included_devices,
     is_trl,
-    launch_of,
+    launches_of,
     options_of,
+    refused_program,
     sft_of,
 )
 from simplan.interop.frameworks.hugging_face.tools import (
@@ -32,7 +35,7 @@ from simplan.interop.frameworks.hugging_face.tools import (
     split_of_tool,
     tool_of,
 )
-from simplan.interop.frameworks.shell import TrainingCommand
+from simplan.interop.frameworks.shell import TrainingCommand, only_launch
 from simplan.interop.nccl import nccl_settings
 
 Named = Sequence[tuple[str, Setting]]
@@ -68,7 +71,7 @@ def _has_deepspeed(file: ConfigFile) -> bool:
 
 def _has_trainer(file: ConfigFile) -> bool:
     if document_of(file) is None:
-        return launch_of(file.text, file.name) is not None
+        return bool(launches_of(file))
     keys = _document(file).data.keys()
     signs = [sign for sign in _TRAINER_SIGNS if sign in keys]
     return "model" not in keys and (len(signs) >= 2 or tool_of(keys) == AXOLOTL or _TRAINER_SIGNS[0] in keys)
@@ -99,12 +102,12 @@ def _read_trainer(file: ConfigFile) -> Configuration:
         run = _run(_title(tool), file, trainer=settings, tool=tool)
         run.names_launcher = bool(tool)
         return run.configuration()
-    launch = launch_of(file.text, file.name)
-    if launch is None:
+    launches = launches_of(file)
+    if not launches:
         rule = "holds no arguments of the Trainer"
         fix = "give a launch script, TrainingArguments.to_json_string(), or YAML of these arguments"
         raise file_error(file.name, rule, fix)
-    return _read_launch(launch, file)
+    return _read_launch(only_launch(launches, file.name), file)
 
 
 def _arguments(settings: Named) -> tuple[str, Named]:
@@ -120,6 +123,7 @@ def _title(tool: str) -> str:
 
 def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     """Arguments of a command, with the files of arguments that it names."""
+    file = replace(file, written=launch.files)
     settings: list[tuple[str, Setting]] = []
     tool = ""
     for name in config_files(launch):
@@ -129,15 +133,24 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
             raise SpecError(Problem(field=name, rule=rule, fix=fix), file=file.name)
         tool, own = _arguments([*flattened(found[1], found[0])])
         settings += own
-    settings += _arguments(arguments_of(launch.arguments))[1]
+    settings += _arguments(arguments_of(launch.arguments, launch.files))[1]
     settings += [(setting.key, setting) for setting in nccl_settings(launch.environment)]
     options = options_of(launch)
     if launch.program.text in (TRL, AXOLOTL):
         settings, passed = split_of_tool(launch.program.text, settings)
         options = [*passed, *options]
     launched_by = launch.launchers[-1] if launch.launchers else launch.program.text
-    run = _run(f"{_title(tool)}, launched by {launched_by}", file, trainer=settings, accelerate=options, tool=tool)
+    of_engine = engine_file(launch, file)
+    title = f"{_title(tool) if of_engine is None else _DEEPSPEED}, launched by {launched_by}"
+    if of_engine is None:
+        run = _run(title, file, trainer=settings, accelerate=options, tool=tool)
+    else:
+        deepspeed = [*flattened(of_engine[1], of_engine[0])]
+        run = _run(title, file, accelerate=options, deepspeed=deepspeed, others=settings)
+        run.reading.value("--deepspeed_config")
+        run.reading.value("--deepspeed")
     run.num_devices, run.ranks_per_node = launch.num_devices, launch.ranks_per_node
+    run.reading.ranks_per_node = launch.node_setting
     key = launch.launcher[0].key if launch.launcher else ""
     run.devices_key = next((setting.key for _, setting in options if setting.key.endswith(f" {key}")), key)
     if (included := included_devices(launch)) is not None:
@@ -148,10 +161,13 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
             run.num_devices = run.num_nodes * run.ranks_per_node
     elif not launch.launchers and launch.program.text.endswith(".py"):
         run.num_devices = run.ranks_per_node = 1
-        run.devices_key = f"python starts one process, in line {launch.program.line}"
+        run.devices_key = f"python starts one process, in line {launch.line}"
     run.names_launcher = launch.launchers[-1:] != ("accelerate",)
     run.unknown = frozenset(name for name, setting in [*settings, *options] if setting.value is None)
     run.is_trl, run.task = is_trl(launch), sft_of(launch)
+    if (refused := refused_program(launch)) is not None:
+        first = f" {launch.arguments[0].text}" if launch.program.text == TRL else ""
+        run.reading.refuse(launch.program.text + first, *refused)
     return run.configuration()
 
 
@@ -162,6 +178,7 @@ def _run(
     trainer: Named = (),
     accelerate: Named = (),
     deepspeed: Named = (),
+    others: Named = (),
     tool: str = "",
 ) -> TrainerRun:
     """The run of a file, with the files that its settings name.
@@ -169,11 +186,13 @@ def _run(
     Args:
         tool: Tool that the settings of the training script are for (``tool_of``); empty for none.
         trainer, accelerate, deepspeed: Settings of the training script, of ``accelerate launch``, and of DeepSpeed.
+        others: Arguments of a program of the user's own.
 
     Raises:
         SpecError: A file is wrong.
     """
     missing: list[str] = []
+    there: list[str] = []
 
     def named(*candidates: tuple[str, Named]) -> Named:
         """Settings of the file that the first of the keys names."""
@@ -181,13 +200,14 @@ def _run(
             setting = next((setting for name, setting in settings if name == key), None)
             if setting is not None and isinstance(setting.value, str) and setting.value:
                 found = named_document(setting.value, file)
-                missing.extend([] if found is not None else [setting.key])
+                (missing if found is None else there).append(setting.key)
                 return [] if found is None else [*flattened(found[1], found[0])]
         return []
 
     accelerate = [*named(("config_file", accelerate)), *accelerate]
     of_file = named(
         ("deepspeed", trainer),
+        ("deepspeed_config", trainer),
         ("deepspeed_config_file", accelerate),
         ("deepspeed_config.deepspeed_config_file", accelerate),
     )
@@ -202,10 +222,16 @@ def _run(
         *((key.removeprefix("deepspeed."), setting) for key, setting in trainer if key.startswith("deepspeed.")),
     ]
     trainer = [*trainer, *((f"fsdp_config.{key}", setting) for key, setting in named(("fsdp_config", trainer)))]
-    reading = Reading.of(title, file.name, [setting for _, setting in [*trainer, *accelerate, *deepspeed]])
+    reading = Reading.of(title, file.name, [setting for _, setting in [*trainer, *accelerate, *deepspeed, *others]])
+    for key in there:
+        reading.value(key)
 
     def keys(settings: Named) -> Keys:
-        return Keys(reading, {key: setting.key for key, setting in settings})
+        last = {key: setting.key for key, setting in settings}
+        for key, setting in settings:
+            if setting.key != last[key]:
+                reading.value(setting.key)  # a later one counts, as that of the command line after that of a file
+        return Keys(reading, last)
 
     return TrainerRun(
         reading,

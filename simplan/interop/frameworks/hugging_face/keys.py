@@ -8,10 +8,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from simplan.document import Document, parse_yaml
-from simplan.errors import file_error
+from simplan.errors import SpecError, file_error
 from simplan.interop.configuration import Reading, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import names_without_effect, tables
+from simplan.interop.frameworks.shell import doubts, restored, written_file
 from simplan.io import MAX_YAML_BYTES, folder_of, read_text
 
 AUTO = "auto"
@@ -70,10 +71,10 @@ class Keys:
         """Note or refuse settings of a table that have other values than those that change nothing."""
         settings = table(name)
         for key, (same, why) in settings.get("not_modeled", {}).items():
-            if key in self and not is_one_of(self.value(key), same):
+            if self.value(key) is not None and not is_one_of(self.value(key), same):
                 self.not_modeled(key, why)
         for key, (same, why) in settings.get("refused", {}).items():
-            if key in self and not is_one_of(self.value(key), same):
+            if self.value(key) is not None and not is_one_of(self.value(key), same):
                 self.refuse(key, why, "remove it")
 
     def sort_rest(self, name: str) -> None:
@@ -161,13 +162,17 @@ def document_of(file: ConfigFile) -> Document | None:
 def named_document(name: str, base: ConfigFile) -> tuple[str, Document] | None:
     """File that another file names, relative to it or to a folder above; None if there is none, or none must be read.
 
+    A file that a launch script writes itself comes first.
+
     Args:
         name: Name as written. Absolute names are looked up by their last part only.
         base: File that has the name.
 
     Raises:
-        SpecError: The file has no mapping.
+        SpecError: The file has no mapping, or settings of it depend on what the script does not say.
     """
+    if (written := _written_document(name, base)) is not None:
+        return PurePosixPath(name).name, written
     if not base.reads_others:
         return None
     wanted = PurePosixPath(name)
@@ -179,13 +184,28 @@ def named_document(name: str, base: ConfigFile) -> tuple[str, Document] | None:
     return None if path is None else (wanted.name, read_document(path))
 
 
+def _written_document(name: str, base: ConfigFile) -> Document | None:
+    """File that a launch script writes itself; None if it writes no such file."""
+    if (written := written_file(name, base.written)) is None:
+        return None
+    text, unknown = written
+    document = _mapping_of(ConfigFile(Path(name), text))
+    settings = (setting for _, setting in flattened(document))
+    if problems := doubts(PurePosixPath(name).name, settings, unknown):
+        raise SpecError(problems, file=base.name)
+    return Document(restored(document.data, unknown), document.lines)
+
+
 def read_document(path: Path) -> Document:
     """Mapping of a YAML or JSON file.
 
     Raises:
         SpecError: It cannot be read, or has none.
     """
-    file = ConfigFile(path, read_text(path, MAX_YAML_BYTES))
+    return _mapping_of(ConfigFile(path, read_text(path, MAX_YAML_BYTES)))
+
+
+def _mapping_of(file: ConfigFile) -> Document:
     document = document_of(file)
     if document is None:
         parse_yaml(file.text, file.name)

@@ -14,6 +14,11 @@ LENGTHS = (
 )  # fmt: skip
 """Arguments of scripts that say how long sequences are: TRL, FastChat, LLaMA-Factory, axolotl, run_clm.py."""
 
+OF_TRAINER = ("output_dir", "model_name_or_path", "do_train", "per_device_eval_batch_size", "num_train_epochs")
+"""Arguments of programs whose defaults are those of TrainingArguments."""
+OWN_BATCHES = ("batch_size", "train_batch_size", "micro_batch_size", "train_micro_batch_size", "batch_size_training")
+"""Arguments of programs that are no Trainer, in whose words the batch is of a device, or of all."""
+
 PACKING = ("packing", "sample_packing", "neat_packing")
 
 OPTIMIZERS = {
@@ -34,11 +39,12 @@ DEGREES = {
 }
 CP_STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}
 """``cp_comm_strategy`` -> ``plan.cp_comm``: torch rotates keys and values around the ranks by either collective."""
+DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+"""Values of ``distributed_type`` for CUDA devices."""
 OTHER_DISTRIBUTED_TYPES = {
     "MEGATRON_LM": "give the arguments of Megatron-LM",
     "XLA": "simplan knows TPUs under software maxtext",
     "TPU": "simplan knows TPUs under software maxtext",
-    "MULTI_CPU": "use MULTI_GPU",
 }
 
 ADAPTED = {**MODULES, "all": "all", "c_attn": "qkv"}

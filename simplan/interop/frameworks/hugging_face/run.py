@@ -5,13 +5,14 @@ A run has up to three files: arguments of the Trainer, the configuration of ``ac
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from simplan import catalog
 from simplan.errors import SpecError
-from simplan.interop.configuration import Configuration, Reading
+from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.frameworks import names_without_effect
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
@@ -35,6 +36,12 @@ from simplan.rules.model import has_transformers_code
 _TRAINER = "the default of transformers' TrainingArguments"
 _TRL = "the default of TRL 1; --precision and --recompute say otherwise for older ones"
 _HALVES = ("bf16", "fp16")
+_FEW_BITS = re.compile(
+    r"(?i)(?:^|[-_.])(?:awq|gptq|aqlm|hqq|eetq|gguf|bnb|nf4|int4|int8|fp8|nvfp4|mxfp4|w4a16|w8a8|w8a16|\d-?bits?)(?=$|[-_.])"
+)
+"""Words in the name of a checkpoint whose weights are quantized."""
+_DEEPSPEED = frozenset(("deepspeed", "deepspeed_config"))
+"""Arguments that name the file of DeepSpeed."""
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -123,13 +130,22 @@ class TrainerRun:
         if self.num_devices is None and (workers := whole(self.trainer.value("ray_num_workers"))):
             self.num_devices, self.devices_key = workers, self.trainer.full("ray_num_workers")
         is_single = str(self.accelerate.value("distributed_type", "")).upper() == "NO"
-        if self.num_devices is None and (processes or is_single):
-            self.num_devices = processes or 1
-            self.devices_key = self.accelerate.full("num_processes" if processes else "distributed_type")
+        launchers = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm")
+        if is_single and not any(self.accelerate.is_true(each) for each in launchers):
+            # accelerate 1.15, commands/launch.py: simple_launcher starts one process, whatever num_processes is
+            self.num_devices = self.ranks_per_node = 1
+            self.devices_key = self.accelerate.full("distributed_type")
+        if self.num_devices is None and processes:
+            self.num_devices, self.devices_key = processes, self.accelerate.full("num_processes")
             if self.num_devices % machines:
                 rule = f"is no multiple of the {machines} machines (num_machines)"
                 self.reading.contradiction(self.devices_key, rule)
+        if self.ranks_per_node is None and self.num_devices is not None and processes:
             self.ranks_per_node = self.num_devices // machines
+            if machines > 1:
+                setting = self.reading.settings.get(self.devices_key)
+                line = None if setting is None else setting.line
+                self.reading.ranks_per_node = Setting("num_processes / num_machines", self.ranks_per_node, line)
         if self.num_devices is None and self.num_nodes is not None:
             self.reading.put("cluster.num_nodes", self.num_nodes, self.devices_key)
         if self.num_devices is not None:
@@ -150,12 +166,13 @@ class TrainerRun:
     def _strategy(self) -> str:
         """``deepspeed``, ``fsdp``, ``ddp``, or empty if the files do not say."""
         kind = str(self.accelerate.value("distributed_type", "")).upper()
-        if kind in names.OTHER_DISTRIBUTED_TYPES:
-            self.accelerate.refuse("distributed_type", "is not modeled", names.OTHER_DISTRIBUTED_TYPES[kind])
+        if kind and kind.rpartition(".")[2] not in names.DISTRIBUTED_TYPES:
+            fix = names.OTHER_DISTRIBUTED_TYPES.get(kind, f"use {' or '.join(names.DISTRIBUTED_TYPES)}")
+            self.accelerate.refuse("distributed_type", "is not modeled", fix)
         of_trainer = self.trainer.value("deepspeed") or "zero_stage" in self.trainer  # the latter of DeepSpeed-Chat
         if self.unknown & {"fsdp", "config_file"}:
             return ""
-        of_trainer = of_trainer or "deepspeed" in self.unknown
+        of_trainer = of_trainer or "deepspeed_config" in self.trainer or bool(self.unknown & _DEEPSPEED)
         if self.deepspeed or of_trainer or kind == "DEEPSPEED" or self.accelerate.is_true("use_deepspeed"):
             return "deepspeed"
         options = self.fsdp_options()
@@ -299,12 +316,15 @@ class TrainerRun:
             self.reading.not_modeled(self.trainer.full(self._precision), why)
 
     def _read_batch(self) -> None:
-        micro, micro_key = self._number("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+        key = self.trainer.first("per_device_train_batch_size", "per_gpu_train_batch_size") or ""
+        micro, micro_key = self._number(key, "train_micro_batch_size_per_gpu")
         steps, steps_key = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
         total = whole(self.deepspeed.value("train_batch_size"))
         if self.is_axolotl and steps is None and micro and (batch := whole(self.trainer.value("batch_size"))):
             steps, steps_key = max(1, batch // micro), self.trainer.full("batch_size")
-        if self.trainer and micro is None and "per_device_train_batch_size" not in self.unknown:
+        has_own = not self.is_axolotl and self.trainer.first(*names.OWN_BATCHES) is not None
+        is_trainer = not has_own and (self.tool or self.trainer.first(*names.OF_TRAINER) is not None)
+        if is_trainer and micro is None and "per_device_train_batch_size" not in self.unknown:
             micro, micro_key = 8, _TRAINER
         if self.trainer and steps is None and total is None and "gradient_accumulation_steps" not in self.unknown:
             steps, steps_key = 1, _TRAINER
@@ -444,6 +464,9 @@ class TrainerRun:
             self.reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
         key = self.trainer.first("model_name_or_path", "config_name", "base_model")
         name = str(self.trainer.value(key) or "") if key is not None else ""
+        if _FEW_BITS.search(name.rstrip("/").rpartition("/")[2]):
+            rule = "names weights of few bits, which are not modeled yet"
+            self.trainer.refuse(key or "", rule, "name a checkpoint of 16 bits")
         base = folder_of(self.reading.file)
         folders = (name, ".") if self.reads_others else ()
         folder = next((each for each in folders if each and _config_in(base, each) is not None), None)

@@ -162,7 +162,8 @@ def read_zero(run: TrainerRun) -> bool:
 
 def _names_missing_file(run: TrainerRun) -> bool:
     """Ask for what a DeepSpeed file says that is named and not there."""
-    keys, key = (run.trainer, "deepspeed") if "deepspeed" in run.trainer else (run.accelerate, "deepspeed_config_file")
+    key = run.trainer.first("deepspeed_config", "deepspeed") or "deepspeed_config_file"
+    keys = run.trainer if key in run.trainer else run.accelerate
     if key in run.unknown:
         what = f"does not say the file of DeepSpeed's configuration ({keys.full(key)})"
     elif keys.full(key) in run.missing:

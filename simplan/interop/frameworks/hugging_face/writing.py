@@ -12,7 +12,7 @@ from typing import Any
 from simplan.interop.configuration import Setting
 from simplan.interop.frameworks.hugging_face.models import config_of
 from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS
-from simplan.interop.writing import Exported, Option, Writing
+from simplan.interop.writing import MASTER_ADDR, NODE_RANK, Exported, Option, Writing
 from simplan.job import Job
 from simplan.model.adapters import MODULES
 from simplan.rules.model import has_transformers_code
@@ -293,8 +293,7 @@ def _script(job: Job, name: str, options: tuple[Option, ...], launch: str) -> st
     lines.append("TOKENIZER=your-tokenizer  # name or folder" if job.training.task == "pretrain" else "")
     lines.append("DATASET=your-dataset  # name or folder")
     if job.cluster.num_nodes > 1 and launch.startswith("accelerate"):
-        lines.append("NODE_RANK=${NODE_RANK:-0}  # of this node")
-        lines.append("MASTER_ADDR=${MASTER_ADDR:-localhost}  # node 0")
+        lines += [NODE_RANK, MASTER_ADDR]
     lines += ["", "ARGUMENTS=("]
     for option in options:
         setting = option.setting
@@ -327,5 +326,5 @@ def _notes(job: Job, *, has_hosts: bool = False) -> tuple[str, ...]:
             f"write the names of your nodes into {HOST_FILE}, and start it on one of them: it starts the others"
         )
     elif job.cluster.num_nodes > 1:
-        notes.append("start it on every node")
+        notes.append("start it on every node, with NODE_RANK and MASTER_ADDR set")
     return tuple(notes)

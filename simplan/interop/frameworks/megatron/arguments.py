@@ -6,7 +6,7 @@ Values that the file does not tell, and arguments under a condition that nobody 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -17,13 +17,17 @@ from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.shell import (
-    OTHER_FILE,
     TrainingCommand,
+    Value,
     Word,
     missing_script,
     number_or_text,
+    only_launch,
+    own_line,
     read_launches,
     read_script,
+    recipe_script,
+    written_file,
 )
 from simplan.interop.nccl import nccl_settings
 
@@ -48,6 +52,7 @@ class Arguments:
         num_devices: Devices; None if the file does not say.
         ranks_per_node: Setting with the ranks on each of several nodes; None if the file does not say.
         missing: Scripts that are sourced and not there, as settings.
+        files: Files that the script writes itself.
     """
 
     settings: tuple[Setting, ...]
@@ -58,6 +63,7 @@ class Arguments:
     num_devices: int | None = None
     ranks_per_node: Setting | None = None
     missing: tuple[Setting, ...] = ()
+    files: Mapping[str, Value] = field(default_factory=dict)
 
 
 def recognizes(file: ConfigFile) -> bool:
@@ -90,26 +96,19 @@ def read_arguments(file: ConfigFile) -> Arguments:
     launches = [launch for launch in script.launches if _trains(launch)]
     if not launches and script.missing:
         raise missing_script(file.name, script.missing[0])
+    if not launches and (recipe := recipe_script(script.launches, file.name)) is not None:
+        raise recipe
     if not launches:
         rule = "starts no training: no command has arguments of Megatron-LM such as --num-layers"
         fix = "name the script that calls torchrun pretrain_gpt.py ..., or write its arguments into a file"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
-    first = launches[0]
-    others = [launch for launch in launches[1:] if _texts(launch) != _texts(first)]
-    if others:
-        lines = ", ".join(str(launch.line % OTHER_FILE) for launch in launches)
-        rule = f"starts {len(launches)} trainings with different arguments (lines {lines})"
-        raise SpecError(Problem(field="", rule=rule, fix="keep one of them"), file=file.name)
+    launch = only_launch(launches, file.name)
     sourced = tuple(Setting(f"source {each.name}", True, each.line) for each in script.missing if each.is_sourced)
-    return replace(_sorted(first), missing=sourced)
+    return replace(_sorted(launch), missing=sourced)
 
 
 def _trains(launch: TrainingCommand) -> bool:
     return len(set(_SIGN.findall(" ".join(word.text for word in launch.arguments)))) >= _MIN_SIGNS
-
-
-def _texts(launch: TrainingCommand) -> tuple[str, ...]:
-    return tuple(word.text for word in launch.arguments)
 
 
 @dataclass(slots=True)
@@ -131,17 +130,19 @@ def _sorted(launch: TrainingCommand) -> Arguments:
     for word in launch.arguments:
         if word.text.startswith("--") and len(word.text) > len("--"):
             key, joined, value = word.text.partition("=")
-            arguments.append(_Argument(key, word.line, value if joined else None, reason=_reason(word)))
+            reason = "" if written_file(value, launch.files) else word.doubt
+            arguments.append(_Argument(key, word.line, value if joined else None, reason=reason))
         elif not arguments or (word.unknown and (arguments[-1].key in table["flags"] or arguments[-1].words)):
-            extra.append(Setting(word.text, True, _line(word.line)))
+            extra.append(Setting(word.text, True, own_line(word.line)))
         else:
             arguments[-1].words.append(word)
-            arguments[-1].reason = arguments[-1].reason or _reason(word)
+            if not written_file(word.text, launch.files):
+                arguments[-1].reason = arguments[-1].reason or word.doubt
     last = {table["older_names"].get(each.key, each.key): each for each in arguments}
     certain, unsure = [], []
     for key, argument in last.items():
         older = argument.key if argument.key != key else ""
-        setting = Setting(key, _value(argument), _line(argument.line), older)
+        setting = Setting(key, _value(argument), own_line(argument.line), older)
         if argument.reason:
             unsure.append((setting, argument.reason))
         else:
@@ -149,18 +150,9 @@ def _sorted(launch: TrainingCommand) -> Arguments:
     certain += [*nccl_settings(launch.environment), *allocator_settings(launch.environment)]
     program = PurePath(launch.program.text).as_posix()
     devices = launch.num_devices, launch.node_setting
-    return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, *devices)
-
-
-def _line(line: int) -> int | None:
-    """Line of the file; None for one of another script that it calls."""
-    return line if line < OTHER_FILE else None
-
-
-def _reason(word: Word) -> str:
-    if word.condition is not None:
-        return f"depends on the condition in line {word.condition % OTHER_FILE}, which simplan cannot decide"
-    return word.unknown
+    return Arguments(
+        tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, *devices, files=launch.files
+    )
 
 
 def _value(argument: _Argument) -> Any:

@@ -24,6 +24,8 @@ _SECTIONS = (
     "fp16", "bfloat16", "optimizer", "gradient_clipping", "data_types",
 )  # fmt: skip
 """Keys of which every configuration of DeepSpeed has one."""
+_NO_PIPELINE = "--no-pipeline-parallel"
+_ULYSSES = "--ds-sequence-parallel-size"
 _DEFAULT = "the default of DeepSpeed, whose engine clips"
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -48,6 +50,13 @@ def settings_of_file(file: ConfigFile, settings: Iterable[Setting]) -> Iterator[
 def read_deepspeed(reading: MegatronReading) -> None:
     """Read stage, offloading, precision, batch and clipping of the JSON, and compare them with the arguments."""
     keys = Keys(reading, reading.deepspeed)
+    stages = reading.peek("--pipeline-model-parallel-size", 1)
+    if _NO_PIPELINE in reading and stages != 1:
+        rule = f"goes with one pipeline stage, and --pipeline-model-parallel-size is {stages}"
+        reading.contradiction(_NO_PIPELINE, rule, "remove one of them")
+    reading.no_effect(_NO_PIPELINE)
+    if reading.value(_ULYSSES, 1) != 1:
+        reading.refuse(_ULYSSES, "is not modeled: sequence parallelism of DeepSpeed-Ulysses", "use 1")
     if not keys:
         _read_stage_of_arguments(reading)
         return
@@ -139,6 +148,8 @@ def _compare(reading: MegatronReading, keys: Keys, key: str, option: str) -> Non
     if value is not None and option in reading and reading.peek(option) != value:
         rule = f"contradicts the script, which has {option} {reading.peek(option)}"
         reading.contradiction(keys.full(key), rule, "give both one value")
+    elif value is not None:
+        reading.value(option)
 
 
 def _check_accumulation(reading: MegatronReading, keys: Keys) -> None:

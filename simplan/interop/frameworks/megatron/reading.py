@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from simplan import catalog
 from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile
@@ -29,7 +30,7 @@ from simplan.interop.frameworks.megatron.options import (
     TRAINING,
 )
 from simplan.interop.frameworks.megatron.plan import read_parallelism, read_recompute, read_sharding, read_stages
-from simplan.interop.frameworks.shell import OTHER_FILE
+from simplan.interop.frameworks.shell import own_line
 
 TITLE = "Megatron-LM arguments"
 _SIGNS_OF_CORE = ("--use-mcore-models", "--use-flash-attn", "--attention-backend", "--moe-router-topk", "--fp8-format")
@@ -47,6 +48,7 @@ _SIGNS_OF_2022 = (
 )
 _MATCHES = (*MODEL, *T5, *EXPERTS, *LATENT_ATTENTION, *PLAN, *TRAINING, CONTEXT_PARALLEL)
 _FP8_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
+_NOT_ASYNC = "--no-async-tensor-model-parallel-allreduce"
 _NUM_DEVICES = "devices"
 """Name of the product of nodes and ranks per node of the launcher, in origins."""
 
@@ -60,8 +62,8 @@ def read(file: ConfigFile) -> Configuration:
     arguments = read_arguments(file)
     words = " x ".join(f"{setting.key} {setting.value}" for setting in arguments.launcher)
     line = arguments.launcher[0].line if arguments.launcher else None
-    devices = Setting(_NUM_DEVICES, words, line if line is not None and line < OTHER_FILE else None)
-    deepspeed = dict(settings_of_file(file, arguments.settings))
+    devices = Setting(_NUM_DEVICES, words, None if line is None else own_line(line))
+    deepspeed = dict(settings_of_file(replace(file, written=arguments.files), arguments.settings))
     settings = (*arguments.settings, devices, *arguments.extra, *arguments.missing, *deepspeed.values())
     reading = MegatronReading.of(TITLE, file.name, settings)
     reading.deepspeed = {key: setting.key for key, setting in deepspeed.items()}
@@ -122,9 +124,6 @@ class MegatronReading(Reading):
             value = self.settings[key].value if key in self else None
             if value not in (None, 0, "none", "None"):
                 self.refuse(key, rule, fix)
-        backend = "--distributed-backend"
-        if backend in self and self.value(backend) != "nccl":
-            self.refuse(backend, "is not modeled yet: the profiles are of CUDA devices with NCCL", "use nccl")
         known = {*self.table["flags"], *self.table["not_modeled"], *self.table["refused"], *self.asked}
         no_effect = names_without_effect("megatron")
         for setting, other in hyphenated(self.arguments.settings):
@@ -171,6 +170,10 @@ class MegatronReading(Reading):
             self.put("software.vocab_multiple", multiple, "--make-vocab-size-divisible-by")
         if self.software == CORE:
             self._read_overlap()
+        elif self.peek("--tensor-model-parallel-size", 1) == 1 or catalog.software(self.software).tp_overlap == "none":
+            self.no_effect(_NOT_ASYNC)
+        else:
+            self.not_modeled(_NOT_ASYNC, "tensor-parallel all-reduces overlap the backward")
         backend = self.value("--attention-backend", "auto")
         if backend in ("unfused", "local"):
             self.not_modeled("--attention-backend", "attention is fused, which takes less time and memory")
@@ -181,7 +184,7 @@ class MegatronReading(Reading):
             ("--overlap-grad-reduce", "grad_overlap", True),
             ("--overlap-param-gather", "overlap_param_gather", True),
             ("--tp-comm-overlap", "tp_overlap", "all"),
-            ("--no-async-tensor-model-parallel-allreduce", "tp_overlap", "none"),
+            (_NOT_ASYNC, "tp_overlap", "none"),
         ):
             if key in self:
                 self.put(f"software.{option}", value, key)

@@ -21,7 +21,7 @@ from simplan.interop.frameworks.megatron.options import (
 )
 from simplan.interop.frameworks.megatron_core import write_placement
 from simplan.interop.nccl import write_nccl_algo
-from simplan.interop.writing import Exported, Option, Writing
+from simplan.interop.writing import MASTER_ADDR, NODE_RANK, Exported, Option, Writing
 from simplan.job import Job
 from simplan.predict import predict
 from simplan.predict.build import assign_layers, cost_model
@@ -78,7 +78,7 @@ def export(job: Job, name: str) -> Exported:
         software=job.software.id,
         nodes=nodes,
         gpus=job.cluster.num_devices // nodes,
-        rendezvous=_OF_SEVERAL_NODES if nodes > 1 else "NODE_RANK=0\nMASTER_ADDR=localhost",
+        rendezvous=f"{NODE_RANK}\n{MASTER_ADDR}" if nodes > 1 else "NODE_RANK=0\nMASTER_ADDR=localhost",
         exports="".join(f"export {_variable(option)}\n" for option in variables),
         arrays=arrays,
         program=_PROGRAMS.get(job.model.family, "pretrain_gpt.py"),
@@ -114,9 +114,6 @@ def _notes_on_overlap(job: Job) -> list[str]:
     return [f"without {', '.join(options)}, as predicted; with them the step is predicted {saved:.1%} shorter: {sets}"]
 
 
-_OF_SEVERAL_NODES = """\
-NODE_RANK=${NODE_RANK:?set it to the number of this node, from 0 on}
-MASTER_ADDR=${MASTER_ADDR:?set it to the host name of node 0}"""
 _SCRIPT = """\
 #!/bin/bash
 # {name}: launch script of Megatron-LM, written by simplan for its profile {software}.

@@ -9,69 +9,54 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 
-from simplan.errors import file_error
-from simplan.interop.frameworks.shell import syntax
-from simplan.interop.frameworks.shell.syntax import OTHER_FILE, Assignment, Body, Command, Part, SourceWord
+from simplan.errors import SpecError, file_error
+from simplan.interop.frameworks.shell import outputs, syntax
+from simplan.interop.frameworks.shell.lexer import OTHER_FILE, HereDocument, Part, SourceWord, parse_document
+from simplan.interop.frameworks.shell.syntax import Assignment, Body, Command
+from simplan.interop.frameworks.shell.values import (
+    ARGUMENT,
+    FILE,
+    UNSET,
+    Value,
+    Word,
+    as_evaluated,
+    command_of,
+    file_key,
+    first_of,
+    merged,
+    number_of,
+    runs_of,
+    split_words,
+    truth,
+)
 from simplan.io import read_text
 
 _MAX_STEPS, _MAX_CALLS, _MAX_PIECES, _MAX_CHARS = 50_000, 20, 20_000, 400_000
-_MAX_EXPRESSION, _MAX_ARGUMENTS, _MAX_TEST_WORDS = 200, 100, 200
+_MAX_EXPRESSION, _MAX_ARGUMENTS = 200, 100
 _LARGEST = 2**63
-_UNSET = "is not set in the script"
-_ARGUMENT = "is an argument of the script"
-_ENDS_COMMAND = re.compile(r"\d*(&?>|<|\||;|&)")
 _SPECIAL = re.compile(r"[;|&<>()$`\\\"'{}#]")
 """Characters of more than one command of plain words."""
+_ABSENT = re.compile(r"\$\d+")
 _ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
 _SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 _SHELLS = ("bash", "sh", "source", ".", "zsh")
+_RUNNERS = (
+    "srun", "mpirun", "mpiexec", "salloc", "env", "nohup", "exec", "time", "timeout", "numactl", "singularity",
+    "apptainer", "docker", "podman", "stdbuf",
+)  # fmt: skip
+"""Commands whose arguments are a command."""
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
-_TESTS: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
-    "-ge": operator.ge,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """Word of a command, or a part of one.
-
-    Attributes:
-        text: The text, in which unknown parts are as written.
-        line: 1-based line of its first character.
-        unknown: Reason that the text is not known, as a predicate (``is not set in the script``); empty if it is known.
-        condition: Line of the undecided condition that the word depends on; None for none.
-    """
-
-    text: str
-    line: int
-    unknown: str = ""
-    condition: int | None = None
-
-    @classmethod
-    def of(cls, value: Value, line: int) -> Word:
-        """Word of a value that begins in a line."""
-        return cls(
-            "".join(piece.text for piece in value),
-            value[0].line if value else line,
-            next((piece.unknown for piece in value if piece.unknown), ""),
-            next((piece.condition for piece in value if piece.condition is not None), None),
-        )
-
-
-Value = tuple[Word, ...]
-"""Value by its parts, of which some may be unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +68,14 @@ class Called:
         environment: Variables that it exports, or sets for this command.
         line: Line of the first script from which it is called, itself or in another script.
         condition: Line of the undecided condition under which it is called; None for none.
+        files: Files that the script has written by then.
     """
 
     words: tuple[Word, ...]
     environment: Mapping[str, Word]
     line: int
     condition: int | None = None
+    files: Mapping[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +100,9 @@ class Shell:
     Attributes:
         file: Name of the script in errors.
         folder: Folder of the script, from which it may call others; None to follow no other script.
-        variables: Name -> elements; one for a plain variable.
+        variables: Name -> elements; one for a plain variable. Files that the script writes are among them, by
+            ``file_key``.
+        wrappers: Names of scripts that count as a program, and are not followed.
         called: Commands that were called so far.
         missing: Scripts that it calls and that are not in the folder.
     """
@@ -121,12 +110,14 @@ class Shell:
     file: str
     folder: Path | None = None
     variables: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    wrappers: frozenset[str] = frozenset()
     called: list[Called] = field(default_factory=list)
     missing: list[MissingScript] = field(default_factory=list)
     _functions: dict[str, Body] = field(default_factory=dict)
     _exported: set[str] = field(default_factory=set)
     _condition: int | None = None
     _caller: int | None = None
+    _input: Value | None = None
     _steps: int = 0
     _calls: int = 0
     _num_files: int = 0
@@ -161,6 +152,8 @@ class Shell:
         status: bool | None = None
         for joined, negated, command in chain.commands:
             result: bool | None = None
+            if joined != "|":
+                self._input = None
             if joined not in ("&&", "||") or status == (joined == "&&"):
                 result = self._status(command)
             elif status is None:
@@ -198,6 +191,8 @@ class Shell:
                 return
 
     def _loop(self, loop: syntax.Loop) -> None:
+        if loop.condition and self.run(loop.condition) is False:
+            return
         words = self._words(loop.words)
         if loop.name and len(words) == 1 and words[0] and not any(piece.unknown for piece in words[0]):
             self.variables[loop.name] = words
@@ -219,7 +214,7 @@ class Shell:
             states.append(self.variables)
         self._condition = outer
         self.variables = {
-            name: _joined(name, before.get(name), [state.get(name) for state in states], line)
+            name: merged(name, before.get(name), [state.get(name) for state in states], line)
             for name in dict.fromkeys(name for state in states for name in state)
         }
 
@@ -227,6 +222,7 @@ class Shell:
         words = self._words(simple.words)
         texts = [Word.of(word, simple.line) for word in words]
         name = texts[0].text if texts else ""
+        given, self._input = self._input, None
         if not words or name in _DECLARES:
             for each in simple.assignments:
                 self.variables[each.name] = self._assigned(each)
@@ -234,35 +230,79 @@ class Shell:
                 self._exported |= {each.name for each in simple.assignments} | {word.text for word in texts[1:]}
             return None if words else True
         if name in ("[", "[[", "test"):
-            return _truth(texts[1:-1] if name != "test" else texts[1:])
+            if "#" in self.variables:  # arguments that a known call does not give are empty
+                texts = [
+                    Word("", word.line) if _ABSENT.fullmatch(word.text) and word.unknown else word for word in texts
+                ]
+            return truth(texts[1:-1] if name != "test" else texts[1:])
         if name == "((":
-            number = _number_of(words[1])
+            number = number_of(words[1])
             return None if number is None else number != 0
         if name in ("true", ":", "false"):
             return name != "false"
-        own = {each.name: Word.of(_first(self._assigned(each)), each.line) for each in simple.assignments}
+        self._start(simple, words, given)
+        return None
+
+    def _start(self, simple: syntax.Simple, words: Sequence[Value], given: Value | None) -> None:
+        """Follow a command that has no status by its words.
+
+        Args:
+            given: Text that it is given by a pipe; None if there is none, or it is not known.
+        """
+        texts = [Word.of(word, simple.line) for word in words]
+        name = texts[0].text
+        own = {each.name: Word.of(first_of(self._assigned(each)), each.line) for each in simple.assignments}
         if name == "unset":
             for word in texts[1:]:
                 self.variables.pop(word.text, None)
         elif name in self._functions:
             self._call(words[1:], self._functions[name])
         elif name == "eval":
-            evaluated = [piece for word in words[1:] for piece in (*map(_as_evaluated, word), Word(" ", simple.line))]
-            self._note(_command_of(_split(evaluated)), own, simple.line)
-        elif simple.document is not None and self._reads_script(texts):
-            self._run_document(simple.document, texts)
-        elif name not in ("echo", "printf", "cd", "mkdir", "set"):
+            evaluated = [piece for word in words[1:] for piece in (*map(as_evaluated, word), Word(" ", simple.line))]
+            self._note(command_of(split_words(evaluated)), own, simple.line)
+        elif (simple.document is not None or given) and self._reads_script(texts):
+            self._run_document(simple.document, given, texts)
+        elif name in outputs.COMMANDS:
+            self._write(simple, words, given)
+        elif name not in ("cd", "mkdir", "set"):
             self._note(words, own, simple.line)
-        return None
+
+    def _write(self, simple: syntax.Simple, words: Sequence[Value], given: Value | None) -> None:
+        """Note the output of a command, for the file that it goes to, or for the next command of a pipe."""
+        if simple.document is not None:
+            try:
+                given = self._expanded(parse_document(simple.document, self.file))
+            except SpecError:
+                given = None
+        text = outputs.output_of(words, given, self._content)
+        self._input = text if simple.output is None else None
+        files = outputs.written_files(words)
+        if simple.output is not None:
+            files.append((Word.of(self._expanded(simple.output.file), simple.line).text, simple.output.appends))
+        for name, appends in files:
+            before = self._content(name) if appends else ()
+            why = "is made by a command that simplan does not run"
+            known = (Word("", simple.line, why),) if text is None or before is None else (*before, *text)
+            self.variables[file_key(name)] = (known,)
+
+    def _content(self, name: str) -> Value | None:
+        """Text of a file that the script has written, or that lies in its folder; None if it cannot be read."""
+        if (written := self.variables.get(file_key(name))) is not None:
+            return written[0]
+        path = self._path_of(Word(name, 0))
+        try:
+            return None if path is None else (Word(read_text(path, _MAX_CHARS), 0),)
+        except SpecError:
+            return None
 
     def _call(self, values: Sequence[Value], body: Body) -> None:
         """Follow the commands of a function or script with its own arguments."""
         if self._calls >= _MAX_CALLS:
             return
-        names = [*map(str, range(1, _MAX_ARGUMENTS)), "@", "*"]
+        names = [*map(str, range(1, _MAX_ARGUMENTS)), "@", "*", "#"]
         kept = {key: self.variables[key] for key in names if key in self.variables}
         given: dict[str, tuple[Value, ...]] = {str(number): (value,) for number, value in enumerate(values, start=1)}
-        given |= {"@": tuple(values), "*": tuple(values)}
+        given |= {"@": tuple(values), "*": tuple(values), "#": ((Word(str(len(values)), 0),),)}
         self.variables = {key: value for key, value in self.variables.items() if key not in names} | given
         self._calls += 1
         self.run(body)
@@ -272,6 +312,9 @@ class Shell:
     def _note(self, words: Sequence[Value], own: Mapping[str, Word], line: int) -> None:
         """Note a command; of ``bash -c TEXT``, the commands of the text."""
         texts = [Word.of(word, line) for word in words]
+        if texts and texts[0].text in self._functions:  # exported to the shell that is started
+            self._call(words[1:], self._functions[texts[0].text])
+            return
         if self._follow(texts, own):
             return
         for position, (first, second) in enumerate(pairwise(texts[:-1])):
@@ -285,7 +328,8 @@ class Shell:
                 return
         exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
         called_from = line if self._caller is None else self._caller
-        self.called.append(Called(tuple(texts), exported | dict(own), called_from, self._condition))
+        files = {name.removeprefix(FILE): values[0] for name, values in self.variables.items() if name[:1] == FILE}
+        self.called.append(Called(tuple(texts), exported | dict(own), called_from, self._condition, files))
 
     def _prefix(self, start: int, words: Iterable[Word]) -> None:
         """Put the words of a wrapper before the commands from ``start`` on."""
@@ -293,7 +337,7 @@ class Shell:
 
     def _run_text(self, value: Value, line: int) -> None:
         """Run the text of ``bash -c``; words of a single plain command keep the lines in which they are written."""
-        words = _split(value)
+        words = split_words(value)
         command = next((at for at, word in enumerate(words) if not _ASSIGNS.match(word[0].text)), len(words))
         if any(_SPECIAL.search(piece.text) for word in words[command:] for piece in word if not piece.unknown):
             text = Word.of(value, line)
@@ -312,12 +356,17 @@ class Shell:
             return not any(text.endswith(_SCRIPTS) for text in others)
         return all(text.startswith("-") for text in others)
 
-    def _run_document(self, document: tuple[str, int], words: Sequence[Word]) -> None:
-        """Follow the commands of a here-document; options of ``sbatch`` are those of the launcher."""
-        text, line = document
+    def _run_document(self, document: HereDocument | None, given: Value | None, words: Sequence[Word]) -> None:
+        """Follow the commands of a here-document or of a pipe; options of ``sbatch`` are those of the launcher."""
+        if document is None:
+            text = Word.of(given or (), words[0].line)
+            script, line = text.text, text.line
+        else:
+            script, line = document.text, document.line
+            script = script if document.is_quoted else re.sub(r"\\([$\\`])", r"\1", script)
         outer = len(self.called)
         self._calls += 1
-        self.run(syntax.parse_script(text, self.file, line))
+        self.run(syntax.parse_script(script, self.file, line))
         self._calls -= 1
         if words[0].text.rpartition("/")[2] == "sbatch":
             self._prefix(outer, [Word("srun", words[0].line), *words[1:]])
@@ -326,11 +375,7 @@ class Shell:
         """Follow another script of the folder, with its arguments; False if the command calls none."""
         if self.folder is None or self._calls >= _MAX_CALLS or not words:
             return False
-        called = words[0].text.rpartition("/")[2]
-        if called == "sbatch":
-            position = next((at for at, word in enumerate(words) if at and self._path_of(word)), None)
-        else:
-            position = 0 if called.endswith(".sh") else 1 if called in _SHELLS and len(words) > 1 else None
+        called, position = words[0].text.rpartition("/")[2], self._position_of_script(words)
         path = None if position is None else self._path_of(words[position])
         if path is None or position is None:
             self._note_missing(words, called, position)
@@ -342,12 +387,31 @@ class Shell:
         body = syntax.parse_script(text, str(path), 1 + self._num_files * OTHER_FILE)
         self.variables |= {name: ((replace(word, condition=None),),) for name, word in own.items()}
         self._call([(replace(word, condition=None),) for word in words[position + 1 :]], body)
+        prefix = words[:position] if called in _RUNNERS else ()
         if called == "sbatch":
             options = [f"{each.key.removeprefix('#SBATCH ')}={each.value}" for each in syntax.sbatch_settings(text)]
-            line = words[0].line
-            self._prefix(outer, [*(Word(text, line) for text in ("srun", *options)), *words[1:position]])
+            prefix = [*(Word(text, words[0].line) for text in ("srun", *options)), *words[1:position]]
+        self._prefix(outer, prefix)
         self._caller = caller
         return True
+
+    def _position_of_script(self, words: Sequence[Word]) -> int | None:
+        """Position of the script that a command calls; None if it calls none."""
+        names = [word.text.rpartition("/")[2] for word in words]
+        if self.wrappers & {*names}:
+            return None
+        if names[0] == "sbatch":
+            return next((at for at, word in enumerate(words) if at and self._path_of(word)), None)
+        start = next((at for at, name in enumerate(names) if name in _SHELLS), None) if names[0] in _RUNNERS else 0
+        if start is None:
+            return next((at for at, word in enumerate(words) if at and word.text.endswith(_SCRIPTS)), None)
+        if names[start].endswith(_SCRIPTS):
+            return start
+        if names[start] not in _SHELLS:
+            return None
+        position = next((at for at in range(start + 1, len(words)) if not words[at].text.startswith("-")), None)
+        options = [word.text for word in words[start + 1 : position]]
+        return None if any(text.endswith("c") for text in options) else position
 
     def _note_missing(self, words: Sequence[Word], called: str, position: int | None) -> None:
         """Note a script that is called by its name and is not in the folder."""
@@ -373,7 +437,7 @@ class Shell:
         if assignment.is_array:
             values = (*before, *self._words(assignment.values))
         else:
-            values = ((*_first(before), *self._expanded(assignment.values[0])), *before[1:])
+            values = ((*first_of(before), *self._expanded(assignment.values[0])), *before[1:])
         pieces = [piece for value in values for piece in value]
         if len(pieces) > _MAX_PIECES or sum(len(piece.text) for piece in pieces) > _MAX_CHARS:
             what, fix = f"the variable {assignment.name} is too long", "take the launch command out of the script"
@@ -402,7 +466,7 @@ class Shell:
                 if part.quoted or part.kind == "text":
                     append(element)
                     continue
-                for piece, ends in _runs(element):
+                for piece, ends in runs_of(element):
                     if ends:
                         is_open = False
                     else:
@@ -433,7 +497,7 @@ class Shell:
     def _variable(self, part: Part) -> tuple[Value, ...]:
         found, by_default = self.variables.get(part.text), part.operator.strip(":")
         if by_default in ("-", "=", "+"):
-            is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in _first(found)))
+            is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in first_of(found)))
             if by_default == "+":
                 return (self._expanded(part.default) if is_set else (),)
             if is_set:
@@ -447,7 +511,7 @@ class Shell:
             return ((Word(f"${{{part.text}}}", part.line, why),),)
         if found is None:
             is_argument = not part.text[0].isalpha() and part.text[0] != "_"
-            return ((Word(f"${part.text}", part.line, _ARGUMENT if is_argument else _UNSET),),)
+            return ((Word(f"${part.text}", part.line, ARGUMENT if is_argument else UNSET),),)
         if part.operator == "#":
             return ((Word(str(len(found)), part.line),),)
         if part.text in ("@", "*") or part.operator in ("[@]", "[*]"):
@@ -470,7 +534,7 @@ class Shell:
             case ast.Constant(value=int(number)):
                 return number
             case ast.Name(id=name):
-                return _number_of(_first(self.variables.get(name, ())))
+                return number_of(first_of(self.variables.get(name, ())))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 value = self._computed(operand)
                 return None if value is None else -value
@@ -489,106 +553,3 @@ class Shell:
                 result = int(compute(left, right))
                 return result if abs(result) < _LARGEST else None
         return None
-
-
-def _truth(words: Sequence[Word]) -> bool | None:
-    """Truth of ``[ ... ]`` or ``[[ ... ]]``, by its words; None if it depends on what is unknown, or on files."""
-    if len(words) > _MAX_TEST_WORDS:
-        return None
-    texts = [word.text for word in words]
-    for joint, decides in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
-        if joint in texts[1:]:
-            at = texts.index(joint, 1)
-            sides = _truth(words[:at]), _truth(words[at + 1 :])
-            return decides if decides in sides else None if None in sides else not decides
-    match texts:
-        case ["!", *_]:
-            inner = _truth(words[1:])
-            return None if inner is None else not inner
-        case ["-n" | "-z" as kind, text] if words[1].unknown in (_UNSET, _ARGUMENT):
-            return kind == "-z" if text.startswith("$") else None  # as ${NAME:-default} has it
-        case _ if any(word.unknown or word.condition for word in words):
-            return None
-        case ["-n" | "-z" as kind, text]:
-            return bool(text) == (kind == "-n")
-        case [text]:
-            return bool(text)
-        case [left, "=" | "==" | "!=" as comparison, right]:
-            return fnmatchcase(left, right) == (comparison != "!=")
-        case [left, comparison, right] if comparison in _TESTS:
-            first, second = _integer(left), _integer(right)
-            return None if first is None or second is None else _TESTS[comparison](first, second)
-    return None
-
-
-def _joined(
-    name: str, before: tuple[Value, ...] | None, after: Sequence[tuple[Value, ...] | None], line: int
-) -> tuple[Value, ...]:
-    """Elements of a variable after branches, of which it is not known which one is run."""
-
-    def conditional(value: Value) -> Value:
-        return tuple(replace(piece, condition=line) for piece in value)
-
-    first = after[0]
-    if first is not None and all(each == first for each in after):
-        return first
-    known = [each for each in after if each is not None]
-    start = before or ()
-    if all(each[: len(start)] == start for each in known) and (start[1:] or any(len(each) != 1 for each in known)):
-        return (*start, *(conditional(value) for each in known for value in each[len(start) :]))
-    texts, head = [_first(each) for each in known], _first(start)
-    if head and all(text[len(text) - len(head) :] == head for text in texts):
-        added = [piece for text in texts for piece in text[: len(text) - len(head)]]
-        return ((*conditional(tuple(added)), *head),)
-    if all(text[: len(head)] == head for text in texts):
-        rests = [text[len(head) :] for text in texts]
-        words = ["".join(piece.text for piece in rest).strip() for rest in rests]
-        if all(word.startswith("-") or not word for word in words):
-            return ((*head, *(piece for rest in rests for piece in conditional((Word(" ", line), *rest)))),)
-    why = f"depends on the condition in line {line % OTHER_FILE}, which simplan cannot decide"
-    return ((Word(f"${name}", line, why),),)
-
-
-def _first(elements: tuple[Value, ...]) -> Value:
-    """First element of a variable; nothing for an empty array."""
-    return elements[0] if elements else ()
-
-
-def _runs(value: Iterable[Word]) -> Iterator[tuple[Word, bool]]:
-    """Pieces of an unquoted value split at spaces; True with a piece that ends a word."""
-    for piece in value:
-        for text in [piece.text] if piece.unknown else re.findall(r"\s+|\S+", piece.text):
-            yield replace(piece, text=text), not piece.unknown and text.isspace()
-
-
-def _split(pieces: Iterable[Word]) -> list[Value]:
-    """Words of a value, split at spaces."""
-    words: list[list[Word]] = [[]]
-    for piece, ends in _runs(pieces):
-        if ends:
-            words.append([])
-        else:
-            words[-1].append(piece)
-    return [tuple(word) for word in words if word]
-
-
-def _as_evaluated(piece: Word) -> Word:
-    """Part of an argument of ``eval``, without the quotes that eval removes; what it would expand is unknown."""
-    expands = not piece.unknown and ("$" in piece.text or "`" in piece.text)
-    unknown = "is expanded by eval, which simplan does not follow" if expands else piece.unknown
-    return replace(piece, text=piece.text.replace('"', ""), unknown=unknown)
-
-
-def _command_of(words: Sequence[Value]) -> Sequence[Value]:
-    """Words of a command up to its redirections, or to the next command."""
-    texts = ["".join(piece.text for piece in word) for word in words]
-    return words[: next((at for at, text in enumerate(texts) if _ENDS_COMMAND.match(text)), len(words))]
-
-
-def _number_of(value: Value) -> int | None:
-    return None if any(piece.unknown for piece in value) else _integer("".join(piece.text for piece in value))
-
-
-def _integer(text: str) -> int | None:
-    text = text.strip()
-    return int(text) if text.lstrip("-").isdecimal() and text.isascii() and len(text) <= 19 else None

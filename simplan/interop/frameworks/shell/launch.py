@@ -15,8 +15,11 @@ from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.shell.evaluate import Called, MissingScript, Shell, Value, Word
-from simplan.interop.frameworks.shell.syntax import OTHER_FILE, parse_script, sbatch_settings, whole_number
+from simplan.interop.frameworks.shell.evaluate import Called, MissingScript, Shell
+from simplan.interop.frameworks.shell.lexer import own_line
+from simplan.interop.frameworks.shell.outputs import written_file
+from simplan.interop.frameworks.shell.syntax import parse_script, sbatch_settings, whole_number
+from simplan.interop.frameworks.shell.values import Value, Word
 
 _NUMBER = re.compile(r"[-+]?\d(_?\d){0,17}")
 _REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
@@ -52,13 +55,14 @@ class TrainingCommand:
         program: Script or module that is run; empty text for options without a command.
         arguments: Words after it.
         launchers: Names of the launchers, e.g. ``torchrun`` or ``accelerate``, outermost first.
-        options: All options of the launchers.
+        options: Options of the last launcher.
         launcher: Settings of the launcher and of ``#SBATCH`` that say how many devices there are.
         num_nodes: Nodes; None if the script does not say.
         ranks_per_node: Ranks per node; None if the script does not say.
         num_devices: Ranks in all; None if the script does not say.
         environment: Variables that are exported, or set for the command.
         line: Line of the script from which it is started, itself or in a script that it calls.
+        files: Files that the script has written by then, by their names.
     """
 
     program: Word
@@ -71,6 +75,7 @@ class TrainingCommand:
     num_devices: int | None
     environment: Mapping[str, Word]
     line: int
+    files: Mapping[str, Value]
 
     @property
     def node_setting(self) -> Setting | None:
@@ -121,7 +126,7 @@ def read_script(text: str, file: str, folder: Path | None = None, *, wrappers: f
     if _BINARY in text:
         raise file_error(file, "this is no shell script: it is binary", "name a launch script")
     sbatch = {setting.key: setting for setting in sbatch_settings(text)}
-    shell = Shell(file, folder, _slurm_variables(sbatch))
+    shell = Shell(file, folder, _slurm_variables(sbatch), wrappers)
     first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
     found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None]
@@ -142,14 +147,16 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
 def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[str]) -> TrainingCommand | None:
     """The training that a command starts; None if it starts no Python program."""
     words, options, launchers = called.words, list[Setting](), list[str]()
-    position, is_launched = 0, False
+    position, own, is_launched = 0, 0, False
     while position < len(words):
         name = words[position].text.rpartition("/")[2]
         is_python = _PYTHON.fullmatch(name) is not None
         is_module = position > 0 and words[position - 1].text in ("-m", "--module")
         if is_python or name in _LAUNCHERS or (name == "launch" and launchers[-1:] == ["accelerate"]):
-            launchers += [name] if name != "launch" and not is_python else []
-            position = _launcher_options(words, position + 1, options)
+            if name != "launch" and not is_python:
+                launchers.append(name)
+                own = len(options)
+            position = _launcher_options(words, position + 1, options, called.files)
             is_launched = True
         elif name in wrappers or (is_launched and (name.endswith(".py") or is_module or name == "-")):
             program = words[position] if name != "-" else Word("", words[position].line)
@@ -158,17 +165,20 @@ def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[s
                 program,
                 words[position + 1 :],
                 tuple(launchers),
-                tuple(options),
+                tuple(options[own:]),
                 *devices,
                 called.environment,
                 called.line,
+                called.files,
             )
         else:
             position += 1  # a wrapper, or a container with its options
     return None
 
 
-def _launcher_options(words: tuple[Word, ...], position: int, options: list[Setting]) -> int:
+def _launcher_options(
+    words: tuple[Word, ...], position: int, options: list[Setting], files: Mapping[str, Value]
+) -> int:
     """Read options of a launcher; position of the first word that is none."""
     while position < len(words):
         word = words[position]
@@ -183,8 +193,8 @@ def _launcher_options(words: tuple[Word, ...], position: int, options: list[Sett
         following = words[position] if position < len(words) else None
         if not joined and name not in _WITHOUT_VALUE and following is not None and _is_value(following.text):
             value, known, position = following.text, not following.unknown, position + 1
-        line = word.line if word.line < OTHER_FILE else None
-        options.append(Setting(key, (whole_number(value) or value) if known else None, line))
+        is_known = known or written_file(value, files) is not None
+        options.append(Setting(key, (whole_number(value) or value) if is_known else None, own_line(word.line)))
     return position
 
 

@@ -1,67 +1,35 @@
 """Syntax of launch scripts: the part of the shell's grammar that such scripts use, read without running anything.
 
 The grammar is that of POSIX.1-2017, Shell Command Language, section 2.10, with arrays, ``[[ ]]`` and ``(( ))`` of bash.
-Redirections are skipped. Options of Slurm stand in comments: ``sbatch_settings``.
+Of redirections, here-documents and the file of the output are kept. Options of Slurm stand in comments:
+``sbatch_settings``.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from simplan.errors import SpecError, file_error
+from simplan.errors import SpecError
 from simplan.interop.configuration import Setting
+from simplan.interop.frameworks.shell.lexer import (
+    NAME,
+    HereDocument,
+    Lexer,
+    Output,
+    Part,
+    SourceWord,
+    Token,
+)
 
-OTHER_FILE = 1_000_000
-"""Lines of the first script that a script calls are counted from here on, those of the second from twice this on."""
-_MAX_DEPTH = 40
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_VARIABLE = re.compile(rf"{_NAME.pattern}|[@*#?$!0-9-]")
-_BRACED = re.compile(r"(#?)(\w+|[@*])(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
-_ASSIGNMENT = re.compile(rf"({_NAME.pattern})(\[[^\]\n]*\])?(\+?)=")
+_ASSIGNMENT = re.compile(rf"({NAME.pattern})(\[[^\]\n]*\])?(\+?)=")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.:-]*")
-_BLANKS = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)*")
-_REDIRECTION = re.compile(r"\d*(&>>?|<<<|<<-?|[<>]&|>>|>\||<>|<(?!\()|>(?!\())")
-_OPERATOR = re.compile(r"&&|\|\||;;|[;&|()\n]")
-_TEST_OPERATOR = re.compile(r"&&|\|\||[()<>;&|]")
-_ENDS = " \t\n;&|()<>"
-_PLAIN = re.compile(rf"[^{_ENDS}'\"\\$`]+")
-_IN_QUOTES = re.compile(r'[^"\\$`]+')
-_IN_BRACKETS = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\\'"(){}]+|.""", re.DOTALL)
-_IN_ARITHMETIC = re.compile(r"\\.|[^\\()]+|.", re.DOTALL)
 _SEPARATORS = ("\n", ";", "&", "|", ";;", "&&", "||")
 _INNER = ("then", "else", "elif", "fi", "do", "done", "esac", "}", "in")
 _DECLARES = ("export", "local", "declare", "readonly", "typeset", "env")
 """Commands whose assignments are words."""
-
-
-class Part(NamedTuple):
-    """Part of a word.
-
-    Attributes:
-        kind: ``text``; ``variable``; ``arithmetic``; or ``command``, the output of a command, which nobody runs.
-        text: The text; the name of the variable; the expression; or the command as written.
-        line: 1-based line.
-        quoted: True inside quotes, where spaces do not end words.
-        operator: Operator of ``${NAME...}``: ``-``, ``:-`` and the like, ``[@]`` for all elements of an array, ``#``
-            for its length, or ``?`` for one that is not read.
-        default: Word after the operator.
-    """
-
-    kind: str
-    text: str
-    line: int
-    quoted: bool = False
-    operator: str = ""
-    default: tuple[Part, ...] = ()
-
-
-SourceWord = tuple[Part, ...]
-"""Word as written."""
 
 
 class Assignment(NamedTuple):
@@ -84,13 +52,15 @@ class Simple(NamedTuple):
     """A command with its words, after its assignments; the first word of ``(( ... ))`` is ``((``.
 
     Attributes:
-        document: Text and first line of its last here-document, with ``$`` unescaped; None without one.
+        document: Its last here-document; None without one.
+        output: File that it writes; None without one.
     """
 
     assignments: tuple[Assignment, ...]
     words: tuple[SourceWord, ...]
     line: int
-    document: tuple[str, int] | None = None
+    document: HereDocument | None = None
+    output: Output | None = None
 
 
 class Chain(NamedTuple):
@@ -116,12 +86,13 @@ class Case(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """``for`` over words, or ``while``, whose name is empty."""
+    """``for`` over words, or ``while`` and ``until``, whose names are empty; the condition is that of ``while``."""
 
     name: str
     words: tuple[SourceWord, ...]
     body: Body
     line: int
+    condition: Body = ()
 
 
 class Function(NamedTuple):
@@ -145,7 +116,7 @@ def parse_script(text: str, file: str, line: int = 1) -> Body:
     Raises:
         SpecError: The text is no script: an open quote or parenthesis, an ``if`` without ``fi``.
     """
-    parser = _Parser(_Lexer(text.replace("\r\n", "\n"), file, line))
+    parser = _Parser(Lexer(text.replace("\r\n", "\n"), file, line))
     body = parser.body()
     if parser.token.text:
         raise parser.error(f"{parser.token.text} has no beginning")
@@ -178,224 +149,6 @@ def whole_number(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class _Token(NamedTuple):
-    """A word or an operator.
-
-    Attributes:
-        text: As written; empty at the end of the script.
-        line: 1-based line.
-        word: Parts of a word; None for an operator and at the end.
-    """
-
-    text: str
-    line: int
-    word: SourceWord | None = None
-
-
-@dataclass(slots=True)
-class _Lexer:
-    """Characters of a script as tokens, one at a time."""
-
-    text: str
-    file: str
-    first_line: int
-    depth: int = 0
-    position: int = 0
-    _newlines: list[int] = field(init=False)
-    document: tuple[str, int] | None = None
-    _here_documents: list[tuple[str, bool]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._newlines = [match.start() for match in re.finditer("\n", self.text)]
-
-    def line(self, position: int | None = None) -> int:
-        """1-based line of a position, by default the current one."""
-        return self.first_line + bisect_left(self._newlines, self.position if position is None else position)
-
-    def error(self, what: str, fix: str = "check quotes, parentheses, if and fi", line: int | None = None) -> SpecError:
-        return file_error(self.file, f"this is no shell script: {what}", fix, (line or self.line()) % OTHER_FILE)
-
-    def descend(self) -> None:
-        """Enter a body, a function or a default of ``${NAME:-...}``."""
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise self.error("it is nested too deeply", "take the launch command out of it")
-
-    def token(self, *, in_test: bool = False) -> _Token:
-        """The next token.
-
-        Args:
-            in_test: True after ``[[``, where operators are words.
-        """
-        while True:
-            self._skip_blanks()
-            if in_test or not self._skip_redirection():
-                break
-        start, line = self.position, self.line()
-        if start >= len(self.text):
-            return _Token("", line)
-        if in_test and (match := _TEST_OPERATOR.match(self.text, start)):
-            self.position = match.end()
-            return _Token(match[0], line, (Part("text", match[0], line),))
-        if self.text.startswith("((", start):
-            self.position += 2
-            return _Token("((", line, (Part("arithmetic", self._balanced("))"), line),))
-        if match := _OPERATOR.match(self.text, start):
-            self.position = match.end()
-            if match[0] == "\n":
-                self._skip_here_documents()
-            return _Token(match[0], line)
-        word = self.word()
-        return _Token(self.text[start : self.position], line, word)
-
-    def word(self) -> SourceWord:
-        """Parts of a word, up to a space or an operator."""
-        parts: list[Part] = []
-        while self.position < len(self.text):
-            pair = self.text[self.position : self.position + 2]
-            if match := _PLAIN.match(self.text, self.position):
-                parts.append(Part("text", match[0], self.line()))
-                self.position = match.end()
-            elif pair[0] == "'":
-                start = self.position
-                parts += self._quoted_lines(start + 1, self._upto("'"))
-            elif pair[0] == '"':
-                parts += self._double_quoted()
-            elif pair[0] == "\\":
-                parts += self._escaped()
-            elif pair == "$'":
-                self.position += 1
-            elif pair[0] in "$`" or pair in ("<(", ">("):
-                parts.append(self._expansion(quoted=False))
-            else:
-                break
-        return tuple(parts)
-
-    def _double_quoted(self) -> Iterator[Part]:
-        first = self.line()
-        self.position += 1
-        yield Part("text", "", first, quoted=True)
-        while self.position < len(self.text):
-            pair = self.text[self.position : self.position + 2]
-            if match := _IN_QUOTES.match(self.text, self.position):
-                self.position = match.end()
-                yield from self._quoted_lines(match.start(), match[0])
-            elif pair[0] == '"':
-                self.position += 1
-                return
-            elif pair[0] == "\\" and pair[1:] in '"\\$`\n':
-                yield from self._escaped()
-            elif pair[0] == "\\":
-                yield Part("text", "\\", self.line(), quoted=True)
-                self.position += 1
-            else:
-                yield self._expansion(quoted=True)
-        raise self.error("a quote is not closed", 'add "', first)
-
-    def _quoted_lines(self, start: int, text: str) -> Iterator[Part]:
-        """Text between quotes, one part a line."""
-        for line, each in enumerate(text.splitlines(keepends=True) or [""], start=self.line(start)):
-            yield Part("text", each, line, quoted=True)
-
-    def _escaped(self) -> Iterator[Part]:
-        """Character after a backslash; nothing for the end of a line."""
-        following, line = self.text[self.position + 1 : self.position + 2], self.line()
-        self.position += 2
-        if following != "\n":
-            yield Part("text", following, line, quoted=True)
-
-    def _expansion(self, *, quoted: bool) -> Part:
-        """``$NAME``, ``${NAME...}``, ``$((...))``, ``$(...)``, backticks or ``<(...)``."""
-        start, line = self.position, self.line()
-        following = self.text[start + 1 : start + 2]
-        if self.text[start] == "`":
-            self._upto("`")
-            return Part("command", self.text[start : self.position], line, quoted)
-        if self.text.startswith("$((", start):
-            self.position += 3
-            return Part("arithmetic", self._balanced("))"), line, quoted)
-        if following == "(":
-            self.position += 2
-            self._balanced(")")
-            return Part("command", self.text[start : self.position], line, quoted)
-        if following == "{":
-            self.position += 2
-            return self._braced(line, quoted=quoted)
-        match = _VARIABLE.match(self.text, start + 1)
-        self.position = match.end() if match else start + 1
-        return Part("variable", match[0], line, quoted) if match else Part("text", "$", line, quoted)
-
-    def _braced(self, line: int, *, quoted: bool) -> Part:
-        inside = self._balanced("}")
-        match = _BRACED.fullmatch(inside)
-        if match is None or (match[3] not in (None, "[@]", "[*]") and not match[3][1:-1].isdecimal()):
-            return Part("variable", inside, line, quoted, "?")
-        operator = "#" if match[1] else match[4] or match[3] or ""
-        default: list[Part] = []
-        if match[4]:
-            self.descend()
-            inner = _Lexer(match[5], self.file, line, self.depth)
-            while inner.position < len(inner.text):
-                character = inner.text[inner.position]
-                if parts := inner.word():
-                    default += parts
-                else:
-                    default.append(Part("text", character, line, quoted))
-                    inner.position += 1
-            self.depth -= 1
-        return Part("variable", match[2], line, quoted, operator, tuple(default))
-
-    def _balanced(self, close: str) -> str:
-        """Text up to a closing bracket, over brackets and quotes inside, without the bracket."""
-        start, opened = self.position, 0
-        brackets, inside = "{}" if close == "}" else "()", _IN_ARITHMETIC if close == "))" else _IN_BRACKETS
-        while match := inside.match(self.text, self.position):
-            if opened == 0 and self.text.startswith(close, self.position):
-                self.position += len(close)
-                return self.text[start : match.start()]
-            if match[0] in ("'", '"') and inside is _IN_BRACKETS:
-                raise self.error("a quote is not closed", f"add {match[0]}")
-            opened += (match[0] == brackets[0]) - (match[0] == brackets[1])
-            self.position = match.end()
-        raise self.error("a bracket is not closed", f"add {close}", self.line(start))
-
-    def _upto(self, quote: str) -> str:
-        """Text up to a quote, which is consumed with the one at the position."""
-        end = self.text.find(quote, self.position + 1)
-        if end < 0:
-            raise self.error("a quote is not closed", f"add {quote}")
-        inside = self.text[self.position + 1 : end]
-        self.position = end + 1
-        return inside
-
-    def _skip_blanks(self) -> None:
-        """Skip spaces, continued lines and comments."""
-        match = _BLANKS.match(self.text, self.position)
-        self.position = match.end() if match else self.position
-
-    def _skip_redirection(self) -> bool:
-        """Skip a redirection with its file; False if there is none."""
-        match = _REDIRECTION.match(self.text, self.position)
-        if match is None:
-            return False
-        self.position = match.end()
-        self._skip_blanks()
-        start = self.position
-        self.word()
-        if match[1] in ("<<", "<<-"):
-            end = self.text[start : self.position]
-            self._here_documents.append((end.strip("'\"\\"), end[:1] in ("'", '"', "\\")))
-        return True
-
-    def _skip_here_documents(self) -> None:
-        for end, quoted in self._here_documents:
-            closing = re.compile(rf"^\t*{re.escape(end)}(?:\n|\Z)", re.MULTILINE).search(self.text, self.position)
-            text, line = self.text[self.position : closing.start() if closing else None], self.line()
-            self.document = (text if quoted else re.sub(r"\\([$\\`])", r"\1", text)), line
-            self.position = closing.end() if closing else len(self.text)
-        self._here_documents.clear()
-
-
 class _Parser:
     """Tokens as commands, by recursive descent.
 
@@ -403,7 +156,7 @@ class _Parser:
         token: The next token.
     """
 
-    def __init__(self, lexer: _Lexer) -> None:
+    def __init__(self, lexer: Lexer) -> None:
         self.lexer = lexer
         self.token = lexer.token()
 
@@ -422,7 +175,7 @@ class _Parser:
     def error(self, what: str, fix: str = "check quotes, parentheses, if and fi", line: int | None = None) -> SpecError:
         return self.lexer.error(what, fix, line or self.token.line)
 
-    def _next(self) -> _Token:
+    def _next(self) -> Token:
         """Go to the next token; returns the one before it."""
         before, self.token = self.token, self.lexer.token()
         return before
@@ -462,15 +215,20 @@ class _Parser:
     def _command(self) -> Command:
         token = self.token
         compound: dict[str, Callable[[int], Command]] = {"if": self._if, "case": self._case, "function": self._function}
-        compound |= dict.fromkeys(("for", "select"), self._for) | dict.fromkeys(("while", "until"), self._while)
+        compound |= {"for": self._for, "select": self._for, "while": self._while, "until": self._until}
         if token.text in compound:
             self._next()
-            return compound[token.text](token.line)
+            command = compound[token.text](token.line)
+            self._redirections()
+            return command
         if token.text in ("{", "("):
             self._next()
-            return Branch((((), self._body_to("}" if token.text == "{" else ")")),), token.line)
+            body = self._body_to("}" if token.text == "{" else ")")
+            self._redirections()
+            return Branch((((), body),), token.line)
         if token.text == "((" and token.word is not None:
             self._next()
+            self._redirections()
             return Simple((), ((Part("text", "((", token.line),), token.word), token.line)
         if token.text in _INNER:
             raise self.error(f"{token.text} has no beginning")
@@ -493,8 +251,13 @@ class _Parser:
             if self.token.text == "((" or len(words) > 1 or assignments or not _FUNCTION.fullmatch(first.text):
                 raise self.error("( is not expected here")
             return self._body_of(first)
-        document, self.lexer.document = self.lexer.document, None
-        return Simple(tuple(assignments), tuple(words), first.line, document)
+        return Simple(tuple(assignments), tuple(words), first.line, *self._redirections())
+
+    def _redirections(self) -> tuple[HereDocument | None, Output | None]:
+        """Redirections of the command that ends here."""
+        found = self.lexer.document, self.lexer.output
+        self.lexer.document = self.lexer.output = None
+        return found
 
     def _assignment(self, match: re.Match[str], word: SourceWord) -> Assignment:
         token = self._next()
@@ -559,7 +322,7 @@ class _Parser:
 
     def _for(self, line: int) -> Loop:
         name, words = "", list[SourceWord]()
-        if self.token.text == "((" or _NAME.fullmatch(self.token.text):
+        if self.token.text == "((" or NAME.fullmatch(self.token.text):
             name = self._next().text.removeprefix("((")
             self._skip("\n")
         if self._accept("in"):
@@ -571,8 +334,11 @@ class _Parser:
         return Loop(name, tuple(words), self._body_to("done"), line)
 
     def _while(self, line: int) -> Loop:
-        self._body_to("do")
-        return Loop("", (), self._body_to("done"), line)
+        condition = self._body_to("do")
+        return Loop("", (), self._body_to("done"), line, condition)
+
+    def _until(self, line: int) -> Loop:
+        return self._while(line)._replace(condition=())
 
     def _function(self, line: int) -> Function:
         """Function after the word ``function``, with or without brackets."""
@@ -581,7 +347,7 @@ class _Parser:
             raise self.error("function has no name", "name it", line)
         return self._body_of(name)
 
-    def _body_of(self, name: _Token) -> Function:
+    def _body_of(self, name: Token) -> Function:
         if self._accept("("):
             self._expect(")", name.line)
         self._skip("\n")

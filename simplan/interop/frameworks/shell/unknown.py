@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from simplan.errors import Problem, SpecError
 from simplan.interop.frameworks.shell.evaluate import MissingScript
-from simplan.interop.frameworks.shell.launch import read_script
+from simplan.interop.frameworks.shell.launch import TrainingCommand, read_script
+from simplan.interop.frameworks.shell.lexer import OTHER_FILE
 
 _DEEPSPEED = "--deepspeed_config"
+_RECIPES = ("run_recipe.py", "setup_experiment.py")
+"""Programs of NVIDIA-NeMo/Megatron-Bridge, scripts/ (read 2026-08-22), whose recipes are functions."""
+_VARIABLES = ("CONFIG_FILE", "MODULE", "CONFIG", "NGPU", "NNODES", "NPROC_PER_NODE")
+"""Variables by which torchtitan's and LLaMA-Factory's programs are told what to train, and where."""
+_ARGUMENT = re.compile(r"\$\d")
 
 
 def missing_script(file: str, script: MissingScript) -> SpecError:
@@ -21,6 +29,35 @@ def missing_script(file: str, script: MissingScript) -> SpecError:
     return SpecError(problem, file=file)
 
 
+def only_launch(launches: Sequence[TrainingCommand], file: str) -> TrainingCommand:
+    """The training that a script starts.
+
+    Raises:
+        SpecError: It starts several with different arguments.
+    """
+    first = launches[0]
+    if any(_texts(launch) != _texts(first) for launch in launches[1:]):
+        lines = ", ".join(str(launch.line % OTHER_FILE) for launch in launches)
+        rule = f"starts {len(launches)} trainings with different arguments (lines {lines})"
+        raise SpecError(Problem(field="", rule=rule, fix="keep one of them"), file=file)
+    return first
+
+
+def _texts(launch: TrainingCommand) -> tuple[str, ...]:
+    variables = (launch.environment[name].text for name in _VARIABLES if name in launch.environment)
+    return (launch.program.text, str(launch.num_devices), *(word.text for word in launch.arguments), *variables)
+
+
+def recipe_script(launches: Sequence[TrainingCommand], file: str) -> SpecError | None:
+    """Error about a script that starts a recipe of Megatron Bridge; None if it starts none."""
+    for launch in launches:
+        if launch.program.text.rpartition("/")[2] in _RECIPES:
+            rule = f"starts {launch.program.text} of Megatron Bridge, whose recipes are Python functions"
+            fix = "give the run_config.yaml of one of its checkpoints, or write a scenario"
+            return SpecError(Problem(field="", rule=rule, fix=fix, line=launch.line), file=file)
+    return None
+
+
 def unknown_script(text: str, file: str, folder: Path | None) -> SpecError:
     """Error about a script of no framework that simplan knows: what it starts, and what could be given.
 
@@ -30,6 +67,8 @@ def unknown_script(text: str, file: str, folder: Path | None) -> SpecError:
     script = read_script(text, file, folder)
     if not script.launches and script.missing:
         return missing_script(file, script.missing[0])
+    if (recipe := recipe_script(script.launches, file)) is not None:
+        return recipe
     rule, fix, line = "is no launch script of a framework that simplan knows", "--from NAME names its format", None
     if script.launches:
         launch = script.launches[0]
@@ -40,4 +79,6 @@ def unknown_script(text: str, file: str, folder: Path | None) -> SpecError:
         if named:
             rule = f"starts {launch.program.text}, which has its model in Python and its plan in {named[0]}"
             fix = f"give that JSON and the model: simplan predict {named[0]} --model llama3-8b"
+            if _ARGUMENT.search(named[0]):
+                fix = f"name a file with the line: bash {file.rpartition('/')[2]} ARGUMENTS"
     return SpecError(Problem(field="", rule=rule, fix=fix, line=line), file=file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,17 @@ from simplan.errors import Problem, SpecError, did_you_mean, file_error
 from simplan.interop.allocator import allocator_settings
 from simplan.interop.configuration import Configuration, Setting
 from simplan.interop.formats import ConfigFile
-from simplan.interop.frameworks.shell import TrainingCommand, Word, number_or_text, read_launches
+from simplan.interop.frameworks.shell import (
+    TrainingCommand,
+    Word,
+    doubts,
+    number_or_text,
+    only_launch,
+    own_line,
+    read_launches,
+    restored,
+    written_file,
+)
 from simplan.interop.frameworks.torchtitan.python import read_function
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
 from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts
@@ -42,7 +53,17 @@ def recognizes(file: ConfigFile) -> bool:
     sections = set(_SECTIONS.findall(file.text))
     if len(sections) >= (1 if file.path.suffix == ".toml" else _MIN_SECTIONS) and not _is_script(file):
         return True
-    return file.path.suffix not in (".yaml", ".yml", ".json", ".toml") and bool(_OF_TORCHTITAN.search(file.text))
+    if file.path.suffix in (".yaml", ".yml", ".json", ".toml"):
+        return False
+    return bool(_OF_TORCHTITAN.search(file.text)) or (_is_script(file) and _calls_torchtitan(file))
+
+
+def _calls_torchtitan(file: ConfigFile) -> bool:
+    """True for a wrapper: a script that starts torchtitan by another script of its folder."""
+    try:
+        return next(_launches_of(file), None) is not None
+    except SpecError:
+        return False
 
 
 def read(file: ConfigFile) -> Configuration:
@@ -114,9 +135,9 @@ def _read_script(file: ConfigFile) -> Configuration:
     name = ""
     if _CONFIG_FILE in by_key:
         path = by_key.pop(_CONFIG_FILE)
-        if path.key in unknown:
+        if path.key in unknown and not written_file(str(path.value), launch.files):
             raise _problem(file, path, unknown[path.key], "write the path of the TOML file, or give simplan that file")
-        settings = (*_included(file, path), *by_key.values())
+        settings = (*_included(replace(file, written=launch.files), path), *by_key.values())
     else:
         name, named = _named(file, by_key, unknown)
         settings = tuple(by_key.values())
@@ -133,14 +154,20 @@ def _read_script(file: ConfigFile) -> Configuration:
     return configuration_of(run, *_ranks(launch))
 
 
-def _launch_of(file: ConfigFile) -> TrainingCommand:
-    """The first command that starts torchtitan."""
-    for launch in read_launches(file.text, file.name, wrappers=frozenset({_WRAPPER})):
+def _launches_of(file: ConfigFile) -> Iterator[TrainingCommand]:
+    """Commands that start torchtitan."""
+    for launch in read_launches(file.text, file.name, file.folder, wrappers=frozenset({_WRAPPER})):
         texts = [word.text.partition("=")[0].replace("-", "_") for word in launch.arguments]
         is_named = "__module" in texts and "__config" in texts
         has_file = f"__{_CONFIG_FILE}" in texts
         if is_named or has_file or "torchtitan" in launch.program.text or _is_wrapper(launch):
-            return launch
+            yield launch
+
+
+def _launch_of(file: ConfigFile) -> TrainingCommand:
+    """The first command that starts torchtitan."""
+    if launches := [*_launches_of(file)]:
+        return only_launch(launches, file.name)
     rule = "no command of it starts torchtitan"
     fix = "keep the line with torchrun and --job.config_file, or with --module and --config"
     raise file_error(file.name, rule, fix)
@@ -184,9 +211,9 @@ def arguments(words: Sequence[Word]) -> tuple[tuple[Setting, ...], dict[str, str
         if not word.text.startswith("--"):
             if match := _SUBCOMMAND.fullmatch(word.text):
                 section = match[1].replace("-", "_")
-                settings.append(Setting(f"{section}.mode", match[2].replace("-", "_"), word.line))
+                settings.append(Setting(f"{section}.mode", match[2].replace("-", "_"), own_line(word.line)))
             elif not word.unknown:  # "$@" and the like are no setting
-                settings.append(Setting(word.text, True, word.line))
+                settings.append(Setting(word.text, True, own_line(word.line)))
             continue
         key, joined, value = word.text.partition("=")
         values = [replaced for replaced in [value] if joined]
@@ -198,7 +225,7 @@ def arguments(words: Sequence[Word]) -> tuple[tuple[Setting, ...], dict[str, str
             values.append(following.text)
             reasons.append(following)
             position += 1
-        setting = _setting(key.removeprefix("--").replace("-", "_"), values, word.line)
+        setting = _setting(key.removeprefix("--").replace("-", "_"), values, own_line(word.line))
         settings.append(setting)
         condition = next((each.condition for each in reasons if each.condition is not None), None)
         why = next((each.unknown for each in reasons if each.unknown), "")
@@ -211,7 +238,7 @@ def arguments(words: Sequence[Word]) -> tuple[tuple[Setting, ...], dict[str, str
     return tuple(settings), unknown
 
 
-def _setting(key: str, values: list[str], line: int) -> Setting:
+def _setting(key: str, values: list[str], line: int | None) -> Setting:
     section, dot, name = key.rpartition(".")
     if not values and name.startswith("no_"):
         return Setting(f"{section}{dot}{name.removeprefix('no_')}", value=False, line=line)
@@ -229,7 +256,9 @@ def _value(text: str) -> Any:
 
 
 def _included(file: ConfigFile, path: Setting) -> Iterable[Setting]:
-    """Settings of the TOML file that a script names."""
+    """Settings of the TOML file that a script names, or writes itself."""
+    if (written := written_file(str(path.value), file.written)) is not None:
+        return _written(file, path, *written)
     found = _found(file, str(path.value))
     if found is None:
         rule = f"is neither in the folder of the script nor in the {_PARENTS} folders above it"
@@ -237,6 +266,15 @@ def _included(file: ConfigFile, path: Setting) -> Iterable[Setting]:
             rule = "names a file, which an upload cannot bring along"
         raise _problem(file, path, rule, "put it there, or give simplan that file")
     return toml_settings(read_text(found, MAX_YAML_BYTES), str(found), with_lines=False)
+
+
+def _written(file: ConfigFile, path: Setting, text: str, unknown: Mapping[str, Word]) -> Iterable[Setting]:
+    """Settings of a TOML file that the script writes itself."""
+    settings = toml_settings(text, str(path.value), with_lines=False)
+    known = (each for each in settings if facts().aliases.get(each.key, each.key) in facts().defaults)
+    if problems := doubts(str(path.value), known, unknown):
+        raise SpecError(problems, file=file.name)
+    return [replace(each, value=restored(each.value, unknown)) for each in settings]
 
 
 def _found(file: ConfigFile, *names: str) -> Path | None:

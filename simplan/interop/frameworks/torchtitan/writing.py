@@ -14,7 +14,7 @@ from simplan import catalog
 from simplan.interop.configuration import Match
 from simplan.interop.frameworks.torchtitan import stages
 from simplan.interop.frameworks.torchtitan.settings import facts
-from simplan.interop.writing import Exported, Option, Writing
+from simplan.interop.writing import MASTER_ADDR, Exported, Option, Writing
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -365,7 +365,6 @@ def _argument(option: Option) -> str:
 def _script(job: Job, name: str, command: Iterable[str], arguments: Iterable[str]) -> str:
     """Launch script, which is started on every node."""
     cluster = job.cluster
-    missing = "?set it to the host name of the first node" if cluster.num_nodes > 1 else "-localhost"
     lines = [
         "#!/usr/bin/env bash",
         f"# {name}: {job.plan.num_devices} ranks on {cluster.device.id}, written by simplan. Start it on every node.",
@@ -373,7 +372,7 @@ def _script(job: Job, name: str, command: Iterable[str], arguments: Iterable[str
         "",
         "HF_ASSETS=./assets/hf  # folder with the tokenizer",
         "DATASET=c4",
-        f'MASTER_ADDR="${{MASTER_ADDR:{missing}}}"  # first node',
+        MASTER_ADDR if cluster.num_nodes > 1 else "MASTER_ADDR=localhost",
         "",
     ]
     arguments = list(arguments)
