@@ -71,10 +71,13 @@ def trace_document(
     """
     events: list[Event] = []
     places: dict[Span, tuple[int, int]] = {}
-    for rank in sorted({span.rank for span in timeline.spans}):
-        others = [other for other, drawn in enumerate(stands_for or ()) if drawn == rank]
-        title = f"rank {rank} (for ranks {format_ranks(others)})" if len(others) > 1 else f"rank {rank}"
-        events += _rank_events(rank, title, timeline.of_rank(rank), places)
+    others: dict[int, list[int]] = defaultdict(list)
+    for other, drawn in enumerate(stands_for or ()):
+        others[drawn].append(other)
+    for rank, spans in sorted(timeline.by_rank().items()):
+        alike = others[rank]
+        title = f"rank {rank} (for ranks {format_ranks(alike)})" if len(alike) > 1 else f"rank {rank}"
+        events += _rank_events(rank, title, spans, places)
     events += _flow_events(places)
     for rank, samples in (memory or {}).items():
         events += _memory_events(rank, samples)
