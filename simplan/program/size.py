@@ -5,8 +5,12 @@ from __future__ import annotations
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 
-MAX_OPERATIONS = 20_000_000
-"""Operations of one Program. Lowered and simulated, each takes about half a kilobyte, so the largest takes 10 GiB."""
+MAX_OPERATIONS = 6_000_000
+"""Operations of one Program. Lowered and simulated, each takes about half a kilobyte, so the largest takes 3 GiB."""
+MAX_JITTERED = 5_000_000
+"""The same of a Program that is simulated 200 times, with other durations, which takes 10 microseconds per operation."""
+MAX_CONTENDED = 2_500_000
+"""The same of a Program whose communications share links, which takes 1.2 kB and 30 microseconds per operation."""
 
 
 def refuse_many_actions(job: Job, num_ranks: int, num_microbatches: int) -> None:
@@ -35,13 +39,14 @@ def refuse_many_operations(job: Job, num_operations: int, num_ranks: int, num_mi
         num_ranks, num_microbatches: Simulated ranks and microbatches.
 
     Raises:
-        SpecError: There are more operations than ``MAX_OPERATIONS``.
+        SpecError: There are more operations than are simulated of such a job.
     """
-    if num_operations <= MAX_OPERATIONS:
+    most, why = _max_operations(job)
+    if num_operations <= most:
         return
     rule = (
         f"needs {num_operations:,} operations or more ({num_ranks:,} simulated ranks, {num_microbatches:,} "
-        f"microbatches); at most {MAX_OPERATIONS:,} are simulated"
+        f"microbatches); at most {most:,} are simulated{why}"
     )
     fixes = [f"{field} takes all ranks: remove it" for field in _fields_of_all_ranks(job)]
     fixes = fixes if num_ranks > job.plan.pp else []
@@ -53,6 +58,15 @@ def refuse_many_operations(job: Job, num_operations: int, num_ranks: int, num_mi
     if num_ranks > num_microbatches:
         field, value = "cluster.num_devices", job.cluster.num_devices
     raise SpecError(Problem(field=field, value=f"{value:,}", rule=rule, fix=", or ".join(fixes)))
+
+
+def _max_operations(job: Job) -> tuple[int, str]:
+    """Most operations of a Program that is simulated for a job, and the reason why there are fewer than of others."""
+    if job.cluster.jitter is not None:
+        return MAX_JITTERED, " with cluster.jitter"
+    if job.cluster.topology is not None:
+        return MAX_CONTENDED, " on links of cluster.topology"
+    return MAX_OPERATIONS, ""
 
 
 MAX_BYTES = 2**62
