@@ -20,6 +20,7 @@ from simplan.io import write_json
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
+from simplan.program.size import MAX_TRACED, refuse_many_operations
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.table import format_ranks
 from simplan.runs.measurement import Measurement
@@ -232,8 +233,11 @@ def _us(nanoseconds: int) -> float:
 
 
 def predicted_trace(prediction: Prediction, simulated: Simulated) -> dict[str, Any]:
-    """Trace of the predicted step, with memory over time."""
+    """Trace of the predicted step, with memory over time; raises a SpecError if it has too many operations."""
     program, times = simulated.program, simulated.times
+    num_microbatches = 1 + int(program.columns.microbatch.max(initial=0))
+    spans, limit = prediction.timeline.spans, (MAX_TRACED, "in a trace")
+    refuse_many_operations(prediction.job, len(spans), len(program.ranks), num_microbatches, limit)
     memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
     return trace_document(prediction.timeline, prediction.name, memory, program.stands_for, prediction.network)
 

@@ -11,8 +11,10 @@ from simplan import catalog
 from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.predict import predict
+from simplan.predict import predict, predict_step
+from simplan.report.trace import predicted_trace
 from simplan.training import TrainingSpec
+from tests.jobs import job_of
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,12 @@ def test_steps_of_all_ranks_are_refused_if_they_are_too_many(changes: dict[str, 
     assert words in str(error.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024**2  # KiB
     assert predict(job).fits is not None  # folded, the same ranks are few
+
+
+def test_a_trace_of_too_many_operations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simplan.report.trace.MAX_TRACED", 100)
+    words = (
+        r"training\.global_batch_size = 80: needs [\d,]+ operations or more .* at most 100 are in a trace"
+    )
+    with pytest.raises(SpecError, match=words):
+        predicted_trace(*predict_step(job_of("gpt2-124m", num_microbatches=80)))
