@@ -431,6 +431,8 @@ class Prediction:
     @property
     def worst_host_bytes(self) -> int:
         """Offloaded bytes in host memory, summed over the ranks of a node, on the node with the most."""
+        if not any(memory.host_bytes for memory in self.memory):
+            return 0
         totals = Counter[int]()
         for memory in self.memory:
             totals[self.job.node_of(memory.rank)] += memory.host_bytes

@@ -11,14 +11,18 @@ from numpy.typing import NDArray
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
+from simplan.errors import NotModelledError, Problem
 from simplan.network.fabric import Fabric
 from simplan.network.flows import flows_of, phase_shares
 from simplan.program.program import Communication
+from simplan.units import format_count, format_time
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int32]
 _FULL = 1 + 1e-9
 """Busy share of a link above which the communications that use it slow each other down."""
+_MAX_CHANGES = 100_000
+"""Changes of flapping links in one step."""
 
 
 class LinkUsage(NamedTuple):
@@ -219,6 +223,24 @@ class Flap(NamedTuple):
     def change_s(self, number: int) -> float:
         """Time of a change, in seconds: even numbers begin a slow time, and odd ones end it."""
         return self.first_s + number // 2 * self.period_s + number % 2 * self.slow_s
+
+
+def refuse_many_changes(flaps: Sequence[Flap], alone_s: float) -> None:
+    """Refuses flapping links that change too often in a step to simulate.
+
+    Args:
+        flaps: Links that are slow for a part of the time.
+        alone_s: Seconds of the step if communications took as long as alone; the step is no shorter.
+
+    Raises:
+        NotModelledError: They change more than ``_MAX_CHANGES`` times.
+    """
+    number = sum(2 * max(0.0, alone_s - flap.first_s) / flap.period_s for flap in flaps)
+    if number > _MAX_CHANGES:
+        rule = f"changes {format_count(number)} times or more in a step of {format_time(alone_s)} or more; at most "
+        rule += f"{_MAX_CHANGES:,} changes are simulated"
+        fix = "use a longer period_s, or the mean bandwidth_share without slow_s and period_s"
+        raise NotModelledError(Problem(field="cluster.slow_links", rule=rule, fix=fix))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -402,8 +401,7 @@ class RankMapping:
 
     def group(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Ranks that differ from ``rank`` along given axes only, ascending."""
-        first = self.rank(self.place(rank)._replace(**dict.fromkeys(axes, 0)))
-        return tuple(first + offset for offset in _offsets(self, axes))
+        return _group(self, self.rank(self.place(rank)._replace(**dict.fromkeys(axes, 0))), axes)
 
     def pp_group(self, rank: int) -> tuple[int, ...]:
         """Ranks of the rank's pipeline, first stage first."""
@@ -469,8 +467,26 @@ class RankMapping:
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
 
-@lru_cache(maxsize=256)
-def _offsets(mapping: RankMapping, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """Ranks of rank 0's group along given axes, ascending."""
-    choices = [range(size) if axis in axes else (0,) for axis, size in zip(Place._fields, mapping.sizes, strict=True)]
-    return tuple(mapping.rank(Place(*coordinates)) for coordinates in itertools.product(*choices))
+class RankGroup(tuple[int, ...]):
+    """Ranks of a group. The hash is found once: groups of all ranks of a large job are in keys of lookup tables."""
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        """Hash of the tuple."""
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = super().__hash__()
+            return self._hash
+
+
+@lru_cache(maxsize=32)
+def _group(mapping: RankMapping, first: int, axes: tuple[Axis, ...]) -> RankGroup:
+    """Ranks that differ along given axes from a rank that is the first along them, ascending."""
+    ranks, stride = [first], 1
+    for axis, size in zip(reversed(Place._fields), reversed(mapping.sizes), strict=True):
+        if axis in axes:
+            ranks = [rank + index * stride for index in range(size) for rank in ranks]
+        stride *= size
+    return RankGroup(ranks)

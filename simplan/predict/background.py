@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from simplan.cluster.background import BackgroundJob
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.program_costs import ProgramCosts
-from simplan.errors import NotModelledError, Problem
+from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job, background_job
 from simplan.plan.plan import RankMapping
 from simplan.predict.build import collectives_of_layers_leave_nodes, expands_all
 from simplan.predict.truncated import Extent, TruncatedStep
 from simplan.program.folding import unfolded
 from simplan.program.program import Program
+from simplan.program.size import refuse_many_actions
 
 _MAX_OPERATIONS = 2_000_000
 """Operations of background jobs that are simulated in one step."""
@@ -52,6 +53,10 @@ def background_steps(cluster: ClusterSpec) -> tuple[BackgroundStep, ...]:
 def _step_of(cluster: ClusterSpec, background: BackgroundJob, field: str) -> BackgroundStep:
     job = background_job(cluster, background)
     folding, whole = unfolded(RankMapping.of(job.plan)), job.num_microbatches
+    try:
+        refuse_many_actions(job, len(folding.ranks), whole)
+    except SpecError as error:
+        raise SpecError(replace(each, field=f"{field}.job.{each.field}") for each in error.problems) from None
     expand_all = collectives_of_layers_leave_nodes(job) or expands_all(job, folding, whole)
     simulated = TruncatedStep(job, Extent(whole, 0, whole), None, 2, folding, expand_all).simulated[0]
     return BackgroundStep(field, background, job, simulated.program, simulated.program_costs)

@@ -193,28 +193,25 @@ def _kept_folding(
         node_groups: Nodes of each node group; empty for equal nodes.
         microbatch_sizes: See ``ParallelPlan``.
     """
-    devices = np.arange(mapping.world_size) if placement is None else np.array(placement.devices)
-    levels: list[NDArray[np.int32]] = []
+    ranks = np.arange(mapping.world_size)
+    devices = ranks if placement is None else np.array(placement.devices)
+    nodes = devices // devices_per_node
+    domains: list[NDArray[np.integer]] = [nodes]
     if contended is not None:
         from simplan.network.build import fabric_of
 
         fabric = fabric_of(contended)
         if not fabric.is_symmetric or contended.background or contended.slow_links:
             return unfolded(mapping)
-        levels = [domains[devices] for name, domains in fabric.levels if name != "node"]
-
-    slowdown_of = dict(slow)
-
-    ends = np.cumsum(node_groups)
-
-    def owns(rank: int) -> tuple[int, float, int, int]:
-        """Class of the rank's shard; its slowdown, node group and microbatch size."""
-        part = shard_classes[mapping.shard_group(rank).index(rank)] if shard_classes else 0
-        group = int(np.searchsorted(ends, devices[rank] // devices_per_node, side="right"))
-        size = 0 if microbatch_sizes is None else microbatch_sizes[mapping.dp_rank(rank)]
-        return part, slowdown_of.get(rank, 1.0), group, size
-
-    return fold(mapping, lambda rank: int(devices[rank]) // devices_per_node, owns, levels)
+        domains += [of_level[devices] for name, of_level in fabric.levels if name != "node"]
+    slowdown = np.ones(mapping.world_size)
+    slowdown[[rank for rank, _ in slow]] = [factor for _, factor in slow]
+    owns = [slowdown, np.searchsorted(np.cumsum(node_groups), nodes, side="right")]
+    if shard_classes:
+        owns.append(np.array(shard_classes)[ranks // mapping.tp % len(shard_classes)])
+    if microbatch_sizes is not None:
+        owns.append(np.array(microbatch_sizes)[ranks // (mapping.cp * mapping.tp) % len(microbatch_sizes)])
+    return fold(mapping, domains, owns)
 
 
 def is_static(cluster: ClusterSpec) -> bool:

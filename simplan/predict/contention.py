@@ -34,6 +34,7 @@ from simplan.network.usage import (
     in_sequence,
     link_use,
     loads_together,
+    refuse_many_changes,
     together,
 )
 from simplan.plan.placement import Placement
@@ -244,6 +245,8 @@ def apply_contention(
     programs = [program, *(step.program for step in steps)]
     (own, *others), flows = _routed(programs, [own, *others], [flow for _, flow in constant], fabric)
     use, numbers = _link_use(programs, [own, *others], flows, cluster, fabric)
+    if use.flaps:
+        refuse_many_changes(use.flaps, compile_program(program).times(alone_s).step_time_s)
     quiet, without_s, step_s = replace(use, always=()), None, 0.0
     realize = partial(_realize, program, alone_s, sharing)
     if cluster.background:  # first without other jobs; these communications are not counted as progress

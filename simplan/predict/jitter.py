@@ -7,7 +7,10 @@ step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,8 @@ _Floats = NDArray[np.float64]
 NUM_STEPS = 200
 """Simulated steps: their mean has a standard error of 1/14 of the deviation of a step."""
 _BATCH = 8
+_MAX_FACTORS = 2**22
+"""Factors that are in memory together; of a larger Program, those of one step."""
 _COMPUTE, _COMMUNICATION = range(2)
 
 
@@ -45,34 +50,48 @@ class Factors:
         """Factors of a Program with cost estimates."""
         return cls(program, jitter, computing_parts(program, program_costs))
 
-    def batch(self, number: int) -> _Floats:
-        """``(_BATCH, num_ops)`` Factors of the durations in some steps; equal for the members of a meeting.
+    def parts(self, number: int) -> Iterator[_Floats]:
+        """Yield ``(num_steps, num_ops)`` factors of the durations in the steps of a batch, a few steps at a time.
+
+        They are equal for the members of a meeting.
 
         Args:
             number: Number of the batch of steps, from 0.
         """
+        of_compute, of_communication = (
+            _with_mean_1(self._drawn(number, what), self.jitter.distribution, relative_std)
+            for what, relative_std in (
+                (_COMPUTE, self.jitter.compute_relative_std),
+                (_COMMUNICATION, self.jitter.communication_relative_std),
+            )
+        )
+        action, communicates = self._actions[2], self.program.of_kind(SpanKind.COMMUNICATION)
+        together = max(1, min(_BATCH, _MAX_FACTORS // max(1, len(self.program))))
+        for first in range(0, _BATCH, together):
+            rows = slice(first, first + together)
+            found = 1.0 + (of_compute[rows, action] - 1.0) * self.computing
+            found[:, communicates] = of_communication[rows, action[communicates]]
+            yield np.asarray(found[:, self._leaders])
+
+    @cached_property
+    def _actions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Ranks and their numbers of actions, and the action of each operation."""
         columns = self.program.columns
         actions, stages = len(ActionKind), int(columns.stage.max(initial=0)) + 1
         microbatches = int(columns.microbatch.max(initial=0)) + 2
         key = (columns.rank.astype(np.int64) * actions + columns.action) * stages + columns.stage
         keys, action = np.unique(key * microbatches + columns.microbatch + 1, return_inverse=True)
         ranks, counts = np.unique(keys // (actions * stages * microbatches), return_counts=True)
-        of_compute, of_communication = (
-            _with_mean_1(self._drawn(ranks, counts, number, what), self.jitter.distribution, relative_std)
-            for what, relative_std in (
-                (_COMPUTE, self.jitter.compute_relative_std),
-                (_COMMUNICATION, self.jitter.communication_relative_std),
-            )
-        )
-        communicates = self.program.of_kind(SpanKind.COMMUNICATION)
-        found = 1.0 + (of_compute[:, action] - 1.0) * self.computing
-        found[:, communicates] = of_communication[:, action[communicates]]
-        return np.asarray(found[:, leaders_of(self.program)])
+        return ranks, counts, action
 
-    def _drawn(self, ranks: NDArray[np.int64], counts: NDArray[np.int64], number: int, what: int) -> _Floats:
+    @cached_property
+    def _leaders(self) -> NDArray[np.int64]:
+        return leaders_of(self.program)
+
+    def _drawn(self, number: int, what: int) -> _Floats:
         """``(_BATCH, num_actions)`` Standard samples of all actions of all ranks."""
         parts = []
-        for rank, count in zip(ranks.tolist(), counts.tolist(), strict=True):
+        for rank, count in zip(*(column.tolist() for column in self._actions[:2]), strict=True):
             random = np.random.default_rng((self.jitter.seed, rank, number, what))
             draw = random.standard_exponential if self.jitter.distribution == "exponential" else random.standard_normal
             parts.append(draw((_BATCH, count)))
@@ -115,11 +134,16 @@ def apply_jitter(
         return durations_s if replicas is None else _cut(replicas, compiled, durations_s * replicas.slowness)
 
     times_s = np.concatenate(
-        [compiled.step_times_s(steps_s(factors.batch(number))) for number in range(NUM_STEPS // _BATCH)]
+        [
+            compiled.step_times_s(steps_s(part))
+            for number in range(NUM_STEPS // _BATCH)
+            for part in factors.parts(number)
+        ]
     )
     mean_s = float(times_s.mean())
     number, row = divmod(int(np.abs(times_s - mean_s).argmin()), _BATCH)
-    chosen, before_s = factors.batch(number)[row], program_costs.durations_s
+    rows = (each for part in factors.parts(number) for each in part)
+    chosen, before_s = next(islice(rows, row, None)), program_costs.durations_s
     if replicas is not None:
         chosen = np.divide(steps_s(chosen[None])[0], before_s, out=np.ones_like(before_s), where=before_s > 0)
     uncontended_s, without_s = program_costs.uncontended_s, program_costs.without_background_s

@@ -40,20 +40,21 @@ def rank_peaks(program: Program, rank: int) -> RankPeaks:
     return RankPeaks(persistent_bytes(program, rank), program.rebuild_bytes[rank], *step_peaks(program, rank))
 
 
-def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> tuple[RankMemory, ...]:
-    """Memory of every rank of a Level 2 Program at its peak point."""
+def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> dict[int, RankMemory]:
+    """Memory of every simulated rank of a Level 2 Program at its peak point."""
     context_bytes = _context_bytes(job, calibration)
     found = {}
     for rank in program.ranks:
         peak = memory_peak(program, rank)
         found[rank] = replace(
             device_memory(rank_peaks(program, rank), job, calibration, rank=rank),
+            rank=rank,
             by_category=peak.by_category | {MemoryCategory.CONTEXT: context_bytes},
             peak_action=peak.action,
             activations_in_flight=peak.activations_in_flight,
             host_bytes=host_peak_bytes(program, rank),
         )
-    return tuple(replace(found[other], rank=rank) for rank, other in enumerate(program.stands_for))
+    return found
 
 
 def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = None, *, rank: int = 0) -> RankMemory:

@@ -252,23 +252,25 @@ class TruncatedStep:
         """Memory of every rank of the job."""
         job, program = self.job, self.programs[0]
         memory = rank_memory(program, job, self.calibration)
-        if len(self.programs) == 1:
-            return memory
-        fewer = rank_memory(self.programs[1], job, self.calibration)
-        peaks, grown = self.peaks(), self._extrapolated
-        return tuple(
-            replace(
-                device_memory(peaks[program.stands_for[more.rank]], job, self.calibration, rank=more.rank),
-                rank=more.rank,
-                by_category={key: grown(size, less.by_category[key]) for key, size in more.by_category.items()},
-                peak_action=more.peak_action,
-                activations_in_flight={
-                    stage: grown(number, less.activations_in_flight[stage])
-                    for stage, number in more.activations_in_flight.items()
-                },
-                host_bytes=grown(more.host_bytes, less.host_bytes),
-            )
-            for more, less in zip(memory, fewer, strict=True)
+        if len(self.programs) > 1:
+            shorter, peaks = rank_memory(self.programs[1], job, self.calibration), self.peaks()
+            for rank, more in memory.items():
+                memory[rank] = self._grown(more, shorter[rank], peaks[rank])
+        return tuple(replace(memory[other], rank=rank) for rank, other in enumerate(program.stands_for))
+
+    def _grown(self, more: RankMemory, less: RankMemory, peaks: RankPeaks) -> RankMemory:
+        """Memory of a rank in the full step, from both simulated steps and the peaks of the full step."""
+        grown = self._extrapolated
+        return replace(
+            device_memory(peaks, self.job, self.calibration, rank=more.rank),
+            rank=more.rank,
+            by_category={key: grown(size, less.by_category[key]) for key, size in more.by_category.items()},
+            peak_action=more.peak_action,
+            activations_in_flight={
+                stage: grown(number, less.activations_in_flight[stage])
+                for stage, number in more.activations_in_flight.items()
+            },
+            host_bytes=grown(more.host_bytes, less.host_bytes),
         )
 
     def splits(self, step_time_s: float) -> dict[int, Split]:

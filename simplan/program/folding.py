@@ -8,7 +8,7 @@ well (color refinement).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,91 +41,75 @@ def unfolded(mapping: RankMapping) -> Folding:
 
 
 def fold(
-    mapping: RankMapping,
-    node_of: Callable[[int], int],
-    owns: Callable[[int], Hashable],
-    levels: Sequence[NDArray[np.int32]] = (),
+    mapping: RankMapping, domains: Sequence[NDArray[np.integer]], owns: Sequence[NDArray[np.generic]] = ()
 ) -> Folding:
     """Folds all equivalent columns.
 
     Args:
         mapping: Mesh of the ranks.
-        node_of: Node of a rank.
-        levels: ``(world_size,)`` Domains of the ranks on further levels of the network, such as leaf switches.
-        owns: Per rank, a key for the optimizer states that it updates; columns fold only if their keys are equal.
+        domains: ``(world_size,)`` each. Domains of the ranks on the levels of the network: nodes, leaf switches and so
+            on.
+        owns: ``(world_size,)`` each. Properties of the ranks, such as the class of their optimizer states; columns fold
+            only if they are equal.
     """
-    width = mapping.ranks_per_stage
-    firsts = range(width)  # ranks of the first pipeline stage stand for their columns
-    kinds = [
-        _groups(firsts, group)
-        for group in (
-            mapping.tp_group,
-            mapping.shard_group,
-            mapping.replicate_group,
-            mapping.cp_group,
-            mapping.dp_group,
-            mapping.ep_group,
-            mapping.etp_group,
-            mapping.expert_group,
-            mapping.expert_shard_group,
-        )
-    ]
-
-    nodes = np.array([node_of(rank) for rank in range(mapping.world_size)])
-    domains = [nodes, *levels]
-    seen = [_spread(groups, domain, width) for domain in domains for groups in kinds]
-
-    def first_look(first: int) -> Hashable:
-        column = range(first, mapping.world_size, width)
-        pairs = [*zip(column, (*column[1:], column[0]), strict=True)]
-        neighbours = tuple(bool(domain[a] == domain[b]) for domain in domains for a, b in pairs)
-        return neighbours, tuple(of[first] for of in seen), tuple(owns(rank) for rank in column)
-
-    classes = _numbered([first_look(first) for first in firsts])
+    shape = mapping.pp, mapping.ranks_per_stage
+    kinds = _groups(mapping)
+    facts = [np.unique(values, return_inverse=True)[1].reshape(shape) for values in owns]
+    for domain in (each.reshape(shape) for each in domains):
+        facts += [domain == np.roll(domain, -1, axis=0)]  # of neighboring stages
+        facts += [_by_member(groups, _spread(groups, domain)) for groups in kinds]
+    classes = _numbered(np.zeros(shape[1], np.int64), *facts)
     while True:
-        met = [_by_member(groups, _members_in(classes)) for groups in kinds]
-        refined = _numbered([(classes[first], tuple(of[first] for of in met)) for first in firsts])
-        if len(set(refined)) == len(set(classes)):
+        met = [_by_member(groups, np.sort(classes[groups], axis=-1)) for groups in kinds]
+        refined = _numbered(classes, *met)
+        if refined.max() == classes.max():
             break
         classes = refined
-    leader: dict[int, int] = {}
-    for first in firsts:
-        leader.setdefault(classes[first], first)
-    stands_for = tuple(rank - rank % width + leader[classes[rank % width]] for rank in range(mapping.world_size))
-    return Folding(stands_for, tuple(sorted(set(stands_for))))
+    _, first, which = np.unique(classes, return_index=True, return_inverse=True)
+    stages = np.arange(mapping.pp)[:, None] * shape[1]
+    stands_for = (stages + first[which]).ravel().tolist()
+    return Folding(tuple(stands_for), tuple((stages + np.sort(first)).ravel().tolist()))
 
 
-def _groups(ranks: range, group_of: Callable[[int], tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns all distinct groups of one kind."""
-    found: list[tuple[int, ...]] = []
-    placed: set[int] = set()
-    for rank in ranks:
-        if rank not in placed:
-            found.append(group_of(rank))
-            placed.update(found[-1])
+def _groups(mapping: RankMapping) -> list[NDArray[np.integer]]:
+    """Groups of several ranks of the first stage, ``(num_groups, num_members)`` for each kind of ``group_kinds``."""
+    _, replicas, shards, cp, tp = mapping.sizes
+    ranks, size = np.arange(mapping.ranks_per_stage), mapping.ep * mapping.etp
+    mesh, experts = ranks.reshape(replicas, shards, cp, tp), ranks.reshape(-1, mapping.ep, mapping.etp)
+    replica = shards * cp * tp
+    found = [
+        mesh,
+        mesh.transpose(0, 3, 1, 2).reshape(-1, shards * cp),
+        mesh.transpose(1, 2, 3, 0),
+        mesh.transpose(0, 1, 3, 2),
+        mesh.transpose(3, 0, 1, 2).reshape(tp, -1),
+        experts,
+        experts.transpose(0, 2, 1),
+        experts.transpose(1, 2, 0),
+        *([] if replica % size else [ranks.reshape(replicas, -1, size).transpose(0, 2, 1)]),
+    ]
+    kinds = [each.reshape(-1, each.shape[-1]) for each in found]
+    return [*{(kind.shape[1], kind.tobytes()): kind for kind in kinds if kind.shape[1] > 1}.values()]
+
+
+def _spread(groups: NDArray[np.integer], domain: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Returns, per group, the sizes of its parts in one domain of ``(num_stages, width)``, on every pipeline stage."""
+    on = np.sort(domain[:, groups], axis=-1)  # (stages, groups, ranks)
+    run = np.cumsum(np.diff(on, axis=-1, prepend=-1) != 0)  # number of the run of ranks in one domain
+    sizes = np.sort(np.bincount(run)[run].reshape(on.shape), axis=-1)  # every rank with the ranks in its domain
+    return sizes.swapaxes(0, 1).reshape(len(groups), -1)
+
+
+def _by_member(groups: NDArray[np.integer], facts: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Returns ``(width,)`` numbers of the facts of each rank's group, ``(num_groups, num_facts)``."""
+    found = np.empty(groups.size, np.int64)
+    found[groups] = _numbered(facts.T)[:, None]
     return found
 
 
-def _spread(groups: list[tuple[int, ...]], nodes: NDArray[np.integer], width: int) -> dict[int, int]:
-    """Returns a number per rank; equal numbers have equal counts of group members per node, on every pipeline stage."""
-    members = np.array(groups) + np.arange(0, len(nodes), width)[:, None, None]  # (stages, groups, ranks)
-    on = np.sort(nodes[members], axis=-1)
-    run = np.cumsum(np.diff(on, axis=-1, prepend=-1) != 0)  # number of the run of equal nodes
-    sizes = np.sort(np.bincount(run)[run].reshape(on.shape), axis=-1)  # every rank with the ranks on its node
-    return _by_member(groups, dict(zip(groups, map(bytes, sizes.swapaxes(0, 1)), strict=True)).__getitem__)
-
-
-def _by_member(groups: list[tuple[int, ...]], fact: Callable[[tuple[int, ...]], Hashable]) -> dict[int, int]:
-    """Returns a number per rank for a fact about its group; equal facts get equal numbers."""
-    numbers = _numbered([fact(group) for group in groups])
-    return {member: number for group, number in zip(groups, numbers, strict=True) for member in group}
-
-
-def _members_in(classes: list[int]) -> Callable[[tuple[int, ...]], Hashable]:
-    return lambda group: tuple(sorted(classes[member] for member in group))
-
-
-def _numbered(values: Sequence[Hashable]) -> list[int]:
-    """Numbers the values; equal values get equal numbers."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(value, len(numbers)) for value in values]
+def _numbered(*facts: NDArray[np.generic]) -> NDArray[np.integer]:
+    """Numbers columns of facts; equal columns get equal numbers, from 0."""
+    rows = np.ascontiguousarray(np.vstack(facts).T, np.int64)
+    data, width = rows.tobytes(), rows.itemsize * rows.shape[1]
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(data[at : at + width], len(numbers)) for at in range(0, len(data), width)])

@@ -5,8 +5,15 @@ from __future__ import annotations
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 
-MAX_OPERATIONS = 20_000_000
-"""Operations of one Program. Lowered and simulated, each takes about half a kilobyte, so the largest takes 10 GiB."""
+MAX_OPERATIONS = 6_000_000
+"""Operations of one Program. Lowered and simulated, each takes about half a kilobyte, so the largest takes 3 GiB."""
+MAX_JITTERED = 5_000_000
+"""The same of a Program that is simulated 200 times with other durations, which takes 10 microseconds each."""
+MAX_CONTENDED = 2_500_000
+"""The same of a Program whose communications share links, which takes 1.2 kB and 30 microseconds per operation."""
+
+MAX_TRACED = 400_000
+"""Operations of a trace, of which each takes 65 microseconds, 8 kB of memory and half a kilobyte of the file."""
 
 
 def refuse_many_actions(job: Job, num_ranks: int, num_microbatches: int) -> None:
@@ -26,22 +33,26 @@ def refuse_many_actions(job: Job, num_ranks: int, num_microbatches: int) -> None
     refuse_many_operations(job, least * num_ranks // plan.pp, num_ranks, num_microbatches)
 
 
-def refuse_many_operations(job: Job, num_operations: int, num_ranks: int, num_microbatches: int) -> None:
+def refuse_many_operations(
+    job: Job, num_operations: int, num_ranks: int, num_microbatches: int, limit: tuple[int, str] | None = None
+) -> None:
     """Refuses a Program that has too many operations.
 
     Args:
         job: The job.
         num_operations: Operations of all simulated ranks; fewer only if these are too many already.
         num_ranks, num_microbatches: Simulated ranks and microbatches.
+        limit: Most operations, and the words for what is done with them; None for those that are simulated.
 
     Raises:
-        SpecError: There are more operations than ``MAX_OPERATIONS``.
+        SpecError: There are more operations than the limit.
     """
-    if num_operations <= MAX_OPERATIONS:
+    most, done = limit or _max_operations(job)
+    if num_operations <= most:
         return
     rule = (
         f"needs {num_operations:,} operations or more ({num_ranks:,} simulated ranks, {num_microbatches:,} "
-        f"microbatches); at most {MAX_OPERATIONS:,} are simulated"
+        f"microbatches); at most {most:,} are {done}"
     )
     fixes = [f"{field} takes all ranks: remove it" for field in _fields_of_all_ranks(job)]
     fixes = fixes if num_ranks > job.plan.pp else []
@@ -53,6 +64,15 @@ def refuse_many_operations(job: Job, num_operations: int, num_ranks: int, num_mi
     if num_ranks > num_microbatches:
         field, value = "cluster.num_devices", job.cluster.num_devices
     raise SpecError(Problem(field=field, value=f"{value:,}", rule=rule, fix=", or ".join(fixes)))
+
+
+def _max_operations(job: Job) -> tuple[int, str]:
+    """Most operations of a Program that is simulated for a job, and the words for that."""
+    if job.cluster.jitter is not None:
+        return MAX_JITTERED, "simulated with cluster.jitter"
+    if job.cluster.topology is not None:
+        return MAX_CONTENDED, "simulated on links of cluster.topology"
+    return MAX_OPERATIONS, "simulated"
 
 
 MAX_BYTES = 2**62

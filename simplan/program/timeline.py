@@ -108,10 +108,6 @@ class Timeline:
             found[span.rank].append(span)
         return found
 
-    def of_rank(self, rank: int) -> tuple[Span, ...]:
-        """Spans of one rank."""
-        return tuple(span for span in self.spans if span.rank == rank)
-
 
 @dataclass(frozen=True, slots=True)
 class Split:

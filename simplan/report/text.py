@@ -484,7 +484,7 @@ def split_parts(split: Split) -> dict[str, float]:
 
 
 def _split_table(prediction: Prediction) -> str:
-    parts = {split: split_parts(split) for split in prediction.splits}  # few differ
+    parts = {split: split_parts(split) for split in dict.fromkeys(prediction.splits)}  # few differ
     names = [name for name in parts[prediction.splits[0]] if any(own[name] >= _SHOWN_S for own in parts.values())]
     cells = {
         split: [f"{format_time(own[name])} {100 * own[name] / prediction.step_time_s:3.0f} %" for name in names]

@@ -20,6 +20,7 @@ from simplan.io import write_json
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
+from simplan.program.size import MAX_TRACED, refuse_many_operations
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.table import format_ranks
 from simplan.runs.measurement import Measurement
@@ -71,10 +72,13 @@ def trace_document(
     """
     events: list[Event] = []
     places: dict[Span, tuple[int, int]] = {}
-    for rank in sorted({span.rank for span in timeline.spans}):
-        others = [other for other, drawn in enumerate(stands_for or ()) if drawn == rank]
-        title = f"rank {rank} (for ranks {format_ranks(others)})" if len(others) > 1 else f"rank {rank}"
-        events += _rank_events(rank, title, timeline.of_rank(rank), places)
+    others: dict[int, list[int]] = defaultdict(list)
+    for other, drawn in enumerate(stands_for or ()):
+        others[drawn].append(other)
+    for rank, spans in sorted(timeline.by_rank().items()):
+        alike = others[rank]
+        title = f"rank {rank} (for ranks {format_ranks(alike)})" if len(alike) > 1 else f"rank {rank}"
+        events += _rank_events(rank, title, spans, places)
     events += _flow_events(places)
     for rank, samples in (memory or {}).items():
         events += _memory_events(rank, samples)
@@ -229,8 +233,11 @@ def _us(nanoseconds: int) -> float:
 
 
 def predicted_trace(prediction: Prediction, simulated: Simulated) -> dict[str, Any]:
-    """Trace of the predicted step, with memory over time."""
+    """Trace of the predicted step, with memory over time; raises a SpecError if it has too many operations."""
     program, times = simulated.program, simulated.times
+    num_microbatches = 1 + int(program.columns.microbatch.max(initial=0))
+    spans, limit = prediction.timeline.spans, (MAX_TRACED, "in a trace")
+    refuse_many_operations(prediction.job, len(spans), len(program.ranks), num_microbatches, limit)
     memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
     return trace_document(prediction.timeline, prediction.name, memory, program.stands_for, prediction.network)
 

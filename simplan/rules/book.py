@@ -55,7 +55,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     parallel.cp_of_attention, schedule.split_backward_of_experts, experts.expert_dispatch_modelled,
     experts.ep_within_replicas, experts.ep_covers_shards, training.grad_sync_of_experts,
     training.backup_workers_modelled, parallel.tp_of_wide_norms,
-    training.grad_sync_modelled, sharding.tied_embeddings_sharded, parallel.tp_modelled,
+    training.grad_sync_modelled, sharding.broadcasts_modelled, sharding.tied_embeddings_sharded, parallel.tp_modelled,
     parallel.sequence_parallel_modelled, parallel.cp_modelled, parallel.ring_modelled,
     parallel.cp_of_unfused_attention, recompute.recompute_modelled, sharding.sharded_precision_modelled,
     schedule.split_backward_of_convolutions, sharding.offload_of_fsdp2, sharding.offload_of_experts,

@@ -13,6 +13,8 @@ from simplan.wording import divisors, either
 
 _FAMILIES = ("gpt", "llama")
 _WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate")
+_MAX_BROADCASTS = 4096
+"""Broadcasts of an update with torch's ZeroRedundancyOptimizer: each lists all ranks, so their size is the square."""
 _WITH_HOST_OPTIMIZER = (*_WITH_FSDP2, "deepspeed")
 
 
@@ -109,6 +111,18 @@ def zero_stage_modelled(job: Job) -> Iterator[Problem]:
     if plan.zero_stage not in known and plan.dp_shard * plan.cp > 1:
         what = f"this ZeRO stage with {job.software.id}"
         yield not_modelled(job, "plan.zero_stage", what, f"use {either(known)}")
+
+
+@unmodelled(
+    f"an update of more than {_MAX_BROADCASTS:,} shards that a broadcast each sends to all others is not modeled",
+    reads="shards_optimizer_only dp_shard cp",
+)
+def broadcasts_modelled(job: Job) -> Iterator[Problem]:
+    shards = job.plan.dp_shard * job.plan.cp
+    parameters = job.software.optimizer_shards == "parameters"
+    if parameters and job.plan.shards_optimizer_only and shards > _MAX_BROADCASTS:
+        what = f"an update of {shards:,} shards, each of which one broadcast sends to all others,"
+        yield not_modelled(job, "plan.zero_stage", what, f"use 2 or 3, or {_MAX_BROADCASTS:,} shards or fewer")
 
 
 @unmodelled("sharding embeddings tied over two pipeline ranks is not modeled", reads="shards_parameters pp")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from simplan.plan.plan import RankMapping
@@ -10,7 +13,7 @@ from simplan.program.folding import Folding, fold, unfolded
 
 
 def folded(mapping: RankMapping, devices_per_node: int) -> Folding:
-    return fold(mapping, lambda rank: rank // devices_per_node, lambda rank: 0)
+    return fold(mapping, [np.arange(mapping.world_size) // devices_per_node])
 
 
 def test_one_node_folds_to_one_rank_a_stage() -> None:
@@ -26,28 +29,35 @@ def test_groups_that_cross_nodes_stand_apart() -> None:
 
 
 def test_what_ranks_own_keeps_them_apart() -> None:
-    folding = fold(RankMapping(dp_shard=4), lambda rank: 0, lambda rank: rank % 2)
+    folding = fold(RankMapping(dp_shard=4), [np.zeros(4, int)], [np.arange(4) % 2])
     assert folding.ranks == (0, 1)
     assert folding.members((0, 1, 2, 3)) == (0, 1)
 
 
 def test_meeting_a_different_rank_makes_different() -> None:
     """Rank 1 is odd; so rank 0, which splits layers with it, is not like ranks 2 and 4, nor 3 and 5 like them."""
-    folding = fold(RankMapping(dp_replicate=3, tp=2), lambda rank: 0, lambda rank: rank == 1)
+    folding = fold(RankMapping(dp_replicate=3, tp=2), [np.zeros(6, int)], [np.arange(6) == 1])
     assert folding.stands_for == (0, 1, 2, 3, 2, 3)
 
 
 axes = st.sampled_from([1, 2, 3, 4])
 
 
-@given(st.builds(RankMapping, axes, axes, axes, axes, axes), st.integers(1, 9))
-def test_groups_of_equal_ranks_have_equal_members(mapping: RankMapping, devices_per_node: int) -> None:
+@given(
+    st.builds(RankMapping, axes, axes, axes, axes, axes, ep=axes), st.booleans(), st.integers(1, 9), st.integers(2, 99)
+)
+def test_groups_of_equal_ranks_have_equal_members(
+    mapping: RankMapping, split_experts: bool, devices_per_node: int, every: int
+) -> None:
     """What a representative meets in a group is what every rank it stands for meets: the law that meetings rely on."""
-    folding = folded(mapping, devices_per_node)
+    mapping = replace(mapping, etp=mapping.tp if split_experts else 1)
+    assume(mapping.dp_shard * mapping.cp * mapping.tp % (mapping.ep * mapping.etp) == 0)
+    ranks = np.arange(mapping.world_size)
+    folding = fold(mapping, [ranks // devices_per_node], [ranks % every == 1])
     for rank, leader in enumerate(folding.stands_for):
         assert folding.stands_for[leader] == leader
         assert mapping.place(rank).pp == mapping.place(leader).pp
-        for group in (mapping.tp_group, mapping.cp_group, mapping.dp_group, mapping.shard_group, mapping.pp_group):
+        for group in (*mapping.group_kinds, mapping.pp_group):
             assert folding.members(group(rank)) == folding.members(group(leader))
 
 

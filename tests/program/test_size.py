@@ -11,26 +11,31 @@ from simplan import catalog
 from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.predict import predict
+from simplan.predict import predict, predict_step
+from simplan.report.trace import predicted_trace
 from simplan.training import TrainingSpec
+from tests.jobs import job_of
 
 
 @pytest.mark.parametrize(
-    ("changes", "fix"),
+    ("changes", "words"),
     [
-        ({"cluster.jitter": {"compute_relative_std": 0.1}}, "cluster.jitter takes all ranks: remove it"),
+        (
+            {"cluster.jitter": {"compute_relative_std": 0.1}},
+            "at most 5,000,000 are simulated with cluster.jitter; cluster.jitter takes all ranks: remove it",
+        ),
         (
             {"training.backup_workers": 2, "cluster.stragglers": [{"rank": 3, "slowdown": 1.5}]},
-            "training.backup_workers takes all ranks: remove it",
+            "at most 6,000,000 are simulated; training.backup_workers takes all ranks: remove it",
         ),
         (
             {"cluster.topology": {"kind": "fat_tree", "radix": 128, "levels": 3, "routing": "ecmp"}},
-            "cluster.topology takes all ranks: remove it",
+            "at most 2,500,000 are simulated on links of cluster.topology; cluster.topology takes all ranks: remove it",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_steps_of_all_ranks_are_refused_if_they_are_too_many(changes: dict[str, Any], fix: str) -> None:
+def test_steps_of_all_ranks_are_refused_if_they_are_too_many(changes: dict[str, Any], words: str) -> None:
     cluster = catalog.cluster("dgx-h100", 131_072)
     plan = ParallelPlan(dp_replicate=4096, tp=8, pp=4, schedule="1f1b")
     training = TrainingSpec(global_batch_size=4096 * 64)
@@ -38,6 +43,15 @@ def test_steps_of_all_ranks_are_refused_if_they_are_too_many(changes: dict[str, 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(SpecError, match=r"cluster\.num_devices = 131,072: needs .* operations or more") as error:
         predict(job.with_changes(changes))
-    assert fix in str(error.value)
+    assert words in str(error.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024**2  # KiB
     assert predict(job).fits is not None  # folded, the same ranks are few
+
+
+def test_a_trace_of_too_many_operations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simplan.report.trace.MAX_TRACED", 100)
+    words = (
+        r"training\.global_batch_size = 80: needs [\d,]+ operations or more .* at most 100 are in a trace"
+    )
+    with pytest.raises(SpecError, match=words):
+        predicted_trace(*predict_step(job_of("gpt2-124m", num_microbatches=80)))

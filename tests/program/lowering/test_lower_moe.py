@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from simplan import catalog
@@ -32,7 +33,7 @@ PLACES = EXPERTS * 6  # of a sequence: each expert has 1.5 times its even share 
 
 
 def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, folded: bool = False, **fields: Any) -> Program:
-    folding = fold(RankMapping.of(plan), lambda rank: rank // 4, lambda rank: 0) if folded else None
+    folding = fold(RankMapping.of(plan), [np.arange(plan.num_devices) // 4]) if folded else None
     job = job_of(MODEL.model_copy(update=fields), plan, num_microbatches=m, precision="fp32")
     return lowered(job, Lowering(level, folding))
 
@@ -194,7 +195,7 @@ def test_folded_ranks_do_what_they_stand_for(plan: ParallelPlan, level: int) -> 
 def test_groups_that_cross_nodes_unlike_do_not_fold(nodes: tuple[int, ...]) -> None:
     """Of the groups that exchange, or else of those that average, one lies in a node and the other one does not."""
     plan = ParallelPlan(dp_replicate=4, ep=2)
-    assert len(fold(RankMapping.of(plan), lambda rank: nodes[rank], lambda rank: 0).ranks) == 2
+    assert len(fold(RankMapping.of(plan), [np.array(nodes)]).ranks) == 2
 
 
 @pytest.mark.parametrize(("shards", "replicas", "pp"), [(8, 1, 1), (4, 1, 2), (4, 2, 1)])
