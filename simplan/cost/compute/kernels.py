@@ -18,12 +18,12 @@ from simplan.cost.compute.matmul import (
 from simplan.cost.compute.traffic import KernelSet, layer_traffic
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.fused_gemms import fused_gemms
+from simplan.model.kernel import Chunks, in_forward, num_chunks
 from simplan.model.layer import (
     Attention,
     Gemm,
     Kernel,
     LayerCollective,
-    LayerSpec,
     Lookup,
     Pointwise,
     Role,
@@ -49,6 +49,7 @@ _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8
 _NORM_BYTES = 4
 _ACCUMULATE_BYTES = 12
+_FP32_BYTES = 4
 _HOST_STD = 1.5
 """Relative standard deviation of updates on the host: with bound threads and native kernels they reach the bandwidth of
 the host's memory within 5 %, without them they take 5 times as long (deepspeedai/DeepSpeed issue 6834)."""
@@ -140,7 +141,8 @@ class KernelCost:
     def host_calls(self, work: LayerWork) -> int:
         """Returns the operations that the host issues, the larger part of which are launches of kernels."""
         low, wide = self._split(running_kernels(work), work)
-        return self._memory_bound(work)[1] + sum(self._calls_of(kernel, work.phase) for kernel in (*low, *wide))
+        b, phase = work.microbatch_size, work.phase
+        return self._memory_bound(work)[1] + sum(self._calls_of(kernel, b, phase) for kernel in (*low, *wide))
 
     def _memory_bound_s(self, work: LayerWork) -> float:
         """Returns seconds of memory-bound kernels, casts and sums of bias gradients."""
@@ -150,13 +152,13 @@ class KernelCost:
 
     def _memory_bound(self, work: LayerWork) -> tuple[float, int]:
         widths = self.state.activation, self.state.residual
-        return _memory_bound(work.layer, work.phase, work.kernels, widths, self.kernel_set)
+        return _memory_bound(work, widths, self.kernel_set)
 
-    def _calls_of(self, kernel: Kernel, phase: Phase) -> int:
+    def _calls_of(self, kernel: Kernel, b: int, phase: Phase) -> int:
         """Returns the operations that the host issues for a matmul, attention or lookup."""
         match kernel:
             case Gemm():
-                matmuls = kernel.propagates + kernel.trained if phase is Phase.BACKWARD else 1
+                matmuls = num_chunks(kernel, b) * max(1, len(gemm_sizes(kernel, b, phase)))
                 casts = bool(self.state.weight_copy) and phase is Phase.FORWARD
                 return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
             case Attention():
@@ -190,7 +192,7 @@ class KernelCost:
         rates = LinearRates(self.state.linear, self.state, self.low, self.matmuls, traffic, self.weight_casts)
         for kernel in kernels:
             total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
-            total = total.plus(LinearCost(matmuls_s=self._weights_s(kernel, work.phase)))
+            total = total.plus(LinearCost(matmuls_s=self._weights_s(kernel, work.microbatch_size, work.phase)))
         return total
 
     def _formula(self, work: LayerWork) -> str:
@@ -241,8 +243,8 @@ class KernelCost:
                 matmuls = self._matmuls(kernel, b, phase)
                 launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
                 more_s = len(matmuls) * (launches_s - self.matmuls.kernel_overhead_s)
-                extra_s = self._weights_s(kernel, phase) + self._transposes_s(kernel, b, phase)
-                return sum(map(self.matmuls.seconds, matmuls)) + more_s + extra_s
+                extra_s = self._weights_s(kernel, b, phase) + self._transposes_s(kernel, b, phase)
+                return num_chunks(kernel, b) * sum(map(self.matmuls.seconds, matmuls)) + more_s + extra_s
             case Attention():
                 return self.attention.seconds(kernel, b, backward=phase in ACTIVATION_GRADIENTS)
             case Pointwise():
@@ -252,22 +254,33 @@ class KernelCost:
             case LayerCollective():
                 raise AssertionError("a collective is no compute")
 
-    def _weights_s(self, kernel: Gemm, phase: Phase) -> float:
+    def _weights_s(self, kernel: Gemm, b: int, phase: Phase) -> float:
         """Returns the seconds of weight copies before matmuls, and of gradient accumulation after them."""
-        if phase is Phase.FORWARD and self.state.weight_copy:
-            width = int(self.state.parameter) + self.state.weight_copy
-        elif phase in WEIGHT_GRADIENTS and kernel.trained:
-            width = self.accumulation_bytes
-        else:
-            return 0.0
+        width, num = 0, num_chunks(kernel, b)
+        # autocast keeps the copy of a parameter, but not those that the function of a recomputed chunk makes
+        apart = kernel.chunks is not None and not kernel.chunks.in_forward
+        if self.state.weight_copy and (phase is Phase.FORWARD or (apart and phase is Phase.RECOMPUTE)):
+            width += (num if apart else 1) * (int(self.state.parameter) + self.state.weight_copy)
+        if kernel.trained and (phase in WEIGHT_GRADIENTS or (in_forward(kernel) and phase is Phase.FORWARD)):
+            width += self.accumulation_bytes if kernel.chunks is None else num * self._added_bytes(kernel.chunks)
         return kernel.weight_elements * width / self.matmuls.bytes_per_s
+
+    def _added_bytes(self, chunks: Chunks) -> int:
+        """Returns the bytes per element to add a chunk's gradient of the weight to those of earlier chunks."""
+        own, total = self.state.matmul_gradient or self.state.activation, self.state.residual
+        if chunks.fused:  # added in FP32, by the matmul itself if the sum is FP32
+            return 2 * _FP32_BYTES if total == _FP32_BYTES else own + 2 * _FP32_BYTES + 2 * total
+        if chunks.in_place and own == total:
+            return own + 2 * self.state.accumulated
+        return (own + total) * (own != total) + 3 * total
 
     def _streaming_s(self, num_bytes: float, launches: int = 1) -> float:
         return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
 
     def _matmuls(self, kernel: Gemm, b: int, phase: Phase) -> list[Matmul]:
         """Returns the forward matmul, or the input-gradient and weight-gradient matmuls of backward."""
-        elements = b * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
+        rows = b / num_chunks(kernel, b)
+        elements = rows * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
         sizes = gemm_sizes(kernel, b, phase)
@@ -298,11 +311,11 @@ def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
     return not is_weight_gradient and kernel.image_elements > 0 and kernel.k * kernel.m == 9 * kernel.image_elements
 
 
-def _memory_bound(
-    layer: LayerSpec, phase: Phase, kernels: tuple[int, ...] | None, widths: tuple[int, int], kernel_set: KernelSet
-) -> tuple[float, int]:
+def _memory_bound(work: LayerWork, widths: tuple[int, int], kernel_set: KernelSet) -> tuple[float, int]:
     """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase."""
-    key = ("memory bound", phase, kernels, widths, kernel_set)
+    layer, phase, kernels = work.layer, work.phase, work.kernels
+    b = 1 if layer.loss_chunks is None else work.microbatch_size  # on which the number of chunks depends
+    key = ("memory bound", phase, kernels, widths, kernel_set, b)
     if key in layer.derived:
         known: tuple[float, int] = layer.derived[key]
         return known
@@ -310,12 +323,12 @@ def _memory_bound(
     num_bytes, launches = 0.0, 0
     traffic = layer_traffic(layer, *widths, kernel_set)
     for index in running_indices(LayerWork(layer, phase, 1, 0, kernels)):
-        own = traffic[index]
+        own, times = traffic[index], num_chunks(layer.kernels[index], b)
         num_bytes += own.backward_bytes if backward else own.forward_bytes
-        launches += own.backward_launches if backward else own.forward_launches
+        launches += times * (own.backward_launches if backward else own.forward_launches)
         if weights and own.bias_bytes:
             num_bytes += own.bias_bytes
-            launches += 1
+            launches += times
     layer.derived[key] = num_bytes, launches
     return num_bytes, launches
 
@@ -342,6 +355,8 @@ def running_indices(work: LayerWork) -> list[int]:
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
     """Returns the FLOPs of a kernel for formulas; attention's backward counts as many matmuls as model FLOPs do."""
+    if in_forward(kernel) and isinstance(kernel, Gemm):
+        return kernel.computed_flops * (1 + kernel.backward_matmuls)
     if phase is not Phase.BACKWARD:
         return kernel.computed_flops
     return kernel.computed_flops * (kernel.backward_matmuls if isinstance(kernel, Gemm) else 2)
