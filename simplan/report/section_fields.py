@@ -253,6 +253,7 @@ _DEFAULTS = {
         "orders of axes to compare, each from inside of nodes outwards",
     ),
     "compiled": ("the scenario's software.compiled", "true, false to compare both, where the software has the option"),
+    "loss": ("the scenario's software.loss", "whole and losses in chunks to compare, where the software has them"),
     "objective": ("step_time", ", ".join(OBJECTIVES)),
     "objectives": ("", "two objectives: Pareto front, ranked by the first"),
     "top": ("5", "plans to rank"),

@@ -228,9 +228,11 @@ def chunks_of_loss_are_equal(job: Job) -> Iterator[Problem]:
     for size in sorted(set(job.plan.sizes_of_ranks)):
         tokens = size * job.model.seq_len // job.plan.cp
         if tokens % chunked.num_chunks:
-            into = f"{chunked.num_chunks} equal chunks"
-            sentence = f"{job.software.id} splits the {tokens:,} tokens of a rank's microbatch into {into}"
-            yield problem_of(job, "software.loss", sentence, f"use a multiple of {chunked.num_chunks}, or whole")
+            number = chunked.num_chunks
+            into = f"whose loss has {number} equal chunks in {job.software.id}"
+            sentence = f"gives a rank {tokens:,} tokens per microbatch, {into}"
+            fix = f"use a multiple of {number} tokens, or software.loss = whole"
+            yield problem_of(job, "plan.microbatch_size", sentence, fix)
 
 
 @unmodelled("FP8 attention is not modeled for this model, precision or device", reads_cluster=True)

@@ -137,7 +137,12 @@ REFUSED = {
         {"pp": 2, "schedule": "zb-h1"},
         TOKENS,
     ),
-    "software.loss = chunked: torchtitan splits the 1,020 tokens": ("torchtitan", "chunked", {}, TOKENS - 4),
+    "plan.microbatch_size = 1: gives a rank 1,020 tokens per microbatch, whose loss has 8 equal chunks": (
+        "torchtitan",
+        "chunked",
+        {},
+        TOKENS - 4,
+    ),
 }
 
 
