@@ -131,8 +131,8 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             "the executor stores images channels first; use false",
         ),
         "software.loss": (
-            software.loss != "whole",
-            "the executor computes the loss of all tokens together; use whole",
+            software.loss == "fused",
+            "the executor has no kernel that fuses output projection and loss; use chunked or whole",
         ),
         "software": (
             no_transformers or not software.executable,

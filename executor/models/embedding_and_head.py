@@ -88,8 +88,30 @@ class PatchEmbedding(nn.Module):
         return torch.cat((token, patches), dim=1) + self.pos_embedding
 
 
-class Head(nn.Module):
-    """Final norm and output projection: hidden states to logits (batch, tokens, vocab_size)."""
+class OutputHead(nn.Module):
+    """Final norm and output projection: hidden states to logits (batch, tokens, vocab_size).
+
+    Attributes:
+        leaves_logits: ``forward`` returns the input of the projection, for a loss in chunks.
+    """
+
+    norm: nn.Module
+    lm_head: nn.Linear
+    leaves_logits = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits, or the hidden states that they are made of."""
+        hidden = as_matmul_dtype(self.norm(x))
+        return hidden if self.leaves_logits else self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states after the norm."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+class Head(OutputHead):
+    """The head of most families."""
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
@@ -97,18 +119,13 @@ class Head(nn.Module):
         self.norm = make_norm(spec)
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
-        logits: Tensor = self.lm_head(as_matmul_dtype(self.norm(x)))
-        return logits
-
 
 class CappedHead(Head):
     """Logits of Gemma 2, which pass through a scaled tanh."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
-        return soft_capped(super().forward(x), _LOGITS_CAP)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states after the norm."""
+        return soft_capped(super().logits(hidden), _LOGITS_CAP)
 
 
 class MaskedHead(nn.Module):

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from executor.models.attention_cores import ROTARY_BASE, LayerRequest
+from executor.models.embedding_and_head import OutputHead
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 
@@ -151,15 +152,10 @@ class TransformersBlock(nn.Module):
         return out
 
 
-class TransformersHead(nn.Module):
-    """Final norm and output projection: hidden states to logits (batch, tokens, vocab_size)."""
+class TransformersHead(OutputHead):
+    """Norm and output projection of transformers."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Linear) -> None:
         super().__init__()
         self.norm = norm
         self.lm_head = lm_head
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
-        logits: Tensor = self.lm_head(self.norm(x))
-        return logits

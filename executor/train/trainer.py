@@ -6,6 +6,7 @@ Modules that only some plans need are imported where they are used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,13 @@ from executor.distributed.gradients import (
 )
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import Autocast, compute_dtype, fp8_recipe, weight_dtype
+from executor.models.embedding_and_head import OutputHead
 from executor.models.lora import trained_parameters
 from executor.models.model import Stage, build_stage, split_dimensions
 from executor.profiling.recorder import Recorder
 from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
-from executor.train.loss import cross_entropy, split_loss
+from executor.train.loss import LossInChunks, cross_entropy, split_loss
 from executor.train.optimizers import ShardGroups, make_optimizer, zero_gradients
 from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
@@ -95,7 +97,7 @@ class Trainer:
         self.optimizers = self._make_optimizers(parameters)
         self._clipper = self._make_clipper(parameters)
         modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
-        loss = partial(cross_entropy, parallel=dims)
+        loss = self._loss()
         self._engine: LoopEngine | PipelineEngine
         if dims.pp.size == 1:
             ((index, module),) = modules.items()
@@ -273,6 +275,20 @@ class Trainer:
             module = wrap_ddp(module, self._dims.dp, job.plan.bucket_bytes, experts, gradient_as_bucket_view=as_views)
         return module
 
+    def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Function of the last stage's output and the targets."""
+        software, last = self._job.software, len(self._job.model.layers) - 1
+        chunked = software.chunked_losses.get(software.loss)
+        heads = [stage.layers[str(last)] for stage in self.stages.values() if str(last) in stage.layers]
+        if chunked is None or not heads:
+            return partial(cross_entropy, parallel=self._dims)
+        (head,) = heads
+        assert isinstance(head, OutputHead)
+        head.leaves_logits = True
+        dtype = None if self._job.plan.shards_parameters else compute_dtype(self._job)
+        autocast = nullcontext if dtype is None else partial(torch.autocast, self._device.type, dtype)
+        return LossInChunks(head, chunked, autocast)
+
     def _completion(self, index: int) -> Callable[[], None]:
         """Function that reduces partial and expert gradients of a stage; called before division by microbatches."""
         stage, plan = self.stages[index], self._job.plan
@@ -297,12 +313,15 @@ class Trainer:
 
         def between(boundary: int) -> list[Boundary]:
             layer, last = layers[boundary - 1], boundary == len(layers)
+            shapes = layer.output_shapes
+            if last and layer.loss_chunks is not None:
+                shapes = ((shapes[0][0], model.hidden_size),)
             return [
                 Boundary(
                     (plan.microbatch_size, *shape),
                     computed if last or number in layer.matmul_dtype_outputs else residual,
                 )
-                for number, shape in enumerate(layer.output_shapes)
+                for number, shape in enumerate(shapes)
             ]
 
         is_image = FAMILIES[model.family].inputs == "images"

@@ -38,6 +38,43 @@ class CollectiveKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of tokens in which an output projection and its loss run one after the other.
+
+    Attributes:
+        rows: Tokens of one sequence.
+        number: Number of equal chunks; None for one of the others.
+        size: Tokens per chunk, of all sequences of a microbatch; None for one of the others.
+        shrink: Tokens of a microbatch over those of a chunk, whose size is then rounded up to a power of two.
+        in_forward: Backward of a chunk follows its loss, so that forward computes all gradients.
+        in_place: These gradients of the weight are added to those of earlier microbatches; else they are one tensor,
+            which backward returns.
+        fused: One kernel replaces the logits of a chunk by their gradients.
+    """
+
+    rows: int
+    number: int | None = None
+    size: int | None = None
+    shrink: int = 1
+    in_forward: bool = False
+    in_place: bool = False
+    fused: bool = False
+
+    def tokens(self, b: int) -> int:
+        """Returns the tokens of the largest chunk of a microbatch of b sequences."""
+        total = b * self.rows
+        if self.number is not None:
+            return -(-total // self.number)
+        if self.size is not None:
+            return min(total, self.size)
+        return min(total, 1 << (-(-total // self.shrink) - 1).bit_length())
+
+    def count(self, b: int) -> int:
+        """Returns the number of chunks of a microbatch of b sequences."""
+        return -(-b * self.rows // self.tokens(b))
+
+
+@dataclass(frozen=True, slots=True)
 class Gemm:
     """A matmul of activations (m x k) with a weight (k x n); m counts the rows of one sequence.
 
@@ -54,6 +91,7 @@ class Gemm:
         cast_before: Operands that preceding kernels write in the precision of this matmul, so that no separate cast
             runs.
         joint: Fusion group: matmuls with one input and the same word can be fused (QKV, gate-up); empty for none.
+        chunks: Chunks of tokens of separate matmuls; None for one matmul of all tokens.
     """
 
     name: str
@@ -68,6 +106,7 @@ class Gemm:
     streams: int = 0
     cast_before: tuple[Literal["input", "gradient"], ...] = ()
     joint: str = ""
+    chunks: Chunks | None = None
 
     @property
     def flops(self) -> int:
@@ -205,6 +244,7 @@ class Pointwise:
             of forward.
         launches: Kernels launched in sequence, in forward and in backward.
         like: Most similar function among those that a calibration times.
+        chunks: Chunks of tokens of separate kernels; None for one kernel of all tokens.
     """
 
     name: str
@@ -214,6 +254,7 @@ class Pointwise:
     moves: bool = False
     launches: tuple[int, int] = (1, 1)
     like: PointwiseFunction = "add"
+    chunks: Chunks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +314,21 @@ class LayerCollective:
 Kernel = Gemm | Attention | Pointwise | Lookup | LayerCollective
 
 
+def in_forward(kernel: Kernel) -> bool:
+    """True if forward also runs the backward of a kernel."""
+    return isinstance(kernel, Gemm | Pointwise) and kernel.chunks is not None and kernel.chunks.in_forward
+
+
+def num_chunks(kernel: Kernel, b: int) -> int:
+    """Returns the number of times that a kernel runs for b sequences, each time for some of their tokens."""
+    chunks = kernel.chunks if isinstance(kernel, Gemm | Pointwise) else None
+    return 1 if chunks is None else chunks.count(b)
+
+
 def has_backward(kernel: Kernel) -> bool:
     """True if backward runs something for a kernel: a trained weight is in the kernel or upstream of it."""
+    if in_forward(kernel):
+        return False
     match kernel:
         case Gemm():
             return kernel.backward_matmuls > 0

@@ -15,6 +15,7 @@ from typing import Any
 
 from simplan.model.kernel import (
     Attention,
+    Chunks,
     CollectiveKind,
     ExpertDraw,
     Gemm,
@@ -154,7 +155,8 @@ class LayerSpec:
         gathered = {operator.regathers for operator in self.operators if operator.regathers}
         together = {o.reads[0] for o in self.operators if o.trains and gathered.intersection(o.reads[:1])}
         for operator in self.operators:
-            if operator.trains or not (found | together).isdisjoint(operator.reads):
+            reads_needed = not (found | together).isdisjoint(operator.reads)
+            if not operator.detached and (operator.trains or reads_needed):
                 found.update(tensor.name for tensor in operator.makes)
         return frozenset(found)
 
@@ -217,6 +219,11 @@ class LayerSpec:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayerSpec) and self.key == other.key
+
+    @cached_property
+    def loss_chunks(self) -> Chunks | None:
+        """Chunks of the output projection and the loss; None for a layer without, or for all tokens at once."""
+        return next((k.chunks for k in self.kernels if isinstance(k, Gemm) and k.chunks is not None), None)
 
     @property
     def title(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from simplan.model.kernel import Gemm, Kernel, Lookup
+from simplan.model.kernel import Chunks, Gemm, Kernel, Lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,7 @@ class Tensor:
         per_microbatch: One tensor for all sequences of a microbatch.
         forwarded: An output that later layers save; its memory is counted in the layer that makes it.
         elsewhere: An input whose memory is counted elsewhere: in an earlier layer, or as the batch.
-        chunks: Parts of the tensor, of which one exists at a time; 1 for a tensor that exists as a whole.
-        chunk_elements: Elements, for all sequences of a microbatch, that exist at a time; None for all.
+        chunks: Chunks of tokens, of which one exists at a time; None for a tensor that exists as a whole.
         widened: An upcast scratch copy of a tensor that the operator reads; absent if none of these is narrower.
     """
 
@@ -39,8 +38,7 @@ class Tensor:
     per_microbatch: bool = False
     forwarded: bool = False
     elsewhere: bool = False
-    chunks: int = 1
-    chunk_elements: int | None = None
+    chunks: Chunks | None = None
     widened: bool = False
 
     def width(self, activation_bytes: int, residual_bytes: int) -> int:
@@ -98,6 +96,7 @@ class Operator:
         composed: Backward is composed of single operations, whose tensors are its scratch, unless the framework has a
             fused kernel.
         forward_scratch, backward_scratch: Tensors that exist only while the operator runs.
+        detached: Autograd does not see the operator: its backward, if any, is part of forward.
         regathers: Name of the tensor that this all-gather restores in backward, because forward did not save it; empty
             for other operators.
     """
@@ -116,12 +115,15 @@ class Operator:
     composed: bool = False
     forward_scratch: tuple[Tensor, ...] = ()
     backward_scratch: tuple[Tensor, ...] = ()
+    detached: bool = False
     regathers: str = ""
     roles: frozenset[Role] = frozenset()
 
     @property
     def trains(self) -> bool:
         """True if backward computes gradients of parameters."""
+        if self.detached:
+            return False
         match self.kernel:
             case Gemm(trained=trained) | Lookup(trained=trained):
                 return trained
@@ -159,7 +161,7 @@ def storages(
 
 def saved_by(operator: Operator, needed: frozenset[str]) -> tuple[str, ...]:
     """Names of the tensors that an operator saves for backward; ``needed`` are those whose gradients it computes."""
-    if not operator.trains and needed.isdisjoint(operator.reads):
+    if operator.detached or (not operator.trains and needed.isdisjoint(operator.reads)):
         return ()
     if isinstance(operator.kernel, Gemm) and not operator.kernel.trained:
         return ()

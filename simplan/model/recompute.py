@@ -1,8 +1,8 @@
 """Recomputation of activations: tensors that a layer saves in each mode, and kernels that its backward recomputes.
 
 The modes ``none``, ``selective`` and ``full`` are those of the executor's modules. The others are those of the
-frameworks whose published runs use them. Embedding and head are never recomputed. ``simplan.model.recompute_modules``
-has single modules of a block.
+frameworks whose published runs use them. Of embedding and head, only a loss in recomputed chunks is.
+``simplan.model.recompute_modules`` has single modules of a block.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def recomputation(
     """
     unchanged = Recomputation(frozenset(tensor.name for tensor in layer.saved))
     if layer.kind is not LayerKind.BLOCK:
-        return unchanged
+        return unchanged if layer.loss_chunks is None else _of_chunks(layer, unchanged)
     match mode:
         case "none":
             return unchanged
@@ -84,6 +84,16 @@ def recomputation(
             first_attention = min(kernels_where(layer, lambda k: isinstance(k, Attention)))
             on_host = [index for index in _gemms(layer) if index < first_attention]
             return _without_lone_collectives(layer, _keeping(layer, (), on_host))
+
+
+def _of_chunks(layer: LayerSpec, unchanged: Recomputation) -> Recomputation:
+    """Recompute the logits and the loss of every chunk, unless forward computed the gradients."""
+    assert layer.loss_chunks is not None
+    if layer.loss_chunks.in_forward:
+        return unchanged
+    saved = frozenset(name for name in unchanged.saved if not layer.tensors[name].logits)
+    again = tuple(sorted(kernels_where(layer, lambda k: getattr(k, "chunks", None) is not None)))
+    return Recomputation(saved, (RecomputeGroup(again, again[-1]),))
 
 
 def _keeping(layer: LayerSpec, kept: Iterable[int], elsewhere: Iterable[int] = ()) -> Recomputation:

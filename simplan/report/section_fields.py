@@ -164,6 +164,7 @@ _DEFAULTS = {
     "grad_sync": "microbatch, step at zero_stage 2 and 3, else step",
     "placement": "tp, cp, dp_shard, dp_replicate, pp",
     "compiled": "the scenario's software.compiled",
+    "loss": "the scenario's software.loss",
     "objective": "step_time",
     "objectives": "",
     "top": "5",

@@ -10,7 +10,7 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.model.low_precision import LOW_PRECISIONS, LowPrecision, linear_format, quantized_linears
-from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.plan.schedules import SCHEDULE_FACTS, splits_backward
 from simplan.rules.rule import experts_apart, nearest_multiples, not_modelled, problem_of, rule, unmodelled
 from simplan.software.software import SoftwareSpec
 from simplan.training import LAYERWISE
@@ -195,22 +195,44 @@ _WITHOUT_CHUNKS = ("bert", "resnet", "t5", "vit")
 
 
 @unmodelled(
-    "a loss in chunks is not modeled with pipelines, tensor parallelism or heads of other models", reads="pp tp"
+    "a loss in chunks is not modeled for this software, tensor parallelism or heads of other models",
+    reads="tp schedule",
 )
 def chunked_loss_modelled(job: Job) -> Iterator[Problem]:
-    if job.software.loss == "whole":
+    model, plan, software = job.model, job.plan, job.software
+    if software.loss == "whole":
         return
-    model, plan, reason = job.model, job.plan, ""
-    if plan.pp > 1:
-        reason = f"with pp = {plan.pp}"
-    elif plan.tp > 1:
-        reason = f"with tp = {plan.tp}"
+    chunked = software.chunked_losses.get(software.loss)
+    reason, fix = "", "use software.loss = whole"
+    if chunked is None:
+        reason = f"for {software.id}"
+        fix = f"use software.loss = {either(['whole', *software.chunked_losses])}"
+    elif plan.tp > 1 and not chunked.tensor_parallel:
+        reason = f"with tp = {plan.tp} for {software.id}"
+    elif chunked.recomputed and splits_backward(plan.schedule):
+        reason = f"in recomputed chunks with schedule = {plan.schedule}"
+        fix = f"use software.loss = {'chunked or ' * (not software.chunked_losses['chunked'].recomputed)}whole"
     elif model.family in _WITHOUT_CHUNKS:
         reason = f"for {model.family}"
     elif model.mtp_num_layers:
         reason = "with multi-token prediction"
     if reason:
-        yield problem_of(job, "software.loss", f"is not modeled yet {reason}", "use software.loss = whole")
+        yield problem_of(job, "software.loss", f"is not modeled yet {reason}", fix)
+
+
+@rule("tokens of a microbatch divide into equal chunks of the loss", reads="dp cp microbatch_size microbatch_sizes")
+def chunks_of_loss_are_equal(job: Job) -> Iterator[Problem]:
+    chunked = job.software.chunked_losses.get(job.software.loss)
+    if chunked is None or not chunked.equal or chunked.num_chunks is None:
+        return
+    for size in sorted(set(job.plan.sizes_of_ranks)):
+        tokens = size * job.model.seq_len // job.plan.cp
+        if tokens % chunked.num_chunks:
+            number = chunked.num_chunks
+            into = f"whose loss has {number} equal chunks in {job.software.id}"
+            sentence = f"gives a rank {tokens:,} tokens per microbatch, {into}"
+            fix = f"use a multiple of {number} tokens, or software.loss = whole"
+            yield problem_of(job, "plan.microbatch_size", sentence, fix)
 
 
 @unmodelled("FP8 attention is not modeled for this model, precision or device", reads_cluster=True)

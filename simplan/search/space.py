@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from simplan.base import Count, NumDevices, Positive, Spec
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.job import Job
+from simplan.model.implementations.loss_in_chunks import LossMode
 from simplan.plan.placement import PlacedAxis, check_order
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -64,7 +65,7 @@ class SearchSpace(Spec):
         microbatch_sizes: ``balanced`` for shares of the batch in proportion to the speed of devices, null for equal
             ones, or both. By default both for a cluster of different nodes.
         placement: Orders of axes to compare, each innermost first: a list, or lists. By default that of the mesh.
-        compiled: Values of ``software.compiled`` to compare; by default the job's own.
+        compiled, loss: Values of the options of the software with these names to compare; by default the job's own.
     """
 
     objective: Objective = Field(
@@ -135,6 +136,9 @@ class SearchSpace(Spec):
     compiled: Annotated[tuple[bool, ...], Field(min_length=1)] | None = Field(
         None, description="true, false to compare both, where the software has the option"
     )
+    loss: Annotated[tuple[LossMode, ...], Field(min_length=1)] | None = Field(
+        None, description="whole and losses in chunks to compare, where the software has them"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -188,7 +192,7 @@ RANGES = (
 )  # fmt: skip
 """Plan fields that a search varies."""
 
-SOFTWARE_RANGES = ("compiled",)
+SOFTWARE_RANGES = ("compiled", "loss")
 """Options of the software that a search varies on request."""
 
 SoftwareOptions = tuple[tuple[str, Any], ...]
@@ -220,6 +224,11 @@ def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
         allowed["sequence_parallel"] = (False,)
     options = [name for name in SOFTWARE_RANGES if getattr(space, name) is not None]
     problems = [_unknown_option(software, space, name) for name in options if name not in software.options]
+    losses = ("whole", *software.chunked_losses)
+    if "loss" in software.options and any(loss not in losses for loss in space.loss or ()):
+        rule, value = f"{software.id} has {either(losses)} only", render_value(list(space.loss or ()))
+        fix = f"write {render_value([loss for loss in space.loss or () if loss in losses] or list(losses))}"
+        problems.append(Problem(field="search.loss", value=value, rule=rule, fix=fix))
     ranges = {}
     for field, values in allowed.items():
         asked = getattr(space, field)

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from simplan.base import Count, Natural, NonNegative, Spec
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
+from simplan.model.implementations.loss_in_chunks import ChunkedLoss, LossMode
 from simplan.model.layer import LayerSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.plan.plan import ParallelPlan, RecomputeModule
@@ -189,12 +190,11 @@ class SoftwareSpec(Spec):
             backward what torch.compile saves.
         channels_last: Images and activations of convolutions are stored with channels as the fastest dimension (NHWC),
             as kernels for tensor cores need them. Else cuDNN transposes them before and after (NCHW, torch's default).
-        loss: ``whole``: logits of all tokens exist at once. ``chunked``: head and loss run chunk by chunk, and only one
-            chunk's logits exist (torchtitan's ChunkedLossWrapper, TRL's chunked_nll, Liger's fused linear
-            cross-entropy). Compute is that of the whole loss: recomputed logits (TRL) and launches per chunk are not
-            modeled.
-        loss_chunks: Number of chunks of a microbatch with ``loss: chunked``.
-        loss_chunk_tokens: Tokens per chunk, in place of ``loss_chunks``; None for a number of chunks.
+        loss: ``whole``: logits of all tokens exist at once. ``chunked``: output projection and loss run chunk by chunk,
+            as the framework does it, and only one chunk's logits exist. ``recomputed``: backward recomputes the logits
+            of each chunk; else forward computes all gradients. ``fused``: one kernel replaces a chunk's logits by their
+            gradients (Liger's fused linear cross-entropy).
+        chunked_losses: Values of ``loss`` other than ``whole`` that the framework has, and what they mean in it.
         options: Fields that a scenario may set.
         runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
             buckets before the second step, and briefly holds both sets if gradients are views of the first set. A
@@ -288,9 +288,8 @@ class SoftwareSpec(Spec):
     rates_of: str | None = None
     compiled: bool = False
     channels_last: bool = False
-    loss: Literal["whole", "chunked"] = "whole"
-    loss_chunks: Annotated[int, Field(ge=2, le=10**6)] = 8
-    loss_chunk_tokens: Count | None = None
+    loss: LossMode = "whole"
+    chunked_losses: dict[LossMode, ChunkedLoss] = Field(default_factory=dict)
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
     bucket_bytes: Count
@@ -347,7 +346,7 @@ class SoftwareSpec(Spec):
             "fused_experts": "fused experts" if self.fused_experts else "",
             "grad_overlap": "gradient reduction overlapped with backward" if self.grad_overlap else "",
             "gradient_as_bucket_view": "gradients as bucket views" if self.gradient_as_bucket_view else "",
-            "loss": "loss in chunks" if self.loss == "chunked" else "",
+            "loss": "" if self.loss == "whole" else f"loss in {self.loss} chunks".replace("chunked chunks", "chunks"),
             "overlap_param_gather": "parameter all-gather overlapped with forward" if self.overlap_param_gather else "",
             "tp_overlap": "asynchronous tensor parallelism" if self.tp_overlap in ("gathers", "all") else "",
             "vocab_multiple": "",  # predictions tell it where it changes anything
@@ -425,8 +424,7 @@ class SoftwareSpec(Spec):
                 "expert_dispatch": self.expert_dispatch,
                 "fused_experts": self.fused_experts,
                 "eight_bit_attention": self.fp8_dot_product_attention,
-                "loss_chunks": self.loss_chunks if self.loss == "chunked" else 1,
-                "loss_chunk_tokens": self.loss_chunk_tokens if self.loss == "chunked" else None,
+                "chunked_loss": self.chunked_losses.get(self.loss),
             }
         )
 

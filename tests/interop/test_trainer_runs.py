@@ -129,6 +129,11 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp in pure bf16": ("accelerate", {"plan.dp_replicate": 8, "training.pure_bf16": True}),
     "ds in pure bf16": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 1, "training.pure_bf16": True}),
     "ds clipped": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 3, "training.clip_grad_norm": 0.5}),
+    "liger's loss": ("accelerate", {"plan.dp_shard": 8, "software": {"preset": "accelerate", "loss": "fused"}}),
+    "ds with TRL's loss": (
+        "deepspeed",
+        {"plan.dp_replicate": 8, "training.task": "sft", "software": {"preset": "deepspeed", "loss": "recomputed"}},
+    ),
     "ds offload": ("deepspeed", {"plan.dp_shard": 8, "plan.offload_optimizer": True, "software": "accelerate"}),
 }
 
@@ -156,6 +161,7 @@ def test_job_survives_export(name: str, tmp_path: Path) -> None:
             "dp",
         ),
         ("deepspeed", {}, "software"),
+        ("accelerate", {"software": {"preset": "accelerate", "loss": "recomputed"}}, "software.loss"),
     ],
 )
 def test_job_that_target_cannot_express_is_refused(target: str, overrides: dict[str, Any], field: str) -> None:
@@ -566,6 +572,38 @@ def test_llama_factory_recomputes_by_default(line: str, recompute: str, tmp_path
     )
     overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "plan.zero_stage": 3}
     assert read_source(file, overrides).document.data["plan"]["recompute"] == recompute
+
+
+_LONG = "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 --parallelism_config_cp_size 8 train.py "
+
+
+@pytest.mark.parametrize(
+    ("command", "loss"),
+    [
+        ("trl sft --num_processes 8", "recomputed"),
+        ("trl sft --num_processes 8 --loss_type nll", "whole"),
+        ("trl sft --num_processes 8 --use_liger_kernel", "fused"),
+        (f"{_LONG}--loss_type chunked_nll", "recomputed"),
+        ("torchrun --nproc_per_node 8 train.py --use_liger_kernel", "fused"),
+        (
+            "torchrun --nproc_per_node 8 train.py --use_liger_kernel "
+            """--liger_kernel_config '{"fused_linear_cross_entropy": false}'""",
+            "whole",
+        ),
+        ("NPROC_PER_NODE=8 llamafactory-cli train --enable_liger_kernel --stage sft --finetuning_type full", "fused"),
+        ("torchrun --nproc_per_node 8 train.py", "whole"),
+    ],
+)
+def test_loss_in_chunks_is_read(command: str, loss: str, tmp_path: Path) -> None:
+    """transformers, TRL from version 1.7 on and LLaMA-Factory; Liger's other kernels are listed."""
+    path, more = tmp_path / "train.sh", "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf16"
+    length = "--cutoff_len 512" if "llama" in command else "--max_length 512"
+    path.write_text(f"set -e\n{command} {more} {length}\n", encoding="utf-8")
+    source = read_source(path, {"cluster.preset": "dgx-h100"})
+    assert source.scenario().job.software.loss == loss
+    assert source.configuration is not None
+    listed = [why for _, why in source.configuration.not_modeled if "fused norms" in why]
+    assert bool(listed) == ("liger_kernel" in command)
 
 
 _FSDP2 = (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from simplan import catalog
+from simplan.errors import NotModelledError
 from simplan.job import Job
 from simplan.plan.collectives import Collectives
 from simplan.plan.plan import ParallelPlan
@@ -344,6 +345,21 @@ def test_compiled_is_an_axis(software: str, capacity: int) -> None:
     assert other.software == {"compiled": not best.software["compiled"]}
     alone_s = predict(_blocks(job, **other.software).with_plan(best.plan)).step_time_s
     assert other.step_time_s == pytest.approx(alone_s, rel=1e-12)
+
+
+def test_loss_is_an_axis() -> None:
+    """The best plans of both losses are those of two searches; a loss that the software lacks is refused."""
+    job = asked_for(software="torchtitan")
+    space = SearchSpace.model_validate({**SPACE, "schedule": ("1f1b",), "zero_stage": job.software.zero_stages})
+    alone = {
+        loss: search(job.with_changes({"software.loss": loss}), space, explain=False).ranked
+        for loss in ("whole", "chunked")
+    }
+    wanted = sorted((one.step_time_s, loss) for loss, ranked in alone.items() for one in ranked)[:5]
+    result = search(job, space.model_copy(update={"loss": ("whole", "chunked")}), explain=False)
+    assert [(one.step_time_s, one.software["loss"]) for one in result.ranked] == wanted
+    with pytest.raises(NotModelledError, match=r"search.loss = ..fused..: torchtitan has whole or chunked only"):
+        search(job, space.model_copy(update={"loss": ("fused",)}), explain=False)
 
 
 def _blocks(job: Job, *, compiled: bool) -> Job:

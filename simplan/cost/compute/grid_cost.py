@@ -28,6 +28,7 @@ from simplan.cost.compute.matmul import (
     gemm_sizes,
 )
 from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
+from simplan.model.kernel import in_forward, num_chunks
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Pointwise
 from simplan.program.program import LayerWork, Phase
 from simplan.training import UPDATES, UpdateName
@@ -190,7 +191,8 @@ class GridCost:
             return
         gradients = 0
         for kernel in running_kernels(work):
-            gradients += _gradient_elements(kernel, work.layer) if phase in WEIGHT_GRADIENTS else 0
+            if phase in WEIGHT_GRADIENTS or (in_forward(kernel) and phase is Phase.FORWARD):
+                gradients += num_chunks(kernel, work.microbatch_size) * _gradient_elements(kernel, work.layer)
             for suffix, time in self._kernel(kernel, work):
                 yield kernel.name + suffix, time
         if gradients and self._accumulates:
@@ -209,8 +211,10 @@ class GridCost:
             case Pointwise():
                 if phase is not Phase.BACKWARD_WEIGHT:
                     name, elements = _pointwise(kernel)
-                    time = self._grid.time(name, (b * elements,), backward=backward)
-                    yield "", time._replace(seconds=time.seconds * self._traffic)
+                    num = num_chunks(kernel, b)
+                    for of_backward in (False, True) if in_forward(kernel) else (backward,):
+                        time = self._grid.time(name, (b * elements / num,), backward=of_backward)
+                        yield "", time._replace(seconds=num * time.seconds * self._traffic)
             case Lookup(rows=rows, width=columns):
                 yield "", self._grid.time("lookup", (b * rows * columns,), backward=phase in WEIGHT_GRADIENTS)
             case LayerCollective():
@@ -222,7 +226,8 @@ class GridCost:
             time = self._grid.time(name, sizes)
             # a convolution costs more than its equivalent matmul
             inside = time.inside and not kernel.image_elements
-            yield GEMM_WORDS[name], time._replace(seconds=kernel.num_groups * time.seconds, inside=inside)
+            times = kernel.num_groups * num_chunks(kernel, b)
+            yield GEMM_WORDS[name], time._replace(seconds=times * time.seconds, inside=inside)
 
 
 def _grid_words(time: GridTime) -> str:

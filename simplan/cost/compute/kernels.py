@@ -20,12 +20,12 @@ from simplan.cost.compute.matmul import (
 from simplan.cost.compute.traffic import KernelSet, layer_traffic
 from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
 from simplan.model.fused_gemms import fused_gemms
+from simplan.model.kernel import Chunks, in_forward, num_chunks
 from simplan.model.layer import (
     Attention,
     Gemm,
     Kernel,
     LayerCollective,
-    LayerSpec,
     Lookup,
     Pointwise,
     Role,
@@ -51,6 +51,7 @@ _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8
 _NORM_BYTES = 4
 _ACCUMULATE_BYTES = 12
+_FP32_BYTES = 4
 _HOST_STD = 1.5
 """Relative standard deviation of updates on the host: with bound threads and native kernels they reach the bandwidth of
 the host's memory within 5 %, without them they take 5 times as long (deepspeedai/DeepSpeed issue 6834)."""
@@ -162,19 +163,20 @@ class KernelCost:
     def host_calls(self, work: LayerWork) -> int:
         """Returns the operations that the host issues, the larger part of which are launches of kernels."""
         low, wide = self._split(running_kernels(work), work)
+        b, phase = work.microbatch_size, work.phase
         launches = sum(launches for _, launches in self._memory_bound(work).values())
-        return launches + sum(self._calls_of(kernel, work.phase) for kernel in (*low, *wide))
+        return launches + sum(self._calls_of(kernel, b, phase) for kernel in (*low, *wide))
 
     def _memory_bound(self, work: LayerWork) -> dict[str, tuple[float, int]]:
         """Returns memory-bound kernels, casts and sums of bias gradients; see ``_memory_bound``."""
         widths = self.state.activation, self.state.residual
-        return _memory_bound(work.layer, work.phase, work.kernels, widths, self.kernel_set)
+        return _memory_bound(work, widths, self.kernel_set)
 
-    def _calls_of(self, kernel: Kernel, phase: Phase) -> int:
+    def _calls_of(self, kernel: Kernel, b: int, phase: Phase) -> int:
         """Returns the operations that the host issues for a matmul, attention or lookup."""
         match kernel:
             case Gemm():
-                matmuls = kernel.propagates + kernel.trained if phase is Phase.BACKWARD else 1
+                matmuls = num_chunks(kernel, b) * max(1, len(gemm_sizes(kernel, b, phase)))
                 casts = bool(self.state.weight_copy) and phase is Phase.FORWARD
                 return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
             case Attention():
@@ -203,7 +205,7 @@ class KernelCost:
         rates = LinearRates(self.state.linear, self.state, self.low, self.matmuls, traffic, self.weight_casts)
         for kernel in kernels:
             yield from rates.parts(kernel, work.microbatch_size, work.phase)
-            yield from self._weights(kernel, work.phase)
+            yield from self._weights(kernel, work.microbatch_size, work.phase)
 
     def _streamed_bytes(self, phase: Phase) -> int:
         """Returns the bytes read and written per parameter; 0 for phases that run kernels."""
@@ -239,23 +241,37 @@ class KernelCost:
     def _gemm(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
         launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
         for name, matmul in self._matmuls(kernel, b, phase).items():
-            yield self.matmuls.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
-        yield from self._weights(kernel, phase)
+            part = self.matmuls.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
+            yield part.times(num_chunks(kernel, b), "chunks")
+        yield from self._weights(kernel, b, phase)
         yield from self._transposes(kernel, b, phase)
 
-    def _weights(self, kernel: Gemm, phase: Phase) -> Iterator[CostPart]:
+    def _weights(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
         """Yields weight copies before matmuls, and gradient accumulation after them."""
-        if phase is Phase.FORWARD and self.state.weight_copy:
-            what, width = "copy of the weight", int(self.state.parameter) + self.state.weight_copy
-        elif phase in WEIGHT_GRADIENTS and kernel.trained and self.accumulation_bytes:
-            what, width = "weight gradient, accumulated", self.accumulation_bytes
-        else:
-            return
-        yield self.matmuls.streaming(f"{kernel.name}: {what}", kernel.weight_elements * width, 0)
+        copied, added, num = 0, 0, num_chunks(kernel, b)
+        # autocast keeps the copy of a parameter, but not those that the function of a recomputed chunk makes
+        apart = kernel.chunks is not None and not kernel.chunks.in_forward
+        if self.state.weight_copy and (phase is Phase.FORWARD or (apart and phase is Phase.RECOMPUTE)):
+            copied = (num if apart else 1) * (int(self.state.parameter) + self.state.weight_copy)
+        if kernel.trained and (phase in WEIGHT_GRADIENTS or (in_forward(kernel) and phase is Phase.FORWARD)):
+            added = self.accumulation_bytes if kernel.chunks is None else num * self._added_bytes(kernel.chunks)
+        for what, width in (("copy of the weight", copied), ("weight gradient, accumulated", added)):
+            if width:
+                yield self.matmuls.streaming(f"{kernel.name}: {what}", kernel.weight_elements * width, 0)
+
+    def _added_bytes(self, chunks: Chunks) -> int:
+        """Returns the bytes per element to add a chunk's gradient of the weight to those of earlier chunks."""
+        own, total = self.state.matmul_gradient or self.state.activation, self.state.residual
+        if chunks.fused:  # added in FP32, by the matmul itself if the sum is FP32
+            return 2 * _FP32_BYTES if total == _FP32_BYTES else own + 2 * _FP32_BYTES + 2 * total
+        if chunks.in_place and own == total:
+            return own + 2 * self.state.accumulated
+        return (own + total) * (own != total) + 3 * total
 
     def _matmuls(self, kernel: Gemm, b: int, phase: Phase) -> dict[GemmKernel, Matmul]:
         """Returns the forward matmul, or the input-gradient and weight-gradient matmuls of backward."""
-        elements = b * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
+        rows = b / num_chunks(kernel, b)
+        elements = rows * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
         sizes = gemm_sizes(kernel, b, phase)
@@ -288,11 +304,11 @@ def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
     return not is_weight_gradient and kernel.image_elements > 0 and kernel.k * kernel.m == 9 * kernel.image_elements
 
 
-def _memory_bound(
-    layer: LayerSpec, phase: Phase, kernels: tuple[int, ...] | None, widths: tuple[int, int], kernel_set: KernelSet
-) -> dict[str, tuple[float, int]]:
+def _memory_bound(work: LayerWork, widths: tuple[int, int], kernel_set: KernelSet) -> dict[str, tuple[float, int]]:
     """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase, by name."""
-    key = ("memory bound", phase, kernels, widths, kernel_set)
+    layer, phase, kernels = work.layer, work.phase, work.kernels
+    b = 1 if layer.loss_chunks is None else work.microbatch_size  # on which the number of chunks depends
+    key = ("memory bound", phase, kernels, widths, kernel_set, b)
     if key in layer.derived:
         known: dict[str, tuple[float, int]] = layer.derived[key]
         return known
@@ -300,12 +316,12 @@ def _memory_bound(
     found: dict[str, tuple[float, int]] = {}
     traffic = layer_traffic(layer, *widths, kernel_set)
     for index in running_indices(LayerWork(layer, phase, 1, 0, kernels)):
-        own = traffic[index]
+        own, times = traffic[index], num_chunks(layer.kernels[index], b)
         num_bytes = own.backward_bytes if backward else own.forward_bytes
-        launches = own.backward_launches if backward else own.forward_launches
+        launches = times * (own.backward_launches if backward else own.forward_launches)
         if weights and own.bias_bytes:
             num_bytes += own.bias_bytes
-            launches += 1
+            launches += times
         if num_bytes or launches:
             kernel = layer.kernels[index]
             name = kernel.name if isinstance(kernel, Pointwise) else f"{kernel.name}: casts, copies and biases"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from simplan.cost.model import CostPart, Limit
+from simplan.model.kernel import in_forward, num_chunks
 from simplan.model.layer import Gemm
 from simplan.program.program import Phase
 from simplan.software.rates import KernelRates
@@ -56,14 +57,19 @@ class Matmul(NamedTuple):
 
 
 def gemm_sizes(gemm: Gemm, b: int, phase: Phase) -> dict[GemmKernel, tuple[float, int, float]]:
-    """Returns rows, columns and depth of each matmul of a layer in a phase, for b sequences and one of its groups."""
-    rows, n, k = b * gemm.m / gemm.num_groups, gemm.n, gemm.k
-    if phase in (Phase.FORWARD, Phase.RECOMPUTE):
-        return {"linear": (rows, n, k)}
+    """Returns rows, columns and depth of each matmul of a layer in a phase, for b sequences and one of its groups.
+
+    Of a matmul in chunks of tokens, these are the sizes of one chunk.
+    """
+    rows, n, k = b * gemm.m / gemm.num_groups / num_chunks(gemm, b), gemm.n, gemm.k
     sizes: dict[GemmKernel, tuple[float, int, float]] = {}
-    if phase in ACTIVATION_GRADIENTS and gemm.propagates:
+    forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
+    gradients = in_forward(gemm) if forward else True
+    if forward:
+        sizes["linear"] = (rows, n, k)
+    if gradients and (forward or phase in ACTIVATION_GRADIENTS) and gemm.propagates:
         sizes["linear_input_gradient"] = (rows, k, n)
-    if phase in WEIGHT_GRADIENTS and gemm.trained:
+    if gradients and (forward or phase in WEIGHT_GRADIENTS) and gemm.trained:
         sizes["linear_weight_gradient"] = (n, k, rows)
     return sizes
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from simplan.model.kernel import LOSS, Attention, Gemm, Pointwise
+from simplan.model.kernel import LOSS, Attention, Gemm, Pointwise, in_forward
 from simplan.model.layer import LayerSpec, Operator
 from simplan.model.operator import saved_by
 
@@ -131,6 +131,10 @@ def _eager(layer: LayerSpec, widths: _Widths, kernels: KernelSet) -> Iterator[tu
                 num_bytes = kernel.writes * (_COMPOSED_BYTES[0] * widths.mean(operator.reads) + _COMPOSED_BYTES[1])
                 yield place, KernelTraffic(num_bytes, _BACKWARD_PASSES * num_bytes, 0.0, *_COMPOSED_LAUNCHES)
                 continue
+            if in_forward(kernel):
+                num_bytes += _forward_gradient_bytes(operator, num_bytes, widths)
+                yield place, KernelTraffic(num_bytes, forward_launches=sum(kernel.launches))
+                continue
             if kernel.moves or kernel.launches[0] > 1 or not operator.makes:
                 backward_bytes = num_bytes * (1 if kernel.moves else _BACKWARD_PASSES)
             else:
@@ -139,7 +143,10 @@ def _eager(layer: LayerSpec, widths: _Widths, kernels: KernelSet) -> Iterator[tu
         elif kernel is None and not within:
             if widths.is_copy(operator):
                 num_bytes = widths.of(operator.reads[0]) + widths.of(operator.makes[0].name)
-                yield place, KernelTraffic(num_bytes, num_bytes, 0.0, 1, 1)
+                seen = not operator.detached  # else an operator of its own casts the gradient
+                yield place, KernelTraffic(num_bytes, num_bytes * seen, 0.0, 1, int(seen))
+            elif operator.detached:
+                continue
             elif operator.splits:
                 yield place, KernelTraffic(backward_bytes=2 * widths.of(operator.reads[0]), backward_launches=1)
             elif operator.makes and not operator.is_cast and isinstance(layer.kernels[place], Pointwise):
@@ -166,12 +173,21 @@ def _gradient_bytes(layer: LayerSpec, operator: Operator, widths: _Widths) -> in
     return (2 if operator.parameters else 1) * read_bytes + widths.num_bytes(inputs)
 
 
+def _forward_gradient_bytes(operator: Operator, num_bytes: float, widths: _Widths) -> float:
+    """Returns the bytes of a backward that runs in forward, next to ``num_bytes`` of forward itself."""
+    if operator.kernel is None or operator.kernel.name != LOSS:
+        return num_bytes
+    if not operator.makes:
+        return widths.of(operator.reads[0])  # gradients written; a fused kernel has read the logits
+    return 4 * widths.of(operator.makes[0].name) + widths.of(operator.reads[0])  # as ``_gradient_bytes``
+
+
 def _forked_bytes(layer: LayerSpec, widths: _Widths) -> list[int]:
     """Returns the bytes, by operator, to add up gradients of tensors that several operators read."""
     found = []
     seen: set[str] = set()
     for operator in layer.operators:
-        names = layer.needed.intersection(operator.reads)
+        names = layer.needed.intersection(() if operator.detached else operator.reads)
         found.append(3 * sum(widths.of(name) for name in names & seen))
         seen |= names
     return found
@@ -202,6 +218,9 @@ def _of_group(layer: LayerSpec, group: list[int], widths: _Widths) -> Iterator[t
     read = {name for operator in operators for name in operator.reads} - made
     if any(o.kernel is not None and o.kernel.name == LOSS for o in operators):
         num_bytes = _LOSS_PASSES * max(widths.of(name) for name in read)
+        if any(o.kernel is not None and in_forward(o.kernel) for o in operators):
+            yield place, KernelTraffic(2 * num_bytes, forward_launches=2)
+            return
         yield place, KernelTraffic(num_bytes, num_bytes, 0.0, 1, 1)
         return
     others = [operator for index, operator in enumerate(layer.operators) if index not in group]

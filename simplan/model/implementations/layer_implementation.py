@@ -31,8 +31,9 @@ from simplan.model.implementations.expert_dispatch import (
     with_biases_apart,
     with_fused_experts,
 )
+from simplan.model.implementations.loss_in_chunks import ChunkedLoss, with_loss_in_chunks
 from simplan.model.implementations.transformers_code import as_transformers
-from simplan.model.kernel import LOSS, Gemm, LayerCollective
+from simplan.model.kernel import LOSS, LayerCollective
 from simplan.model.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.parts.attention import MASK
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
@@ -71,10 +72,8 @@ class LayerImplementation(Spec):
             place of an FP32 copy of the logits, which become their gradients (Megatron-LM). ``gradients``: gradients in
             place of the logits, in their precision (Transformer Engine's fused cross-entropy). ``logits``: the logits
             alone, from which one kernel makes their gradients (torch.compile).
-        loss_chunks: Chunks of tokens in which head and loss are computed, each with its backward; 1 for the whole loss.
+        chunked_loss: Chunks of tokens in which output projection and loss are computed; None for all tokens at once.
             Set from the profile.
-        loss_chunk_tokens: Tokens of a chunk, of all sequences of a microbatch, in place of ``loss_chunks``; None for a
-            number of chunks. Set from the profile.
         repeated_keys: Keys and values are expanded to the number of query heads before attention. Context-parallel
             ranks all-gather the expanded tensors in forward and again in backward. Gradients of keys and values travel
             around a ring in FP32 (torch's context parallelism).
@@ -116,8 +115,7 @@ class LayerImplementation(Spec):
     fused_gemms: bool = False
     fused_gates: bool = False
     loss: Loss = "log_probabilities"
-    loss_chunks: Count = Field(default=1, exclude=True)
-    loss_chunk_tokens: Count | None = Field(default=None, exclude=True)
+    chunked_loss: ChunkedLoss | None = Field(default=None, exclude=True)
     repeated_keys: bool = False
     narrow_values: bool = False
     skips_keys: bool = False
@@ -174,11 +172,9 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         operators = tuple(_with_masks(layer, operators))
     if implementation.loss != "log_probabilities":
         operators = tuple(_with_loss(operators, implementation.loss))
-    chunked = layer.kind is LayerKind.HEAD and (
-        implementation.loss_chunks > 1 or bool(implementation.loss_chunk_tokens)
-    )
-    if chunked:
-        operators = tuple(_in_chunks(operators, implementation))
+    chunked = implementation.chunked_loss if layer.kind is LayerKind.HEAD else None
+    if chunked is not None:
+        operators = tuple(with_loss_in_chunks(operators, chunked))
     constants = layer.constants
     if skips or (implementation.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != MASK)
@@ -192,7 +188,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     kernels = "fused" if implementation.fused_experts else f"{implementation.expert_streams or 'all'} concurrent"
     words += [f"experts by {implementation.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
     words += ["weighted activations" * (other_experts and implementation.weighted_activations)]
-    words += [f"{implementation.loss_chunk_tokens or implementation.loss_chunks} chunks" * chunked]
+    words += [chunked.words] if chunked is not None else []
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     return replace(
         layer,
@@ -277,34 +273,6 @@ def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Ope
         name = kernel.name if isinstance(kernel, Pointwise) else "embedding"
         mask = Tensor(f"{name} mask", operator.makes[0].elements, MASK_BYTES)
         yield replace(operator, makes=(*operator.makes, mask), saves=(*operator.saves, mask.name))
-
-
-def _in_chunks(operators: Sequence[Operator], implementation: LayerImplementation) -> Iterator[Operator]:
-    """Operators of a head whose logits exist for one chunk of tokens at a time.
-
-    A chunk's backward follows its loss, and its weight gradient is added to that of earlier chunks.
-    """
-    chunks, tokens = implementation.loss_chunks, implementation.loss_chunk_tokens
-    [head] = [k for o in operators if isinstance(k := o.kernel, Gemm) and o.makes[0].logits]
-
-    def of_chunk(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(part(tensor) if tensor.logits else tensor for tensor in tensors)
-
-    def part(tensor: Tensor) -> Tensor:
-        if tokens is None:
-            return replace(tensor, chunks=chunks)
-        return replace(tensor, chunk_elements=tensor.elements // head.m * tokens)
-
-    for operator in operators:
-        scratch = operator.backward_scratch
-        if operator.kernel is head and head.trained:
-            scratch = (*scratch, Tensor("weight gradient of a chunk", head.weight_elements, per_microbatch=True))
-        yield replace(
-            operator,
-            makes=of_chunk(operator.makes),
-            forward_scratch=of_chunk(operator.forward_scratch),
-            backward_scratch=of_chunk(scratch),
-        )
 
 
 def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:

@@ -102,10 +102,12 @@ class FsdpHooks(Hooks):
 
     def before_forward(self, action: Action, part: range) -> None:
         """All-gathers the units that begin with these layers."""
+        stage = action.stage
+        if self.level == 2 and self.makes_gradients(stage, part[-1]):
+            self._hold_gradients(action, [self._unit_of[stage][part[-1]]])
         if self._in_pipeline:
             self._settle(action)
             return
-        stage = action.stage
         for index in self._beginning(action, part):
             if index not in self._gathered:
                 # the first one waits for all before it, the others for the copy-out of the buffer before the last
@@ -176,7 +178,7 @@ class FsdpHooks(Hooks):
             if held:
                 self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
         elif phase is Phase.BACKWARD_WEIGHT or self._in_pipeline:
-            self._hold_gradients(action, beginning)
+            self._hold_gradients(action, [i for i in beginning if not self._made_in_forward(stage, i)])
         elif self.units[stage][self._unit_of[stage][part[0]]].layers[0] in part:  # else a tied weight has more to come
             for index in reversed(beginning):
                 if self._synchronizes and self.units[stage][index].trained:
@@ -216,6 +218,11 @@ class FsdpHooks(Hooks):
             else:
                 self._reshard(action, [index])
         self._finish(action)
+
+    def _made_in_forward(self, stage: int, index: int) -> bool:
+        """Returns True if forward has added the gradients of a unit, a head's small ones aside."""
+        unit = self.units[stage][index]
+        return index in self._accumulated and len(unit.layers) == 1 and self.makes_gradients(stage, unit.layers[0])
 
     def _at_head(self, stage: int, part: range) -> bool:
         return self.level == 2 and part.stop == len(self.stages.layers[stage])

@@ -48,6 +48,11 @@ class Hooks:
     def before_backward(self, action: Action, part: range) -> None:
         """Runs before the backward of some layers."""
 
+    def makes_gradients(self, stage: int, layer: int) -> bool:
+        """Returns True if the forward of a layer adds gradients of its weights to the accumulated ones."""
+        chunks = self.stages.layers[stage][layer].loss_chunks
+        return chunks is not None and chunks.in_place
+
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
         """Returns gradient divisions that belong to these layers' backward."""
         del action, part
@@ -120,6 +125,8 @@ class DdpHooks(Hooks):
 
     def before_forward(self, action: Action, part: range) -> None:
         """All-gathers the parameters updated by the previous step, the first layer's first."""
+        if self._drops and self.makes_gradients(action.stage, part[-1]):
+            self._hold_gradients(action, part[-1:])
         if not (self._gathers and self.is_first_forward):
             return
         if part.start == 0:

@@ -44,8 +44,10 @@ def forward_points(tensors: LayerTensors) -> Points:
     for tensor in layer.inputs:
         if not tensor.elsewhere:
             memory.hold(tensor.name, tensors.bytes_of(tensor.name))
-    # the caller of a head's module holds its output while the loss is computed
-    logits = [o.makes[0].name for o in layer.operators if isinstance(o.kernel, Gemm) and o.makes[0].logits]
+    # the caller of a head's module, or torchtitan's loop over chunks, holds its output while the loss is computed
+    heads = [o for o in layer.operators if isinstance(o.kernel, Gemm) and o.makes[0].logits]
+    is_held = layer.loss_chunks is None or layer.loss_chunks.in_place
+    logits = [operator.makes[0].name for operator in heads if is_held]
     stays = {*tensors.saved, *(tensors.roots[name] for name in (*layer.outputs, *logits[:1]))}
     yield from _run(tensors, memory, range(len(layer.operators)), stays, copies=tensors.saves_copies)
 
@@ -196,7 +198,7 @@ class _Backward:
         for root, size in tensors.saved.items():
             if root in tensors.last_savers or root not in forwarded:  # otherwise its savers are done
                 self._memory.hold(root, size, logits=tensors.is_logits(root))
-        for name, size in tensors.weight_copies.items() if tensors.saves_copies else ():
+        for name, size in tensors.saved_copies.items() if tensors.saves_copies else ():
             self._memory.hold(_copy(name), size)
         for root in (tensors.roots[name] for name in layer.outputs if name in layer.makers):
             # an output that this layer saves as well outlives the next layer's backward
@@ -266,10 +268,10 @@ class _Backward:
             order = sorted({*range(before), *order})
         saved = {root for root, saver in tensors.last_savers.items() if saver <= index}
         passing = {name for name in self._memory.names() if self._is_for(name, rerun, index)} - saved
-        if not tensors.saves_copies:  # also of matmuls whose results were saved
-            for name in (kernel.name for kernel in kernels[: rerun.needed_by + 1] if isinstance(kernel, Gemm)):
-                if name in tensors.weight_copies:
-                    self._memory.hold(_copy(name), tensors.weight_copies[name])
+        resting = tensors.saved_copies if tensors.saves_copies else ()
+        for name in (kernel.name for kernel in kernels[: rerun.needed_by + 1] if isinstance(kernel, Gemm)):
+            if name in tensors.weight_copies and name not in resting:  # also of matmuls whose results were saved
+                self._memory.hold(_copy(name), tensors.weight_copies[name])
         stays = saved | (self._memory.names() - passing)
         last_use = {name: self._last_use(name) for name in passing}
         yield from _run(tensors, self._memory, order, stays, copies=False, last_use=last_use)
@@ -293,7 +295,7 @@ class _Backward:
         if operator.regathers:
             yield from self._brought_back(operator)
             return
-        if not operator.trains and self._layer.needed.isdisjoint(operator.reads):
+        if operator.detached or (not operator.trains and self._layer.needed.isdisjoint(operator.reads)):
             return
         roots, memory = self._tensors.gradient_roots, self._memory
         made = dict.fromkeys(roots[tensor.name] for tensor in operator.makes)

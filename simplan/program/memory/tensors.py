@@ -30,7 +30,8 @@ class LayerTensors:
         gradient_roots: Tensor -> root of its gradient.
         needed: Roots of the gradients that backward computes.
         saved: Root -> bytes that the layer saves for backward and counts.
-        weight_copies: Matmul -> bytes of the copy of its weight that it saves.
+        weight_copies: Matmul -> bytes of the copy of its weight that forward makes.
+        saved_copies: ``weight_copies`` that are saved for backward.
         saves_copies: True if forward saves these copies; otherwise they are created again.
         last_savers: Root -> first operator that saves it, whose backward needs it last.
     """
@@ -47,6 +48,8 @@ class LayerTensors:
         self.saved = {root: self.bytes_of(root) for root in sorted(kept) if root not in counted}
         copies = {k.name: copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm)}
         self.weight_copies = {name: num_bytes for name, num_bytes in copies.items() if num_bytes}
+        chunked = {k.name for k in layer.kernels if isinstance(k, Gemm) and k.chunks is not None}
+        self.saved_copies = {name: size for name, size in self.weight_copies.items() if name not in chunked}
         self.saves_copies = not recomputation.from_start
         self.last_savers = {
             root: index for index in reversed(range(len(layer.operators))) for root in self.saved_roots(index)
@@ -60,7 +63,7 @@ class LayerTensors:
     @property
     def saved_bytes(self) -> int:
         """Bytes saved for backward without logits, including copies of weights."""
-        copies = sum(self.weight_copies.values()) if self.saves_copies else 0
+        copies = sum(self.saved_copies.values()) if self.saves_copies else 0
         return sum(self.saved.values()) - self.saved_logits + copies
 
     @property
@@ -110,9 +113,9 @@ class LayerTensors:
 
     def _bytes(self, tensor: Tensor) -> int:
         elements = (1 if tensor.per_microbatch else self.microbatch_size) * tensor.elements
-        if tensor.chunk_elements is not None:
-            elements = min(elements, tensor.chunk_elements)
-        return -(-elements // tensor.chunks) * self._width(tensor)
+        if tensor.chunks is not None:
+            elements = tensor.elements // tensor.chunks.rows * tensor.chunks.tokens(self.microbatch_size)
+        return elements * self._width(tensor)
 
     def _reordered_bytes(self, kernel: LayerCollective, kind: CollectiveKind | None, *, forward: bool) -> int:
         """Returns bytes that a collective along tokens copies to reorder tokens by rank, or back."""

@@ -208,6 +208,29 @@ def test_peak_is_torchs(strategy: str, name: str, precision: str) -> None:
             assert pair[0] == pytest.approx(pair[1], rel=CATEGORY), category
 
 
+@pytest.mark.parametrize(
+    ("strategy", "loss", "precision"),
+    slow_except(
+        [("gpipe-last", "chunked", "bf16"), ("zero3-accumulation", "recomputed", "fp32")],
+        [
+            (strategy, *kind)
+            for strategy in ("zero3-accumulation", "gpipe-last", "ddp", "1f1b-last", "cp-gather")
+            for kind in (("chunked", "bf16"), ("chunked", "fp32"), ("recomputed", "fp32"))
+        ],
+    ),
+)
+def test_peak_with_loss_in_chunks_is_torchs(strategy: str, loss: str, precision: str) -> None:
+    """Logits of all tokens would be a third of the peak."""
+    changes, num_microbatches, pp_rank = STRATEGIES[strategy]
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+    spec = model("llama", tied_embeddings=False, seq_len=512, **sizes)
+    job = job_of(spec, changes, num_microbatches, precision)
+    job = job.model_copy(update={"software": job.software.model_copy(update={"loss": loss})})
+    rank = pp_rank * job.plan.num_devices // job.plan.pp
+    measured = account(job, rank).total_bytes
+    assert predicted_peak(job, rank).total_bytes == pytest.approx(measured, rel=0.01)
+
+
 def with_gradients(job: RunSpec, *, views: bool, drops: bool) -> RunSpec:
     """The job with gradients as bucket views of DDP or not, and freed after the update or zeroed in place."""
     changes = {"gradient_as_bucket_view": views, "zero_grad_set_to_none": drops}

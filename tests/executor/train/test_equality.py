@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from executor.models.model import build_stage, own_weight
 from executor.run import run_job
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy
+from simplan import catalog
+from simplan.model.implementations.loss_in_chunks import ChunkedLoss
 from simplan.plan.plan import RankMapping
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
@@ -85,6 +88,28 @@ def assert_equal_to_one_process(finished_run: Run) -> None:
                 assert float((found - expected).abs().max()) < RELATIVE * scale, (step, rank, name)
                 seen.add(name)
         assert seen == set(wanted)
+
+
+CHUNKED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "chunked-1f1b-pp2-zero3-2-llama": ("chunked", "1f1b", {"family": "llama"}, {"pp": 2, "dp_shard": 2}),
+    "chunked-zb-h1-pp2-gemma2": ("chunked", "zb-h1", {"family": "gemma2", "tied_embeddings": False}, {"pp": 2}),
+    "recomputed-ddp2-gpt-tied": ("recomputed", "none", {}, {"dp_replicate": 2}),
+    "chunked-zero3-2-gpt-tied": ("chunked", "none", {}, {"dp_shard": 2}),
+    "chunked-ddp2-cp2-llama": ("chunked", "none", {"family": "llama"}, {"dp_replicate": 2, "cp": 2, "cp_comm": "a2a"}),
+    "recomputed-1f1b-pp2-zero3-2-llama": ("recomputed", "1f1b", {"family": "llama"}, {"pp": 2, "dp_shard": 2}),
+}
+"""Loss, schedule, model and plan."""
+_OF_TEN_TOKENS = ChunkedLoss(chunk_tokens=10, recomputed=True)
+
+
+@pytest.mark.parametrize("name", slow_except([*CHUNKED][:3], CHUNKED))
+def test_loss_in_chunks_equals_one_process(name: str, tmp_path: Path) -> None:
+    loss, schedule, model, plan = CHUNKED[name]
+    torch_software = catalog.software("torch")
+    losses = {**torch_software.chunked_losses, "recomputed": _OF_TEN_TOKENS}
+    software = torch_software.model_copy(update={"loss": loss, "chunked_losses": losses})
+    job = make_job(schedule, model=make_model(**model), plan=plan, dtype="fp64", software=software)
+    assert_equal_to_one_process(run_in_float64(job, tmp_path))
 
 
 MIXED = {

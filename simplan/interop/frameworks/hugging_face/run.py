@@ -35,6 +35,10 @@ from simplan.rules.model import has_transformers_code
 
 _TRAINER = "the default of transformers' TrainingArguments"
 _TRL = "the default of TRL 1; --precision and --recompute say otherwise for older ones"
+_TRL_LOSS = "the default of TRL 1.7; --set software.loss=whole says otherwise for older ones"
+_LIGER = ("use_liger_kernel", "enable_liger_kernel", "use_liger")
+"""Settings of transformers, LLaMA-Factory and older TRL that replace modules of a model by Liger's kernels."""
+_OTHER_LIGER_KERNELS = ("rope", "rms_norm", "swiglu")
 _HALVES = ("bf16", "fp16")
 _FEW_BITS = re.compile(
     r"(?i)(?:^|[-_.])(?:awq|gptq|aqlm|hqq|eetq|gguf|bnb|nf4|int4|int8|fp8|nvfp4|mxfp4|w4a16|w8a8|w8a16|\d-?bits?)(?=$|[-_.])"
@@ -556,13 +560,36 @@ class TrainerRun:
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"
         elif compiles is not None and strategy != "deepspeed":
-            self.reading.put("software", {"preset": "torch", "compiled": True}, compiles)
-            return
+            name, where = "torch", compiles
+            self.reading.put("software.compiled", True, compiles)
+            compiles = None
         else:
             name = "deepspeed" if strategy == "deepspeed" and not offloads else "accelerate"
         if compiles is not None:
             self.reading.not_modeled(compiles, "compiled blocks are faster and save fewer tensors")
-        self.reading.put("software", name, where)
+        self.reading.put("software.preset", name, where)
+        self._read_loss()
+
+    def _read_loss(self) -> None:
+        """Loss in chunks: Liger's, or that of TRL, which is its default."""
+        trainer, split = self.trainer, (self.reading.written("plan.tp") or 1) > 1
+        for key in (key for key in _LIGER if trainer.is_true(key)):
+            chosen = {name: trainer.value(f"liger_kernel_config.{name}") for name in _OTHER_LIGER_KERNELS}
+            if any(value is not False for value in chosen.values()):
+                trainer.not_modeled(key, "fused norms, gates and rotation are faster and save fewer tensors")
+            if trainer.value("liger_kernel_config.fused_linear_cross_entropy") is not False:
+                trainer.put("software.loss", "fused", key)
+            return
+        if trainer.is_true("liger_fused_linear_cross_entropy"):
+            trainer.put("software.loss", "fused", "liger_fused_linear_cross_entropy")
+        elif "loss_type" in trainer:
+            loss = str(trainer.value("loss_type")).lower()
+            if loss == "chunked_nll":
+                trainer.put("software.loss", "recomputed", "loss_type")
+            elif loss != "nll":
+                trainer.not_modeled("loss_type", "cross-entropy is modeled")
+        elif self.is_trl and not split:
+            self.reading.put("software.loss", "recomputed", _TRL_LOSS)
 
     def _compiles(self) -> str | None:
         """Setting that turns torch.compile on; None if it is off."""

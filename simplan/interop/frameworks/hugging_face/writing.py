@@ -16,6 +16,7 @@ from simplan.interop.writing import MASTER_ADDR, NODE_RANK, Exported, Option, Wr
 from simplan.job import Job
 from simplan.model.adapters import MODULES
 from simplan.rules.model import has_transformers_code
+from simplan.wording import either
 
 ACCELERATE_FILE, DEEPSPEED_FILE, MODEL_FOLDER, SCRIPT = "accelerate.yaml", "ds_config.json", "model", "train.sh"
 HOST_FILE = "hostfile"
@@ -214,6 +215,7 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
     writing.set("--gradient_checkpointing", plan.recompute == "full", "plan.recompute")
     if writing.job.software.compiled:
         writing.set("--torch_compile", True, "software.compiled")
+    _write_loss(writing)
     _write_synchronization(writing, is_fsdp=is_fsdp)
     if model.lora_rank:
         targets = [_TARGETS.get(target, "") for target in model.lora_targets]
@@ -222,6 +224,20 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
         writing.set("--use_peft", True, "training.task")
         writing.set("--lora_r", model.lora_rank, "model.lora_rank")
         writing.set("--lora_target_modules", targets, "model.lora_targets")
+
+
+def _write_loss(writing: Writing) -> None:
+    """Loss in chunks: Liger's alone of its kernels, or that of TRL."""
+    software, is_trl = writing.job.software, writing.job.training.task != "pretrain"
+    chunked = software.chunked_losses.get(software.loss)
+    kinds = [loss for loss, each in software.chunked_losses.items() if each.fused or (is_trl and each.recomputed)]
+    writing.allowed("software.loss", ("whole", *kinds), f"use {either(['whole', *kinds])}")
+    if chunked is not None and chunked.fused:
+        writing.set("--use_liger_kernel", True, "software.loss")
+        kernels = {"fused_linear_cross_entropy": True, "rope": False, "rms_norm": False, "swiglu": False}
+        writing.set("--liger_kernel_config", json.dumps(kernels), "software.loss")
+    elif is_trl:
+        writing.set("--loss_type", "nll" if chunked is None else "chunked_nll", "software.loss")
 
 
 def _write_optimizer(writing: Writing, *, has_optimizer: bool) -> None:

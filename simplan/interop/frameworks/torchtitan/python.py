@@ -30,8 +30,8 @@ _CONVERTERS = {
     "MXFP8GroupedExpertsConverter": ("quantize.grouped_mm.mx", {}),
 }
 """Classes of torchtitan.components.quantization -> converter before version 0.3, and other defaults."""
+_CHUNKED_LOSSES = ("ChunkedLossWrapper", "ChunkedCELoss")
 _WITHOUT_EFFECT = (
-    "loss",
     "metrics",
     "profiler",
     "lr_scheduler",
@@ -148,6 +148,11 @@ class _Function:
         elif key == "model_spec":
             if isinstance(value, ast.Call):
                 self._model(value)
+        elif key == "loss" and isinstance(value, ast.Call):
+            chunked = name.split(".")[0] in _CHUNKED_LOSSES
+            self._put("loss", "chunked" if chunked else "cross_entropy", value)
+            for number in (keyword.value for keyword in value.keywords if keyword.arg == "num_chunks"):
+                self._put("loss.num_chunks", self._literal(number), value)
         elif isinstance(value, ast.Call) and _SECTIONS.get(name) == key:
             for each in [each for each in self.settings if each.startswith(f"{key}.")]:
                 del self.settings[each]

@@ -20,6 +20,8 @@ _MX = ("mx", "quantize.linear.mx", "quantize.dense.mx")
 _EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx", "quantize.moe.mx")
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 _HEAD = {"output", "lm_head"}
+_NUM_CHUNKS = 8
+"""ChunkedLossWrapper's default, and the profiles'."""
 _ADAM_KWARGS = tuple(f".optimizer_kwargs.{name}" for name in ("lr", "betas", "eps", "weight_decay"))
 _LATER = (
     "training.num_tokens_per_microbatch_per_dp_rank",
@@ -373,16 +375,19 @@ def _software(settings: RunSettings) -> None:
 
 
 def _version_0_3(settings: RunSettings) -> None:
-    """Note features of version 0.3 that the profiles of 2024 and 2025 do not have."""
-    chunked, graphs = settings["loss"] == "chunked", not settings["training.disable_cuda_graphs"]
+    """Put the loss of version 0.3, and note features that the profiles of 2024 and 2025 do not have."""
+    if settings["loss"] == "chunked":
+        settings.put("software.loss", "chunked", "loss")
+    graphs = not settings["training.disable_cuda_graphs"]
     features = [
-        *["a loss in chunks, with less memory for logits"] * chunked,
         *["steps replayed from CUDA graphs, with less time on the host"] * graphs,
         "attention by FlexAttention or of variable length, within documents",
     ]
     settings.reading.not_modeled("config", f"version 0.3 has {'; '.join(features)}")
     for key in settings.names:
-        if key.startswith("loss.") or key == "training.disable_cuda_graphs":
+        if key == "loss.num_chunks" and settings[key] != _NUM_CHUNKS:
+            settings.not_modeled(key, f"chunks of the loss are {_NUM_CHUNKS}")
+        if key == "training.disable_cuda_graphs":
             settings.not_modeled(key, "see config")
 
 

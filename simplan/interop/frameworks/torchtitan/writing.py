@@ -83,9 +83,9 @@ def export_arguments(job: Job, name: str) -> Exported:
     options = written.settings()
     module, configuration = written.module, written.configuration
     files: dict[str, str | bytes] = dict(written.files)
-    if job.training.precision == "fp8":
-        module, configuration = _MODULE, "quantized"
-        files[f"{_MODULE}.py"] = _quantized(job, written)
+    if job.training.precision == "fp8" or job.software.loss == "whole":
+        module, configuration = _MODULE, "changed"
+        files[f"{_MODULE}.py"] = _configuration(job, written)
     command = ["-m", "torchtitan.train", "--module", module, "--config", configuration]
     places = ["--hf_assets_path", '"$HF_ASSETS"', "--dataloader.dataset", '"$DATASET"', '"${ARGUMENTS[@]}"']
     mode = next(each.setting.value for each in options if each.setting.key == "activation_checkpoint.mode")
@@ -94,32 +94,40 @@ def export_arguments(job: Job, name: str) -> Exported:
     return Exported({"train.sh": script, **files}, "bash train.sh", tuple(written.notes))
 
 
-def _quantized(job: Job, written: _Job) -> str:
-    """Configuration in Python, without which version 0.3 quantizes nothing."""
+def _configuration(job: Job, written: _Job) -> str:
+    """Configuration in Python, for what version 0.3 has no arguments: quantized linear layers, and a whole loss."""
     models, flavor = f"torchtitan.models.{written.module}", written.flavor
+    quantized, whole = job.training.precision == "fp8", job.software.loss == "whole"
     arguments = {
         "recipe_name": job.training.fp8_recipe,
         "filter_fqns": ["lm_head"],
         "model_compile_enabled": job.software.compiled,
     }
     listed = "".join(f"                {key}={value!r},\n" for key, value in arguments.items()).replace("'", '"')
-    return f'''"""{written.configuration} of torchtitan 0.3 with linear layers in FP8; written by simplan."""
-
-from torchtitan.components.quantization import Float8LinearConverter
-from {models} import model_registry
-from {models}.config_registry import {written.configuration}
-
-
-def quantized():
-    config = {written.configuration}()
-    config.model_spec = model_registry(
+    words = [*["linear layers in FP8"] * quantized, *["a loss of all tokens at once"] * whole]
+    loss = "from torchtitan.components.loss import CrossEntropyLoss\n" * whole
+    converter = "from torchtitan.components.quantization import Float8LinearConverter\n" * quantized
+    registry = f"from {models} import model_registry\n" * quantized
+    of_loss = f"    config.loss = CrossEntropyLoss.Config(global_vocab_size={job.model.vocab_size})\n" * whole
+    of_model = (
+        f"""    config.model_spec = model_registry(
         "{flavor}",
         converters=[
             Float8LinearConverter.Config(
 {listed}            )
         ],
     )
-    return config
+"""
+        * quantized
+    )
+    return f'''"""{written.configuration} of torchtitan 0.3 with {" and ".join(words)}; written by simplan."""
+
+{loss}{converter}{registry}from {models}.config_registry import {written.configuration}
+
+
+def changed():
+    config = {written.configuration}()
+{of_loss}{of_model}    return config
 '''
 
 
@@ -198,6 +206,10 @@ class _Job(Writing):
         software = self.job.software
         self.allowed("software.id", _PROFILES, f"add --software {either(reversed(_PROFILES))}")
         self.taken("software.compiled", "software.tp_overlap")
+        if self.is_toml:
+            self.allowed("software.loss", ("whole",), "use whole: version 0.2 has none in chunks; or --to torchtitan")
+        else:
+            self.taken("software.loss")
         parts = [*(["model"] if software.compiled else []), *(["loss"] if software.id == "torchtitan-2025" else [])]
         self.set("compile.enable", bool(parts), "software")
         if parts:
@@ -208,7 +220,6 @@ class _Job(Writing):
         self.set(f"{prefix}enable_async_tensor_parallel", software.tp_overlap == "all", "software.tp_overlap")
         if not self.is_toml:
             self.set("training.disable_cuda_graphs", True, "pipelines need it, and simplan has no CUDA graphs")
-            self.notes.append("torchtitan 0.3 computes the loss in chunks, which needs less memory than predicted")
         norm = self.value("training.clip_grad_norm")
         self.set("training.max_norm", 1.0 if norm is None else norm, "training.clip_grad_norm")
         if norm is None:
