@@ -45,16 +45,16 @@ class RankMemory:
     Attributes:
         by_category: Bytes by category at the peak; the category context is not part of ``allocated_bytes``.
         allocated_bytes: Bytes of tensors.
-        reserved_bytes: Bytes of the caching allocator: allocated, rounded up, plus its reserve, limited by the device
-            memory.
+        reserved_bytes: Bytes of the caching allocator: allocated, rounded up, plus its reserve. Like ``device_bytes``,
+            they may exceed the device memory.
         device_bytes: Bytes on the device: reserved plus context.
         peak_action: Action during the peak, as text; empty for between steps.
         activations_in_flight: By stage, the maximum number of microbatches with live activations.
         host_bytes: Peak bytes in host memory of offloaded tensors; on a CPU they count as device memory too.
-        short_bytes: Bytes that the allocator would reserve additionally on a larger device. Here it frees unused blocks
-            and retries, which costs time and is no failure.
-        interval_bytes: 90% interval by kind of peak: allocated, reserved, device. Upper ends include ``short_bytes``,
-            so they may exceed the device memory.
+        short_bytes: Bytes of the reserve for which the device has no memory. The allocator frees unused blocks and
+            retries, which costs time and is no failure.
+        interval_bytes: 90% interval by kind of peak: allocated, reserved, device. Lower ends are without
+            ``short_bytes``.
         capacity_bytes: Memory of the rank's device; None if unknown.
     """
 
@@ -70,10 +70,15 @@ class RankMemory:
     interval_bytes: dict[MemoryKind, tuple[int, int]] = field(default_factory=dict)
     capacity_bytes: int | None = None
 
+    def measurable_bytes(self, kind: MemoryKind) -> int:
+        """Peak that a measurement on this device shows, where the allocator does without ``short_bytes``."""
+        peak_bytes: int = getattr(self, f"{kind}_bytes")
+        return peak_bytes if kind == "allocated" else peak_bytes - self.short_bytes
+
     @property
-    def wanted_bytes(self) -> int:
-        """Device bytes on a device with room for the full allocator reserve."""
-        return self.device_bytes + self.short_bytes
+    def fits(self) -> bool | None:
+        """True if tensors and context are within the device memory; None if that is unknown."""
+        return None if self.capacity_bytes is None else self.measurable_bytes("device") <= self.capacity_bytes
 
     @property
     def unavoidable_bytes(self) -> int:
@@ -83,7 +88,7 @@ class RankMemory:
     @property
     def device_interval_bytes(self) -> tuple[int, int]:
         """90% interval of the device bytes that the rank needs; without width if it has none."""
-        return self.interval_bytes.get("device", (self.device_bytes, self.wanted_bytes))
+        return self.interval_bytes.get("device", (self.measurable_bytes("device"), self.device_bytes))
 
     @property
     def interval_gib(self) -> dict[str, list[float]]:
@@ -102,7 +107,7 @@ class RankMemory:
 
 def worst_memory(memory: Sequence[RankMemory]) -> RankMemory:
     """Memory of the rank with the least headroom, which is the largest if all devices are equal; the lowest rank."""
-    return max(memory, key=lambda m: (m.device_bytes - (m.capacity_bytes or 0), m.short_bytes, -m.rank))
+    return max(memory, key=lambda m: (m.measurable_bytes("device") - (m.capacity_bytes or 0), m.short_bytes, -m.rank))
 
 
 def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdict | None:
@@ -271,7 +276,7 @@ class NodeGroupStep:
             "limits_step": self.limits,
             "peak_memory_gib": self.worst.peak_gib,
             "capacity_gib": None if capacity is None else capacity / GIB,
-            "fits": None if capacity is None else self.worst.device_bytes <= capacity,
+            "fits": self.worst.fits,
         }
 
 
@@ -327,7 +332,7 @@ class Prediction:
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
         capacity_bytes: Memory of one device, of the peak-memory rank if devices differ; None if unknown.
-        fits: True if every rank's device bytes are within the memory of its device; None if unknown. The caching
+        fits: True if every rank's tensors and context are within the memory of its device; None if unknown. The caching
             allocator's unused blocks do not count, since it frees them before it fails (``RankMemory.short_bytes``).
         splits: Time split per rank, in the order of ``memory``.
         tokens_per_s_per_device: Throughput, including padding of packed sequences; 0 for image models, which have no
@@ -374,7 +379,7 @@ class Prediction:
         low_s, high_s = self.step_time_interval_s
         time = f"{format_time(self.step_time_s)} a step ({format_time(low_s)} to {format_time(high_s)})"
         worst = self.worst_memory
-        memory = format_bytes(worst.wanted_bytes if self.fits else worst.device_bytes)
+        memory = format_bytes(worst.device_bytes)
         if self.capacity_bytes is not None:
             words = "does not fit" if self.host_fits is False else self.memory_verdict
             memory = f"{words}: {memory} of {format_bytes(self.capacity_bytes)}"

@@ -40,18 +40,21 @@ def show_verdict(place: DeltaGenerator, headline: Headline, host_words: str = ""
     """
     memory, verdict = headline.memory, headline.memory_verdict
     rank = "the worst rank" if headline.step_time_interval_s is None else f"rank {memory.rank}"
-    needs = f"{rank} needs {format_bytes(memory.device_bytes)}"
+    needed_bytes = memory.measurable_bytes("device")
+    needs = f"{rank} needs {format_bytes(needed_bytes)}"
     capacity = memory.capacity_bytes
     if host_words:
         return place.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
     if verdict is None or capacity is None:
         return place.warning(f"{needs}; the memory of a device is unknown", icon=":material/help:")
-    headroom = capacity - memory.device_bytes
+    headroom = capacity - needed_bytes
     share = format_percent(abs(headroom) / capacity)
     words = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share}) "
     words += f"{'over' if headroom < 0 else 'headroom'}; {memory_interval(memory.device_interval_bytes)}"
-    if headroom >= 0 and memory.short_bytes:
-        words = f"{rank} uses all of {format_bytes(capacity)}, and {short_of_reserve(memory.short_bytes)}"
+    if memory.fits and memory.short_bytes:
+        tensors = format_bytes(memory.unavoidable_bytes)
+        words = f"tensors and context of {rank} take {tensors} of {format_bytes(capacity)}; "
+        words += short_of_reserve(memory.short_bytes)
     kind, icon = _BANNERS[verdict]
     banner: DeltaGenerator = getattr(place, kind)(f"**{verdict[:1].upper()}{verdict[1:]}**: {words}", icon=icon)
     return banner

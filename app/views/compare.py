@@ -157,7 +157,8 @@ def _fit(head: Headline) -> str:
         return "unknown"
     over = head.memory.device_bytes > capacity
     headroom = format_bytes(abs(capacity - head.memory.device_bytes))
-    return f"{head.memory_verdict}: {headroom} {'over' if over else 'headroom'}"
+    words = "headroom" if not over else "over with the whole reserve" if head.memory.fits else "over"
+    return f"{head.memory_verdict}: {headroom} {words}"
 
 
 def _show_settings(documents: Mapping[str, Document]) -> None:

@@ -116,7 +116,7 @@ def _predict(published_job: PublishedJob) -> Predicted | str:
     return Predicted(
         step_time_s=summary.step_time_s,
         step_time_interval_s=summary.step_time_interval_s,
-        memory_gib={kind: num_bytes / GIB for kind, num_bytes in summary.peak_bytes.items()},
+        memory_gib={kind: num_bytes / GIB for kind, num_bytes in summary.measurable_bytes.items()},
         memory_interval_gib={
             kind: (low / GIB, high / GIB) for kind, (low, high) in summary.peak_interval_bytes.items()
         },

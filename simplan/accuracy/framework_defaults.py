@@ -33,6 +33,8 @@ class FrameworkDefaults(Spec):
             (etp = 1). Before, or if None, they shard every expert.
         fused_attention: True if attention is one fused kernel by default; None for the profile's default.
         compiled: True if memory-bound operators are fused by default, as torch.compile does.
+        keeps_gradients: True if gradients are buffers that live for the whole run, zeroed and reduced in place; else as
+            the profile holds them.
         combining: Profiles for plans that combine tensor parallelism and pipelines, or shard only optimizer states, if
             that is a separate codebase; empty if not.
         is_known: True if the profiles model this framework; False if they are fallback profiles of another one.
@@ -46,6 +48,7 @@ class FrameworkDefaults(Spec):
     whole_experts_since: _Year | None = None
     fused_attention: bool | None = None
     compiled: bool = False
+    keeps_gradients: bool = False
     combining: dict[_Year, str] = Field(default_factory=dict)
     is_known: bool = True
 

@@ -118,6 +118,8 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         changes["tp_overlap"] = "all"
     if given.compile or (given.compile is None and framework.compiled):
         changes["compiled"] = True
+    if framework.keeps_gradients:
+        changes |= {"gradient_as_bucket_view": True, "zero_grad_set_to_none": False}
     version = given.version or ""
     if "Apex O2" in version or given.framework == "llm.c":
         changes["state_bytes"] = profile.state_bytes | {"fp16": _SIXTEEN_BITS, "bf16": _SIXTEEN_BITS}

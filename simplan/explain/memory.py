@@ -57,7 +57,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
         share = job.software.allocator_reserve
         more = f", with {share:.0%} of transient memory in addition," if share else ""
         if worst.short_bytes:
-            more += f" but {format_bytes(worst.short_bytes)} that the device has not,"
+            more += f" {format_bytes(worst.short_bytes)} of it more than the device has,"
         note = f"rounded up{more} to what the caching allocator reserves"
         yield ExplainedTerm("reserved", "allocator", rounding, "bytes", format_bytes(rounding, digits=4), note)
 

@@ -95,6 +95,6 @@ def _over_memory(job: Job, cost: CostModel, calibration: Calibration | None) -> 
     full = set()
     for rank, peaks in step.peaks().items():
         memory = device_memory(peaks, job, calibration, rank=rank)
-        if memory.capacity_bytes is not None and memory.device_bytes > memory.capacity_bytes:
+        if memory.fits is False:
             full.add(rank)
     return {mapping.dp_rank(rank) for rank, other in enumerate(folding.stands_for) if other in full}

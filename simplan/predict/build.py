@@ -90,7 +90,7 @@ def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
         "software": job.software,
         "boundaries": prediction.assignment.boundaries,
         "table": tuple(tuple(row) for row in format_table(prediction.table)),
-        "predicted_memory_bytes": tuple(memory.device_bytes for memory in prediction.memory),
+        "predicted_memory_bytes": tuple(memory.measurable_bytes("device") for memory in prediction.memory),
         "dtype": run_dtype(job.training),
     }
     return RunSpec(**(fields | options))

@@ -93,7 +93,7 @@ def predict_step(
     memory = step.memory()
     splits = step.splits(step_time_s)
     capacities = [each.capacity_bytes for each in memory]
-    fits = None if None in capacities else all(m.device_bytes <= (m.capacity_bytes or 0) for m in memory)
+    fits = None if None in capacities else all(m.fits for m in memory)
     sequences_per_s = job.sequences_per_step / step_time_s
     available = cluster.peak_flop_per_s.get(training.precision)
     mfu, mfu_full = (

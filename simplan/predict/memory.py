@@ -63,8 +63,8 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     The caching allocator reserves blocks, and more than is in use, since it cannot move tensors. If the driver has no
     memory left, the allocator frees its unused blocks and retries, and fails only then (torch 2.13,
     c10/cuda/CUDACachingAllocator.cpp, ``malloc``: ``release_cached_blocks``, then ``alloc_block``). So the reserve
-    beyond the tensors is optional, and is capped at the device memory. Fragmentation inside blocks in use is not
-    counted; no measurements of it are public.
+    beyond the tensors is optional; ``short_bytes`` is the part for which the device has no memory. Fragmentation inside
+    blocks in use is not counted; no measurements of it are public.
     """
     software, capacity = job.software, job.memory_bytes_of(rank)
     allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)
@@ -79,7 +79,6 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     short = 0
     if capacity is not None:
         short = min(max(0, reserved + context_bytes - capacity), reserved - whole_blocks(allocated))
-    reserved -= short
     memory = RankMemory(
         0, {}, allocated, reserved, reserved + context_bytes, "", {}, short_bytes=short, capacity_bytes=capacity
     )
@@ -95,9 +94,7 @@ def _with_intervals(memory: RankMemory, peaks: RankPeaks, spread: MemorySpread, 
     transient_bytes = peaks.allocated - peaks.resting
     intervals: dict[MemoryKind, tuple[int, int]] = {}
     for kind in get_args(MemoryKind):
-        low = high = getattr(memory, f"{kind}_bytes")
-        if kind != "allocated":
-            high += memory.short_bytes
+        low, high = memory.measurable_bytes(kind), getattr(memory, f"{kind}_bytes")
         allocated = kind == "allocated" or not has_allocator
         factor = math.exp(NINE_IN_TEN * spread.relative_std(transient_bytes / max(1, high), allocated=allocated))
         intervals[kind] = int(low / factor), int(high * factor)

@@ -39,13 +39,15 @@ class StepSummary:
     Attributes:
         step_time_s, step_time_interval_s: See ``Prediction``.
         peak_bytes: By kind of peak, the largest over ranks, each on its own.
+        measurable_bytes: ``peak_bytes`` without the reserve for which the device has no memory.
         peak_interval_bytes: 90% intervals of ``peak_bytes``.
-        fits: True if the device bytes are within the device memory; None if that is unknown.
+        fits: See ``Prediction``.
     """
 
     step_time_s: float
     step_time_interval_s: tuple[float, float]
     peak_bytes: Mapping[MemoryKind, int]
+    measurable_bytes: Mapping[MemoryKind, int]
     peak_interval_bytes: Mapping[MemoryKind, tuple[int, int]]
     fits: bool | None
 
@@ -86,8 +88,9 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
         peak_bytes={kind: getattr(rank, f"{kind}_bytes") for kind, rank in worst.items()},
+        measurable_bytes={kind: rank.measurable_bytes(kind) for kind, rank in worst.items()},
         peak_interval_bytes={kind: rank.interval_bytes[kind] for kind, rank in worst.items()},
-        fits=all(rank.device_bytes <= (rank.capacity_bytes or 0) for rank in memory) if known else None,
+        fits=all(rank.fits for rank in memory) if known else None,
     )
 
 
@@ -114,7 +117,7 @@ def evaluate_step(
         num_bytes = max(_as_of_largest(device_memory(each, job, rank=rank), job) for rank, each in step.peaks().items())
     else:
         peaks = set(step.peaks().values())
-        num_bytes = max(device_memory(each, job, calibration).wanted_bytes for each in peaks)
+        num_bytes = max(device_memory(each, job, calibration).device_bytes for each in peaks)
     if max_bytes is not None and num_bytes > max_bytes:
         return num_bytes, None
     return num_bytes, float(step.seconds()[0])
@@ -124,8 +127,8 @@ def _as_of_largest(memory: RankMemory, job: Job) -> int:
     """Bytes that a rank wants, as the same fraction of the largest device, so that one limit is that of all ranks."""
     largest, own = job.cluster.largest_memory_bytes, memory.capacity_bytes
     if largest is None or own is None or largest == own:
-        return memory.wanted_bytes
-    return math.ceil(memory.wanted_bytes * largest / own)
+        return memory.device_bytes
+    return math.ceil(memory.device_bytes * largest / own)
 
 
 @gc_paused()

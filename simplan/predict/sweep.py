@@ -23,10 +23,10 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
 
     Columns: one per setting; ``seq_len``, unless it is a setting; ``step_time_s`` with its 90 % interval
     ``step_time_low_s`` and ``step_time_high_s``;
-    ``tokens_per_s_per_device``, ``mfu``, ``device_gib`` (memory of the worst rank), ``fits``, ``memory_verdict`` and
-    ``error``. Impossible combinations have the violated rule as ``error``, and no numbers. Settings that are not swept
-    keep their values, except that data-parallel ranks take all devices that another degree leaves: ``plan.dp_shard`` or
-    ``plan.dp_replicate``, which is a column then.
+    ``tokens_per_s_per_device``, ``mfu``, ``device_gib`` (memory that the worst rank wants, perhaps more than its device
+    has), ``fits``, ``memory_verdict`` and ``error``. Impossible combinations have the violated rule as ``error``, and
+    no numbers. Settings that are not swept keep their values, except that data-parallel ranks take all devices that
+    another degree leaves: ``plan.dp_shard`` or ``plan.dp_replicate``, which is a column then.
 
     Args:
         job: The job.

@@ -178,8 +178,9 @@ class TruncatedStep:
         over: dict[int, float] = {}
         for rank, peaks in self.peaks().items():
             memory = device_memory(peaks, self.job, self.calibration, rank=rank)
-            if memory.capacity_bytes is not None and memory.device_bytes > memory.capacity_bytes:
-                lacking = (memory.device_bytes - memory.capacity_bytes) / memory.device_bytes
+            if memory.capacity_bytes is not None and not memory.fits:
+                least_bytes = memory.measurable_bytes("device")
+                lacking = (least_bytes - memory.capacity_bytes) / least_bytes
                 for stage in {action.stage for action in self.tables[0][rank // width]}:
                     over[stage] = max(over.get(stage, 0.0), lacking)
         return over

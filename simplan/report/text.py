@@ -39,14 +39,15 @@ _STAGES_SHOWN = 16
 def verdict(prediction: Prediction) -> str:
     """One line: the verdict on memory, the peak-memory rank and the headroom."""
     worst = prediction.worst_memory
-    needs = f"rank {worst.rank} needs {format_bytes(worst.device_bytes)}"
+    needed_bytes = worst.measurable_bytes("device")
+    needs = f"rank {worst.rank} needs {format_bytes(needed_bytes)}"
     capacity = prediction.capacity_bytes
     words = prediction.memory_verdict
     if words is None or capacity is None:
         return f"{needs}; the catalog does not know the memory of {prediction.job.cluster.device.id}"
     if prediction.host_fits is False:
         return f"does not fit: {_host_memory(prediction)}"
-    headroom = capacity - worst.device_bytes
+    headroom = capacity - needed_bytes
     share = format_percent(abs(headroom) / capacity)
     of = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share})"
     if prediction.fits and worst.short_bytes:
@@ -134,7 +135,7 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
             format_time(each.step_time_s),
             f"{low_s} to {high_s}",
             "?" if each.mfu is None else format_percent(each.mfu),
-            format_bytes(worst.wanted_bytes),
+            format_bytes(worst.device_bytes),
             " to ".join(map(format_bytes, worst.device_interval_bytes)),
             each.memory_verdict or "?",
             _limits(each),
@@ -214,7 +215,7 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     worst = prediction.worst_memory
     reserve = " with the allocator's whole reserve" if worst.short_bytes else ""
     interval = memory_interval(worst.device_interval_bytes)
-    yield f"  memory       {format_bytes(worst.wanted_bytes)}{reserve}  ({interval})"
+    yield f"  memory       {format_bytes(worst.device_bytes)}{reserve}  ({interval})"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
         yield from _training_run(prediction.training_run)
@@ -369,7 +370,7 @@ def _node_groups_table(prediction: Prediction) -> str:
             " or ".join(map(str, group.microbatch_sizes)),
             format_time(group.wait_s),
             format_percent(group.wait_s / prediction.step_time_s),
-            format_bytes(group.worst.wanted_bytes),
+            format_bytes(group.worst.device_bytes),
             "?" if capacity is None else format_bytes(capacity),
             group.memory_verdict or "?",
             "yes" if group.limits else "no",

@@ -102,7 +102,7 @@ _ALL = (
     Metric("mfu", "model FLOPs utilization, causal attention counted half, no recomputation", ""),
     Metric("mfu_full_attention", "model FLOPs utilization, full attention counted (PaLM, most papers)", ""),
     Metric("hfu", "hardware FLOPs utilization: as mfu, recomputed FLOPs counted", ""),
-    Metric("fits", "whether the worst rank's device memory is within the capacity", ""),
+    Metric("fits", "whether tensors and context of the worst rank are within the capacity", ""),
     Metric(
         "fits_safely",
         "whether the 90 % interval of the worst rank's device memory is within the capacity (verdict: fits)",
@@ -110,11 +110,17 @@ _ALL = (
         _fits_safely,
     ),
     Metric(
-        "peak_memory_gib", "device memory of the worst rank, context included", "GiB", _at("peak_memory_gib.device")
+        "peak_memory_gib",
+        "device memory the worst rank wants, with context",
+        "GiB",
+        _at("peak_memory_gib.device"),
     ),
     Metric("peak_allocated_gib", "memory of the worst rank's tensors", "GiB", _at("peak_memory_gib.allocated")),
     Metric(
-        "peak_reserved_gib", "memory the worst rank's caching allocator holds", "GiB", _at("peak_memory_gib.reserved")
+        "peak_reserved_gib",
+        "memory the worst rank's allocator wants",
+        "GiB",
+        _at("peak_memory_gib.reserved"),
     ),
     *(
         Metric(f"{name}_gib", f"{name.replace('_', ' ')} of the worst rank at its peak", "GiB", _category(name))

@@ -54,7 +54,7 @@ def explain_plan(
         device_interval_bytes=worst.device_interval_bytes,
         memory_verdict=prediction.memory_verdict,
         worst_rank=worst.rank,
-        worst_bytes=worst.wanted_bytes,
+        worst_bytes=worst.device_bytes,
         worst_capacity_bytes=worst.capacity_bytes,
         busiest_rank=prediction.memory[busiest].rank,
         shares={name: getattr(split, f"{name}_s") / prediction.step_time_s for name in _SHARES},

@@ -120,13 +120,14 @@ def fixes(
     if prediction.capacity_bytes is None:
         return ()
     capacity = int(prediction.capacity_bytes * max_memory_fraction)
-    fits = prediction.worst_memory.device_bytes <= capacity and prediction.memory_verdict in ("fits", "may not fit")
+    least_bytes = prediction.worst_memory.measurable_bytes("device")
+    fits = least_bytes <= capacity and prediction.memory_verdict in ("fits", "may not fit")
     if fits and prediction.host_fits is not False:
         return ()
     found: list[Fix] = []
     for tried in _fitting(prediction.job, capacity, calibration, kinds):
         changed = predict(tried.job, calibration=calibration)
-        device_bytes, step_time_s = changed.worst_memory.wanted_bytes, changed.step_time_s
+        device_bytes, step_time_s = changed.worst_memory.device_bytes, changed.step_time_s
         if device_bytes <= capacity and changed.host_fits is not False:
             found.append(
                 Fix(

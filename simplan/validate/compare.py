@@ -22,6 +22,7 @@ from simplan.runs.run_spec import RunSpec
 from simplan.units import GIB, counted
 from simplan.validate.activity import CLIPPING, UNEXPLAINED, ActivityShare
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
+from simplan.validate.logged_memory import measurable_gib
 from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 
@@ -163,7 +164,7 @@ def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
         if not known:
             continue
         value, rank = max(known)
-        predicted = {r["rank"]: r["peak_memory_gib"][column] for r in prediction["ranks"]}[rank]
+        predicted = {each["rank"]: measurable_gib(each, column) for each in prediction["ranks"]}[rank]
         yield compared(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
 
 

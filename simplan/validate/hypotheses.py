@@ -158,7 +158,7 @@ def _compared(change: str, summary: StepSummary, measured: MeasuredTotals) -> Hy
         step_error = summary.step_time_s / measured.step_time_s - 1
         explains = low_s <= measured.step_time_s <= high_s
     if measured.column is not None:
-        peak_gib = summary.peak_bytes[measured.column] / GIB
+        peak_gib = summary.measurable_bytes[measured.column] / GIB
         peak_error = peak_gib / measured.peak_gib - 1
         low, high = summary.peak_interval_bytes[measured.column]
         explains = explains and low <= measured.peak_gib * GIB <= high

@@ -34,7 +34,7 @@ def memory_rows(prediction: Mapping[str, Any], told: Peaks) -> Iterator[Comparis
     ranks = prediction["ranks"]
     rows = []
     for column, peaks in told.items():
-        predicted = {rank["rank"]: rank["peak_memory_gib"][column] for rank in ranks}
+        predicted = {rank["rank"]: measurable_gib(rank, column) for rank in ranks}
         if len(peaks) == 1:
             rows.append(compared(f"peak memory, {column}", max(predicted.values()), peaks[0], "GiB", None))
         elif len(peaks) == len(predicted):
@@ -100,10 +100,16 @@ class MemoryTerm:
     factor: float | None
 
 
+def measurable_gib(rank: Mapping[str, Any], column: str) -> float:
+    """Peak that a measurement shows: the allocator does without the reserve for which the device has no memory."""
+    short_gib = 0.0 if column == "allocated" else rank.get("reserve_short_gib", 0.0)
+    return float(rank["peak_memory_gib"][column] - short_gib)
+
+
 def predicted_peak(prediction: Mapping[str, Any], column: str) -> dict[str, Any]:
     """Entry in ``ranks`` of the rank with the largest predicted peak in a column."""
     ranks: list[dict[str, Any]] = prediction["ranks"]
-    return max(ranks, key=lambda rank: rank["peak_memory_gib"][column])
+    return max(ranks, key=lambda rank: measurable_gib(rank, column))
 
 
 def in_memory_interval(prediction: Mapping[str, Any], column: str, measured_gib: float) -> bool:
@@ -125,10 +131,10 @@ def memory_terms(prediction: Mapping[str, Any], told: Peaks) -> tuple[MemoryTerm
         peak_gib = rank["peak_memory_gib"]
         sizes = {name: size for name, size in rank["memory_gib"].items() if name != "context"}
         if column != "allocated":
-            sizes["allocator"] = peak_gib["reserved"] - peak_gib["allocated"]
+            sizes["allocator"] = measurable_gib(rank, "reserved") - peak_gib["allocated"]
         if column == "device":
             sizes["context"] = peak_gib["device"] - peak_gib["reserved"]
-        more_gib = measured_gib - peak_gib[column]
+        more_gib = measured_gib - measurable_gib(rank, column)
         return tuple(
             MemoryTerm(name, size, 1 + more_gib / size if size + more_gib > 0 else None)
             for name, size in sorted(sizes.items(), key=lambda item: -item[1])

@@ -8,12 +8,12 @@ from typing import Any
 
 from simplan.predict.rehearsal import Rehearsed, rehearsal_step
 from simplan.predict.simulated import Simulated
-from simplan.prediction import Prediction, RankMemory
+from simplan.prediction import MemoryKind, Prediction, RankMemory
 from simplan.program.program import MemoryCategory, Program
 from simplan.runs.measurement import Rehearsal
 from simplan.sim.memory import memory_peak
 
-_COLUMNS = ("allocated", "reserved", "device")
+_COLUMNS: tuple[MemoryKind, ...] = ("allocated", "reserved", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _peaks(memory: RankMemory, rehearsal: Rehearsal, categories: dict[MemoryCate
     for column in _COLUMNS:
         measured = getattr(rehearsal.peak_memory, f"{column}_bytes")
         if measured is not None:
-            predicted = tensors if rehearsal.fake else getattr(memory, f"{column}_bytes")
+            predicted = tensors if rehearsal.fake else memory.measurable_bytes(column)
             yield MemoryRow(column, predicted, measured)
 
 

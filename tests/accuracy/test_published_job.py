@@ -171,6 +171,14 @@ def test_layouts_heads_and_versions_of_small_models_reach_the_job() -> None:
         assert ((state.parameter, state.residual), software.compiled) == (widths, compiled)
 
 
+def test_gradients_of_llm_c_are_one_buffer() -> None:
+    """Of PyTorch's DDP, buckets and gradients: what llm.c has no copy of."""
+    for framework, both in (("llm.c", False), ("torch", True)):
+        given = run(software__framework=framework, plan__pp=1, plan__schedule="none", plan__dp_replicate=4)
+        software = job_of_published_run(given).job.software
+        assert (software.ddp_copies_gradients, software.ddp_drops_gradients) == (both, both)
+
+
 def test_a_vocabulary_is_padded_as_the_software_does_else_as_far_as_tp_needs() -> None:
     megatron = job_of_published_run(run(model__vocab_size=1023, plan__tp=4, plan__dp_replicate=1, plan__pp=1))
     titan = job_of_published_run(

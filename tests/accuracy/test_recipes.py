@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from simplan import catalog
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
-from simplan.accuracy.recipe import parse_recipes, recipes_of, shipped_recipes
+from simplan.accuracy.recipe import RunConditions, Settings, parse_recipes, recipes_of, shipped_recipes
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SpecError
 from tests.accuracy.runs import run, run_data
@@ -104,6 +105,14 @@ def test_the_shipped_recipes_say_what_they_set_of_devices_that_there_are() -> No
     named = {device for recipe in listed for kind in recipe.where for device in kind.devices}
     assert named
     assert named <= set(catalog.names("devices"))
+
+
+def test_the_readme_lists_the_keys_of_recipes() -> None:
+    text = (Path(__file__).parents[2] / "scenarios" / "published" / "README.md").read_text(encoding="utf-8")
+    for name, spec in (("where", RunConditions), ("sets", Settings)):
+        listed = text.partition(f"- `{name}`: ")[2].partition("\n- ")[0].partition("\n\n")[0]
+        keys = re.sub(r"\([^)]*\)", "", listed)
+        assert {*re.findall(r"`(\w+)`", keys)} == {*spec.model_fields}, name
 
 
 @pytest.mark.parametrize(

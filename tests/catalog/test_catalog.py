@@ -89,6 +89,17 @@ def test_datasheet_values() -> None:
         "a100-sxm-40gb": 39.5,
         "rtx-4090": 23.64,
         "rtx-3090": 23.7,
+        "gb300": 276.5,
+        "b300-sxm": 267.69,
+        "gb200": 184.31,
+        "mi355x": 287.98,
+        "mi325x": 255.98,
+        "gh200": 94.88,
+        "a6000": 47.53,
+        "a40": 44.42,
+        "l4": 22.03,
+        "a10": 22.06,
+        "t4": 14.56,
     }
     for name, gib in seen.items():  # what torch prints when it is out of memory
         assert (catalog.device(name).memory_bytes or 0) / GIB == pytest.approx(gib, abs=0.005)

@@ -472,6 +472,8 @@ def test_config_of_model_gives_the_model(name: str) -> None:
         ("google-bert/bert-base-uncased", "bert-base"),
         ("EleutherAI/pythia-6.9b-deduped", "pythia-6.9b"),
         ("mosaicml/mpt-7b", "mpt-7b-alibi"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi3-mini"),
+        ("microsoft/Phi-3-mini-128k-instruct", None),  # no window
         ("codellama/CodeLlama-7b-hf", None),
         ("", None),
     ],

@@ -242,7 +242,7 @@ def test_search_finds_the_best_of_predict() -> None:
             step = predict(job.with_plan(plan))
         except SpecError:
             continue
-        if all(m.wanted_bytes <= 0.95 * (m.capacity_bytes or 0) for m in step.memory):
+        if all(m.device_bytes <= 0.95 * (m.capacity_bytes or 0) for m in step.memory):
             found.append((step.step_time_s, plan))
     assert len(found) > 4
     assert best.step_time_s == pytest.approx(min(seconds for seconds, _ in found), rel=1e-6)

@@ -10,13 +10,15 @@ import pytest
 
 from simplan.explain.explanation import explain
 from simplan.job import Job
-from simplan.predict import predict, predict_step
+from simplan.predict import predict, predict_step, sweep
 from simplan.predict.memory import RankPeaks, device_memory
 from simplan.predict.step_summary import evaluate_step, summarize_step
 from simplan.prediction import Prediction
-from simplan.report.text import verdict
+from simplan.report.text import prediction_text, predictions_text, verdict
 from simplan.software.rates import MemorySpread
 from simplan.units import GIB, MIB, format_bytes
+from simplan.validate.logged import compare_logged
+from simplan.validate.logged_run import LoggedRun
 from tests.jobs import job_of
 
 ASKED = job_of("gpt2-124m", {"pp": 2, "dp_replicate": 2}, software="megatron-core", global_batch_size=32)
@@ -38,7 +40,7 @@ def least_bytes(prediction: Prediction) -> int:
     return context - (-max(m.allocated_bytes for m in prediction.memory) // (2 * MIB)) * 2 * MIB
 
 
-def test_the_reserve_ends_where_the_device_does(roomy: Prediction) -> None:
+def test_memory_that_a_plan_wants_is_shown_nowhere_cut_off(roomy: Prediction) -> None:
     wanted = roomy.worst_memory.device_bytes
     assert wanted - least_bytes(roomy) > 20 * MIB, "there is a reserve to do without"
     assert roomy.worst_memory.short_bytes == 0
@@ -47,17 +49,30 @@ def test_the_reserve_ends_where_the_device_does(roomy: Prediction) -> None:
     worst = tight.worst_memory
     assert tight.fits
     assert worst.rank == roomy.worst_rank
-    assert (worst.device_bytes, worst.short_bytes) == (capacity, wanted - capacity)
+    assert (worst.device_bytes, worst.short_bytes) == (wanted, wanted - capacity)
+    assert (worst.measurable_bytes("device"), worst.fits) == (capacity, True)
     assert worst.allocated_bytes == roomy.worst_memory.allocated_bytes
     assert tight.step_time_s == roomy.step_time_s
     tensors_fit = least_bytes(roomy) <= 0.97 * capacity
     assert verdict(tight).startswith("may not fit: " if tensors_fit else "likely does not fit: ")
-    assert f"{format_bytes(wanted)} of {format_bytes(capacity)}" in repr(tight), "the reserve is not hidden"
+    document = tight.to_json()
+    assert {
+        document["peak_memory_gib"]["device"],
+        *(each["peak_memory_gib"]["device"] for each in document["ranks"]),
+    } == {each.device_bytes / GIB for each in roomy.memory}
+    assert document["fits"] is True
+    assert sweep(with_memory(capacity), {"model.seq_len": [1024]})["device_gib"].tolist() == [wanted / GIB]
+    assert f"{format_bytes(wanted)} of {format_bytes(capacity)}" in repr(tight)
+    assert format_bytes(wanted) in prediction_text(tight)
+    assert format_bytes(wanted) in predictions_text([tight])
     assert repr(tight).count(str(tight.memory_verdict)) == 1
     assert any("finds" in text and "less than it would reserve" in text for text in tight.assumptions)
     assert sum(part.value for part in explain(tight, simulated).memory) == pytest.approx(worst.device_bytes)
+    logged = LoggedRun(step_time_s=tight.step_time_s, peak_device_gib=(capacity / GIB,))
+    memory_row = next(row for row in compare_logged(document, logged).rows if row.unit == "GiB")
+    assert memory_row.predicted == capacity / GIB, "the device has no more"
     short = summarize_step(with_memory(capacity))
-    assert (short.peak_bytes["device"], short.fits) == (capacity, True)
+    assert (short.peak_bytes["device"], short.measurable_bytes["device"], short.fits) == (wanted, capacity, True)
 
 
 @pytest.mark.parametrize("missing_bytes", [0, 1])
@@ -65,7 +80,8 @@ def test_tensors_and_context_decide(roomy: Prediction, missing_bytes: int) -> No
     capacity = least_bytes(roomy) - missing_bytes
     prediction, short = predict(with_memory(capacity)), summarize_step(with_memory(capacity))
     assert prediction.fits == short.fits == (not missing_bytes)
-    assert prediction.worst_memory.device_bytes == short.peak_bytes["device"] == least_bytes(roomy)
+    assert prediction.worst_memory.measurable_bytes("device") == short.measurable_bytes["device"] == least_bytes(roomy)
+    assert prediction.worst_memory.device_bytes == short.peak_bytes["device"] == roomy.worst_memory.device_bytes
     assert verdict(prediction).startswith("likely does not fit: ")
 
 
@@ -89,7 +105,7 @@ def test_what_is_short_adds_up() -> None:
     for blocks, short in ((22, 0), (16, 0), (14, 2), (10, 6), (9, 6)):
         memory = device_memory(peaks, replace(with_memory(context + blocks * block), software=software))
         assert memory.short_bytes == short * block
-        assert memory.wanted_bytes == wanted.wanted_bytes
+        assert memory.device_bytes == wanted.device_bytes
         assert memory.device_bytes - memory.reserved_bytes == context
 
 

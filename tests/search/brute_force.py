@@ -29,7 +29,7 @@ def every_plan(job: Job, space: SearchSpace) -> tuple[Row, ...]:
 def _numbers(job: Job) -> tuple[int, float]:
     """Bytes and seconds by ``predict``; spaces overlap, and their jobs differ in the memory of devices."""
     one = predict(job)
-    return max(rank.wanted_bytes for rank in one.memory), rounded(one.step_time_s)
+    return max(rank.device_bytes for rank in one.memory), rounded(one.step_time_s)
 
 
 def shown(ascending: list[Row], *, alone: bool = False) -> list[tuple[ParallelPlan, int, float, int]]:

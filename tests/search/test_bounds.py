@@ -86,7 +86,7 @@ def test_no_prediction_is_below_its_bounds(job: Job) -> None:
     table = table_of(job.plan)
     assert table.plan(0) == job.plan
     [num_bytes], [seconds] = Bounds(job).of(table)
-    assert 0 < num_bytes <= max(rank.wanted_bytes for rank in one.memory)
+    assert 0 < num_bytes <= max(rank.device_bytes for rank in one.memory)
     assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
 
 
@@ -113,7 +113,7 @@ def placed_jobs(draw: st.DrawFn) -> Job:
 def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
     one = predict(job)
     [num_bytes], [seconds] = Bounds(job).of(table_of(job.plan))
-    assert 0 < num_bytes <= max(rank.wanted_bytes for rank in one.memory)
+    assert 0 < num_bytes <= max(rank.device_bytes for rank in one.memory)
     assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
 
 

@@ -43,7 +43,7 @@ def test_every_list_of_modules_is_a_plan_that_predict_would_give() -> None:
     for plan in result.ranked:
         alone = predict(job.with_plan(plan.plan))
         assert plan.step_time_s == pytest.approx(alone.step_time_s, rel=1e-3)
-        assert plan.device_bytes == pytest.approx(alone.worst_memory.wanted_bytes, rel=1e-3)
+        assert plan.device_bytes == pytest.approx(alone.worst_memory.device_bytes, rel=1e-3)
 
 
 def test_what_rules_let_pass_is_a_plan() -> None:

@@ -61,8 +61,8 @@ def every(software: str) -> tuple[tuple[ParallelPlan, int, float], ...]:
     for candidate in plans_of(job, SearchSpace.model_validate(SPACE)):
         for one in variants(candidate):
             prediction = predict(job.with_plan(one))
-            if prediction.worst_memory.wanted_bytes <= CAPACITIES[software]:
-                rows.append((one, prediction.worst_memory.wanted_bytes, rounded(prediction.step_time_s)))
+            if prediction.worst_memory.device_bytes <= CAPACITIES[software]:
+                rows.append((one, prediction.worst_memory.device_bytes, rounded(prediction.step_time_s)))
     return tuple(rows)
 
 

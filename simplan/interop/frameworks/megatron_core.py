@@ -444,7 +444,7 @@ def sort_rest(reading: Reading, table: Mapping[str, Any], names: Iterable[str], 
         names: Settings without an effect. What is null or empty is off, and is read by that.
         degrees: See ``read_parallel``. Overlaps of communication that a plan does not have leave nothing out.
     """
-    note_allocator(reading)
+    note_allocator(reading, grown=False)
     moot = [*["tp_comm_overlap"] * (degrees["tp"] == 1), *["overlap_p2p_comm"] * (degrees["vp"] == 1)]
     for key, (values, why) in table["not_modeled"].items():
         if key in reading and reading.value(key) not in values and not key.endswith(tuple(moot)):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from simplan.document import Document
 from simplan.errors import Problem, SpecError, file_error
+from simplan.interop.allocator import allocator_settings
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face import writing
@@ -134,7 +135,8 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
         tool, own = _arguments([*flattened(found[1], found[0])])
         settings += own
     settings += _arguments(arguments_of(launch.arguments, launch.files))[1]
-    settings += [(setting.key, setting) for setting in nccl_settings(launch.environment)]
+    variables = (*nccl_settings(launch.environment), *allocator_settings(launch.environment))
+    settings += [(setting.key, setting) for setting in variables]
     options = options_of(launch)
     if launch.program.text in (TRL, AXOLOTL):
         settings, passed = split_of_tool(launch.program.text, settings)

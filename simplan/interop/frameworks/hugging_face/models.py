@@ -20,6 +20,7 @@ _SAME_SHAPE = {  # shapes as in the models' config.json on the Hub, read 2026-11
     "vicuna-7b-v1.5": "llama2-7b",
     "vicuna-13b-v1.5": "llama2-13b",
     "mpt-7b": "mpt-7b-alibi",
+    "phi-3-mini-4k": "phi3-mini",
 }
 """Models of another name with the shapes of a preset."""
 _NOT_ON_HUB = ("mpt-",)

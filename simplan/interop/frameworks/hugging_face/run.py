@@ -12,6 +12,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.errors import SpecError
+from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.frameworks import names_without_effect
 from simplan.interop.frameworks.hugging_face import names
@@ -123,6 +124,7 @@ class TrainerRun:
         read_parallelism(self)
         self._choose_software(strategy, offloads=offloads)
         read_nccl_algo(self.reading)
+        note_allocator(self.reading, grown=True)
         self._read_rest(strategy)
         return self.reading.finish()
 

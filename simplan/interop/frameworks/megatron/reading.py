@@ -271,7 +271,7 @@ class MegatronReading(Reading):
         no_effect = names_without_effect("megatron")
         for key, why in self.table["not_modeled"].items():
             self.not_modeled(key, why)
-        note_allocator(self)
+        note_allocator(self, grown=False)
         for setting in self.arguments.missing:
             self.not_modeled(setting.key, "it is not there, so variables that it sets are not known")
         if not is_above(self.peek("--num-experts"), 1):

@@ -56,7 +56,7 @@ def configuration_of(settings: RunSettings, num_devices: int | None = None, devi
     _optimizer(settings)
     _software(settings)
     read_nccl_algo(settings.reading)
-    note_allocator(settings.reading)
+    note_allocator(settings.reading, grown=True)
     _rest(settings)
     return settings.reading.finish()
 
