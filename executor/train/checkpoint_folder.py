@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -107,9 +107,9 @@ class DataReader(FileSystemReader):
         for index, info in metadata.storage_data.items():
             if info.relative_path not in names:
                 continue
-            file, described = Path(self.path) / info.relative_path, metadata.state_dict_metadata[index.fqn]
-            assert isinstance(described, TensorStorageMetadata)
+            file = Path(self.path) / info.relative_path
             try:
+                described = cast("TensorStorageMetadata", metadata.state_dict_metadata[index.fqn])
                 with file.open("rb") as stream, skip_data():
                     found = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
                 shapes = [chunk.sizes for chunk in described.chunks if chunk.offsets == index.offset]
