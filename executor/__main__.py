@@ -121,7 +121,7 @@ def _calibrate(args: argparse.Namespace) -> None:
         _report(event="progress", done=done, of=of, what=what)
 
     nodes = None if args.nodes is None else _parse(Nodes, args.nodes)
-    calibrate(_parse(CalibrationRequest, args.file), report, args.out, nodes=nodes)
+    calibrate(_parse(CalibrationRequest, args.file), report, args.out, nodes=nodes, on_note=_report_note)
 
 
 def _report_step(step: int, of: int) -> None:

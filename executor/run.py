@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 """Called with the steps finished by all ranks of this node and the steps of the run, warm-up included."""
 
 Note = Callable[[str], None]
-"""Called with one sentence for the user: the beginning of the run, restarts, checkpoints that were not written."""
+"""Called with one sentence for the user: where the run listens, restarts, checkpoints that were not written."""
 
 
 def run_job(
@@ -47,7 +47,7 @@ def run_job(
     Args:
         out_dir: Folder for the files of the run; created when missing.
         rank_module: Program of one rank, which takes the job file and the folder.
-        on_note: Called with every note; the measurement has the notes too.
+        on_note: Called with every note; the measurement has those on the run itself, too.
 
     Raises:
         SpecError, ProgramError: The job cannot be run here; nothing was started.
@@ -86,6 +86,8 @@ def run_on_nodes(
                 check_job(plan, nodes.ranks_per_node)
             resuming = _check_resume(job)
         rendezvous = Rendezvous(nodes, None if job is None else job.model_dump_json())
+        if on_note is not None:
+            on_note(rendezvous.listening)
         run = _Run(RunSpec.model_validate_json(rendezvous.job), out_dir.resolve(), on_progress, on_note, rendezvous)
         run.launch(resuming, rank_module)
 

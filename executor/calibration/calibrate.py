@@ -28,12 +28,14 @@ def calibrate(
     result_file: Path | None = None,
     *,
     nodes: Nodes | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> Calibration:
     """Measures a request on ``num_ranks`` ranks simultaneously, of every node.
 
     Args:
         result_file: Gets the measurements so far after every part, so that an interruption loses only one part.
         nodes: The rendezvous of the nodes, all of which get the same result; None for this machine alone.
+        on_note: Called with a sentence about the addresses at which this node listens for other nodes.
 
     Raises:
         SpecError: The machine has too few CUDA devices, or a CPU would compute in tf32; nothing was started. Or the
@@ -45,6 +47,8 @@ def calibrate(
     rendezvous = None if nodes is None else Rendezvous(nodes, request.model_dump_json() if nodes.leads else None)
     if rendezvous is not None:
         request = CalibrationRequest.model_validate_json(rendezvous.job)
+        if on_note is not None:
+            on_note(rendezvous.listening)
     with tempfile.TemporaryDirectory(prefix="simplan-calibrate-") as folder:
         result_file = (result_file or Path(folder) / "calibration.json").resolve()
         try:

@@ -18,6 +18,8 @@ from executor.distributed.tensor_parallel import gather_parts
 
 AttentionCore = Callable[..., Tensor]
 _HEADS, _TOKENS = 1, 2  # the dimensions
+_MAX_CUDNN_HEAD = 128
+_CUDNN = 91500  # 9.15.0, after which torch prefers cuDNN's attention
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -32,11 +34,31 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
     """Torch's attention, by a fused kernel where it has one."""
     group = q.shape[_HEADS] // k.shape[_HEADS]
-    if group > 1 and q.is_cuda and q.dtype is torch.float32:
-        # torch's only fused kernel for FP32 takes no groups: its fallback would keep the scores, 33 GiB more for
-        # Llama 3.2 1B at 4,096 tokens (torch 2.11, measured)
+    if group > 1 and q.is_cuda and not _fuses_groups(q, is_masked=mask is not None):
+        # torch's fallback would keep the scores, 33 GiB more for Llama 3.2 1B at 4,096 tokens (FP32, torch 2.11,
+        # measured)
         k, v, group = k.repeat_interleave(group, _HEADS), v.repeat_interleave(group, _HEADS), 1
     return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=group > 1)
+
+
+def _fuses_groups(q: Tensor, *, is_masked: bool) -> bool:
+    """True where torch has a fused kernel on CUDA for keys of fewer heads.
+
+    Of torch 2.11 to 2.13 (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``): FlashAttention takes groups, but
+    neither FP32 nor a mask. The memory-efficient kernel takes both and no groups. cuDNN's takes groups and a mask in 16
+    bits, with heads of up to 128 elements.
+    """
+    if q.dtype is torch.float32:
+        return False
+    width = q.shape[-1]
+    return not is_masked or (width <= _MAX_CUDNN_HEAD and width % 8 == 0 and _prefers_cudnn(q.get_device()))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prefers_cudnn(device: int) -> bool:
+    """True for devices on which torch takes cuDNN's attention before its fallback: Hopper and Blackwell."""
+    version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return torch.cuda.get_device_capability(device)[0] in (9, 10) and version > _CUDNN
 
 
 class ContextAttention:

@@ -402,11 +402,28 @@ def _handlers_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that ends where the disk is full, without a word: the run itself tells of a full disk."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, if the file can be opened."""
+        with suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Called where a record was not written; logging's own prints a traceback for each."""
+
+    def close(self) -> None:
+        """Closes the file, without what it has no space for."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def _logging_to(file: Path) -> Iterator[None]:
     """Sends the log of torch's agent to a file instead of stderr."""
     logger = logging.getLogger("torch.distributed")
-    handler = logging.FileHandler(file, delay=True)
+    handler = _LogFile(file, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     propagates, logger.propagate = logger.propagate, False
     previous, logger.handlers = logger.handlers, [handler]

@@ -94,6 +94,13 @@ class Rendezvous:
         """Address of the store as ``HOST:PORT``."""
         return self.nodes.model_copy(update={"host": self._host}).endpoint
 
+    @property
+    def listening(self) -> str:
+        """Addresses at which this node listens during the run, as a sentence for the user."""
+        store = f"the store of the run listens at {self.endpoint}, and " if self.nodes.leads else ""
+        rule = "torch asks for no password, so only the nodes of the run should reach them"
+        return f"{store}ranks listen at ports of {self.address}: {rule}"
+
     def torchrun_settings(self) -> dict[str, str | int]:
         """``rdzv_configs`` of torch's launcher for the existing store."""
         return {

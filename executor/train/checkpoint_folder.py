@@ -4,7 +4,8 @@ A checkpoint is written to a folder with a hidden name, synced file by file, and
 folder with a final name is therefore complete. The checksums in its header reveal later changes.
 
 torch.distributed.checkpoint reads its metadata with pickle, which runs what a file says. The reader here accepts only
-the classes of tensors' metadata.
+the classes of tensors' metadata. A data file that was changed together with its checksum has other tensors than the
+metadata says.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import skip_data
 
 from simplan.errors import Problem, RunError, SpecError
 from simplan.io import write_whole
@@ -95,6 +97,28 @@ class DataReader(FileSystemReader):
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
+    def check(self, names: Collection[str]) -> None:
+        """Reads the metadata, and the dtype and shape of every tensor in these files.
+
+        Raises:
+            RunError: The metadata is not that of tensors, or a file does not hold the tensors that it describes.
+        """
+        metadata = self.read_metadata()
+        for index, info in metadata.storage_data.items():
+            if info.relative_path not in names:
+                continue
+            file = Path(self.path) / info.relative_path
+            try:
+                described = cast("TensorStorageMetadata", metadata.state_dict_metadata[index.fqn])
+                with file.open("rb") as stream, skip_data():
+                    found = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
+                shapes = [chunk.sizes for chunk in described.chunks if chunk.offsets == index.offset]
+                is_there = found.dtype == described.properties.dtype and found.shape in shapes
+            except Exception:  # of a forged file, anything
+                is_there = False
+            if not is_there:
+                raise RunError(f"{file} does not hold the tensors that its metadata describes")
+
 
 def newest_checkpoint(folder: Path) -> tuple[CheckpointHeader | None, list[str]]:
     """Header of the newest intact checkpoint, and a note about each newer one."""
@@ -107,14 +131,14 @@ def newest_checkpoint(folder: Path) -> tuple[CheckpointHeader | None, list[str]]
     return None, notes
 
 
-def why_damaged(folder: Path, header: CheckpointHeader, names: Sequence[str]) -> str | None:
+def why_damaged(folder: Path, header: CheckpointHeader, names: Collection[str]) -> str | None:
     """Reason why a checkpoint cannot be read; None if these files of it and its metadata are as they were written."""
     path = step_folder(folder, header.step)
     damaged = damaged_file(path, header, names)
     if damaged is not None:
         return f"{damaged} is not as it was written"
     try:
-        DataReader(path).read_metadata()
+        DataReader(path).check(names)
     except RunError as error:
         return str(error)
     return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.processes import require_executor, run_executor
@@ -36,6 +37,7 @@ from simplan.units import counted
 
 QUICK_BUDGET_S = 30.0
 _TRUSTED = timedelta(minutes=10)
+_BUSY_LOAD_PER_CORE = 0.5  # mean over the last minute, from which ranks and other programs get into each other's way
 _MAX_PACE = 2.0  # beyond it, either way, timings are no measure of now
 
 
@@ -222,8 +224,23 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
     """
     require_executor()
     target = file or default_path()
+    if busy := _busy():
+        say(busy)
     with exclusive(target, "--calibration", is_file=True):  # two at once would lose layers, and slow each other down
         return _measure(requests, target, nodes)
+
+
+def _busy() -> str:
+    """A note if programs have kept the cores of this machine busy, else nothing."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    load, cores = os.getloadavg()[0], num_cores()
+    if load <= _BUSY_LOAD_PER_CORE * cores:
+        return ""
+    return (
+        f"note: this machine has been busy for the last minute (load {load:.1f} on {cores} cores): if other programs "
+        "go on, timings scatter and predictions have wide intervals; calibrate again when it is idle"
+    )
 
 
 def _measure(requests: Iterable[CalibrationRequest], target: Path, nodes: Nodes | None) -> Calibration:
@@ -253,7 +270,14 @@ def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: Node
         write_model(nodes_file, nodes)
         arguments += ["--nodes", str(nodes_file)]
     with ProgressLine(title) as progress:
-        run_executor(arguments, lambda event: progress.update(event["done"], event["of"], event.get("what", "")))
+        run_executor(arguments, lambda event: _show(event, progress))
+
+
+def _show(event: dict[str, Any], progress: ProgressLine) -> None:
+    if event["event"] == "note":
+        say(f"note: {event['text']}")
+    else:
+        progress.update(event["done"], event["of"], event.get("what", ""))
 
 
 def of_nccl_tests(files: Sequence[Path], file: Path | None, *, is_alone: bool, as_json: bool) -> int:

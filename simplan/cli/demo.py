@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib import resources
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from simplan.cli.calibrations import measure, requests_for
 from simplan.cli.execute import Outcome, RunOptions, execute
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.processes import require_executor
-from simplan.cluster.machine import num_cores
 from simplan.io import write_text
 from simplan.report.comparison import format_error, format_spread
 from simplan.report.table import format_table_text
@@ -19,7 +17,6 @@ from simplan.units import GIB, format_bytes, format_time
 
 _SCENARIOS = ("ddp", "fsdp", "gpipe", "1f1b", "interleaved")
 _CALIBRATION_BUDGET_S = 30.0
-_BUSY_LOAD_PER_CORE = 0.5  # mean over the last minute, from which ranks and other programs get into each other's way
 _OPTIONS = RunOptions(num_steps=15, num_warmup_steps=2, timeout_s=60.0)
 
 
@@ -32,8 +29,6 @@ def demo_command(folder: Path, *, as_json: bool) -> int:
     calibration_file = folder / "calibration.json"
     calibration_file.unlink(missing_ok=True)  # timings of an earlier day are no measure of now
     say(f"simplan demo: a small GPT on two ranks of this machine, files in {folder}")
-    if busy := _busy():
-        say(busy)
     calibration = measure(requests_for(scenarios, None, _CALIBRATION_BUDGET_S), calibration_file)
     outcomes = [
         execute(scenario, calibration, folder / name, _OPTIONS)
@@ -44,16 +39,6 @@ def demo_command(folder: Path, *, as_json: bool) -> int:
     else:
         print_result(_report(outcomes, files, calibration_file))
     return 0
-
-
-def _busy() -> str:
-    """A note when other programs keep the machine busy, else nothing."""
-    if not hasattr(os, "getloadavg"):
-        return ""
-    load, cores = os.getloadavg()[0], num_cores()
-    if load <= _BUSY_LOAD_PER_CORE * cores:
-        return ""
-    return f"note: other programs keep this machine busy (load {load:.1f} on {cores} cores): timings will scatter"
 
 
 def _copy(name: str, folder: Path) -> Path:

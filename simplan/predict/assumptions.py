@@ -14,7 +14,7 @@ from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.rules.collectives import unused_collectives
 from simplan.software.software import SoftwareSpec
-from simplan.units import counted, format_bytes, format_percent
+from simplan.units import GIB, counted, format_bytes, format_percent
 
 _LARGE_BUFFERS = 0.1
 """Fraction of the peak memory above which communication buffers are explained."""
@@ -126,6 +126,7 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
             else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modeled"
         )
         yield "the rate at which the host issues kernels bounds every layer; loading data takes no time"
+    yield from _of_communicators(job)
     if short_bytes:
         yield (
             f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees cached "
@@ -156,6 +157,24 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
         )
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield from _of_links(cluster)
+
+
+def _of_communicators(job: Job) -> Iterator[str]:
+    """Sentence on buffers of NCCL that device memory leaves out, of a rank with several communicators.
+
+    Source: NCCL 2.30 has 10 MiB at the receiver and 2 MiB at the sender for each channel and peer of a communicator
+    inside a node (``src/init.cc``, ``src/transport/p2p.cc``). On four A100 a communicator of two ranks took 544 MB, and
+    one of more 688 MB (https://github.com/NVIDIA/nccl/issues/964, 2023-08-16).
+    """
+    plan, software = job.plan, job.software
+    number = sum(size > 1 for size in (plan.tp, plan.cp, plan.ep, plan.dp_shard, plan.dp_replicate))
+    number += min(plan.pp - 1, 2)
+    counted_bytes = software.context_bytes.get("gpu", 0)
+    if job.cluster.device.kind == "gpu" and software.runtime != "xla" and number > 1 and counted_bytes <= GIB:
+        yield (
+            "of NCCL's buffers, device memory has those of about one communicator, and a rank of this plan has "
+            f"{number}: over NVLink each takes 0.5 to 0.7 GiB more"
+        )
 
 
 def _of_links(cluster: ClusterSpec) -> Iterator[str]:

@@ -306,4 +306,5 @@ def software_of_this_machine(job: Job) -> Iterator[Problem]:
     if job.cluster.cores_per_node is not None and not job.software.executable:
         sentence = f"other software than torch on {job.cluster.id}, where times are of what the executor runs, "
         sentence += "is not modeled yet"
-        yield Problem(field="software", value=job.software.id, rule=sentence, fix="use torch")
+        memory = f"cluster: {{preset: dgx-h100, num_devices: {job.cluster.num_devices}}} for the memory of its tensors"
+        yield Problem(field="software", value=job.software.id, rule=sentence, fix=f"use torch, or {memory}")

@@ -63,6 +63,12 @@ class Comparison:
         return {"schema_version": 1, "kind": "comparison", **asdict(self)}
 
 
+_DEVICE_ROW = "peak memory, device"
+_RESIDENT_SET = (
+    "device memory of a CPU rank is its resident set: free blocks that glibc keeps between tensors are not predicted"
+)
+
+
 def compare(
     prediction: Prediction | Mapping[str, Any], measurement: Measurement, program: Program | None = None
 ) -> Comparison:
@@ -107,6 +113,8 @@ def compare(
         notes.append("compute contains recomputation, on both sides: the run did not time it apart")
     if any(term.part == CLIPPING for term in terms):
         notes.append(f"{CLIPPING} is predicted, and the run does not time it: what it took there is unexplained")
+    if measurement.environment.get("backend") == "gloo" and any(row.name.startswith(_DEVICE_ROW) for row in rows):
+        notes.append(_RESIDENT_SET)
     notes += _beyond_the_device(prediction, measurement)
     notes += [slow.sentence for slow in measurement.slow_ranks]
     if not measurement.complete:

@@ -222,10 +222,12 @@ def _gpu_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[Comp
         return statistics.fmean(sum(rank.get("split", {}).get(name, 0.0) for name in names) for rank in ranks)
 
     whose = "" if found.rank is None else f", rank {found.rank}"
-    yield compared(f"compute{whose}", predicted_s(*_BUSY), found.compute_s, "s", None)
+    busy = _BUSY if found.idle_s is not None else (*_BUSY, "host")
+    yield compared(f"compute{whose}", predicted_s(*busy), found.compute_s, "s", None)
     exposed_s = predicted_s(*_COMMUNICATION)
     yield compared(f"exposed communication{whose}", exposed_s, found.exposed_communication_s, "s", None)
-    yield compared(f"idle{whose}", predicted_s("host"), found.idle_s, "s", None)
+    if found.idle_s is not None:
+        yield compared(f"idle{whose}", predicted_s("host"), found.idle_s, "s", None)
 
 
 def _hypotheses(

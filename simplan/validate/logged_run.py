@@ -29,20 +29,21 @@ _OneOrMore = Annotated[tuple[Positive, ...], Field(min_length=1), BeforeValidato
 
 
 class GpuTime(Spec):
-    """Time of one GPU in a step, from a trace; the parts sum to the step, except for hidden communication.
+    """Time of one GPU or CPU rank in a step, from a trace; the parts sum to the step, except for hidden communication.
 
     Attributes:
-        compute_s: Kernels and copies other than communication, in seconds per step.
+        compute_s: Kernels and copies other than communication, in seconds per step; on a CPU, all but exposed
+            communication.
         exposed_communication_s: Communication kernels during which nothing computes, in seconds per step.
         hidden_communication_s: Communication kernels that overlap compute, in seconds per step.
-        idle_s: No kernel runs, in seconds per step.
+        idle_s: No kernel runs, in seconds per step; None on a CPU, where Python between operators is compute.
         rank: Global rank of the trace; None if the trace does not name it.
     """
 
     compute_s: NonNegative
     exposed_communication_s: NonNegative
     hidden_communication_s: NonNegative
-    idle_s: NonNegative
+    idle_s: NonNegative | None = None
     rank: Natural | None = None
 
 
@@ -60,7 +61,7 @@ class LoggedRun(Spec):
         peak_device_gib: Peak on the device in GiB (``nvidia-smi``).
         global_batch_size, seq_len: Sequences per step and tokens of a sequence, if the log has them; must be those of
             the predicted job.
-        gpu_time: Time of one GPU in a step, from a trace.
+        gpu_time: Time of one GPU or CPU rank in a step, from a trace.
         step_numbers: Numbers of the steps in the log; None for 1, 2, 3 and so on.
         interruptions: Step number -> what the log says before that step (``checkpoint``, ``evaluation``).
         source: Program that wrote the log, and the lines that were read; None for values that a person wrote.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +20,21 @@ from simplan.scenario import load_scenario
 from tests.cli.calls import Simplan, refused
 from tests.cost.test_calibrated import CALIBRATION
 from tests.cost.test_nccl_tests import HEADER, TABLE, ranks_text, row
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(2.0, False), (2.1, True)])
+def test_a_calibration_says_that_the_machine_is_busy(
+    load: float,
+    is_busy: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(calibrations, "run_executor", lambda args, on_event: write_model(args[3], CALIBRATION))
+    monkeypatch.setattr(calibrations, "num_cores", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    measure(requests_for([], 2, 10.0, CalibrationTarget("cpu")), tmp_path / "calibration.json")
+    assert ("note: this machine has been busy" in capsys.readouterr().err) == is_busy
 
 
 def test_what_was_measured_is_kept_and_only_the_rest_is_asked_for(

@@ -470,7 +470,11 @@ def test_a_bug_is_a_sentence_too(new_simplan: Simplan, scenario: Path, tmp_path:
     ("cluster", "sentence"),
     [
         ("dgx-h100", "cannot be run: the executor runs plain torch"),
-        ("this-machine", "other software than torch on this-machine"),
+        (
+            "this-machine",
+            "other software than torch on this-machine, where times are of what the executor runs, is not modeled yet; "
+            "use torch, or cluster: {preset: dgx-h100, num_devices: 1} for the memory of its tensors",
+        ),
     ],
 )
 def test_run_refuses_software_that_it_does_not_run(

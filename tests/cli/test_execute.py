@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import simplan.cli.execute as execute_module
-from simplan.cli import demo
 from simplan.cli.execute import RunOptions, check_before_calibrating, execute
 from simplan.cli.terminal import processes
 from simplan.errors import NotModelledError, RunError
@@ -91,13 +90,6 @@ def test_a_run_without_a_measurement_promises_none(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(execute_module, "run_executor", fails)
     with pytest.raises(RunError, match=r"^the disk is full$"):
         execute(parse_scenario(SCENARIO), None, tmp_path, RunOptions())
-
-
-@pytest.mark.parametrize(("load", "said"), [(0.0, False), (2.0, False), (2.1, True), (40.0, True)])
-def test_a_busy_machine_is_told(load: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "num_cores", lambda: 4)
-    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    assert ("timings will scatter" in demo._busy()) == said
 
 
 LEAVES = """\

@@ -48,9 +48,28 @@ def test_convolutions_round_as_products_do(allowed: bool) -> None:
         torch.backends.cudnn.allow_tf32 = before[1]
 
 
-@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 8), (torch.bfloat16, 2)])
-def test_fused_attention_of_fp32_has_no_groups(dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's kernel for FP32 takes as many keys as queries; its fallback keeps the scores."""
+@pytest.mark.parametrize(
+    ("dtype", "masked", "head_dim", "capability", "cudnn", "heads"),
+    [
+        (torch.float32, False, 64, 9, 91600, 8),
+        (torch.bfloat16, False, 64, 8, 91600, 2),
+        (torch.bfloat16, True, 64, 8, 91600, 8),
+        (torch.bfloat16, True, 128, 9, 91600, 2),
+        (torch.bfloat16, True, 256, 9, 91600, 8),
+        (torch.bfloat16, True, 64, 10, 91500, 8),
+        (torch.float64, False, 64, 9, 91600, 2),
+    ],
+)
+def test_keys_are_repeated_where_no_fused_attention_takes_groups(
+    dtype: torch.dtype,
+    masked: bool,
+    head_dim: int,
+    capability: int,
+    cudnn: int,
+    heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's kernels for FP32 and for masks take as many keys as queries; its fallback keeps the scores."""
     asked: list[tuple[int, bool]] = []
 
     def attention(q: torch.Tensor, k: torch.Tensor, *others: object, enable_gqa: bool, **options: object) -> Any:
@@ -58,9 +77,11 @@ def test_fused_attention_of_fp32_has_no_groups(dtype: torch.dtype, heads: int, m
         return q
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     with FakeTensorMode():
-        q, k = (torch.empty(1, h, 16, 64, device="cuda", dtype=dtype) for h in (8, 2))
-        attend(q, k, k, is_causal=True)
+        q, k = (torch.empty(1, h, 16, head_dim, device="cuda", dtype=dtype) for h in (8, 2))
+        attend(q, k, k, torch.empty(16, 16, device="cuda", dtype=dtype) if masked else None, is_causal=not masked)
     assert asked == [(heads, heads == 2)]
 
 

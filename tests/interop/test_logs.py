@@ -339,9 +339,12 @@ def test_trace_of_the_profiler(packed: bool) -> None:
 def test_parts_of_a_trace_cover_every_microsecond_once(kernels: list[tuple[int, int, bool]]) -> None:
     """Kernels of any order and overlap, counted microsecond by microsecond."""
     events = [span("ProfilerStep#1", "user_annotation", 0, 100)]
+    on_cpu = [*events, span("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 0, 100)]  # with its waits
     busy: tuple[set[int], set[int]] = set(), set()
     for start, length, communicates in kernels:
         events.append(span("ncclKernel" if communicates else "gemm", "kernel", start, start + length))
+        kind = ("gloo:all_reduce", "user_annotation") if communicates else ("aten::mm", "cpu_op")
+        on_cpu.append(span(*kind, start, start + length))
         busy[communicates].update(range(start, min(100, start + length)))
     compute, communication = busy
     run = parse_run(json.dumps({"traceEvents": events}).encode(), "trace.json")
@@ -357,6 +360,20 @@ def test_parts_of_a_trace_cover_every_microsecond_once(kernels: list[tuple[int, 
     assert (
         found.compute_s, found.exposed_communication_s, found.hidden_communication_s, found.idle_s,
     ) == pytest.approx(tuple(1e-6 * part for part in parts), abs=1e-12)  # fmt: skip
+    run = parse_run(json.dumps({"traceEvents": on_cpu}).encode(), "trace.json")
+    assert isinstance(run, LoggedRun)
+    if not communication:
+        assert run.gpu_time is None
+        return
+    assert run.gpu_time is not None
+    _, exposed, hidden, _ = parts
+    assert run.gpu_time.model_dump() == pytest.approx({
+        "compute_s": 1e-6 * (100 - exposed),
+        "exposed_communication_s": 1e-6 * exposed,
+        "hidden_communication_s": 1e-6 * hidden,
+        "idle_s": None,
+        "rank": None,
+    }, abs=1e-12)  # fmt: skip
 
 
 PROFILED = """

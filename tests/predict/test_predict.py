@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -196,6 +197,21 @@ def test_scores_of_gemma_2_are_said_to_be_tensors() -> None:
     found = (predict(job_of(name, {"dp_shard": 8})).assumptions for name in ("gemma2-2b", "llama3-8b"))
     said = [any("flex_attention" in line for line in assumptions) for assumptions in found]
     assert said == [True, False]
+
+
+def test_communicators_that_device_memory_leaves_out_are_counted() -> None:
+    """Of the framework and of its runs, some profiles have a context that was fitted on many communicators."""
+    counted = []
+    for software, plan in (
+        ("torch", {"dp_shard": 4}),
+        ("torch", {"tp": 2, "dp_shard": 2, "pp": 4}),
+        ("megatron-core", {"tp": 2, "pp": 2}),
+        ("megatron-deepspeed", {"dp_replicate": 2, "pp": 2}),
+        ("maxtext", {"tp": 2, "dp_shard": 2}),
+    ):
+        prediction = predict(job_of("llama3-8b", plan, software=software, global_batch_size=8))
+        counted += [re.findall(r"NCCL's buffers.* of this plan has (\d)", " ".join(prediction.assumptions))]
+    assert counted == [[], ["4"], ["2"], [], []]
 
 
 def test_the_residual_stream_under_autocast_is_said_to_be_fp32() -> None:

@@ -66,6 +66,11 @@ def test_memory_rows_are_of_the_rank_that_needed_most(prediction: Prediction) ->
     assert rows["peak memory, device, rank 1"].measured == 6.0
     assert rows["peak memory, device, rank 1"].predicted == prediction.memory[1].device_bytes / GIB
     assert not any("reserved" in name for name in rows)
+    said = []
+    for backend in ("gloo", "nccl"):
+        run = measure(prediction).model_copy(update={"environment": {"backend": backend}})
+        said.append(any("is its resident set" in note for note in compare(prediction.to_json(), run).notes))
+    assert said == [True, False]
 
 
 def test_more_memory_than_the_device_has_is_noted(prediction: Prediction) -> None:

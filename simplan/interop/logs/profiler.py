@@ -1,7 +1,7 @@
-"""Traces of torch.profiler (Kineto's JSON): steps, and the time of one GPU by kind.
+"""Traces of torch.profiler (Kineto's JSON): steps, and the time of one GPU or CPU rank by kind.
 
 ``ProfilerStep#N`` spans come from ``prof.step()``. Kernels of the device run behind the host, so shares are taken over
-all profiled steps together.
+all profiled steps together. On a CPU, ``gloo:`` spans are the collectives.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _US = 1e-6  # Kineto writes microseconds
 _STEP = re.compile(r"ProfilerStep#(\d{1,12})")
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"})
 _COMMUNICATION = re.compile(r"nccl|rccl|nvshmem|deep_ep", re.I)
+_OPERATOR = re.compile(r"(aten|fsdp)::")  # others, such as autograd's, contain the waits of DDP's and FSDP's hooks
 _CPU_MEMORY = (
     "memory of the CPU is not compared: torch.profiler counts it from the start of profiling, without the weights; "
     "write peak_allocated_gib into a YAML file"
@@ -56,13 +57,15 @@ def read_trace(data: Mapping[str, Any], file: str) -> LogReading:
         raise file_error(file, "has ProfilerStep# spans without a duration", "profile again")
     others: dict[str, Any] = dict(_peaks(events))
     memory_notes = [] if others or not _has_cpu_memory(events) else [_CPU_MEMORY]
-    gpu_time = _gpu_time(complete, begins[0], end_us, len(numbers), _rank(data))
+    window = begins[0], end_us, len(numbers), _rank(data)
+    gpu_time = _gpu_time(complete, *window) or _cpu_time(complete, *window)
     notes = ["profiled steps may be slower than others: with_stack, record_shapes and profile_memory take time"]
     if gpu_time is None:
-        notes.append("the trace has no GPU kernels: only the times of steps are compared")
+        notes.append("the trace has neither GPU kernels nor gloo: spans: only the times of steps are compared")
     else:
         others["gpu_time"] = gpu_time
-        notes.append(f"GPU time is the mean over {counted(len(numbers), 'profiled step')} of one process")
+        device = "CPU" if gpu_time.idle_s is None else "GPU"
+        notes.append(f"{device} time is the mean over {counted(len(numbers), 'profiled step')} of one process")
     return LogReading("torch.profiler", "`ProfilerStep`", "step_times_s", found, others, (*notes, *memory_notes))
 
 
@@ -108,18 +111,52 @@ def _gpu_time(
     if not kernels:
         return None
     device, _ = Counter({key: len(a) + len(b) for key, (a, b) in kernels.items()}).most_common(1)[0]
-    compute, communication = kernels[device]
-    compute_us, communication_us = _length(_merged(compute)), _length(_merged(communication))
-    busy_us = _length(_merged(compute + communication))
-    exposed_us = busy_us - compute_us
+    compute_us, exposed_us, hidden_us = _parts(*kernels[device])
     scale = _US / num_steps
     return GpuTime(
         compute_s=compute_us * scale,
-        exposed_communication_s=max(0.0, exposed_us) * scale,
-        hidden_communication_s=max(0.0, communication_us - exposed_us) * scale,
-        idle_s=max(0.0, end_us - start_us - busy_us) * scale,
+        exposed_communication_s=exposed_us * scale,
+        hidden_communication_s=hidden_us * scale,
+        idle_s=max(0.0, end_us - start_us - compute_us - exposed_us) * scale,
         rank=rank,
     )
+
+
+def _cpu_time(
+    events: Iterable[tuple[str, str, float, float, Any]],
+    start_us: float,
+    end_us: float,
+    num_steps: int,
+    rank: int | None,
+) -> GpuTime | None:
+    """Time of a CPU rank per step; None without collectives. All of it but exposed communication is compute."""
+    operators: list[tuple[float, float]] = []
+    collectives: list[tuple[float, float]] = []
+    for name, category, start, end, _ in events:
+        if end > start_us and start < end_us:
+            span = max(start, start_us), min(end, end_us)
+            if name.startswith("gloo:"):
+                collectives.append(span)
+            elif category == "cpu_op" and _OPERATOR.match(name):
+                operators.append(span)
+    if not collectives:
+        return None
+    _, exposed_us, hidden_us = _parts(operators, collectives)
+    scale = _US / num_steps
+    return GpuTime(
+        compute_s=max(0.0, end_us - start_us - exposed_us) * scale,
+        exposed_communication_s=exposed_us * scale,
+        hidden_communication_s=hidden_us * scale,
+        idle_s=None,
+        rank=rank,
+    )
+
+
+def _parts(compute: list[tuple[float, float]], communication: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """Microseconds of compute, and of communication without and with compute at the same time."""
+    compute_us, communication_us = _length(_merged(compute)), _length(_merged(communication))
+    exposed_us = max(0.0, _length(_merged(compute + communication)) - compute_us)
+    return compute_us, exposed_us, max(0.0, communication_us - exposed_us)
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> _Spans:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,13 +22,14 @@ from torch._C._distributed_c10d import HashStore
 import executor
 from executor.distributed.mesh import run_timeout
 from executor.launch.errors import RankEnd
-from executor.launch.launcher import rank_environment
+from executor.launch.launcher import _logging_to, rank_environment
 from executor.launch.nodes import Rendezvous
 from executor.launch.rank import THREADS_VARIABLE, unfinished_error_file
 from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collective, late_in_p2p
 from executor.run import _Run
 from executor.worker import use_device
 from simplan.errors import RunError
+from simplan.runs.elastic import Nodes
 from simplan.runs.measurement import Measurement
 from tests.executor.conftest import make_job
 
@@ -237,6 +240,28 @@ def test_threads_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cpu", "cuda"):
         use_device(device, 1)
     assert chosen == [len(os.sched_getaffinity(0))] * 2
+
+
+@pytest.mark.parametrize("file", ["/dev/full", "/no/such/folder/torchrun.log"])
+def test_a_log_that_cannot_be_written_prints_nothing(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The disk is full; the run's own sentence is the only one."""
+    with _logging_to(Path(file)):
+        for _ in range(2):
+            logging.getLogger("torch.distributed.elastic").error("lost")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_node_says_where_it_listens() -> None:
+    """Who reaches the store can change the run, so that its address is no secret of the code."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = Nodes(min_nodes=1, max_nodes=2, ranks_per_node=1, host="127.0.0.1", port=port, leads=True)
+    leading = Rendezvous(nodes, "{}")
+    listens = f"ranks listen at ports of {leading.address}: torch asks for no password"
+    assert leading.listening.startswith(f"the store of the run listens at 127.0.0.1:{port}, and {listens}")
+    socket.create_connection(("127.0.0.1", port)).close()
+    joining = Rendezvous(nodes.model_copy(update={"leads": False}), None)
+    assert joining.listening.startswith(listens)
 
 
 def test_every_group_has_the_timeout_of_the_run() -> None:

@@ -7,7 +7,7 @@ from threading import Thread
 
 import torch
 
-from executor.profiling.memory import peak_allocated_bytes, peak_memory
+from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory
 
 
 def test_peak_of_known_allocations() -> None:
@@ -45,3 +45,8 @@ def test_resident_set_holds_what_was_touched() -> None:
     after = peak_memory(torch.device("cpu")).device_bytes
     assert after is not None
     assert after >= block.nbytes
+    del block
+    forget_peaks(torch.device("cpu"))
+    left = peak_memory(torch.device("cpu")).device_bytes
+    assert left is not None
+    assert left <= after - 2**28, "weights that are built before training are no part of its peak"

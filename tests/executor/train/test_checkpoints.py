@@ -6,12 +6,15 @@ import hashlib
 import os
 import pickle
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from executor.run import run_job
 from executor.train.checkpoint_folder import newest_checkpoint
@@ -190,11 +193,24 @@ class Forged:
 def forge(folder: Path) -> str:
     """Replaces the metadata by one that runs a command, with its right checksum in the header."""
     file = folder / ".metadata"
-    file.write_bytes(pickle.dumps(Forged(folder.parent / "forged")))
-    header = CheckpointHeader.model_validate_json((folder / "checkpoint.json").read_bytes())
-    sums = {**header.file_sha256, file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
-    (folder / "checkpoint.json").write_text(header.model_copy(update={"file_sha256": sums}).model_dump_json())
+    replace_with_checksum(file, pickle.dumps(Forged(folder.parent / "forged")))
     return f"{file} is not the metadata of a checkpoint: it asks for posix.system"
+
+
+def replace_with_checksum(file: Path, content: bytes) -> None:
+    """Overwrites a file of a checkpoint, and its checksum in the header."""
+    file.write_bytes(content)
+    header = CheckpointHeader.model_validate_json((file.parent / "checkpoint.json").read_bytes())
+    sums = {**header.file_sha256, file.name: hashlib.sha256(content).hexdigest()}
+    (file.parent / "checkpoint.json").write_text(header.model_copy(update={"file_sha256": sums}).model_dump_json())
+
+
+def forge_tensors(folder: Path) -> str:
+    """Replaces a rank's tensors by one of the right dtype and another shape, with its right checksum in the header."""
+    file, stream = next(folder.glob("*.distcp")), BytesIO()
+    torch.save(torch.zeros(1), stream)
+    replace_with_checksum(file, stream.getvalue())
+    return f"{file} does not hold the tensors that its metadata describes"
 
 
 DAMAGES: dict[str, Callable[[Path], str]] = {
@@ -202,14 +218,22 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
     "flipped tensors": lambda folder: flip(next(folder.glob("*.distcp"))),
     "flipped metadata": lambda folder: flip(folder / ".metadata"),
     "forged metadata": forge,
+    "forged tensors": forge_tensors,
 }
 
 
-@pytest.mark.parametrize("name", slow_except(["cut", "forged metadata"], DAMAGES))
-def test_a_damaged_checkpoint_is_passed_over(name: str, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    first = run_job(with_checkpoints(make_job(), kept, 4), tmp_path / "first")
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the checkpoints of two and four steps."""
+    folder = tmp_path_factory.mktemp("two")
+    first = run_job(with_checkpoints(make_job(), folder / "kept", 4), folder / "first")
     assert [timing.step for timing in first.checkpoints] == [2, 4]
+    return folder / "kept"
+
+
+@pytest.mark.parametrize("name", slow_except(["cut", "forged metadata", "forged tensors"], DAMAGES))
+def test_a_damaged_checkpoint_is_passed_over(name: str, two_checkpoints: Path, tmp_path: Path) -> None:
+    kept = shutil.copytree(two_checkpoints, tmp_path / "kept")
     damaged = DAMAGES[name](kept / "step-00000004")
     (kept / ".unfinished-step-00000006").mkdir()
     second = run_job(with_checkpoints(make_job(), kept, resume=True), tmp_path / "second")
@@ -222,16 +246,15 @@ def test_a_damaged_checkpoint_is_passed_over(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in kept.iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_a_file_forged_with_its_checksum_is_a_sentence(tmp_path: Path) -> None:
-    """Its checksum is right, so that only torch's reading finds it."""
-    kept = tmp_path / "kept"
-    run_job(with_checkpoints(make_job(), kept, 4), tmp_path / "first")
-    newest = kept / "step-00000004"
-    file = next(newest.glob("*.distcp"))
-    file.write_bytes(b"no tensors at all" * 1000)
-    header = CheckpointHeader.model_validate_json((newest / "checkpoint.json").read_bytes())
-    sums = {**header.file_sha256, file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
-    (newest / "checkpoint.json").write_text(header.model_copy(update={"file_sha256": sums}).model_dump_json())
+def test_metadata_forged_with_its_checksum_is_a_sentence(two_checkpoints: Path, tmp_path: Path) -> None:
+    """It lacks a tensor, so that only torch's reading for this model finds it."""
+    kept = shutil.copytree(two_checkpoints, tmp_path / "kept")
+    file = kept / "step-00000004" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    lacking = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
+    del metadata.state_dict_metadata[lacking]
+    metadata.storage_data = {k: info for k, info in metadata.storage_data.items() if k.fqn != lacking}
+    replace_with_checksum(file, pickle.dumps(metadata))
     with pytest.raises(
         RunError, match=r"step-00000004 cannot be read, though its checksums are right: rank 0: .*; delete"
     ):
