@@ -53,6 +53,8 @@ _USUAL_LENGTH = 4096
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _NOT_YAML = {".toml": "TOML file", ".json": "JSON file"}
 """Suffix of files that are no scenarios -> what they are."""
+_SECTIONS = frozenset(("name", "model", "cluster", "training", "software", "plan", "search", "expect"))
+_WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
 _MAX_FILES = 1000
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
@@ -436,8 +438,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     is_scenario = file.yaml is not None and {"model", "cluster"} <= file.yaml.data.keys()
     if framework is None and not is_scenario and (other := framework_that_is_not_read(file)) is not None:
         rule = f"looks like a file of {other}, which is not read"
-        fix = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
-        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
+        raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
     if file.yaml is None and path.suffix == ".py":
         rule = "is a Python script, which simplan does not run"
         fix = "give the command that launches it, as a shell script, or its arguments as JSON or YAML"
@@ -451,6 +452,9 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
         return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), file.name, False, None
+    if isinstance(document.data, dict) and document.data and not _SECTIONS & document.data.keys():
+        rule = "is no file of a framework that simplan knows, and has no section of a scenario (model, cluster, ...)"
+        raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
     return document, file.name, True, None
 
 

@@ -19,6 +19,7 @@ from simplan import catalog
 from simplan.cluster.topology import Switch
 from simplan.errors import Problem, SimplanError, SpecError
 from simplan.interop.formats import formats
+from simplan.interop.frameworks.torchtitan.files import toml_settings
 from simplan.interop.huggingface import model_types
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
@@ -84,6 +85,11 @@ def test_a_batch_of_absurd_tokens_is_refused_before_it_is_sought(number: int) ->
             {"cluster.num_devices": 8, "global_batch_tokens": number},
             {"global_batch_tokens": "--global-batch-tokens"},
         )
+
+
+def test_toml_with_an_absurd_number_is_refused() -> None:
+    with pytest.raises(SpecError, match="nested too deeply or holds an absurd number"):
+        toml_settings(f"x = {'9' * 5000}", "file.toml")
 
 
 def test_a_network_of_one_device_has_no_load() -> None:

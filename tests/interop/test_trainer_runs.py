@@ -752,6 +752,14 @@ def test_framework_that_is_not_read_is_named_in_one_line(name: str, tmp_path: Pa
     assert len(error.value.problems) == 1
 
 
+def test_file_of_nothing_known_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"stage": "sft", "model_name": "a/b", "training_args": {"max_steps": 3}}', encoding="utf-8")
+    with pytest.raises(SpecError, match="is no file of a framework that simplan knows") as error:
+        scenario_from(path, {"cluster.preset": "dgx-h100"})
+    assert len(error.value.problems) == 1
+
+
 def test_recomputation_is_that_of_fsdp_and_hosts_have_a_file() -> None:
     usual = {"cluster.preset": "dgx-h100", "plan.dp_shard": 8, "plan.recompute": "full", "training.task": "sft"}
     files = export(scenario_from("llama3-8b", {**usual, "software": "accelerate"}).job, "accelerate").files

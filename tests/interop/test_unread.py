@@ -1,8 +1,9 @@
-"""Settings that no reader knows, and settings that start no ranks on GPUs: what all readers say of them."""
+"""Settings without effect have none; those that no reader knows, and those that start no ranks on GPUs, are errors."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from simplan.errors import SpecError
 from simplan.interop.formats import ConfigFile, formats
 from simplan.interop.frameworks import tables
+from tests.interop import public, test_megatron, test_torchtitan, test_trainer_runs
 from tests.interop.public import nested
 
 MEGATRON = (
@@ -78,10 +80,14 @@ def read(reader: str, more: dict[str, Any], folder: Path) -> Any:
         settings = nested({**base, **more})
         path = folder / ("ds.json" if reader == "deepspeed" else "file.yaml")
         path.write_text(json.dumps(settings, indent=1) if reader == "deepspeed" else yaml.safe_dump(settings))
-    file = ConfigFile(path, path.read_text())
-    reading = formats()[FORMATS.get(reader, reader)].read
+    return read_as(FORMATS.get(reader, reader), path)
+
+
+def read_as(name: str, path: Path) -> Any:
+    """Configuration of a file in a named format."""
+    reading = formats()[name].read
     assert reading is not None
-    return reading(file)
+    return reading(ConfigFile(path, path.read_text()))
 
 
 def unknown_keys(reader: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -148,3 +154,70 @@ def test_setting_that_starts_no_ranks_on_gpus_is_refused(reader: str, tmp_path: 
             continue
         found = read(reader, one(name, value), tmp_path)
         assert not [setting for setting in found.unknown if name in setting.key.replace("-", "_")]
+
+
+PUBLIC: dict[str, Callable[[dict[str, Any], Path], Path]] = {
+    "megatron": test_megatron.script,
+    "bridge": public.written,
+    "nemo": public.written,
+    "torchtitan": test_torchtitan.written,
+    "accelerate": lambda case, folder: test_trainer_runs.write(folder, "accelerate", case),
+    "deepspeed": lambda case, folder: test_trainer_runs.write(folder, "deepspeed", case),
+    "trainer": lambda case, folder: test_trainer_runs.write(folder, "trainer", case),
+}
+"""Reader -> function that writes the file of a public configuration."""
+
+
+def without(settings: dict[str, Any], keys: set[str], section: str = "") -> dict[str, Any]:
+    """Settings without some of them, by dotted keys or as options."""
+    return {
+        key: without(value, keys, f"{section}{key}.") if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if not {f"{section}{key}", f"--{key}"} & keys
+    }
+
+
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_file_reads_the_same_without_what_has_no_effect(kind: str, tmp_path: Path) -> None:
+    num_removed = 0
+    for number, case in enumerate(public.cases(kind)):
+        if "refused" in case or "settings" not in case:
+            continue
+        found, keys = [], set[str]()
+        for turn in range(2):
+            folder = tmp_path / f"{number}-{turn}"
+            folder.mkdir()
+            path = PUBLIC[kind]({**case, "settings": without(case["settings"], keys)}, folder)
+            configuration = read_as(kind, path)
+            notes = sorted((setting.key, why) for setting, why in configuration.not_modeled)
+            found.append((configuration.document.data, configuration.num_microbatches, notes))
+            keys = {name for each in configuration.no_effect for name in (each.key, each.name)}
+            keys -= {name for name in keys if f"${{{name}}}" in str(case["settings"])}  # others take its value
+            num_removed += len(keys) * (1 - turn)
+        assert found[0] == found[1], case["name"]
+    assert num_removed
+
+
+USED_ELSEWHERE = {
+    "masked_softmax_fusion": "without Transformer Engine",
+    "persist_layer_norm": "without Transformer Engine",
+    "cpu_offloading_num_layers": "by cpu_offloading",
+    **dict.fromkeys(("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_warmup_steps"), "by cuda_graph_impl"),
+    **dict.fromkeys(
+        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"),
+        "by use_precision_aware_optimizer",
+    ),
+    **dict.fromkeys(
+        ("fp4_param_gather", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), "by Bridge's profile"
+    ),
+}
+"""Settings that a report may list as without effect, because another setting, which is read, or nothing uses them."""
+
+
+@pytest.mark.parametrize("reader", ["bridge", "nemo_1"])
+def test_what_megatron_leaves_out_has_an_effect_elsewhere(reader: str) -> None:
+    table = tables("megatron")
+    words = {key.removeprefix("--").replace("-", "_") for key in (*table["not_modeled"], *table["refused"])}
+    words |= {word.removeprefix("no_") for word in words}
+    without_effect = {name.rpartition(".")[2] for name in tables("no_effect")[reader].split()}
+    assert without_effect & words <= USED_ELSEWHERE.keys()

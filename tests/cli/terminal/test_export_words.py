@@ -57,6 +57,8 @@ def test_script_of_several_nodes_stops_without_their_addresses(target: str, simp
 def test_megatron_export_says_what_overlap_would_give(simplan: Simplan, tmp_path: Path) -> None:
     scenario = written(tmp_path, "megatron")
     said = simplan("export", scenario, "--to", "megatron", "-o", "out.sh").stderr
+    assert "start it with `bash out.sh`\nnote: start it on every node" in said
+    assert "its own has FP32 logits" in said
     (note,) = [line for line in said.splitlines() if "--overlap-grad-reduce" in line]
     sets = note.rpartition("shorter: ")[2].split()
     assert len(sets) == 6  # gradients, parameters and tensor-parallel collectives

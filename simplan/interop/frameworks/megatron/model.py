@@ -52,9 +52,12 @@ def _read_family(reading: MegatronReading) -> None:
         reading.refuse("--num-experts", "has experts without --swiglu, which are not modeled yet", "add --swiglu")
     if family == "deepseek" and not is_above(reading.peek("--num-experts"), 1):
         reading.refuse("--multi-latent-attention", "without --num-experts is not modeled yet")
-    reading.value("--swiglu")
+    for key in ("--swiglu", "--quick-geglu", "--glu-linear-offset") if gated else ():
+        reading.value(key)
     _read_sizes(reading, family, gated=gated)
-    _note_differences(reading, family, gated=gated)
+    if family not in ("t5", "bert"):
+        _note_differences(reading, family)
+    _note_dropout(reading, family)
 
 
 def _read_sizes(reading: MegatronReading, family: str, *, gated: bool) -> None:
@@ -97,7 +100,7 @@ def _read_groups(reading: MegatronReading) -> None:
     if "--group-query-attention" not in reading:
         if isinstance(heads, int):
             reading.put(path, heads, "without --group-query-attention, one for each head")
-    elif not reading.copy(path, "--num-query-groups"):
+    elif reading.value("--group-query-attention") and not reading.copy(path, "--num-query-groups"):
         reading.put(path, 1, DEFAULT)
 
 
@@ -115,7 +118,7 @@ def _read_experts(reading: MegatronReading) -> None:
     if reading.software == CORE and not reading.is_unsure("--moe-token-dispatcher-type"):
         _read_dispatch(reading)
     reading.no_effect("--moe-permute-fusion")
-    if "--moe-grouped-gemm" not in reading:
+    if not reading.value("--moe-grouped-gemm", False):
         what = "without --moe-grouped-gemm, experts run one after another, which takes longer"
         reading.not_modeled("--num-experts", what)
 
@@ -163,8 +166,8 @@ def _read_dispatch(reading: MegatronReading) -> None:
 
 def _read_attention(reading: MegatronReading, family: str) -> None:
     biased = "--disable-bias-linear" not in reading
-    reading.no_effect("--disable-bias-linear")
     if family in ("llama", "moe"):
+        reading.value("--disable-bias-linear")
         if biased:
             reading.put("model.attention_bias", True, f"{DEFAULT}, without --disable-bias-linear")
         elif "--add-qkv-bias" in reading:
@@ -176,7 +179,9 @@ def _read_attention(reading: MegatronReading, family: str) -> None:
             reading.put("model.attention_sinks", True, "--softmax-type")
         if family == "moe" and biased:
             reading.put("model.expert_bias", True, f"{DEFAULT}, without --disable-bias-linear")
-    elif family == "deepseek":
+    elif family != "gpt":
+        reading.no_effect("--disable-bias-linear")
+    if family == "deepseek":
         reading.no_effect("--qk-layernorm")  # of the latent vectors, which simplan's latent attention has
     if family != "bert" and "--mtp-num-layers" in reading and is_above(reading.peek("--mtp-num-layers"), 0):
         if family == "gpt":
@@ -211,16 +216,16 @@ def _read_window(reading: MegatronReading) -> None:
         reading.put("model.sliding_window_pattern", pattern, "--window-attn-skip-freq")
 
 
-def _note_differences(reading: MegatronReading, family: str, *, gated: bool) -> None:
+def _note_differences(reading: MegatronReading, family: str) -> None:
     """Note parts of the blocks that the family has in another form."""
-    rms = str(reading.peek("--normalization", "LayerNorm")).lower() == "rmsnorm"
-    positions = reading.peek("--position-embedding-type")
-    rotary = positions in ("rope", "yarn", "mrope") or "--use-rotary-position-embeddings" in reading
+    rms = str(reading.value("--normalization", "LayerNorm")).lower() == "rmsnorm"
+    positions = reading.value("--position-embedding-type")
+    rotary = positions in ("rope", "yarn", "mrope") or reading.value("--use-rotary-position-embeddings", False)
     if family in ("llama", "moe", "deepseek"):
         if not rms:
             key = "--normalization" if "--normalization" in reading else "--hidden-size"
             reading.not_modeled(key, "LayerNorm is predicted as RMSNorm, whose time is nearly the same")
-        if not rotary and "--no-position-embedding" not in reading:
+        if not rotary and not reading.value("--no-position-embedding", False):
             reading.not_modeled("--max-position-embeddings", "learned positions are predicted as rotary ones")
         if family == "llama" and "--disable-bias-linear" not in reading:
             reading.not_modeled("--swiglu", "biases of the MLP are left out, which are a few numbers per row")
@@ -241,7 +246,12 @@ def _note_differences(reading: MegatronReading, family: str, *, gated: bool) -> 
             reading.not_modeled("--normalization", "predicted as LayerNorm")
         reading.not_modeled("--qk-layernorm", "norms of queries and keys are left out")
         reading.not_modeled("--add-qkv-bias", "predicted as all biases")
-    _note_dropout(reading, family)
+    fusion = "--cross-entropy-loss-fusion"
+    if reading.software == CORE and not (
+        reading.value(fusion, False) and reading.value("--cross-entropy-fusion-impl") == "te"
+    ):
+        what = "the loss is predicted as with --cross-entropy-fusion-impl te; Megatron's own has FP32 logits, too"
+        reading.not_modeled(fusion if fusion in reading else "--hidden-size", what)
 
 
 def _note_dropout(reading: MegatronReading, family: str) -> None:
@@ -261,19 +271,21 @@ def _note_dropout(reading: MegatronReading, family: str) -> None:
 def _read_vocabulary(reading: MegatronReading) -> None:
     path = "model.vocab_size"
     vocabularies, defaults = tables("megatron")["vocabularies"], tables("megatron")["default_tokenizers"]
-    kind = reading.peek("--tokenizer-type")
     sized = next((key for key in _VOCABULARY_KEYS if key in reading), None)
     if sized is not None:
         reading.put(path, reading.value(sized), sized)
         for key in _VOCABULARY_KEYS:
             reading.value(key)
-    elif isinstance(kind, str) and kind in vocabularies and not _has_own_vocabulary(reading, kind):
+        reading.no_effect("--vocab-extra-ids")
+        return
+    kind, tokenizer = reading.value("--tokenizer-type"), reading.value("--tokenizer-model")
+    if isinstance(kind, str) and kind in vocabularies and not _has_own_vocabulary(reading, kind):
         extra = reading.value("--vocab-extra-ids", 0)
         reading.put(path, vocabularies[kind] + (extra if isinstance(extra, int) else 0), "--tokenizer-type")
     elif kind is None and reading.program in defaults and "--tokenizer-model" not in reading._all_keys():
         default = defaults[reading.program]
         reading.put(path, vocabularies[default], f"{default}, the default of {reading.program}")
-    elif (preset := _preset_of(reading.peek("--tokenizer-model"))) is not None:
+    elif (preset := _preset_of(tokenizer)) is not None:
         size = catalog.model(preset).vocab_size
         reading.put(path, size, "--tokenizer-model")
     elif not reading.is_unsure(*_VOCABULARY_KEYS):

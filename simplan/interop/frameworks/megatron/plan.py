@@ -32,6 +32,8 @@ def read_parallelism(reading: MegatronReading) -> None:
         reading.put(path, False, f"without {key}")
     elif key in reading and is_above(tp, 1):
         reading.put(path, True, key)
+    elif tp is None:
+        reading.value(key)  # the default above one rank
     reading.no_effect(key)  # with one tensor-parallel rank
     if is_above(reading.peek("--context-parallel-size"), 1):
         reading.match([CONTEXT_PARALLEL])

@@ -84,14 +84,19 @@ def export(job: Job, name: str) -> Exported:
         program=_PROGRAMS.get(job.model.family, "pretrain_gpt.py"),
         uses=uses,
     )
-    start = f"bash {shlex.quote(file)}" + (" on every node, with NODE_RANK and MASTER_ADDR set" if nodes > 1 else "")
-    notes = ["paths of data, tokenizer and checkpoints, and the number of steps, are at the top of the script"]
+    notes = ["start it on every node, with NODE_RANK and MASTER_ADDR set"] if nodes > 1 else []
+    notes.append("paths of data, tokenizer and checkpoints, and the number of steps, are at the top of the script")
     if job.training.clip_grad_norm is None:
         notes.append(
             "gradients are not clipped, as training.clip_grad_norm is not set; Megatron-LM clips to 1 by default"
         )
+    if job.software.id == CORE:
+        notes.append(
+            "the loss is predicted as Transformer Engine's, which Megatron-LM no longer takes (arguments.py, 2026-08): "
+            "its own has FP32 logits, too"
+        )
     notes += _notes_on_overlap(job)
-    return Exported({file: text}, start, tuple(notes))
+    return Exported({file: text}, f"bash {shlex.quote(file)}", tuple(notes))
 
 
 def _notes_on_overlap(job: Job) -> list[str]:

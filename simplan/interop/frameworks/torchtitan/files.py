@@ -98,8 +98,10 @@ def toml_settings(text: str, file: str, *, with_lines: bool = True) -> tuple[Set
         what = str(error).partition(" (at")[0]
         fix = "check quotes, and write out variables that a script fills in"
         raise file_error(file, f"this is not TOML: {what}", fix, int(line[1]) if line else None) from None
-    except RecursionError:
-        raise file_error(file, "the file is nested too deeply", "flatten it") from None
+    except (RecursionError, ValueError):  # an integer of more than 4,300 digits
+        raise file_error(
+            file, "the file is nested too deeply or holds an absurd number", "flatten it, or shorten the number"
+        ) from None
     lines = _lines(text) if with_lines else {}
     return tuple(Setting(key, value, lines.get(key)) for key, value in _flat(data, file))
 
