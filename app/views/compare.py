@@ -12,7 +12,7 @@ import streamlit as st
 from app import result_cache, state
 from app.components.elements import csv_text, download, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import budget_of, show_budget
+from app.components.verdict import budget_of
 from app.fields import remembered_choice
 from app.figures.compared import (
     ComparedPlan,
@@ -41,9 +41,8 @@ _CURRENT = "A"
 
 def show() -> None:
     """The current scenario next to pinned scenarios."""
-    show_scenario_form()
+    show_scenario_form(budget=True)
     current = result_cache.scenario(state.document())
-    show_budget(images=current.job.model.sample == "image")
     documents = dict(zip(string.ascii_uppercase, [state.document(), *state.pinned()], strict=False))
     _show_chosen(documents)
     with ExitStack() as side_by_side:
