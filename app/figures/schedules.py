@@ -113,8 +113,8 @@ def schedule_timeline(
             of its result on a neighboring rank.
     """
     stages = SCHEDULE_FACTS[name].virtual_stages or virtual_stages
-    *computing, send = times
-    stage_times = StageTimes.equal(num_ranks * stages, *(time / stages for time in computing), send)
+    forward, backward_input, backward_weight = (time / stages for time in times[:3])
+    stage_times = StageTimes.equal(num_ranks * stages, forward, backward_input, backward_weight, times[3])
     table = SCHEDULES[name](PipelineShape(num_ranks, num_microbatches, stages, stage_times))
     ends_s = action_ends_s(table, stage_times)
     rows = tuple(
