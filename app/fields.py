@@ -6,7 +6,6 @@ Further keyword arguments of a function are those of the Streamlit widget, e.g. 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from app import state
 Path = tuple[str, ...]
 _Changed = Callable[[], None]
 _MAX_WHOLE = 2**53 - 1  # of a browser
+_MAX_QUANTITY = 1e300
 
 
 def get(path: Path, default: Any = None) -> Any:
@@ -79,22 +79,21 @@ def choice(
 
 
 def number(label: str, path: Path, default: int | None, *, then: _Changed | None = None, **more: Any) -> None:
-    """Widget for a whole number of the scenario; empty without a value and a default.
+    """Widget for a whole number of the scenario; empty without a value and a default, and for no such number.
 
     The widget has no limits: it would ignore a number beyond them, and simplan says which ones it takes.
     """
     value = get(path, default)
     usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_WHOLE
-    key = _bind(path, value if usable else default)
+    key = _bind(path, value if usable else None)
     st.number_input(label, step=1, value=None, key=key, on_change=_store, args=(path, key, then), **more)
 
 
 def quantity(label: str, path: Path, default: float | None, *, scale: float = 1.0, **more: Any) -> None:
-    """Widget for a number of the scenario, shown in units of ``scale``; empty without a value and a default."""
+    """Widget for a number of the scenario, in units of ``scale``; empty where ``number`` is."""
     value = get(path, default)
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    now = float(value) if usable else default
-    key = _bind(path, None if now is None else now / scale)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_QUANTITY
+    key = _bind(path, float(value) / scale if usable else None)
     st.number_input(label, value=None, key=key, on_change=_store_scaled, args=(path, key, scale), **more)
 
 
@@ -152,8 +151,8 @@ def remembered_switch(label: str, name: str, **more: Any) -> bool:
 def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 1e15) -> float:
     """View value that is a number, without a widget; the default if it is not a number within the limits."""
     value = state.view(name, default)
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if usable and least <= value <= most else default
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    return float(value) if usable else default
 
 
 def remembered_number(

@@ -16,7 +16,7 @@ import yaml
 
 from simplan import catalog
 from simplan.document import parse_yaml
-from simplan.errors import SpecError
+from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -24,7 +24,9 @@ from simplan.problems import parse_model
 from simplan.rules.book import violations
 from simplan.scenario import plan_section, with_software
 from simplan.scenario.file import parts_of
+from simplan.scenario.sections import sharded_over_cp
 from simplan.search import RankedPlan
+from simplan.software.software import SoftwareSpec
 from simplan.wording import divisors
 
 Document = dict[str, Any]
@@ -69,9 +71,9 @@ def num_devices(document: Document) -> int | None:
 
 
 def zero_stage(document: Document) -> Any:
-    """ZeRO stage of the plan, by default 3 with shards and 0 without."""
-    plan = section(document, "plan")
-    return plan.get("zero_stage", 3 if is_above_one(plan.get("dp_shard")) else 0)
+    """ZeRO stage of the plan; the one in effect, by default 3 with shards, if the scenario names none."""
+    plan, stage = section(document, "plan"), plan_value(document, "zero_stage")
+    return plan.get("zero_stage", (3 if is_above_one(plan.get("dp_shard")) else 0) if stage is None else stage)
 
 
 def fitted(document: Document) -> Document:
@@ -150,7 +152,8 @@ def valid_values(document: Document, key: str, values: Sequence[Any]) -> tuple[A
 
 def plan_value(document: Document, key: str) -> Any:
     """Value of a plan key that the prediction uses; None while the plan is invalid."""
-    plan = _plan_of(document)
+    job = _job(document)
+    plan = _plan_of(document) if job is None else job.plan
     if plan is not None and key == "grad_sync" and plan.grad_sync is None:
         return "microbatch" if plan.reduces_every_microbatch else "step"
     return None if plan is None else getattr(plan, key)
@@ -177,7 +180,8 @@ def microbatch_sizes(document: Document) -> tuple[int, ...]:
 def mended(document: Document) -> tuple[Document, list[str]]:
     """The scenario with values of the plan that its other sections allow, and the changes in words.
 
-    A degree or size becomes the largest smaller one that leaves the fewest violated rules.
+    A degree or size becomes the largest smaller one that leaves the fewest violated rules, above all that a plan has
+    the devices of its cluster.
     """
     before, document, notes = document, fitted(document), []
     for key in _MENDED:
@@ -189,11 +193,11 @@ def mended(document: Document) -> tuple[Document, list[str]]:
             continue
         unpadded = document | {key: value for key, value in before.items() if key == "model"}
         candidates = [(value, changed(unpadded, key, value)) for value in _smaller(document, key, plan[key])]
-        value, best = min(candidates, key=lambda pair: len(_violations(pair[1])), default=(None, document))
+        value, best = min(candidates, key=lambda pair: _faults(_violations(pair[1])), default=(None, document))
         left = _violations(best)
-        if len(left) < len(problems):
+        if _faults(left) < _faults(problems):
             solved = next(problem for problem in problems if problem not in left)
-            notes.append(f"{key} is now {value}, since {solved}")
+            notes.append(f"{key} is now {value}, since {solved.sentence()}")
             document = best
     return document, notes
 
@@ -240,10 +244,15 @@ def _valid_values(key_of_document: str, key: str, values: tuple[Any, ...]) -> tu
     return tuple(value for value in values if is_valid(value))
 
 
-def _violations(document: Document) -> list[str]:
-    """Violated rules of a plan as sentences; none if another section or a value of the plan is invalid."""
+def _violations(document: Document) -> list[Problem]:
+    """Violated rules of a plan; none if another section or a value of the plan is invalid."""
     job = _job(document)
-    return [] if job is None else [problem.sentence() for problem in violations(job)]
+    return [] if job is None else violations(job)
+
+
+def _faults(problems: Sequence[Problem]) -> tuple[bool, int]:
+    """True for a plan of other devices than those of its cluster, and the number of problems."""
+    return any(problem.field == "plan" for problem in problems), len(problems)
 
 
 def _job(document: Document) -> Job | None:
@@ -251,13 +260,14 @@ def _job(document: Document) -> Job | None:
     job = _job_without_plan(json.dumps(others, default=str))
     if job is None:
         return None
-    plan = _plan_of(document)
+    plan = _plan_of(document, job.software)
     return None if plan is None else job.with_plan(plan)
 
 
-def _plan_of(document: Document) -> ParallelPlan | None:
+def _plan_of(document: Document, software: SoftwareSpec | None = None) -> ParallelPlan | None:
+    plan = document.get("plan") or {}
     with suppress(SpecError):
-        return parse_model(ParallelPlan, document.get("plan") or {})
+        return parse_model(ParallelPlan, plan if software is None else sharded_over_cp(plan, software))
     return None
 
 

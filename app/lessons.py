@@ -121,7 +121,7 @@ LESSONS: Mapping[str, Lesson] = {
         sentences=(
             "GPT-2 1.5B on {x} GPUs with 4 sequences each: a step takes {now.step}, against {first.step} on one GPU.",
             "Communication that backward does not hide takes {now.exposed_share} of the step.",
-            "Memory stays at {now.memory} per GPU: {now.parameters} of parameters, {now.gradients} of gradients and "
+            "Memory stays at {now.memory} per GPU: {now.parameters} of parameters, as much for their gradients, and "
             "{now.optimizer_states} of optimizer states are the same on every rank.",
             "All GPUs together train on {now.rate} tokens/s.",
         ),
@@ -182,8 +182,11 @@ LESSONS: Mapping[str, Lesson] = {
             "it; it needs {now.memory} and {now.fits}.",
         ),
         attempt="Compare the schedules at 32 microbatches. GPipe has about the bubble of 1F1B, but stores the "
-        "activations of all microbatches. Interleaved 1F1B and ZB-H1 shorten the bubble, and store more than 1F1B.",
-        source="Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473",
+        "activations of all microbatches. Interleaved 1F1B and ZB-H1 shorten the bubble. Interleaving stores more on "
+        "every rank. ZB-H1 was designed for the peak of 1F1B, and the first rank stores the same. On the later ranks "
+        "weight gradients wait, and torch stores their inputs and the gradients of their outputs: more than 1F1B.",
+        source="Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473; Qi et al. 2024, "
+        "arXiv:2401.10241",
     ),
     "cp": Lesson(
         title="Context parallelism",

@@ -66,18 +66,23 @@ def bullets(texts: Iterable[str]) -> str:
 
 _AUTOLINK = re.compile(r"https?(?=://)|www(?=\.)|(?=@)", re.IGNORECASE)
 _WORD_JOINER = "\u2060"
+_KEPT = re.compile(rf"({re.escape(DOCUMENTATION_URL)}/[a-z/-]*|(?<!`)(?P<ticks>`+)[^`\n]+(?P=ticks)(?!`))")
 
 
 def escaped(text: str) -> str:
-    """Text as Markdown that shows it as it is.
+    """Text as Markdown that shows it as it is, and `code` as code.
 
     Addresses in names do not become links: an invisible character breaks them, since GitHub's Markdown links escaped
-    addresses as well. Links to simplan's documentation stay links.
+    addresses as well. Links to simplan's documentation stay links. Code shows its text without links or markup.
     """
-    parts = re.split(f"({re.escape(DOCUMENTATION_URL)}/[a-z/-]*)", text)
-    parts[::2] = [_AUTOLINK.sub(rf"\g<0>{_WORD_JOINER}", part) for part in parts[::2]]
-    return "".join(map(_escaped, parts))
+    parts, end = [], 0
+    for kept in _KEPT.finditer(text):
+        in_cells = "|" in kept[0]  # it would end the cell of a table, even in code
+        parts += [_escaped(text[end : kept.start()]), _escaped(kept[0]) if in_cells else kept[0]]
+        end = kept.end()
+    return "".join((*parts, _escaped(text[end:])))
 
 
 def _escaped(text: str) -> str:
-    return "".join(f"\\{character}" if character in r"\`*_{}[]()<>#+-!|~$:" else character for character in text)
+    unlinked = _AUTOLINK.sub(rf"\g<0>{_WORD_JOINER}", text)
+    return "".join(f"\\{character}" if character in r"\`*_{}[]()<>#+-!|~$:" else character for character in unlinked)

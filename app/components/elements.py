@@ -110,15 +110,16 @@ def show_figure(
     st.plotly_chart(_Ready(figure), width="stretch", key=key, config=config, alt=alt, **selection)
 
 
-def show_drawing(name: str, svg: str) -> None:
+def show_drawing(name: str, svg: str, *, alt: str) -> None:
     """A drawing of simplan's reports, in its size: a phone scrolls it.
 
     Args:
         name: Name of the drawing, unique on the page.
         svg: The drawing.
+        alt: Alternative text for screen readers.
     """
     with st.container(key=f"drawing-{name}"):
-        st.image(svg)
+        st.image(svg, alt=alt)
 
 
 def point_value(key: str) -> Any:

@@ -169,7 +169,7 @@ def _show(accuracy: Accuracy, about: str) -> None:
         st.info("No step time was both measured and predicted.")
     else:
         svg = accuracy_svg(plot)
-        show_drawing("accuracy", svg)
+        show_drawing("accuracy", svg, alt="Predicted over measured step times of the runs")
         if about:
             st.caption(about)
         download("Plot", "predicted and measured", "svg", svg)

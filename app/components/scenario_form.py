@@ -9,6 +9,7 @@ import streamlit as st
 
 from app import state
 from app.components.elements import details
+from app.components.verdict import show_budget
 from app.fields import choice, get, number, put, switch
 from app.fitting import (
     degrees_of,
@@ -53,8 +54,11 @@ _NOTES, _EDITING = "form notes", "form editing"
 _EDITOR_PX = 560
 
 
-def show_scenario_form(*, plan: bool = True) -> None:
-    """The form, bound to the scenario of the session; with or without the plan."""
+def show_scenario_form(*, plan: bool = True, budget: bool = False) -> None:
+    """The form, bound to the scenario of the session; with or without plan and budget.
+
+    Pages show it before they check the scenario, so that every field is there to be corrected.
+    """
     with st.sidebar:
         _model()
         _cluster()
@@ -62,6 +66,8 @@ def show_scenario_form(*, plan: bool = True) -> None:
         if plan:
             _plan()
         _as_text()
+    if budget:
+        show_budget()
 
 
 def _model() -> None:
@@ -161,18 +167,20 @@ def _plan() -> None:
         _degree("Context parallel", "cp", "ranks that split sequences")
     with right:
         _degree("Pipeline", "pp", "ranks with different layers")
-        about = "Sequences per data-parallel rank"
-        choice(
-            "Microbatch", ("plan", "microbatch_size"), microbatch_sizes(document), 1, slider=True, then=_fit, help=about
-        )
+        if isinstance(get(("plan", "microbatch_sizes")), list):
+            st.text_input("Microbatch", "see YAML", disabled=True)
+        else:
+            sizes, about = microbatch_sizes(document), "Sequences per data-parallel rank"
+            choice("Microbatch", ("plan", "microbatch_size"), sizes, 1, slider=True, then=_fit, help=about)
     _valid_choice("Sharding", "zero_stage", tuple(_SHARDING), zero_stage(document), _SHARDING.get)
     dp_replicate, dp_shard = get(("plan", "dp_replicate"), 1), get(("plan", "dp_shard"), 1)
     st.caption(f"Data parallel, from the other degrees: dp_replicate {dp_replicate}, dp_shard {dp_shard}")
     if is_above_one(get(("plan", "pp"))):
-        _valid_choice("Schedule", "schedule", tuple(SCHEDULE_FACTS), "1f1b", then=_after_schedule)
-        if has_free_stages(get(("plan", "schedule"), "1f1b")):
+        schedule = plan_value(document, "schedule") or "1f1b"
+        _valid_choice("Schedule", "schedule", tuple(SCHEDULE_FACTS), schedule, then=_after_schedule)
+        if has_free_stages(get(("plan", "schedule"), schedule)):
             stages = valid_values(document, "virtual_stages", range(2, _MAX_STAGES + 1))
-            choice("Stages per rank", ("plan", "virtual_stages"), stages, 2)
+            choice("Stages per rank", ("plan", "virtual_stages"), stages, plan_value(document, "virtual_stages") or 2)
     about = "Modules recomputed in backward"
     _valid_choice("Recompute", "recompute", get_args(Recompute), "none", about=about)
     with details("More options", "options") as is_open:

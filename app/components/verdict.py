@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
+from app import result_cache, state
 from app.components.elements import meaning
 from app.fields import kept_number, quantity, remembered_number
 from app.predictions import Headline
+from simplan.errors import SpecError
 from simplan.prediction import MemoryVerdict
 from simplan.report.text import memory_interval, short_of_reserve
 from simplan.scenario import Scenario
@@ -68,8 +71,11 @@ def budget_of(scenario: Scenario) -> tuple[float, float | None]:
     return budget, scenario.budget.price_per_device_hour or None
 
 
-def show_budget(*, images: bool) -> None:
-    """Inputs for training budget and price in the sidebar, bound to the scenario's keys."""
+def show_budget() -> None:
+    """Inputs for training budget and price in the sidebar, bound to the scenario's keys; also of a wrong scenario."""
+    images = False
+    with suppress(SpecError):
+        images = result_cache.scenario(state.document()).job.model.sample == "image"
     with st.sidebar:
         st.markdown("###### Budget")
         left, right = st.columns(2)

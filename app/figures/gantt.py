@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from app.figures.style import (
-    ACTIONS,
     CAPACITY,
     COMMUNICATION,
     MEMORY,
@@ -27,8 +26,7 @@ from app.figures.style import (
 from app.figures.timeline import MemoryCurve, TimelineBox, TimelineResult
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import WORDS
-from simplan.report.drawings.drawing_svg import ink_on
-from simplan.report.drawings.svg import shade
+from simplan.report.drawings.drawing_svg import fill_of, ink_on
 from simplan.units import GIB, format_bytes, format_time
 
 _ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX, _BELOW_PX = 34, 190, 125, 26, 56
@@ -77,7 +75,8 @@ def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = No
     traces += [trace | {"yaxis": f"y{last}"} for trace in memory]
     axes[f"yaxis{last}"] = {"domain": places[-1], "title": "GiB", "rangemode": "tozero", "fixedrange": True}
     capacity = results[0].capacity_bytes
-    near = capacity is not None and capacity < 3 * max(result.peak_bytes for result in results)
+    if capacity is not None and capacity >= 3 * max(result.peak_bytes for result in results):
+        capacity = None  # far above everything
     lowest_s = min(result.window_s[0] for result in results)
     end_s = max(min(result.window_s[1], result.step_time_s) for result in results)
     axes["xaxis"] = {
@@ -96,8 +95,11 @@ def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = No
         margin={"t": 60},
         dragmode="zoom",
         hovermode="closest",
-        annotations=[_note(text, place[1]) for text, place in zip(titles, places, strict=False)],
-        shapes=[across(capacity / GIB, CAPACITY, yaxis=f"y{last}")] if capacity is not None and near else [],
+        annotations=[
+            *(_note(text, place[1]) for text, place in zip(titles, places, strict=False)),
+            *([] if capacity is None else [_note(_capacity_words(results, capacity), places[-1][1])]),
+        ],
+        shapes=[] if capacity is None else [across(capacity / GIB, CAPACITY, yaxis=f"y{last}")],
         **axes,
     )
 
@@ -121,12 +123,32 @@ def _note(text: str, y: float) -> dict[str, Any]:
     return {"text": text, "showarrow": False, "align": "left", "font": {"size": 12}, **place}
 
 
+def _capacity_words(results: Sequence[TimelineResult], capacity_bytes: int) -> str:
+    """Title of the memory: its dashed line, and the plans that do not fit, as the device holds more than tensors."""
+    needs = {result.name: max(curve.device_bytes for curve in result.memory) for result in results}
+    too_large = [name for name, num_bytes in needs.items() if num_bytes > capacity_bytes]
+    size = f"{format_bytes(capacity_bytes)} of the device (dashed)"
+    if not too_large:
+        return f"memory, and {size}"
+    names = f"{' and '.join(too_large)} " if len(results) > 1 else ""
+    return f"<b>{names}{'do' if len(too_large) > 1 else 'does'} not fit</b> in {size}"
+
+
+def label_words(*, several: bool) -> str:
+    """Meaning of the labels of boxes, e.g. ``4B0``; with the stage where a rank has several."""
+    stage, of_stage = ("4", " in stage 4") if several else ("", "")
+    return (
+        f"{stage}B0 is the backward (B) of microbatch 0{of_stage}, F a forward, I and W the parts of a backward for "
+        "inputs and for weights"
+    )
+
+
 def _boxes(result: TimelineResult, unit_s: float, legend: set[str], *, texts: bool) -> Iterable[dict[str, Any]]:
     """One trace per kind and shade of actions, and one for communication; the first of a name is in the legend."""
     by_look: dict[tuple[int, bool, str], list[tuple[int, TimelineBox]]] = {}
     for row, lane in enumerate(result.lanes):
         for box in lane.compute:
-            fill = shade(ACTIONS.get(box.kind, MUTED), lane.stages.index(box.stage), len(lane.stages))
+            fill = fill_of(box.kind, lane.stages.index(box.stage), len(lane.stages))
             by_look.setdefault((_ORDER[box.kind], box.recompute_s > 0, fill), []).append((row, box))
     several = any(len(lane.stages) > 1 for lane in result.lanes)
 

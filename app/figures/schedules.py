@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from app.figures.gantt import boxes_trace, text_inside
-from app.figures.style import ACTIONS, MUTED, Figure, figure, upright
+from app.figures.style import MUTED, Figure, figure, upright
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape
 from simplan.program.schedules.shape import StageTimes, action_ends_s
 from simplan.report.drawings.drawing import WORDS, Box, labels
-from simplan.report.drawings.svg import shade
+from simplan.report.drawings.drawing_svg import fill_of
 
 _ROW_PX, _AROUND_PX = 42, 100
 _MAX_INSTANTS = 120
+_CLOSE = 1e-6  # units; instants and ends are rounded
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,21 @@ class ScheduleTimeline:
         return self.idle / (self.num_ranks * self.length)
 
     @cached_property
-    def most_in_flight(self) -> tuple[int, ...]:
-        """Maximum number of microbatches in flight per rank, counted per stage."""
+    def most_in_flight(self) -> tuple[float, ...]:
+        """Maximum number of microbatches in flight per rank."""
         starts = {box.start_s for row in self.rows for box in row}
         return tuple(max(self.in_flight(rank, time) for time in starts) for rank in range(self.num_ranks))
 
-    def in_flight(self, rank: int, time: float) -> int:
-        """Microbatches in flight on a rank at a time: from the start of F to the end of B, or of W."""
+    def in_flight(self, rank: int, time: float) -> float:
+        """Microbatches in flight on a rank at a time: from the start of F to the end of B, or of W.
+
+        In one of v stages per rank, a microbatch counts 1/v: the stage has that fraction of the rank's layers.
+        """
+        time += _CLOSE
         begun = sum(box.start_s <= time for box in self.rows[rank] if box.action.kind is ActionKind.FORWARD)
         ends = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-        return begun - sum(box.end_s <= time for box in self.rows[rank] if box.action.kind in ends)
+        ended = sum(box.end_s <= time for box in self.rows[rank] if box.action.kind in ends)
+        return (begun - ended) / self.virtual_stages
 
     @property
     def instants(self) -> list[float]:
@@ -93,11 +99,13 @@ def schedule_timeline(
         name: Key of ``SCHEDULE_FACTS``.
         num_ranks, num_microbatches: Size of the pipeline and number of microbatches.
         virtual_stages: Stages per rank, for schedules without a fixed number.
-        times: Forward (F), backward for the input (I) and for the weights (W) of every stage and one microbatch, and
-            the time from the end of an action to the arrival of its result on a neighboring rank.
+        times: Forward (F), backward for the input (I) and for the weights (W) of the layers of one rank and one
+            microbatch, of which every stage takes its fraction, and the time from the end of an action to the arrival
+            of its result on a neighboring rank.
     """
     stages = SCHEDULE_FACTS[name].virtual_stages or virtual_stages
-    stage_times = StageTimes.equal(num_ranks * stages, *times)
+    forward, backward_input, backward_weight = (time / stages for time in times[:3])
+    stage_times = StageTimes.equal(num_ranks * stages, forward, backward_input, backward_weight, times[3])
     table = SCHEDULES[name](PipelineShape(num_ranks, num_microbatches, stages, stage_times))
     ends_s = action_ends_s(table, stage_times)
     rows = tuple(
@@ -120,7 +128,7 @@ def schedule_figure(one: ScheduleTimeline, until: float) -> Figure:
     traces = []
     for kind, place in sorted(groups, key=lambda group: (order.index(group[0]), group[1])):
         boxes = groups[kind, place]
-        fill = shade(ACTIONS.get(kind, MUTED), place, one.virtual_stages)
+        fill = fill_of(kind, place, one.virtual_stages)
         trace = boxes_trace(
             WORDS[kind] + (f", stage {place + 1} of a rank" if several else ""),
             [(rank, box.start_s, min(box.end_s, until)) for rank, box in boxes],
@@ -132,7 +140,7 @@ def schedule_figure(one: ScheduleTimeline, until: float) -> Figure:
         traces.append(trace)
     at_right = {"x": 1.005, "xref": "paper", "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
     notes = [
-        at_right | {"y": rank, "text": f"{one.in_flight(rank, until)} in flight, max {most}"}
+        at_right | {"y": rank, "text": f"{one.in_flight(rank, until):g} in flight, max {most:g}"}
         for rank, most in enumerate(one.most_in_flight)
     ]
     return figure(
@@ -159,7 +167,7 @@ def why_bubble(one: ScheduleTimeline) -> str:
     """Reason of the idle time of a schedule, with its numbers."""
     p, m, v = one.num_ranks, one.num_microbatches, one.virtual_stages
     times = one.times
-    both = times.forward_s[0] + times.backward_input_s[0] + times.backward_weight_s[0]
+    both = v * (times.forward_s[0] + times.backward_input_s[0] + times.backward_weight_s[0])
     fill = (
         f"The first microbatch reaches rank {p - 1} only after {p - 1} other forwards, and its gradient returns to "
         f"rank 0 only after {p - 1} other backwards."
@@ -173,8 +181,9 @@ def why_bubble(one: ScheduleTimeline) -> str:
         )
     if v > 1:
         return (
-            f"{fill} A stage is {v} times smaller than with one stage per rank, and so is this wait. More stages per "
-            "rank make it shorter, and send more activations between ranks."
+            f"{fill} A stage is {v} times smaller than with one stage per rank, and so is this wait: each rank idles "
+            f"(p-1)(F+B)/v = {(p - 1) * both / v:g} units, if m is a multiple of p. More stages per rank send more "
+            "activations between ranks, and keep more microbatches in flight."
         )
     return (
         f"{fill} Each rank therefore idles (p-1)(F+B) = {(p - 1) * both:g} units next to m(F+B) = {m * both:g} of "

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory
 
 MEMORY: Mapping[MemoryCategory, str] = {
@@ -25,15 +24,6 @@ MEMORY: Mapping[MemoryCategory, str] = {
 }
 """Memory categories on a device, in the order of the stack."""
 
-ACTIONS: Mapping[ActionKind, str] = {
-    ActionKind.FORWARD: "#3b7dd8",
-    ActionKind.BACKWARD: "#e5892b",
-    ActionKind.BACKWARD_INPUT: "#1abc9c",
-    ActionKind.BACKWARD_WEIGHT: "#3a7d2c",
-    ActionKind.UNSHARD: "#a79bc9",
-    ActionKind.REDUCE_GRAD: "#a79bc9",
-    ActionKind.OPTIM: "#6b7078",
-}
 COMMUNICATION = "#8c7aa9"
 
 SPLIT: Mapping[str, str] = {

@@ -122,6 +122,6 @@ def terms_figure(rows: Sequence[ComparisonRow]) -> Figure:
         [repeats, errors],
         height=90 + 26 * len(shown),
         barmode="overlay",
-        xaxis={"title": "%"},
+        xaxis={"title": "(predicted - measured) / measured, %"},
         yaxis=CATEGORIES,
     )

@@ -12,7 +12,7 @@ import streamlit as st
 from app import result_cache, state
 from app.components.elements import csv_text, download, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import budget_of, show_budget
+from app.components.verdict import budget_of
 from app.fields import remembered_choice
 from app.figures.compared import (
     ComparedPlan,
@@ -41,9 +41,8 @@ _CURRENT = "A"
 
 def show() -> None:
     """The current scenario next to pinned scenarios."""
-    show_scenario_form()
+    show_scenario_form(budget=True)
     current = result_cache.scenario(state.document())
-    show_budget(images=current.job.model.sample == "image")
     documents = dict(zip(string.ascii_uppercase, [state.document(), *state.pinned()], strict=False))
     _show_chosen(documents)
     with ExitStack() as side_by_side:
@@ -211,9 +210,9 @@ def _difference_sentence(found: Difference, first: str, second: str) -> str:
         escaped(", ".join(difference_words(rows)) or "nothing differs") for rows in (found.time, found.memory)
     )
     return (
-        f"{second} takes **{format_time(abs(found.step_time_s))} {longer}** a step than {first} "
+        f"The step of {second} is **{format_time(abs(found.step_time_s))} {longer}** than that of {first} "
         f"({found.step_time_s / one.step_time_s:+.1%}): {time}. "
-        f"It uses **{format_bytes(abs(more_bytes))} {larger}** memory on its peak-memory rank: {memory}."
+        f"{second} uses **{format_bytes(abs(more_bytes))} {larger}** memory on its peak-memory rank: {memory}."
     )
 
 

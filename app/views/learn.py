@@ -13,6 +13,7 @@ from app import state
 from app.components.elements import csv_text, download, show_figure, show_table
 from app.fields import remembered_choice, remembered_number
 from app.figures.compared import compared_plans, memory_stacks, plan_numbers, step_stacks
+from app.figures.gantt import label_words
 from app.figures.schedules import ScheduleTimeline, schedule_figure, schedule_timeline, why_bubble
 from app.fitting import document_text
 from app.lessons import LESSONS, Knob, numbers_of, sentences_of
@@ -158,10 +159,12 @@ def _show_schedules() -> None:
     bubble = SCHEDULE_FACTS[name].bubble if name != "interleaved_1f1b" or microbatches % ranks == 0 else None
     closed = None if bubble is None else bubble.formula
     formula = f" Closed form {closed}." if closed and not one.times.send_s else ""
+    v = one.virtual_stages
+    of_stages, in_flight = (f", each stage 1/{v}", f": in one of {v} stages, one counts 1/{v}") if v > 1 else ("", "")
     st.caption(
-        f"Bubble fraction {format_percent(one.bubble_fraction)} of {one.length:g} units.{formula} All stages take the "
-        "times above; predictions use actual times. White space is the bubble; the number next to each rank is its "
-        "microbatches in flight."
+        f"Bubble fraction {format_percent(one.bubble_fraction)} of {one.length:g} units.{formula} All ranks take the "
+        f"times above{of_stages}; predictions use actual times. White space is the bubble; the number next to each "
+        f"rank is its microbatches in flight{in_flight}. {label_words(several=v > 1)}."
     )
     rows = [
         {"rank": rank, "action": str(box.action), "start": box.start_s, "end": box.end_s}
@@ -174,9 +177,9 @@ def _show_schedules() -> None:
 def _choose_times() -> tuple[float, float, float, float]:
     """Forward, backward for the input, backward for the weights, and send."""
     labels = (
-        ("Forward F", "lesson_f", 1.0, "Time of a forward of one stage"),
-        ("Input gradient I", "lesson_i", 1.0, "Backward for the input; a full backward B takes I + W"),
-        ("Weight gradient W", "lesson_w", 1.0, "Backward for the weights; a full backward B takes I + W"),
+        ("Forward F", "lesson_f", 1.0, "Forward of all layers of a rank, for one microbatch"),
+        ("Input gradient I", "lesson_i", 1.0, "Their backward for the input; a full backward B takes I + W"),
+        ("Weight gradient W", "lesson_w", 1.0, "Their backward for the weights; a full backward B takes I + W"),
         ("Send", "lesson_send", 0.0, "Time until a result arrives on the next rank; sends overlap with compute"),
     )
     values = []

@@ -117,7 +117,7 @@ def _show_top(scenario: Scenario, result: NetworkResult) -> None:
 def _show_fabric(scenario: Scenario, result: NetworkResult) -> None:
     drawing = result.drawing
     st.subheader("Fabric", help="Sample of the nodes and the switches above them, as `simplan draw --network` draws it")
-    show_drawing("fabric", result.svg)
+    show_drawing("fabric", result.svg, alt=f"Fabric of the cluster: {drawing.words}")
     groups = "; ".join(f"{group.lower} - {group.upper}: {rate_words(group)}" for group in drawing.groups)
     color = "" if result.network is None else " Color of a cable: mean load of its busier direction."
     st.caption(escaped(f"{drawing.words}. Links in each direction: {groups}.{color}"))

@@ -12,7 +12,7 @@ from streamlit.delta_generator import DeltaGenerator
 from app import result_cache, state
 from app.components.elements import csv_text, details, download, meaning, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import budget_of, show_budget, show_numbers, show_verdict
+from app.components.verdict import budget_of, show_numbers, show_verdict
 from app.fields import remembered_choice
 from app.figures.plan import PlanResult, memory_bars, memory_figure, memory_rows, plan_result, waterfall_figure
 from app.fitting import applied, document_text
@@ -38,8 +38,7 @@ def show() -> None:
         scenario = result_cache.scenario(document)
         inputs = result_cache.worker_inputs(document)
     except SimplanError:
-        show_scenario_form()
-        show_budget(images=False)  # the budget may be what is wrong
+        show_scenario_form(budget=True)
         raise
     with begun(plan_result, *inputs):
         _show_plan(document, scenario, inputs)
@@ -50,14 +49,13 @@ def _show_plan(document: dict[str, Any], scenario: Scenario, inputs: tuple[str, 
     try:
         quick = result_cache.headline(document)
     except SimplanError:
-        show_scenario_form()
+        show_scenario_form(budget=True)
         raise
     top, shown = st.container(), None
     if quick is not None:
         shown = _show_top(top, quick, budget, price)
         time.sleep(_HEAD_START_S)
-    show_scenario_form()
-    show_budget(images=scenario.job.model.sample == "image")
+    show_scenario_form(budget=True)
     result = awaited("predicting the step", plan_result, *inputs)
     prediction = result.prediction
     final = headline_of_prediction(prediction)

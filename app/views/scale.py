@@ -7,7 +7,7 @@ import streamlit as st
 from app import result_cache, state
 from app.components.elements import csv_text, download, show_figure
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import budget_of, show_budget
+from app.components.verdict import budget_of
 from app.fields import remembered_choice
 from app.figures.scale import (
     AXES,
@@ -24,7 +24,6 @@ from app.figures.scale import (
 from app.fitting import document_text
 from app.page import bullets, run_page
 from app.result_cache import awaited
-from simplan.errors import SimplanError
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
 
@@ -38,15 +37,9 @@ def _name(axis: str) -> str:
 
 def show() -> None:
     """Curves over an axis, sensitivity to resources, and cost of a slow rank."""
-    show_scenario_form()
+    show_scenario_form(budget=True)
     document = state.document()
-    try:
-        scenario = result_cache.scenario(document)
-    except SimplanError:
-        show_budget(images=False)  # the budget may be what is wrong
-        raise
-    images = scenario.job.model.sample == "image"
-    show_budget(images=images)
+    scenario = result_cache.scenario(document)
     budget, price = budget_of(scenario)
     text = document_text(result_cache.without_budget(document))
     left, right = st.columns(2)

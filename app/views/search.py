@@ -80,7 +80,7 @@ def _search_section() -> dict[str, Any]:
     if _may_compile() and remembered_switch("Compiled and eager", "compiled", help="Compare both in every plan"):
         section["compiled"] = [True, False]
     if "cost" in (first, second):
-        show_budget(images=False)
+        show_budget()
         section["token_budget"] = get(("training", "num_tokens"), TOKENS_START)
     return section
 

@@ -11,7 +11,7 @@ from app import result_cache, state
 from app.components.elements import csv_text, download, show_figure
 from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice, remembered_choices
-from app.figures.gantt import gantt_figure
+from app.figures.gantt import gantt_figure, label_words
 from app.figures.timeline import MAX_BOXES, TimelineResult, timeline_result
 from app.fitting import document_text
 from app.page import escaped, run_page, show_problems
@@ -60,11 +60,12 @@ def show() -> None:
             f"Memory of rank {rank}: tensors peak at {format_bytes(curve.peak[1])} {when}; with the allocator's "
             f"reserve and the device context, {format_bytes(curve.device_bytes)} on the device."
         )
+    labels = label_words(several=any(len(lane.stages) > 1 for result in results for lane in result.lanes))
     ranks_per_lane = results[0].ranks_per_lane
     first = f"lanes show the first of {ranks_per_lane} ranks per pipeline stage; " if ranks_per_lane > 1 else ""
     st.caption(
-        f"Gaps are idle time (bubble); {first}thin lanes are communication; lighter shades are later stages of a "
-        "rank. Drag to zoom, double-click to reset."
+        f"{labels}. Gaps are idle time (bubble); {first}thin lanes are communication; lighter shades are later stages "
+        "of a rank. Drag to zoom, double-click to reset."
     )
     _select_window(results)
     with st.container(horizontal=True):
@@ -133,7 +134,7 @@ def _window() -> tuple[float, float]:
     kept = state.view(_WINDOW, [0.0, 1.0])
     if not isinstance(kept, list) or len(kept) != 2 or not all(isinstance(v, int | float) for v in kept):
         return 0.0, 1.0
-    start, end = (min(1.0, max(0.0, float(value))) for value in kept)
+    start, end = (float(min(1, max(0, value))) for value in kept)
     return (start, end) if start < end else (0.0, 1.0)
 
 

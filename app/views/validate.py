@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -19,10 +20,11 @@ from app.fitting import document_text
 from app.jobs.run import Run, may_run, runs
 from app.page import Following, escaped, run_page
 from app.result_cache import awaited
+from simplan.cli.dashboard import is_local
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
 from simplan.io import json_text
-from simplan.report.comparison import candidate_causes
+from simplan.report.comparison import alone_words, candidate_causes, factor_words
 from simplan.units import counted, format_percent, format_time
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison
@@ -79,7 +81,8 @@ def _show_uploaded() -> None:
             "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, drop its log (Megatron-LM, "
             "Megatron Bridge, NeMo, torchtitan, DeepSpeed, Hugging Face Trainer), a trace of torch.profiler or a "
             "memory snapshot; or write `step_times_s: [2.41, 2.39, 2.44]` into a YAML file. Files are read as data "
-            "and not stored. Prediction and measurement must be of the same job."
+            "and not stored. Prediction and measurement must be of the same job. "
+            f"`simplan compare` also reads files of more than {limit} MiB."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
     if measurement is None:
@@ -131,7 +134,7 @@ def _show_start() -> None:
 def _watch(run: Run) -> Following:
     def progress() -> ProgressBar:
         share, words = run.progress
-        return ProgressBar(share, "stopping the ranks" if run.stopped else words)
+        return ProgressBar(share, "stopping the ranks" if run.stopped else _without_folders(words))
 
     place = show_progress(progress(), run.stop)
     return partial(follow, place, lambda: progress() if run.is_going else None)
@@ -140,24 +143,37 @@ def _watch(run: Run) -> Following:
 def _show_last(run: Run) -> None:
     st.subheader("Last run")
     if run.stopped:
-        st.caption(f"Stopped after {run.steps_done} steps; files are in {escaped(str(run.folder))}.")
+        st.caption(f"Stopped after {run.steps_done} steps; files are in {_shown(str(run.folder))}.")
         return
     if run.failed:
         last = (run.stderr_tail.splitlines() or ["the run ended without output"])[-1]
-        st.warning(escaped(last.removeprefix("error: ")))
+        st.warning(_shown(last.removeprefix("error: ")))
         return
     names = ("prediction.json", "measurement.json")
     try:
         prediction, measurement = ((run.folder / name).read_bytes() for name in names)
     except OSError:
-        st.caption(f"Files in {escaped(str(run.folder))} are missing.")
+        st.caption(f"Files in {_shown(str(run.folder))} are missing.")
         return
-    st.caption(f"Files are in {escaped(str(run.folder))}.")
+    st.caption(f"Files are in {_shown(str(run.folder))}.")
     try:
         measured = uploads.measured_of(names[1], measurement)
         show_result(result_of_files(uploads.prediction_of(names[0], prediction), measured))
     except SpecError as error:
-        st.warning(escaped(str(error)))
+        st.warning(_shown(str(error)))
+
+
+def _shown(text: str) -> str:
+    """Text about a run as Markdown."""
+    return escaped(_without_folders(text))
+
+
+def _without_folders(text: str) -> str:
+    """Text without folders of the server's user, where other machines reach the server."""
+    if not is_local(st.get_option("server.address") or "localhost"):
+        for folder in sorted({str(Path.cwd()), str(Path.home())} - {"/"}, key=len, reverse=True):
+            text = text.replace(folder, "(server)")
+    return text
 
 
 def show_result(result: MeasuredResult | LoggedComparison) -> None:
@@ -195,7 +211,7 @@ def _show_logged(comparison: LoggedComparison) -> None:
             st.caption("No single category could be that much smaller.")
         tables["Memory"] = [
             {"category": term.category.replace("_", " "), "predicted, GiB": term.predicted_gib}
-            | ({"factor alone": term.factor} if single else {})
+            | ({"factor alone": factor_words(term.factor)} if single else {})
             for term in comparison.memory_terms
         ]
         _show_rows(tables["Memory"])
@@ -206,7 +222,7 @@ def _show_logged(comparison: LoggedComparison) -> None:
         st.caption(escaped(f"{sentence[0].upper()}{sentence[1:]}."))
         tables["Parts"] = [
             {"part": part.part, "predicted, ms": part.predicted_s * 1e3, "hidden, ms": part.hidden_s * 1e3}
-            | {"std, ms": part.std_s * 1e3, "slowdown alone": part.times_as_long}
+            | {"std, ms": part.std_s * 1e3, "slowdown alone": alone_words(part)}
             for part in comparison.parts
         ]
         _show_rows(tables["Parts"])
@@ -229,7 +245,7 @@ def _show_measured(result: MeasuredResult) -> None:
     alt = "Errors of all terms next to the spread of the repeats"
     show_figure(terms_figure(comparison.rows), "errors by term", alt=alt)
     st.subheader("Predicted and measured step", help="The measured step is the one with the median time")
-    show_drawing("steps", result.svg)
+    show_drawing("steps", result.svg, alt="Actions of every rank over the step, predicted and measured")
     rows = [
         {"term": row.name, "predicted": row.predicted, "measured": row.measured, "unit": row.unit}
         | {"error": row.signed_error, "spread": row.spread, "within the spread": row.within_spread}
@@ -267,10 +283,12 @@ def _metrics(
     """Label, value and help of both step times and the error."""
     step = found.rows[0]
     low_s, high_s = (format_time(seconds) for seconds in interval_s)
+    longer = step.measured / step.predicted - 1
+    about = f"measured / predicted - 1. Error, (predicted - measured) / measured: {step.signed_error or 0:+.1%}"
     return [
         ("Predicted step", format_time(step.predicted), f"90 % interval {low_s} to {high_s}"),
         ("Measured step", format_time(step.measured), measured),
-        ("Error", f"{step.signed_error or 0:+.1%}", "(predicted - measured) / measured"),
+        ("Your run", f"{format_percent(abs(longer))} {'slower' if longer > 0 else 'faster'}", about),
         ("Spread", "unknown" if step.spread is None else f"+/- {format_percent(step.spread)}", "Spread of the steps"),
         ("In the interval", "yes" if found.interval_holds else "no", "Measured step time inside the 90 % interval"),
     ]

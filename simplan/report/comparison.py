@@ -275,14 +275,19 @@ def _memory_terms(terms: tuple[MemoryTerm, ...]) -> str:
     single = any(term.factor is not None for term in terms)
     headers = ["at the predicted peak", "predicted", *(["alone"] if single else [])]
     rows = [
-        [term.category.replace("_", " "), _value(term.predicted_gib, "GiB"), *([_times(term.factor)] if single else [])]
+        [
+            term.category.replace("_", " "),
+            _value(term.predicted_gib, "GiB"),
+            *([factor_words(term.factor)] if single else []),
+        ]
         for term in terms
     ]
     text = format_table_text(headers, rows, indent=0)
     return text if single else f"{text}\nno single category could be that much smaller"
 
 
-def _times(factor: float | None) -> str:
+def factor_words(factor: float | None) -> str:
+    """``x 1.20``; ``x > 100`` for a factor that says nothing but that; empty for None."""
     return "" if factor is None else f"x {factor:,.2f}" if factor < _MAX_FACTOR else f"x > {_MAX_FACTOR}"
 
 
@@ -338,13 +343,15 @@ def _cells(part: UncertainTerm) -> Iterator[str]:
     yield format_time(part.hidden_s) if _moves(part) else ""
     yield f"+/- {100 * part.relative_std:.0f} %"
     yield f"+/- {format_time(part.std_s)}"
-    yield _alone(part)
+    yield alone_words(part)
 
 
-def _alone(part: UncertainTerm) -> str:
-    """``x 1.20``; ``<= x 1.20`` for communication that overlaps compute, ``>= x 0.80`` where it would be faster."""
+def alone_words(part: UncertainTerm) -> str:
+    """``x 1.20``; ``<= x 1.20`` for communication that overlaps compute, ``>= x 0.80`` where it would be faster.
+
+    Empty if unknown, also for a bound so far away that it bounds nothing.
+    """
     times = part.times_as_long
-    if times is None:
-        return ""
-    bound = ("<= " if times > 1 else ">= ") if part.hidden_s else ""
-    return f"{bound}x {times:,.2f}" if bound else _times(times)
+    if times is None or not part.hidden_s:
+        return factor_words(times)
+    return "" if times >= _MAX_FACTOR else f"{'<=' if times > 1 else '>='} x {times:,.2f}"

@@ -10,9 +10,9 @@ from simplan.cluster.topology import Torus, topology_problems
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.plan.placement import DEFAULT_ORDER, Placement, axes_of, placed_order
-from simplan.rules.rule import problem_of, rule, unmodelled
+from simplan.rules.rule import nearest_multiples, problem_of, rule, unmodelled
 from simplan.units import counted
-from simplan.wording import either
+from simplan.wording import divisors, either
 
 
 @rule("devices of one node need a link", reads_cluster=True)
@@ -206,13 +206,7 @@ def devices(job: Job) -> Iterator[Problem]:
     needed, there = plan.num_devices, job.cluster.num_devices
     if needed == there:
         return
-    fixes = []
-    sharded = plan.dp_shard > 1 or (plan.dp_replicate == 1 and 3 in job.software.zero_stages)
-    degrees = (("dp_shard", there if sharded else 0), ("dp_replicate", there), ("pp", job.model.num_blocks))
-    for key, most in degrees:
-        others = needed // getattr(plan, key)
-        if there % others == 0 and there // others <= most:
-            fixes.append(f"{key} = {there // others}")
+    fixes = [*_fitting_degrees(job)] or [*_smaller_degree(job)]
     fixes.append(f"num_devices = {needed} without num_nodes")
     factors = [
         f"{key} {getattr(plan, key)}"
@@ -225,6 +219,45 @@ def devices(job: Job) -> Iterator[Problem]:
         rule=f"the plan needs {needed} devices and the cluster has {there}",
         fix=f"use {either(fixes)}",
     )
+
+
+def _fitting_degrees(job: Job) -> Iterator[str]:
+    """Changes of one degree with which a plan has the devices of the cluster."""
+    plan, there = job.plan, job.cluster.num_devices
+    degrees = (("dp_shard", there if _may_shard(job) else 0), ("dp_replicate", there), ("pp", job.model.num_blocks))
+    for key, most in degrees:
+        others = plan.num_devices // getattr(plan, key)
+        if there % others == 0 and there // others <= most:
+            batch = [] if key == "pp" else _batch_of(job, there // (plan.tp * plan.cp * plan.pp))
+            yield " with ".join((f"{key} = {there // others}", *batch))
+
+
+def _smaller_degree(job: Job) -> Iterator[str]:
+    """The largest smaller degree that divides the devices, with the data parallelism that the others leave."""
+    plan, there = job.plan, job.cluster.num_devices
+    if plan.dp_shard > 1 and plan.dp_replicate > 1:
+        return
+    for key in ("tp", "cp", "pp"):
+        others = plan.tp * plan.cp * plan.pp // getattr(plan, key)
+        for size in reversed(divisors(getattr(plan, key))[:-1]):
+            dp, rest = divmod(there, others * size)
+            if not rest:
+                data = f"{'dp_shard' if _may_shard(job) else 'dp_replicate'} = {dp}"
+                yield f"{key} = {size} with {' and '.join((data, *_batch_of(job, dp)))}"
+                return
+
+
+def _may_shard(job: Job) -> bool:
+    plan = job.plan
+    return plan.dp_shard > 1 or (plan.dp_replicate == 1 and 3 in job.software.zero_stages)
+
+
+def _batch_of(job: Job, dp: int) -> Iterator[str]:
+    """The nearest batch for a number of data-parallel ranks, where that of the job cannot be divided among them."""
+    batch, unit = job.training.global_batch_size, dp * job.plan.microbatch_size
+    if batch % unit and not isinstance(job.plan.microbatch_sizes, tuple):
+        nearest = min(nearest_multiples(batch, unit), key=lambda each: abs(each - batch))
+        yield f"training.global_batch_size = {nearest}"
 
 
 @rule("tensor-parallel groups stay inside a node (search.tp_across_nodes lifts it)", reads="tp", reads_cluster=True)

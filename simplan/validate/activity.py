@@ -153,7 +153,6 @@ def _gap(start_s: float, end_s: float, transfers: Sequence[Transfer], activity: 
 _SHARES = {
     SpanKind.COMPUTE: ActivityShare.COMPUTE,
     SpanKind.OPTIMIZER: ActivityShare.OPTIMIZER,
-    SpanKind.HOST: ActivityShare.HOST,
 }
 _WORDS = {
     ActionKind.FORWARD: "forward",
@@ -179,9 +178,11 @@ _STREAMS = {
 
 
 def busy_span(action: str, kind: SpanKind, start_s: float, end_s: float) -> Busy:
-    """Convert a span of the compute stream."""
+    """Convert a span of the compute stream; a part belongs to one share."""
     if kind is SpanKind.RECOMPUTE:
         return Busy(start_s, end_s, ActivityShare.RECOMPUTE, "recomputation")
+    if kind is SpanKind.HOST:
+        return Busy(start_s, end_s, ActivityShare.HOST, "the host")
     parsed = Action.parse(action).kind
     clips = parsed is ActionKind.OPTIM and kind is SpanKind.COMPUTE
     return Busy(start_s, end_s, _SHARES[kind], CLIPPING if clips else _WORDS.get(parsed, str(parsed)))

@@ -33,10 +33,6 @@ _KINDS = {
     ActivityShare.OPTIMIZER: SpanKind.OPTIMIZER,
     ActivityShare.HOST: SpanKind.HOST,
 }
-_OWN_WORDS = {
-    ActivityShare.RECOMPUTE: "recomputation",
-    ActivityShare.HOST: "the host",
-}  # names regardless of the action
 _MILLISECONDS = (300, 3000)  # times the predicted step: the log may be in milliseconds
 _SAME_JOB = 0.02  # a throughput and a step time of one job agree within the digits of a log
 _MAX_NAMED = 8
@@ -270,7 +266,7 @@ def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[Uncer
     hidden_s = _hidden_s(timeline, rows)
     on_path_s = dict.fromkeys(((ActivityShare.EXPOSED_COMMUNICATION, part) for part in hidden_s), 0.0)
     for piece in critical_pieces(rows, timeline.step_time_s):
-        key = piece.share, _OWN_WORDS.get(piece.share, piece.part)
+        key = piece.share, piece.part
         on_path_s[key] = on_path_s.get(key, 0.0) + piece.duration_s
     stds = _relative_stds(prediction)
     terms = (

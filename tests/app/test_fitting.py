@@ -15,7 +15,6 @@ from app.fitting import (
     fitted,
     mended,
     microbatch_sizes,
-    plan_value,
     valid_values,
     with_plan,
 )
@@ -24,7 +23,6 @@ from simplan import catalog
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict, predict_step
-from simplan.predict.step_summary import evaluate_step
 from simplan.scenario import parse_scenario
 from simplan.search.fixes import fixes
 from tests.app.figures.drawn import checked
@@ -94,32 +92,22 @@ def test_an_applied_fix_is_the_job_that_was_predicted() -> None:
         assert parse_scenario(document_text(applied(document, fix.changes))).job == fix.job
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {**START, "cluster": {"preset": "dgx-h100", "num_devices": 8}, "training": {"global_batch_size": 16},
-         "model": {"preset": "llama3-8b", "seq_len": 8192}},
-        {**START, "cluster": {"preset": "dgx-a100-40gb", "num_devices": 8}, "model": {"preset": "llama2-7b"},
-         "training": {"global_batch_size": 32}},
-    ],
-)  # fmt: skip
-def test_no_fitting_point_of_importance_beats_the_search(document: dict[str, Any]) -> None:
+def test_no_fitting_point_of_importance_beats_the_search() -> None:
+    cluster, training = {"preset": "dgx-a100-40gb", "num_devices": 8}, {"global_batch_size": 32}
+    document = {**START, "cluster": cluster, "model": {"preset": "llama2-7b"}, "training": training}
     asked = {key: value for key, value in document.items() if key != "plan"}
     best = search_plans(document_text(asked | {"search": {"top": 1}}), lambda _: None).ranked[0]
     effects = setting_effects(document_text(with_plan(document, best)), 0.95)
-    least_s = best.step_time_s * (1 - 1e-9)
-    assert [one for one in effects if one.fits and one.searched and one.step_time_s < least_s] == []
+    assert [one for one in effects if one.fits and one.step_time_s < best.step_time_s * (1 - 1e-9)] == []
     assert any(one.fits and one.searched for one in effects)
 
 
-@pytest.mark.parametrize("plan", [{"dp_shard": 64}, {"dp_shard": 64, "zero_stage": 1}, {"dp_replicate": 64}])
-def test_form_shows_the_gradient_reduction_in_effect(plan: dict[str, Any]) -> None:
-    document = {**START, "plan": plan}
-    job = parse_scenario(document_text(document)).job
-    shown = plan_value(document, "grad_sync")
-    assert shown in ("step", "microbatch")
-    same = parse_scenario(document_text({**START, "plan": {**plan, "grad_sync": shown}})).job
-    assert evaluate_step(same) == evaluate_step(job)
+def test_best_plan_of_the_first_question_is_beaten_by_no_point_of_importance() -> None:
+    """The best plan of a search with the default ranges, which takes minutes; the form may choose every point."""
+    best = {**START, "plan": {"dp_shard": 64, "microbatch_size": 2, "recompute": "full"}}
+    effects = setting_effects(document_text(best), 0.95)
+    assert [(one.key, one.value) for one in effects if one.fits and one.step_time_change < 0] == []
+    assert any(one.fits for one in effects)
 
 
 @pytest.mark.parametrize(("software", "offered"), [("torch", False), ("maxtext", True)])
@@ -143,3 +131,8 @@ def test_importance_is_the_change_that_predict_has() -> None:
     assert sum(len(trace.x) for trace in drawn.data) == len(effects)
     most = max(effects, key=lambda one: abs(one.step_time_change))
     assert drawn.layout.yaxis.categoryarray[0] == most.key, "the most important setting is on top"
+    sizes, capacity = sorted(one.device_bytes for one in effects), base.capacity_bytes
+    assert capacity is not None
+    limit = sizes[len(sizes) // 2]
+    for one in setting_effects(document_text(document), (limit + 0.5) / capacity):
+        assert one.fits is (one.device_bytes <= limit), "the limit of a search, not the whole device"

@@ -116,3 +116,5 @@ def test_figures_have_words(page: Any, served: str, name: str) -> None:
     assert charts.count() == named.count()
     for figure in named.all():
         assert len(figure.get_attribute("aria-label").split()) > 2
+    drawings = page.locator("[data-testid=stImage] img")
+    assert all(drawing.get_attribute("alt") for drawing in drawings.all())

@@ -511,3 +511,18 @@ def test_way_out_of_compiled_low_precision_is_one(precision: str) -> None:
         other = replace(job, software=catalog.software(name).model_copy(update={"compiled": True}))
         assert not violations(other.with_changes({"training.precision": precision}))
         assert other.software.rates.attention_kernel == "flash2", "as the fix says"
+
+
+@pytest.mark.parametrize("devices", [3, 7, 12, 24, 40, 48, 96])
+@pytest.mark.parametrize("plan", [{"dp_shard": 8, "tp": 2}, {"tp": 6}, {"dp_replicate": 4, "pp": 2}])
+def test_fix_for_other_devices_leaves_no_problem(plan: dict[str, Any], devices: int) -> None:
+    """Also where the batch of 24 cannot be divided among the new data-parallel ranks."""
+    cluster = catalog.cluster("dgx-h100", devices)
+    (sentence,) = problems(LLAMA, plan, cluster=cluster)
+    fixes = sentence.partition("; use ")[2].partition(" or num_devices = ")[0]
+    assert fixes
+    for fix in re.split(", | or ", fixes):
+        changes = dict(re.findall(r"([\w.]+) = (\d+)", fix))
+        batch = int(changes.pop("training.global_batch_size", 24))
+        fixed = plan | {key: int(value) for key, value in changes.items()}
+        assert problems(LLAMA, fixed, cluster=cluster, global_batch_size=batch) == []

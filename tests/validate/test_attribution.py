@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
-from simplan.program.timeline import SpanKind, Timeline
+from simplan.program.timeline import COMPUTING, SpanKind, Timeline
 from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
-from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, pieces_of
+from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, busy_span, pieces_of
 from simplan.validate.attribution import attribute, critical_pieces
 from tests.validate.measuring import predicted
 
@@ -247,3 +247,14 @@ def test_both_steps_are_drawn_on_one_axis() -> None:
 
 def test_without_a_recorded_step_there_are_no_terms() -> None:
     assert attribute(Timeline((), 0, 1.0), measured(PIPELINE, {}, {}, 1.0)) == ((), ())
+
+
+def test_part_of_a_step_belongs_to_one_share() -> None:
+    """Rows of a comparison have the name of a part: no two have the same."""
+    shares: dict[str, set[ActivityShare]] = {}
+    for action in ("0F1", "0B1", "0I1", "0W1", "0UNSHARD", "0REDUCE_GRAD", "0OPTIM"):
+        kinds = {*COMPUTING, SpanKind.HOST} | ({SpanKind.OPTIMIZER} if action == "0OPTIM" else set())
+        for kind in kinds:
+            busy = busy_span(action, kind, 0.0, 1.0)
+            shares.setdefault(busy.part, set()).add(busy.share)
+    assert [part for part, found in shares.items() if len(found) > 1] == []

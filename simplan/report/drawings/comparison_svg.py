@@ -102,7 +102,7 @@ def _stripe(piece: Piece, drawing: ComparisonDrawing, top: float) -> Element:
 
 def _legend(drawing: ComparisonDrawing, top: float) -> list[Element]:
     kinds = {box.action.kind for row in drawing.rows for box in row.boxes}
-    entries = [(COLOURS[kind], WORDS[kind]) for kind in ActionKind if kind in kinds]
+    entries = [(COLOURS[kind], f"{kind}: {WORDS[kind]}") for kind in ActionKind if kind in kinds]
     entries += [(colour, share.replace("_", " ")) for share, colour in _STRIPES.items()]
     entries.append((LANE, "waiting"))
     parts, left = [], float(_LEFT)

@@ -22,15 +22,15 @@ from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, pictur
 from simplan.units import format_time
 
 COLOURS = {
-    ActionKind.FORWARD: "#1d5fa8",
-    ActionKind.BACKWARD: "#2e7d32",
-    ActionKind.BACKWARD_INPUT: "#4db6ac",
-    ActionKind.BACKWARD_WEIGHT: "#f28e2b",
-    ActionKind.UNSHARD: "#b9a6cf",
-    ActionKind.REDUCE_GRAD: "#b9a6cf",
-    ActionKind.OPTIM: "#8a8f98",
+    ActionKind.FORWARD: "#3b7dd8",
+    ActionKind.BACKWARD: "#e5892b",
+    ActionKind.BACKWARD_INPUT: "#1abc9c",
+    ActionKind.BACKWARD_WEIGHT: "#3a7d2c",
+    ActionKind.UNSHARD: "#a79bc9",
+    ActionKind.REDUCE_GRAD: "#a79bc9",
+    ActionKind.OPTIM: "#6b7078",
 }
-"""Fill of a rank's first stage; they differ in lightness too."""
+"""Fill of a rank's first stage, in every drawing; they differ for people who miss one kind of cone, too."""
 
 LANE, GRID = "#eef0f3", "#c9ced6"
 _WIDTH, _LEFT, _RIGHT, _TOP = 1200, 76, 128, 84

@@ -8,8 +8,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from app.figures.style import ACTIONS, MEMORY, PLANS, SPLIT
+from app.figures.style import MEMORY, PLANS, SPLIT
 from simplan.program.program import MemoryCategory
+from simplan.report.drawings.drawing_svg import COLOURS
 
 SEEN = {
     "all three": np.eye(3),
@@ -39,7 +40,7 @@ def _apart(colours: Iterable[tuple[str, str]], seen: str) -> float:
 
 @pytest.mark.parametrize("seen", SEEN)
 def test_colours_are_told_apart(seen: str) -> None:
-    for colours in (set(ACTIONS.values()), set(SPLIT.values()), set(PLANS)):
+    for colours in (set(COLOURS.values()), set(SPLIT.values()), set(PLANS)):
         assert _apart(combinations(colours, 2), seen) > 14
     rest = {colour for category, colour in MEMORY.items() if category not in GIVEN}
     assert _apart(combinations(rest, 2), seen) > 10

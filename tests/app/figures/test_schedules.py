@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.figures.schedules import schedule_figure, schedule_timeline
+from app.figures.schedules import schedule_figure, schedule_timeline, why_bubble
 from simplan.plan.schedules import SCHEDULE_FACTS
 from tests.app.figures.drawn import checked
 
@@ -15,6 +15,19 @@ def test_what_ranks_hold() -> None:
     one = schedule_timeline("1f1b", 4, 8)
     assert one.most_in_flight == (4, 3, 2, 1)
     assert [one.in_flight(rank, one.length) for rank in range(4)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_interleaving_splits_the_same_model(stages: int) -> None:
+    """Length and bubble: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; memory: arXiv:2205.05198, 4.2.3."""
+    p, m, both = 4, 8, 2.5
+    one = schedule_timeline("interleaved_1f1b", p, m, stages, (1.0, 0.5, 1.0, 0.0))
+    assert one.length == pytest.approx((stages * m + p - 1) * both / stages)
+    assert one.idle == pytest.approx(p * (p - 1) * both / stages)
+    assert one.most_in_flight[0] == pytest.approx(p * (1 + (p - 1) / (p * stages)))
+    assert f"= {(p - 1) * both / stages:g} units" in why_bubble(one)
+    v_shaped, plain = (schedule_timeline(name, p, m) for name in ("zb-v", "1f1b"))
+    assert v_shaped.num_ranks * v_shaped.length - v_shaped.idle == pytest.approx(p * plain.length - plain.idle)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_FACTS)

@@ -11,12 +11,13 @@ import pytest
 
 from app.figures import timeline
 from app.figures.gantt import gantt_figure
-from app.figures.style import ACTIONS, COMMUNICATION
+from app.figures.style import COMMUNICATION
 from app.figures.timeline import timeline_result
 from app.predictions import trace_text
 from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory
 from simplan.report.drawings.drawing import draw_pipeline
+from simplan.report.drawings.drawing_svg import COLOURS
 from tests.app.figures.drawn import checked
 from tests.app.questions import predicted, text_of
 
@@ -106,8 +107,8 @@ def test_the_figure_is_to_scale_with_rank_0_on_top() -> None:
     figure = checked(gantt_figure([result]))
     bars = [trace for trace in figure.data if trace.type == "bar"]
     colours = {trace.name: trace.marker.color for trace in bars}
-    assert colours["forward"] == ACTIONS[ActionKind.FORWARD]
-    assert colours["backward of inputs"] == ACTIONS[ActionKind.BACKWARD_INPUT]
+    assert colours["forward"] == COLOURS[ActionKind.FORWARD]
+    assert colours["backward of inputs"] == COLOURS[ActionKind.BACKWARD_INPUT]
     assert colours["communication"] == COMMUNICATION
     drawn_s = sum(sum(trace.x) for trace in bars if trace.name != "communication") * 1e-3
     assert drawn_s == pytest.approx(sum(box.end_s - box.start_s for lane in result.lanes for box in lane.compute))
@@ -124,6 +125,19 @@ def test_several_schedules_share_one_axis() -> None:
     assert figure.layout.xaxis.range[1] * 1e-3 >= max(result.step_time_s for result in results)
     lines = [trace for trace in figure.data if trace.type == "scatter" and trace.mode == "lines"]
     assert [len(trace.x) > 2 for trace in lines] == [True, True]
+
+
+def test_line_of_the_device_says_which_plan_does_not_fit() -> None:
+    results = [timeline_result(text_of(name), 0) for name in ("zb-h1", "interleaved")]
+    first, second = (max(curve.device_bytes for curve in result.memory) for result in results)
+    cases = {max(first, second): [], min(first, second): [results[first < second]], 2**20: results}
+    for capacity, too_large in cases.items():
+        results = [replace(result, capacity_bytes=capacity) for result in results]
+        [text] = [n.text for n in checked(gantt_figure(results)).layout.annotations if "of the device" in n.text]
+        assert ("not fit" in text) is bool(too_large)
+        assert [result.name for result in results if result.name in text] == [one.name for one in too_large]
+    alone = replace(results[0], capacity_bytes=first // 2)
+    assert any("<b>does not fit" in note.text for note in checked(gantt_figure([alone])).layout.annotations)
 
 
 def test_results_travel_and_the_trace_is_whole() -> None:

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.page import escaped
 from app.state import decode
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict
@@ -168,6 +169,14 @@ def test_what_is_wrong_is_a_sentence() -> None:
     assert "needs 3 devices" in page.warning[0].value
     page = opened(document={**SMALL, "model": {"hf_config": "/etc/hostname"}})
     assert "names a file" in page.warning[0].value.replace("\\", "")
+
+
+def test_markdown_shows_text_as_it_is_and_code_as_code() -> None:
+    """CommonMark 0.31.2, sections 2.4 and 6.1; of GitHub's tables, a bar ends a cell of a table even in code."""
+    assert escaped("use `simplan predict FILE` for tp_2") == "use `simplan predict FILE` for tp\\_2"
+    assert escaped("a ``Job`` of *x*") == "a ``Job`` of \\*x\\*"
+    assert escaped("one ` alone") == "one \\` alone"
+    assert escaped("`a|b` and `c`") == "\\`a\\|b\\` and `c`"
 
 
 def test_schedules_stand_over_each_other() -> None:

@@ -6,9 +6,11 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import streamlit
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -96,6 +98,26 @@ def test_a_source_is_said_to_be_fitted_or_held_out(source: str, words: str, monk
     assert words in caption
 
 
+@pytest.mark.parametrize("address", ["localhost", "0.0.0.0"])
+def test_folders_of_the_server_are_shown_to_its_own_machine_only(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    option = streamlit.get_option
+    monkeypatch.setattr(streamlit, "get_option", lambda key: address if key == "server.address" else option(key))
+    folder = Path.cwd() / "simplan-out" / "dashboard" / "20261129-of-mine"
+    ends: list[dict[str, Any]] = [
+        {"stopped": True, "failed": False},
+        {"stopped": False, "failed": True, "stderr_tail": f"error: {folder}/rank0.txt: is damaged"},
+        {"stopped": False, "failed": False},
+    ]
+    for end in ends:
+        run = SimpleNamespace(folder=folder, is_going=False, steps_done=3, **end)
+        monkeypatch.setattr(runs(), "last", run)
+        page = opened("validate", HERE, {"held": "run"})
+        assert_no_bug(page)
+        text = "\n".join(shown.value for shown in (*page.caption, *page.warning)).replace("\\", "")
+        assert "20261129-of-mine" in text
+        assert (str(Path.cwd()) in text) is (address == "localhost")
+
+
 def test_terms_of_a_comparison_sum_to_its_error() -> None:
     def page() -> None:
         from app import uploads
@@ -133,6 +155,7 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     assert [table.columns[0] for table in tables] == ["change", "part"]
     assert {"step error, %", "peak error, %"} < {*tables[0].columns}
     parts = tables[-1]
+    assert all(words == "" or "x " in words for words in parts["slowdown alone"])
     prediction_s = json.loads(made()[0])["step_time_s"]
     assert parts["predicted, ms"].sum() == pytest.approx(1e3 * prediction_s, rel=0.02)
 
@@ -148,7 +171,7 @@ def test_measurement_is_compared_with_the_current_scenario() -> None:
     assert_no_bug(page)
     values = {metric.label: metric.value for metric in page.metric}
     assert values["Predicted step"] == format_time(json.loads(prediction)["step_time_s"])
-    assert values["Error"] == f"{1 / 1.1 - 1:+.1%}"
+    assert values["Your run"] == "10.0 % slower"
     page = opened("validate", dict(SMALL), {"held": "measured"})
     page.file_uploader(key="measurement file").upload("m.json", measurement, "application/json").run()
     assert "differs between prediction and measurement" in page.warning[0].value
