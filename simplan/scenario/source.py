@@ -265,10 +265,10 @@ def _full_key(key: str) -> str:
     """Dotted key of a key with or without its section."""
     if key in ("software", NUM_MICROBATCHES, GLOBAL_BATCH_TOKENS):
         return key
-    return "cluster.preset" if key == "cluster" else full_key(key, _SECTIONS)
+    return "cluster.preset" if key == "cluster" else full_key(key, _KEYED)
 
 
-_SECTIONS: dict[str, type[Spec]] = {
+_KEYED: dict[str, type[Spec]] = {
     "plan": ParallelPlan,
     "training": TrainingSection,
     "cluster": ClusterSection,
