@@ -154,7 +154,7 @@ def test_every_function_takes_the_same_keys(job: simplan.Job) -> None:
     alone = simplan.sweep(job.with_changes(global_batch_size=32), {"plan.tp": [2], "plan.microbatch_size": [1]})
     assert swept["step_time_s"][2] == alone["step_time_s"][0]
     assert "dp_shard" in simplan.sweep(job, tp=[2])
-    space = {"tp": [1], "pp": [1], "microbatch_size": [1, 2], "top": 1}
+    space: dict[str, Any] = {"tp": [1], "pp": [1], "microbatch_size": [1, 2], "top": 1}
     found = simplan.search(FSDP, **space, global_batch_size=32)
     asked = simplan.search(job.with_changes(global_batch_size=32), space)
     mixed = simplan.search(job, {"tp": 1, "pp": 1}, microbatch_size=[1, 2], top=1, global_batch_size=32)

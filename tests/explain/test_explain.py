@@ -10,7 +10,7 @@ import pytest
 from benchmarks.job_draw import random_scenario
 from simplan import catalog
 from simplan.explain import ExplainedTerm, Explanation, difference, explain
-from simplan.explain.term import exposed_s
+from simplan.explain.term import ExplainedPart, exposed_s
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
@@ -93,7 +93,8 @@ def _check_rows(prediction: Prediction, simulated: Simulated) -> None:
     assert sum(term.value for term in explanation.time) == pytest.approx(prediction.step_time_s, rel=1e-9)
     for term in (*explanation.time, *explanation.memory, *explanation.figures):
         whole = explanation.device_bytes if term.unit == "bytes" else explanation.step_time_s
-        for row in (term, *term.parts):
+        rows: tuple[ExplainedTerm | ExplainedPart, ...] = (term, *term.parts)
+        for row in rows:
             worth = value_of(row.formula)
             assert worth == pytest.approx(row.value, rel=0.01, abs=1e-9 * whole), (term.name, row.name, row.formula)
         if term.parts and term.group != "exposed communication":
