@@ -499,10 +499,12 @@ def _split_table(prediction: Prediction) -> str:
 
 def _worst_memory_table(prediction: Prediction) -> str:
     worst = prediction.worst_memory
-    total = sum(worst.by_category.values())
+    sizes = {str(category).replace("_", " "): num_bytes for category, num_bytes in worst.by_category.items()}
+    sizes["allocator reserve"] = worst.reserved_bytes - worst.allocated_bytes
+    total = sum(sizes.values())
     rows = [
-        [str(category).replace("_", " "), format_bytes(num_bytes), format_percent(num_bytes / total if total else 0.0)]
-        for category, num_bytes in sorted(worst.by_category.items(), key=lambda item: -item[1])
+        [name, format_bytes(num_bytes), format_percent(num_bytes / total)]
+        for name, num_bytes in sorted(sizes.items(), key=lambda item: -item[1])
         if num_bytes
     ]
     when = f"during {worst.peak_action}" if worst.peak_action else "between steps"
