@@ -407,10 +407,16 @@ class Jobs:
         if not (reusable and self._keep):
             _end(child)
             child = _worker() if self._keep and not self._closed else None  # ready before the next request
-        if child is not None:
-            with self._lock:
-                self._idle.append(child)
+        if child is not None and not self._keeps(child):
+            _end(child)
         return is_large
+
+    def _keeps(self, child: subprocess.Popen[bytes]) -> bool:
+        """Adds a worker to the idle ones; False if all have ended."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(child)
+            return not self._closed
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from app.figures.plans import Pace, search_plans
-from app.jobs.job import Failed, Jobs, StartedJob, State, TaskRequest
+from app.jobs.job import Failed, Jobs, StartedJob, State, TaskRequest, _worker
 from app.jobs.limits import Limits
 from simplan.errors import RunError, SpecError
 from simplan.scenario import parse_search
@@ -134,6 +135,20 @@ def test_large_jobs_leave_one_worker_to_small_ones() -> None:
         next(job for job in large if job.state is State.RUNNING).stop()
         until(large[0], lambda _: jobs.waiting() == 1)
         assert sorted(job.state for job in large) == ["ended", "running", "waiting"]
+
+
+def test_worker_started_while_all_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, started = Jobs(1, UNLIMITED, keep=True), list[subprocess.Popen[bytes]]()
+
+    def start_late() -> subprocess.Popen[bytes]:
+        jobs.close()
+        started.append(_worker())
+        return started[-1]
+
+    monkeypatch.setattr("app.jobs.job._worker", start_late)
+    job = jobs.start("late", TaskRequest(os.getpid))
+    until(job, lambda _: bool(started) and started[0].poll() is not None)
+    assert job.state is State.ENDED
 
 
 @pytest.mark.slow
