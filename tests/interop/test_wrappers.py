@@ -151,6 +151,11 @@ def test_file_that_a_script_writes_is_read_as_one_next_to_it(framework: str, tmp
         ),
         ("MEGATRON=1\nbash sub/inner.sh\n", "torchrun a/run_recipe.py\n", r"start.sh:2: .*give the run_config"),
         (_INNER.replace("pretrain_gpt.py", "tasks/main.py --task MSDP-PROMPT"), "", r"--task = .*evaluates a model"),
+        (
+            f"if [ $1 = x ]; then RUN='torchrun p.py'; fi\neval $RUN {_INNER.partition('.py')[2]}",
+            "",
+            r"start.sh:2: starts \$RUN, which depends on the condition in line 1.*bash start\.sh ARGUMENTS",
+        ),
         ("torchrun x.py args\n", _INNER, r"starts x\.py, whose arguments are of no framework"),
     ],
 )
