@@ -691,6 +691,7 @@ def test_rotation_of_context_parallelism_is_read(word: str, expected: str, tmp_p
     [
         ("NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train run.yaml", {"dp_replicate": 16, "zero_stage": 0}),
         ("axolotl train axo.yaml --num-processes 16", {"dp_shard": 16, "zero_stage": 3}),
+        ("axolotl train axo.yaml --launcher torchrun -- --nproc_per_node=8 --nnodes=2", {"dp_shard": 16}),
         ("trl sft --config run.yaml --accelerate_config fsdp2", {"dp_shard": 8, "zero_stage": 3}),
         ("trl sft --config run.yaml --accelerate_config zero2 --num_processes 16 --num_machines 2", {"dp_shard": 16}),
         ("torchrun --nproc_per_node 8 --nnodes 2 run_clm.py args.json", {"dp_replicate": 16}),

@@ -41,7 +41,7 @@ _WRAPPERS = (
     "export GBS=64\nsbatch --nodes=1 sub/inner.sh 4\n",
     "export GBS=64\nsrun --nodes 1 bash sub/inner.sh 4\n",
     "export GBS=64\nsrun --nodes 1 sub/inner.sh 4\n",
-    "export GBS=64\nnohup srun bash -c 'bash sub/inner.sh 4' > log.txt &\n",
+    "export GBS=64\nnohup srun bash -x -c 'bash sub/inner.sh 4' > log.txt &\n",
     "export GBS=64\ntrain() {\n{inner}}\nexport -f train\nsrun --nodes 1 bash -c 'train 4'\n",
     "GBS=64\nsbatch <<EOF\n#SBATCH --nodes=1\n{inner4}EOF\n",
     "GBS=64\nsbatch --nodes 1 <<'EOF'\n{inner4of64}EOF\n",
@@ -150,6 +150,12 @@ def test_file_that_a_script_writes_is_read_as_one_next_to_it(framework: str, tmp
             r"1: .*give the run_config",
         ),
         ("MEGATRON=1\nbash sub/inner.sh\n", "torchrun a/run_recipe.py\n", r"start.sh:2: .*give the run_config"),
+        (_INNER.replace("pretrain_gpt.py", "tasks/main.py --task MSDP-PROMPT"), "", r"--task = .*evaluates a model"),
+        (
+            f"if [ $1 = x ]; then RUN='torchrun p.py'; fi\neval $RUN {_INNER.partition('.py')[2]}",
+            "",
+            r"start.sh:2: starts \$RUN, which depends on the condition in line 1.*bash start\.sh ARGUMENTS",
+        ),
         ("torchrun x.py args\n", _INNER, r"starts x\.py, whose arguments are of no framework"),
     ],
 )

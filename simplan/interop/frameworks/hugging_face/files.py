@@ -24,6 +24,7 @@ from simplan.interop.frameworks.hugging_face.script import (
     included_devices,
     is_trl,
     launches_of,
+    of_launcher,
     options_of,
     refused_program,
     sft_of,
@@ -124,7 +125,7 @@ def _title(tool: str) -> str:
 
 def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     """Arguments of a command, with the files of arguments that it names."""
-    file = replace(file, written=launch.files)
+    launch, file = of_launcher(launch), replace(file, written=launch.files)
     settings: list[tuple[str, Setting]] = []
     tool = ""
     for name in config_files(launch):

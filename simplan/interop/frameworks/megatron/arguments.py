@@ -99,6 +99,11 @@ def read_arguments(file: ConfigFile) -> Arguments:
     if not launches and (recipe := recipe_script(script.launches, file.name)) is not None:
         raise recipe
     if not launches:
+        for called in script.unclear:
+            if _has_signs(called.words):
+                rule = f"starts {called.words[0].text}, which {called.words[0].unknown}"
+                fix = f"name a file with the line: bash {file.name.rpartition('/')[2]} ARGUMENTS"
+                raise SpecError(Problem(field="", rule=rule, fix=fix, line=called.line), file=file.name)
         rule = "starts no training: no command has arguments of Megatron-LM such as --num-layers"
         fix = "name the script that calls torchrun pretrain_gpt.py ..., or write its arguments into a file"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
@@ -108,7 +113,11 @@ def read_arguments(file: ConfigFile) -> Arguments:
 
 
 def _trains(launch: TrainingCommand) -> bool:
-    return len(set(_SIGN.findall(" ".join(word.text for word in launch.arguments)))) >= _MIN_SIGNS
+    return _has_signs(launch.arguments)
+
+
+def _has_signs(words: Iterable[Word]) -> bool:
+    return len(set(_SIGN.findall(" ".join(word.text for word in words)))) >= _MIN_SIGNS
 
 
 @dataclass(slots=True)

@@ -49,6 +49,8 @@ _SIGNS_OF_2022 = (
 _MATCHES = (*MODEL, *T5, *EXPERTS, *LATENT_ATTENTION, *PLAN, *TRAINING, CONTEXT_PARALLEL)
 _FP8_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
 _NOT_ASYNC = "--no-async-tensor-model-parallel-allreduce"
+_TASKS = ("MNLI", "QQP", "RACE")
+"""Values of ``--task`` that train a model: tasks/main.py."""
 _NUM_DEVICES = "devices"
 """Name of the product of nodes and ranks per node of the launcher, in origins."""
 
@@ -120,6 +122,8 @@ class MegatronReading(Reading):
             if part in program.lower():
                 self.refuse(program, f"trains {what}, which are not modeled yet", "give a script of pretrain_gpt.py")
                 return
+        if "--task" in self and self.value("--task") not in _TASKS:
+            self.refuse("--task", "evaluates a model, or trains another task, which is not modeled", "remove it")
         for key, (rule, fix) in self.table["refused"].items():
             value = self.settings[key].value if key in self else None
             if value not in (None, 0, "none", "None"):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import takewhile
 from pathlib import Path
 
 from simplan.errors import SpecError, file_error
@@ -57,6 +57,17 @@ _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
+
+
+def _position_of_text(words: Sequence[Word]) -> tuple[int | None, int]:
+    """Positions of a shell and of its commands in ``srun bash -x -c TEXT``; None if there are none."""
+    for position, word in enumerate(words):
+        if word.text.rpartition("/")[2] in ("bash", "sh"):
+            options = takewhile(lambda each: each.text.startswith("-"), words[position + 1 :])
+            for number, option in enumerate(options, start=position + 2):
+                if option.text.endswith("c") and not option.text.startswith("--") and number < len(words):
+                    return position, number
+    return None, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,15 +328,14 @@ class Shell:
             return
         if self._follow(texts, own):
             return
-        for position, (first, second) in enumerate(pairwise(texts[:-1])):
-            is_shell = first.text.rpartition("/")[2] in ("bash", "sh")
-            if is_shell and second.text.startswith("-") and second.text.endswith("c") and self._calls < _MAX_CALLS:
-                outer = len(self.called)
-                self._calls += 1
-                self._run_text(words[position + 2], line)
-                self._calls -= 1
-                self._prefix(outer, texts[:position])
-                return
+        position, text = _position_of_text(texts)
+        if position is not None and self._calls < _MAX_CALLS:
+            outer = len(self.called)
+            self._calls += 1
+            self._run_text(words[text], line)
+            self._calls -= 1
+            self._prefix(outer, texts[:position])
+            return
         exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
         called_from = line if self._caller is None else self._caller
         files = {name.removeprefix(FILE): values[0] for name, values in self.variables.items() if name[:1] == FILE}

@@ -93,10 +93,12 @@ class Script:
     Attributes:
         launches: Commands that start a Python program, those that no undecided condition guards first.
         missing: Scripts that it calls and that are not in its folder.
+        unclear: Commands whose program is not known.
     """
 
     launches: tuple[TrainingCommand, ...]
     missing: tuple[MissingScript, ...]
+    unclear: tuple[Called, ...] = ()
 
 
 def read_launches(
@@ -131,7 +133,8 @@ def read_script(text: str, file: str, folder: Path | None = None, *, wrappers: f
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
     found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None]
     found.sort(key=lambda each: each[0].condition is not None)
-    return Script(tuple(launch for _, launch in found), tuple(shell.missing))
+    unclear = (called for called in shell.called if called.words and called.words[0].unknown)
+    return Script(tuple(launch for _, launch in found), tuple(shell.missing), tuple(unclear))
 
 
 def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ...]]:
