@@ -86,6 +86,28 @@ def test_a_batch_of_absurd_tokens_is_refused_before_it_is_sought(number: int) ->
         )
 
 
+@pytest.mark.parametrize("number", ["9" * 41, "9" * 5000, "0x" + "f" * 5000], ids=["41", "5000", "hexadecimal"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("scenario.yaml", "model: {{preset: gpt2-124m, seq_len: {0}}}\n"),
+        ("config.toml", '[model]\nname = "llama3"\n[training]\nsteps = 10\nseq_len = {0}\n'),
+        ("config.toml", '[model]\nname = "llama3"\n[training]\nsteps = 10\nseq_len = [1, [{{a = {0}}}]]\n'),
+        ("config.json", '{{"model_type": "llama", "hidden_size": {0}}}'),
+        ("lab/config_registry.py", "def mine():\n    config = llama3_8b()\n    config.a.b = {0}\n    return config\n"),
+    ],
+)
+def test_a_number_of_many_digits_is_refused(name: str, text: str, number: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text.format(number))
+    if file.suffix == ".py":
+        file = tmp_path / "launch.sh"
+        file.write_text("torchrun --nproc_per_node 8 -m torchtitan.train --module lab --config mine\n")
+    with pytest.raises(SpecError, match="digits|absurd number"):
+        read_source(str(file), {"cluster.num_devices": 8}, {}).scenario()
+
+
 def test_a_network_of_one_device_has_no_load() -> None:
     cluster = catalog.cluster("dgx-h100", 1).with_changes(topology=Switch(kind="switch"))
     job = simplan.Job(
