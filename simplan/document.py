@@ -19,7 +19,7 @@ from simplan.errors import file_error
 MAX_DEPTH = 40
 MAX_NODES = 300_000
 MAX_EXPANDED_CHARS = 16 * 1024 * 1024
-_MAX_DIGITS = 40
+MAX_DIGITS = 40
 _CHECK = "check quotes, indentation and colons"
 _WRITE_ONE = "write key: value, as in the files of the folder scenarios/"
 
@@ -40,6 +40,13 @@ Path = tuple[str | int, ...]
 
 Place = tuple[int, int]
 """Line and column in a file, both 1-based."""
+
+
+def has_absurd_number(value: Any) -> bool:
+    """True for a whole number of more digits than any setting has, and for a list or table with one."""
+    if isinstance(value, list | dict):
+        return any(map(has_absurd_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) >= 10**MAX_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +207,9 @@ class _Builder:
         is_int = _INT.fullmatch(text) is not None
         if not is_int and _FLOAT.fullmatch(text) is None:
             return text
-        if len(text) > _MAX_DIGITS:
+        if len(text) > MAX_DIGITS:
             shown = f"{text[:12]}... ({len(text)} characters)"
-            self._refuse(place, f"the number {shown} is absurd", f"use at most {_MAX_DIGITS} digits")
+            self._refuse(place, f"the number {shown} is absurd", f"use at most {MAX_DIGITS} digits")
         if not is_int:
             return float(text)
         return int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))

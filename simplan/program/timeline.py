@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import eq
 from typing import TypeVar, overload
@@ -95,17 +95,23 @@ class Timeline:
 
     Attributes:
         step_time_s: Seconds from the start of the step to the end of the last rank.
+        ranks: ``(num_spans,)`` Rank of each span, for spans that are created on access; None for others.
     """
 
     spans: Sequence[Span]
     num_ranks: int
     step_time_s: float
+    ranks: NDArray[np.integer] | None = field(default=None, compare=False, repr=False)
 
-    def by_rank(self) -> dict[int, list[Span]]:
-        """Rank -> its spans."""
+    def by_rank(self, ranks: Collection[int] | None = None) -> dict[int, list[Span]]:
+        """Rank -> its spans, of some ranks or of all."""
+        spans: Iterable[Span] = self.spans
+        if ranks is not None and self.ranks is not None:
+            spans = map(self.spans.__getitem__, np.flatnonzero(np.isin(self.ranks, [*ranks])).tolist())
         found: dict[int, list[Span]] = defaultdict(list)
-        for span in self.spans:
-            found[span.rank].append(span)
+        for span in spans:
+            if ranks is None or span.rank in ranks:
+                found[span.rank].append(span)
         return found
 
 

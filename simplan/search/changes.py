@@ -126,15 +126,24 @@ def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None, worke
 
 
 def _batch(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
-    """A smaller batch, a divisor of the requested one: fewer microbatches are in flight."""
-    batch = job.training.global_batch_size
-    for smaller in _sizes_below(batch):
-        training = job.training.model_copy(update={"global_batch_size": smaller})
-        plan = first_fit(replace(job, training=training), space, calibration, workers)
-        if plan is not None:
-            words = f"global_batch_size = {smaller:,} instead of {batch:,}"
-            return _change("global_batch_size", smaller, words, plan)
-    return None
+    """A smaller batch, a divisor of the requested one: fewer microbatches are in flight.
+
+    The smallest ones come first: a plan that is too large with one of these is too large with larger ones.
+    """
+    batch, failed = job.training.global_batch_size, set[ParallelPlan]()
+
+    def fitting(size: int) -> ParallelPlan | None:
+        training = job.training.model_copy(update={"global_batch_size": size})
+        return first_fit(replace(job, training=training), space, calibration, workers, failed=failed)
+
+    sizes = [*_sizes_below(batch)]
+    tried = ((size, fitting(size)) for size in reversed(sizes))
+    least = next(((size, plan) for size, plan in tried if plan is not None), None)
+    if least is None:
+        return None
+    larger = ((size, fitting(size)) for size in sizes if size > least[0])
+    smaller, plan = next(((size, plan) for size, plan in larger if plan is not None), least)
+    return _change("global_batch_size", smaller, f"global_batch_size = {smaller:,} instead of {batch:,}", plan)
 
 
 def _sizes_below(batch: int) -> Iterator[int]:

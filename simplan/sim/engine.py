@@ -346,8 +346,9 @@ class _OtherTraffic:
 
 def timeline(program: Program, times: Times) -> Timeline:
     """Returns the spans of a simulated step, created on access; operations that took no time are omitted."""
-    spans = LazySequence(np.flatnonzero(times.end_s > times.start_s), partial(_span, program, times))
-    return Timeline(spans, len(program.ranks), times.step_time_s)
+    ran = np.flatnonzero(times.end_s > times.start_s)
+    spans = LazySequence(ran, partial(_span, program, times))
+    return Timeline(spans, len(program.ranks), times.step_time_s, program.columns.rank[ran])
 
 
 def _span(program: Program, times: Times, index: int) -> Span:

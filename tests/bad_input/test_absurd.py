@@ -19,7 +19,6 @@ from simplan import catalog
 from simplan.cluster.topology import Switch
 from simplan.errors import Problem, SimplanError, SpecError
 from simplan.interop.formats import formats
-from simplan.interop.frameworks.torchtitan.files import toml_settings
 from simplan.interop.huggingface import model_types
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
@@ -87,9 +86,26 @@ def test_a_batch_of_absurd_tokens_is_refused_before_it_is_sought(number: int) ->
         )
 
 
-def test_toml_with_an_absurd_number_is_refused() -> None:
-    with pytest.raises(SpecError, match="nested too deeply or holds an absurd number"):
-        toml_settings(f"x = {'9' * 5000}", "file.toml")
+@pytest.mark.parametrize("number", ["9" * 41, "9" * 5000, "0x" + "f" * 5000], ids=["41", "5000", "hexadecimal"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("scenario.yaml", "model: {{preset: gpt2-124m, seq_len: {0}}}\n"),
+        ("config.toml", '[model]\nname = "llama3"\n[training]\nsteps = 10\nseq_len = {0}\n'),
+        ("config.toml", '[model]\nname = "llama3"\n[training]\nsteps = 10\nseq_len = [1, [{{a = {0}}}]]\n'),
+        ("config.json", '{{"model_type": "llama", "hidden_size": {0}}}'),
+        ("lab/config_registry.py", "def mine():\n    config = llama3_8b()\n    config.a.b = {0}\n    return config\n"),
+    ],
+)
+def test_a_number_of_many_digits_is_refused(name: str, text: str, number: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text.format(number))
+    if file.suffix == ".py":
+        file = tmp_path / "launch.sh"
+        file.write_text("torchrun --nproc_per_node 8 -m torchtitan.train --module lab --config mine\n")
+    with pytest.raises(SpecError, match="digits|absurd number"):
+        read_source(str(file), {"cluster.num_devices": 8}, {}).scenario()
 
 
 def test_a_network_of_one_device_has_no_load() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import RequestChange, SearchSpace, search
+from simplan.search.changes import _batch
+from simplan.search.evaluation.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.workers import Workers
 from simplan.training import TrainingSpec
 from simplan.units import MIB
 from tests.search.jobs import small_job
@@ -99,6 +103,22 @@ def test_a_smaller_batch_is_a_change_where_it_helps() -> None:
     twice = replace(job, training=job.training.model_copy(update={"global_batch_size": 2 * size}))
     result = search(twice, space, explain=False)
     assert result.best is None, "it is the largest that works"
+
+
+def test_a_plan_too_large_with_a_small_batch_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None fits with any batch, and each size evaluated all plans anew."""
+    tried: Counter[ParallelPlan] = Counter()
+    numbers = Evaluator.numbers
+
+    def counted(self: Evaluator, plan: ParallelPlan, max_bytes: int | None) -> Numbers:
+        tried[plan] += 1
+        return numbers(self, plan, max_bytes)
+
+    monkeypatch.setattr(Evaluator, "numbers", counted)
+    job, space = asked_for(1368), SearchSpace(recompute=("none",), microbatch_size=(1,), schedule=("1f1b",))
+    with Workers(1) as workers:
+        assert _batch(job, space, None, workers) is None
+    assert max(tried.values()) == 1
 
 
 def test_a_deadline_is_told_by_the_fastest_plan() -> None:

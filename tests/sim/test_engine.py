@@ -125,9 +125,11 @@ def test_shares_sum_to_the_step_and_streams_keep_their_order(compute: Table, sen
     found = program(compute, dp=2, level=level, layers_per_stage=2)
     given_s = durations(found, 1.0, 2.0, send_s)
     times = simulate(found, given_s)
-    spans = timeline(found, times)
+    of_all = timeline(found, times)
+    spans = of_all.by_rank()
     for rank in found.ranks:
-        split = split_of_rank(spans.of_rank(rank), times.step_time_s)
+        assert of_all.by_rank([rank]) == {rank: spans[rank]}
+        split = split_of_rank(spans[rank], times.step_time_s)
         assert split.total_s == pytest.approx(times.step_time_s, rel=1e-12)
         assert min(split.compute_s, split.exposed_communication_s, split.wait_s + 1e-9) >= 0
     for indices in found.streams.values():

@@ -196,7 +196,7 @@ def draw_timeline(
     Raises:
         ProgramError: A computation belongs to no action.
     """
-    of_rank = timeline.by_rank()
+    of_rank = timeline.by_rank(ranks)
     spans = {rank: _computations(of_rank.get(rank, [])) for rank in ranks}
     working = [span for found in spans.values() for span in found if span.kind in COMPUTING]
     assert working, f"ranks {list(ranks)} compute nothing"

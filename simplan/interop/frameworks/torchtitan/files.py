@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from simplan.document import MAX_DIGITS, has_absurd_number
 from simplan.errors import Problem, SpecError, did_you_mean, file_error
 from simplan.interop.allocator import allocator_settings
 from simplan.interop.configuration import Configuration, Setting
@@ -89,7 +90,7 @@ def toml_settings(text: str, file: str, *, with_lines: bool = True) -> tuple[Set
     """Settings of TOML by dotted keys.
 
     Raises:
-        SpecError: The text is not TOML, or nested too deeply.
+        SpecError: The text is not TOML, nested too deeply, or has an absurd number.
     """
     try:
         data = tomllib.loads(text)
@@ -98,10 +99,10 @@ def toml_settings(text: str, file: str, *, with_lines: bool = True) -> tuple[Set
         what = str(error).partition(" (at")[0]
         fix = "check quotes, and write out variables that a script fills in"
         raise file_error(file, f"this is not TOML: {what}", fix, int(line[1]) if line else None) from None
-    except (RecursionError, ValueError):  # an integer of more than 4,300 digits
-        raise file_error(
-            file, "the file is nested too deeply or holds an absurd number", "flatten it, or shorten the number"
-        ) from None
+    except RecursionError:
+        raise file_error(file, "the file is nested too deeply", "flatten it") from None
+    except ValueError:  # of int(), from 4,301 digits on
+        raise file_error(file, "the file has a number of many digits", f"use at most {MAX_DIGITS} digits") from None
     lines = _lines(text) if with_lines else {}
     return tuple(Setting(key, value, lines.get(key)) for key, value in _flat(data, file))
 
@@ -112,6 +113,8 @@ def _flat(data: Mapping[str, Any], file: str, prefix: str = "", depth: int = 0) 
     for name, value in data.items():
         if isinstance(value, dict):
             yield from _flat(value, file, f"{prefix}{name}.", depth + 1)
+        elif has_absurd_number(value):
+            raise file_error(file, f"{prefix}{name} has a number of many digits", f"use at most {MAX_DIGITS} digits")
         else:
             yield f"{prefix}{name}", value
 

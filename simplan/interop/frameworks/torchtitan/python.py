@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from simplan.document import MAX_DIGITS, has_absurd_number
 from simplan.errors import did_you_mean, file_error
 from simplan.interop.configuration import Setting
 from simplan.interop.frameworks.torchtitan.settings import facts
@@ -65,6 +66,10 @@ def read_function(text: str, file: str, name: str, module: str) -> tuple[str, tu
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = error.lineno if isinstance(error, SyntaxError) else None
         raise file_error(file, "this is not Python", "name a module with torchtitan's configurations", line) from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and has_absurd_number(node.value):
+            fix = f"use at most {MAX_DIGITS} digits"
+            raise file_error(file, "the file has a number of many digits", fix, node.lineno)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
         raise file_error(file, f"{module} has no function {name}", did_you_mean(name, functions))
