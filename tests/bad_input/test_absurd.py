@@ -104,7 +104,7 @@ def test_a_number_of_many_digits_is_refused(name: str, text: str, number: str, t
     if file.suffix == ".py":
         file = tmp_path / "launch.sh"
         file.write_text("torchrun --nproc_per_node 8 -m torchtitan.train --module lab --config mine\n")
-    with pytest.raises(SpecError, match="digits|absurd number"):
+    with pytest.raises(SpecError, match=r"digits|absurd number"):
         read_source(str(file), {"cluster.num_devices": 8}, {}).scenario()
 
 
