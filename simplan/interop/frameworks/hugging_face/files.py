@@ -15,16 +15,15 @@ from simplan.interop.allocator import allocator_settings
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face import writing
+from simplan.interop.frameworks.hugging_face.devices import devices_of_factory, included_devices, of_launcher
 from simplan.interop.frameworks.hugging_face.keys import Keys, document_of, flattened, named_document
 from simplan.interop.frameworks.hugging_face.run import TrainerRun
 from simplan.interop.frameworks.hugging_face.script import (
     arguments_of,
     config_files,
     engine_file,
-    included_devices,
     is_trl,
     launches_of,
-    of_launcher,
     options_of,
     refused_program,
     sft_of,
@@ -32,7 +31,6 @@ from simplan.interop.frameworks.hugging_face.script import (
 from simplan.interop.frameworks.hugging_face.tools import (
     AXOLOTL,
     TRL,
-    devices_of_factory,
     renamed,
     split_of_tool,
     tool_of,

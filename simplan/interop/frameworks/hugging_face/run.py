@@ -13,9 +13,10 @@ from typing import Any
 from simplan import catalog
 from simplan.errors import SpecError
 from simplan.interop.allocator import note_allocator
-from simplan.interop.configuration import Configuration, Reading, Setting
+from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.frameworks import names_without_effect
 from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.devices import read_devices
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
 from simplan.interop.frameworks.hugging_face.strategies import (
@@ -95,7 +96,7 @@ class TrainerRun:
         Raises:
             SpecError: Settings are refused, or contradict each other.
         """
-        self._read_devices()
+        read_devices(self)
         read_plugins(self)
         strategy = self._strategy()
         self._read_precision(strategy)
@@ -128,46 +129,7 @@ class TrainerRun:
         self._read_rest(strategy)
         return self.reading.finish()
 
-    # Devices, batch and precision
-
-    def _read_devices(self) -> None:
-        processes = whole(self.accelerate.value("num_processes"))
-        machines = whole(self.accelerate.value("num_machines")) or 1
-        if self.num_devices is None and (workers := whole(self.trainer.value("ray_num_workers"))):
-            self.num_devices, self.devices_key = workers, self.trainer.full("ray_num_workers")
-        is_single = str(self.accelerate.value("distributed_type", "")).upper() == "NO"
-        launchers = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm")
-        if is_single and not any(self.accelerate.is_true(each) for each in launchers):
-            # accelerate 1.15, commands/launch.py: simple_launcher starts one process, whatever num_processes is
-            self.num_devices = self.ranks_per_node = 1
-            self.devices_key = self.accelerate.full("distributed_type")
-        if self.num_devices is None and processes:
-            self.num_devices, self.devices_key = processes, self.accelerate.full("num_processes")
-            if self.num_devices % machines:
-                rule = f"is no multiple of the {machines} machines (num_machines)"
-                self.reading.contradiction(self.devices_key, rule)
-        if self.ranks_per_node is None and self.num_devices is not None and processes:
-            self.ranks_per_node = self.num_devices // machines
-            if machines > 1:
-                setting = self.reading.settings.get(self.devices_key)
-                line = None if setting is None else setting.line
-                self.reading.ranks_per_node = Setting("num_processes / num_machines", self.ranks_per_node, line)
-        if self.num_devices is None and self.num_nodes is not None:
-            self.reading.put("cluster.num_nodes", self.num_nodes, self.devices_key)
-        if self.num_devices is not None:
-            self.reading.put("cluster.num_devices", self.num_devices, self.devices_key)
-            self.reading.ask(
-                "cluster.preset",
-                "cluster.device",
-                what="does not say which devices it runs on",
-                fix="add --cluster dgx-h100 (`simplan show clusters`)",
-            )
-        else:
-            self.reading.ask(
-                "cluster",
-                what="does not say which devices it runs on, and how many",
-                fix="add --cluster dgx-h100 --num-devices 8",
-            )
+    # Batch and precision
 
     def _strategy(self) -> str:
         """``deepspeed``, ``fsdp``, ``ddp``, or empty if the files do not say."""

@@ -171,28 +171,6 @@ def config_files(launch: TrainingCommand) -> list[str]:
     return named + loose
 
 
-def of_launcher(launch: TrainingCommand) -> TrainingCommand:
-    """The command with arguments after ``--`` as options of its launcher: ``axolotl train run.yaml -- --nnodes=2``."""
-    texts = [word.text for word in launch.arguments]
-    if "--" not in texts:
-        return launch
-    at = texts.index("--")
-    options = dict(arguments_of(launch.arguments[at + 1 :], launch.files))
-    settings = tuple(options[key] for key in ("nnodes", "nproc_per_node") if key in options)
-    nodes, ranks = (options[key].value if key in options else None for key in ("nnodes", "nproc_per_node"))
-    nodes = 1 if "nnodes" not in options else nodes if isinstance(nodes, int) else None
-    ranks = ranks if isinstance(ranks, int) else None
-    in_all = None if nodes is None or ranks is None else nodes * ranks
-    return replace(
-        launch,
-        arguments=launch.arguments[:at],
-        launcher=settings,
-        num_nodes=nodes,
-        ranks_per_node=ranks,
-        num_devices=in_all,
-    )
-
-
 def options_of(launch: TrainingCommand) -> list[tuple[str, Setting]]:
     """Options of the launcher by their names, with the launcher before the option in the reading."""
     name = launch.launchers[-1] if launch.launchers else "launcher"
@@ -220,13 +198,3 @@ def is_trl(launch: TrainingCommand) -> bool:
     program = launch.program.text
     is_command = program.rpartition("/")[2] == "trl" and bool(sft_of(launch))
     return is_command or program == "trl.scripts.sft" or program.endswith("trl/scripts/sft.py")
-
-
-def included_devices(launch: TrainingCommand) -> tuple[int, str] | None:
-    """Devices of DeepSpeed's ``--include localhost:0,1@other:0,1``, and the option."""
-    for name, setting in options_of(launch):
-        if name == "include" and isinstance(setting.value, str):
-            hosts = [host.partition(":")[2] for host in setting.value.split("@")]
-            if all(hosts):
-                return sum(len(ids.split(",")) for ids in hosts), setting.key
-    return None

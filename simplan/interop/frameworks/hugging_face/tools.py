@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from simplan.interop.configuration import Setting
 from simplan.interop.frameworks.hugging_face.keys import AUTO, is_true, table
-from simplan.interop.frameworks.shell import TrainingCommand, number_or_text
 
 if TYPE_CHECKING:  # a run reads itself by these functions
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
@@ -93,18 +92,6 @@ def split_of_tool(
             (passed if key in _OF_ACCELERATE or is_flag else own).append((key, setting))
     options = {key for key, _ in settings}
     return own, [(key, each) for key, each in passed if key not in options or not each.key.endswith(f": {key}")]
-
-
-def devices_of_factory(launch: TrainingCommand) -> tuple[int | None, int | None, str]:
-    """Nodes, ranks per node and the variable that says so: ``NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train``."""
-    numbers = {}
-    for name in ("NNODES", "NPROC_PER_NODE"):
-        word = launch.environment.get(name)
-        value = None if word is None or word.unknown else number_or_text(word.text)
-        numbers[name] = value if isinstance(value, int) and value > 0 else None
-    nodes, ranks = numbers["NNODES"], numbers["NPROC_PER_NODE"]
-    words = " ".join(f"{name}={value}" for name, value in numbers.items() if value is not None)
-    return nodes if nodes is not None or ranks is None else 1, ranks, words
 
 
 def read_plugins(run: TrainerRun) -> None:
