@@ -263,9 +263,3 @@ def test_job_with_too_long_a_step_is_refused() -> None:
     words = r"cluster\.background\.0\.job\.training\.global_batch_size = [\d,]+: needs [\d,]+ operations or more"
     with pytest.raises(SpecError, match=words):
         predict(beside(job_with(2), job_of("gpt2-124m", {"dp_replicate": 16}, num_microbatches=10**8), (1, 3)))
-
-
-def test_job_with_too_long_a_step_is_refused() -> None:
-    words = r"cluster\.background\.0\.job\.training\.global_batch_size = [\d,]+: needs [\d,]+ operations or more"
-    with pytest.raises(SpecError, match=words):
-        predict(beside(job_with(2), job_of("gpt2-124m", {"dp_replicate": 16}, num_microbatches=10**8), (1, 3)))

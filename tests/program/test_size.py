@@ -50,8 +50,6 @@ def test_steps_of_all_ranks_are_refused_if_they_are_too_many(changes: dict[str, 
 
 def test_a_trace_of_too_many_operations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simplan.report.trace.MAX_TRACED", 100)
-    words = (
-        r"training\.global_batch_size = 80: needs [\d,]+ operations or more .* at most 100 are in a trace"
-    )
+    words = r"training\.global_batch_size = 80: needs [\d,]+ operations or more .* at most 100 are in a trace"
     with pytest.raises(SpecError, match=words):
         predicted_trace(*predict_step(job_of("gpt2-124m", num_microbatches=80)))
