@@ -42,6 +42,13 @@ Place = tuple[int, int]
 """Line and column in a file, both 1-based."""
 
 
+def whole_number(text: str) -> int:
+    """Whole number of a JSON file; raises a ValueError for more digits than any setting has."""
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"{text[:12]}... has more than {MAX_DIGITS} digits")
+    return int(text)
+
+
 def has_absurd_number(value: Any) -> bool:
     """True for a whole number of more digits than any setting has, and for a list or table with one."""
     if isinstance(value, list | dict):

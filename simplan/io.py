@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from simplan.document import Document, parse_yaml
+from simplan.document import Document, parse_yaml, whole_number
 from simplan.errors import Problem, SpecError, file_error
 from simplan.problems import parse_model, render_value
 
@@ -103,7 +103,7 @@ def parse_json(text: str, file: str, *, schema_version: int | None = None, kind:
     """
     whose = "a file that simplan wrote" if schema_version is not None or kind is not None else "a whole JSON document"
     try:
-        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=whole_number)
     except json.JSONDecodeError as error:
         raise file_error(file, f"this is not JSON: {error.msg}", f"give {whose}", error.lineno, error.colno) from None
     except _NotFiniteError as error:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simplan.document import Document, parse_yaml
+from simplan.document import Document, parse_yaml, whole_number
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.writing import Exported, Option
@@ -60,7 +60,7 @@ class ConfigFile:
     def json(self) -> dict[str, Any] | None:
         """Content as a JSON object; None if it is something else."""
         try:
-            data = json.loads(self.text)
+            data = json.loads(self.text, parse_int=whole_number)
         except (ValueError, RecursionError):
             return None
         return data if isinstance(data, dict) else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from simplan.cluster.topology import topology_problems
@@ -180,7 +180,12 @@ class _Search:
         software = misses[0].software if misses else dict(software_options(self._space)[0])
         job = with_options(self._job, tuple(software.items()))
         alike = tuple(miss for miss in misses if miss.software == software)
-        found = changes(job, self._space, alike, self._calibration, self._workers)
+        numbers = count(1)
+
+        def told() -> None:
+            self._tell("looking for what would make a plan", next(numbers))
+
+        found = changes(job, self._space, alike, self._calibration, self._workers, told)
         return tuple(replace(change, software=software) for change in found)
 
     def _confirm(self) -> bool:

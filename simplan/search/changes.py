@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from simplan.base import MAX_DEVICES
 from simplan.cost.calibration.format import Calibration
@@ -21,6 +22,8 @@ from simplan.units import format_bytes, format_time
 from simplan.wording import divisors
 
 _MAX_BYTES = 10**12  # per device, the maximum of DeviceSpec
+FirstFit = Callable[..., ParallelPlan | None]
+"""``first_fit`` for a job and a space; the arguments that a search has are given."""
 _MAX_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another job
 
 
@@ -30,12 +33,14 @@ def changes(
     misses: tuple[NearestMiss, ...],
     calibration: Calibration | None,
     workers: Workers,
+    on_tried: Callable[[], None] = lambda: None,
 ) -> tuple[RequestChange, ...]:
     """Find changes that make a plan feasible: per kind, the smallest of those tried.
 
     Args:
         misses: Near misses of the search, closest first.
         workers: Workers of the search.
+        on_tried: Called after each plan that was evaluated.
     """
     for miss in misses:
         if (seconds := miss.step_time_s) is not None:
@@ -46,7 +51,8 @@ def changes(
         _memory(job, space, misses),
         *_outside_of_searches(job, space, misses, calibration),
     ]
-    found += [tried(job, space, calibration, workers) for tried in (_recompute, _ranges, _batch, _devices)]
+    first = partial(first_fit, calibration=calibration, workers=workers, on_tried=on_tried)
+    found += [tried(job, space, first) for tried in (_recompute, _ranges, _batch, _devices)]
     return tuple(change for change in found if change is not None)
 
 
@@ -106,26 +112,26 @@ def _outside_of_searches(
             return
 
 
-def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
+def _recompute(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange | None:
     """Full recomputation, if the space excludes it."""
     if space.recompute is None or "full" in space.recompute:
         return None
-    plan = first_fit(job, space.model_copy(update={"recompute": (*space.recompute, "full")}), calibration, workers)
+    plan = first(job, space.model_copy(update={"recompute": (*space.recompute, "full")}))
     return _change("recompute", "full", "allow recompute = full", plan)
 
 
-def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
+def _ranges(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange | None:
     """The default ranges of the software, if the given ranges are narrower."""
     given = given_ranges(job.software, space)
     if not given:
         return None
     wider = that_it_has(job.software, space.model_copy(update=dict.fromkeys(given)))
-    plan = first_fit(job, wider, calibration, workers)
+    plan = first(job, wider)
     names = ", ".join(given)
     return _change("ranges", names, f"leave out the ranges of search ({names})", plan)
 
 
-def _batch(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
+def _batch(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange | None:
     """A smaller batch, a divisor of the requested one: fewer microbatches are in flight.
 
     The smallest ones come first: a plan that is too large with one of these is too large with larger ones.
@@ -134,7 +140,7 @@ def _batch(job: Job, space: SearchSpace, calibration: Calibration | None, worker
 
     def fitting(size: int) -> ParallelPlan | None:
         training = job.training.model_copy(update={"global_batch_size": size})
-        return first_fit(replace(job, training=training), space, calibration, workers, failed=failed)
+        return first(replace(job, training=training), space, failed=failed)
 
     sizes = [*_sizes_below(batch)]
     tried = ((size, fitting(size)) for size in reversed(sizes))
@@ -155,7 +161,7 @@ def _sizes_below(batch: int) -> Iterator[int]:
             last = size
 
 
-def _devices(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
+def _devices(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange | None:
     """A power of two times the devices; if the batch cannot be split among them, they go to the pipeline."""
     if job.cluster.cores_per_node is not None:
         return None
@@ -167,7 +173,7 @@ def _devices(job: Job, space: SearchSpace, calibration: Calibration | None, work
         asked = job.with_num_devices(more)
         if asked.cluster.num_nodes > 1 and asked.cluster.inter_link is None:
             return None
-        plan = first_fit(asked, space, calibration, workers)
+        plan = first(asked, space)
         if plan is not None:
             words = f"{more:,} devices instead of {there:,} ({more // 2:,} are too few)"
             return _change("num_devices", more, words if doublings > 1 else words.split(" (")[0], plan)

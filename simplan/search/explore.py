@@ -313,12 +313,14 @@ def first_fit(
     workers: Workers,
     witness: ParallelPlan | None = None,
     failed: set[ParallelPlan] | None = None,
+    on_tried: Callable[[], None] = lambda: None,
 ) -> ParallelPlan | None:
     """First plan found that violates no rule and fits; None if no plan of the space does.
 
     Args:
         witness: Plan to try first, usually one that fits a similar job; None for no such plan.
         failed: Plans known not to fit; extended by the plans found not to fit.
+        on_tried: Called after each plan that was evaluated.
     """
     failed = set() if failed is None else failed
     enumeration, capacity = Enumeration(space, job), capacity_bytes(job, space)
@@ -328,6 +330,7 @@ def first_fit(
     if capacity is None:
         return next(plans, None)
     for plan, (size, _) in workers.each(Evaluator.numbers, ((plan, (evaluator, plan, 0)) for plan in plans)):
+        on_tried()
         if size <= capacity:
             return plan
         failed.add(plan)

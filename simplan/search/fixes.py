@@ -22,6 +22,10 @@ from simplan.wording import divisors
 _MAX_TRIED = 48  # evaluations of single changes
 _MAX_PAIRS = 24
 _MAX_PREDICTED = 8
+_MAX_OPERATIONS = 1_000_000
+_MAX_INDIVIDUAL = 100_000
+"""Operations of a step of which changed ones are tried: up to eight are predicted. With jitter, and on links, all ranks
+are simulated, many times or for longer."""
 _MAX_AXIS = 8  # factor by which one axis of the mesh grows
 _LORA_RANK = 16  # as in the recipes of torchtune and LLM Foundry
 _RECOMPUTE = ("selective", "selective_op", "full")
@@ -115,9 +119,12 @@ def fixes(
         kinds: Kinds of changes; None for all, and for pairs of them.
 
     Returns:
-        Fixes; empty if the prediction fits or may not fit, the device memory is unknown, or no change is enough.
+        Fixes; empty if the prediction fits or may not fit, the device memory is unknown, no change is enough, or the
+        step has too many operations to try others.
     """
-    if prediction.capacity_bytes is None:
+    cluster = prediction.job.cluster
+    most = _MAX_OPERATIONS if cluster.jitter is None and cluster.topology is None else _MAX_INDIVIDUAL
+    if prediction.capacity_bytes is None or len(prediction.timeline.spans) > most:
         return ()
     capacity = int(prediction.capacity_bytes * max_memory_fraction)
     least_bytes = prediction.worst_memory.measurable_bytes("device")
@@ -212,11 +219,12 @@ def _pairs(job: Job, singles: list[_Tried], capacity_bytes: int, calibration: Ca
 
 
 def _try(job: Job, changed: Job, capacity_bytes: int, calibration: Calibration | None) -> _Tried | None:
-    """Evaluate a changed job; None if it violates a rule, or a cost of it is unknown."""
+    """Evaluate a changed job without jitter; None if it violates a rule, or a cost of it is unknown."""
     if violations(changed, (*RULES, *SEARCH_RULES)):
         return None
     try:
-        device_bytes, step_time_s = evaluate_step(changed, calibration, capacity_bytes)
+        steady = replace(changed, cluster=changed.cluster.model_copy(update={"jitter": None}))
+        device_bytes, step_time_s = evaluate_step(steady, calibration, capacity_bytes)
     except SpecError:
         return None
     return _Tried(_changes(job, changed), changed, device_bytes, step_time_s)

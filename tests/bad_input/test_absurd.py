@@ -94,6 +94,7 @@ def test_a_batch_of_absurd_tokens_is_refused_before_it_is_sought(number: int) ->
         ("config.toml", '[model]\nname = "llama3"\n[training]\nsteps = 10\nseq_len = {0}\n'),
         ("config.toml", '[model]\nname = "llama3"\n[training]\nsteps = 10\nseq_len = [1, [{{a = {0}}}]]\n'),
         ("config.json", '{{"model_type": "llama", "hidden_size": {0}}}'),
+        ("ds_config.json", '{{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": {0}{0}}}'),
         ("lab/config_registry.py", "def mine():\n    config = llama3_8b()\n    config.a.b = {0}\n    return config\n"),
     ],
 )

@@ -197,14 +197,6 @@ def test_a_flapping_link_costs_less_than_a_slow_one() -> None:
             {
                 "slow_links": (SlowLink(link="node0.nic0 -> switch", bandwidth_share=0.5, slow_s=1e-4, period_s=2e-4),),
                 "topology": Switch(kind="switch"),
-                "inter_link_gbit_per_device": 1e-6,
-            },
-            "times or more in a step of",
-        ),
-        (
-            {
-                "slow_links": (SlowLink(link="node0.nic0 -> switch", bandwidth_share=0.5, slow_s=1e-4, period_s=2e-4),),
-                "topology": Switch(kind="switch"),
                 "inter_link": catalog.link("tcp-10gbit").model_copy(update={"bytes_per_s": 1e3}),
             },
             "times or more in a step of",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
+from simplan.predict.jitter import apply_jitter
 from simplan.report.text import fixes_table
 from simplan.scenario import scenario_from
 from simplan.search import SearchSpace, fixes, search
@@ -71,6 +74,23 @@ def test_no_fix_of_the_mesh_is_faster_than_the_best_plan_of_an_exact_search() ->
     same = [fix for fix in fixes(predict(job)) if not meshes & fix.changes.keys()]
     assert {"plan.recompute": "full"} in [dict(fix.changes) for fix in same]
     assert all(fix.step_time_s >= best.step_time_s for fix in same)
+
+
+def test_jitter_is_simulated_for_few_fixes_of_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixes are compared without jitter, and those that are shown are predicted with it."""
+    job = job_of(ParallelPlan(dp_replicate=8), global_batch_size=16)
+    jittered = job.with_changes({"cluster.jitter": {"compute_relative_std": 0.1}})
+    before, simulated = predict(jittered), Counter[str]()
+
+    def counted(*args: Any) -> Any:
+        simulated["steps"] += 1
+        return apply_jitter(*args)
+
+    monkeypatch.setattr(import_module("simplan.predict.jitter"), "apply_jitter", counted)
+    assert [fix.changes for fix in fixes(before)] == [fix.changes for fix in fixes(predict(job))]
+    assert 0 < simulated["steps"] <= 8
+    monkeypatch.setattr(import_module("simplan.search.fixes"), "_MAX_INDIVIDUAL", len(before.timeline.spans) - 1)
+    assert fixes(before) == ()
 
 
 def test_a_plan_that_fits_needs_no_fix() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from simplan.document import Document
+from simplan.document import Document, whole_number
 from simplan.errors import SpecError
 from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
@@ -151,7 +151,7 @@ def _value(text: str) -> Any:
     stripped = text.strip()
     if stripped[:1] in ("{", "[") and stripped[-1:] in ("}", "]"):
         try:
-            return json.loads(stripped)
+            return json.loads(stripped, parse_int=whole_number)
         except (ValueError, RecursionError):
             return text
     if stripped.lower() in ("true", "false"):
