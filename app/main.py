@@ -45,8 +45,16 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 @media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
 [class*=st-key-drawing] { overflow-x: auto; }
 [class*=st-key-drawing] img { min-width: 640px; max-width: max(100%, 640px) !important; }  /* legible on a phone */
-/* Without a pointer, the buttons of a table are always there: above the table, not over what precedes it. */
-@media (hover: none) { [data-testid=stDataFrame] { margin-top: 2.2rem; } }
+/* Without a pointer, the buttons of a table are always there: above the table, in an element that grows with them. */
+@media (hover: none) { [data-testid=stElementContainer]:has([data-testid=stDataFrame]) {
+  padding-top: 2.2rem; box-sizing: content-box; } }
+/* Why a file is not taken is a text for screen readers alone, as Streamlit has it. */
+[data-testid=stFileChip][aria-invalid=true] { flex-wrap: wrap; height: auto; max-width: none; }
+[data-testid=stFileChip][aria-invalid=true] > [role=alert] { position: static !important; width: auto !important;
+  height: auto !important; margin: 0 !important; clip: auto !important; clip-path: none !important;
+  overflow: visible !important; white-space: normal !important; font-size: 0.85rem; }
+[data-testid=stErrorCodeBlock] [data-testid=stElementToolbarButton] { display: none; }  /* copies another command */
+.katex-display { overflow-x: auto; overflow-y: hidden; }
 @media (hover: none) { .js-plotly-plot:not(:hover) .modebar { opacity: 0; pointer-events: none; } }
 </style>
 """

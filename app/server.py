@@ -44,6 +44,11 @@ _HEADERS = (
     (b"referrer-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
 )
+_ABSENT = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>simplan</title></head>
+<body style="font-family: sans-serif; margin: 3rem"><h1>No page here</h1><p>simplan has these pages: LINKS.</p></body>
+</html>
+"""
 _READING = ("GET", "HEAD", "OPTIONS")
 _CLOSED_PATHS = ("/_stcore/metrics",)
 _POLICY_VIOLATION = 1008  # RFC 6455
@@ -118,8 +123,15 @@ class FirstPage:
             file.relative_to(static).as_posix() for name in _LATER for file in static.glob(f"static/js/{name}.*.js")
         ]
         head = (_FOLDER / "head.html").read_bytes().replace(b"LATER", json.dumps(later).encode(), 1)
-        self._document = (static / "index.html").read_bytes().replace(b"</head>", head, 1)
-        self._pages = {"/", *(f"/{page.stem}" for page in (_FOLDER / "views").glob("*.py"))}
+        document = (static / "index.html").read_bytes().replace(b"</head>", head, 1)
+        names = [page.stem for page in (_FOLDER / "views").glob("*.py")]
+        titles = {"/": "Plan"} | {f"/{name}": name.capitalize() for name in sorted(names)}
+        self._pages = {
+            path: document.replace(b"<title>Streamlit<", f"<title>{title} - simplan<".encode(), 1)
+            for path, title in titles.items()
+        }
+        links = ", ".join(f'<a href="{path}">{title}</a>' for path, title in titles.items() if path != "/plan")
+        self._absent = _ABSENT.replace("LINKS", links)
         self._files = {f"/{file.relative_to(static).as_posix()}": file for file in static.glob("static/*/*")}
         self._read: dict[str, Response] = {}
 
@@ -133,9 +145,27 @@ class FirstPage:
         elif path in self._pages:
             from starlette.responses import HTMLResponse
 
-            await HTMLResponse(self._document, headers={"Cache-Control": "no-cache"})(scope, receive, send)
+            await HTMLResponse(self._pages[path], headers={"Cache-Control": "no-cache"})(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self._other(scope, receive, send)
+
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request for no page; Streamlit would answer with its document, below the wrong address."""
+        from starlette.responses import HTMLResponse
+
+        is_document = False
+
+        async def passed(message: Message) -> None:
+            nonlocal is_document
+            if message["type"] == "http.response.start":
+                headers = dict(message["headers"])
+                is_document = message["status"] == 200 and headers.get(b"content-type", b"").startswith(b"text/html")
+            if not is_document:
+                await send(message)
+
+        await self._app(scope, receive, passed)
+        if is_document:
+            await HTMLResponse(self._absent, 404)(scope, receive, send)
 
     def _file(self, path: str) -> Response:
         from starlette.responses import Response

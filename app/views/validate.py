@@ -81,7 +81,8 @@ def _show_uploaded() -> None:
             "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, drop its log (Megatron-LM, "
             "Megatron Bridge, NeMo, torchtitan, DeepSpeed, Hugging Face Trainer), a trace of torch.profiler or a "
             "memory snapshot; or write `step_times_s: [2.41, 2.39, 2.44]` into a YAML file. Files are read as data "
-            "and not stored. Prediction and measurement must be of the same job."
+            "and not stored. Prediction and measurement must be of the same job. "
+            f"`simplan compare` also reads files of more than {limit} MiB."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
     if measurement is None:

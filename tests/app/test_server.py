@@ -22,7 +22,13 @@ async def _nobody(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"nobody"})
 
 
-def answered(path: str) -> list[Any]:
+async def _document(scope: Any, receive: Any, send: Any) -> None:
+    """What Streamlit answers for every address that it does not know."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]})
+    await send({"type": "http.response.body", "body": b"<title>Streamlit</title>"})
+
+
+def answered(path: str, app: Any = _nobody) -> list[Any]:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -31,7 +37,7 @@ def answered(path: str) -> list[Any]:
     async def receive() -> Any:
         return {"type": "http.request"}
 
-    asyncio.run(FirstPage(_nobody)({"type": "http", "method": "GET", "path": path}, receive, send))
+    asyncio.run(FirstPage(app)({"type": "http", "method": "GET", "path": path}, receive, send))
     return sent
 
 
@@ -47,6 +53,21 @@ def test_pages_say_where_the_server_is(path: str, is_page: bool) -> None:
     assert (b"BACKEND_BASE_URL" in body) is is_page
     assert all((f"static/js/{name}.".encode() in body) is is_page for name in ("PlotlyChart", "DataFrame", "Metric"))
     assert (body == b"nobody") is not is_page
+
+
+def test_pages_have_a_title_and_a_description_before_they_run() -> None:
+    for path, title in (("/", "Plan"), ("/timeline", "Timeline")):
+        body = body_of(answered(path))
+        assert f"<title>{title} - simplan</title>".encode() in body
+        assert b'<meta name="description" content="simplan ' in body
+        assert b"<title>Streamlit" not in body
+
+
+def test_unknown_page_names_the_pages() -> None:
+    start, *rest = answered("/no-such-page", _document)
+    assert start["status"] == 404
+    assert b'<a href="/timeline">Timeline</a>' in body_of(rest)
+    assert b"Streamlit" not in body_of(rest)
 
 
 def test_files_of_streamlit_are_served_as_they_are_and_no_others() -> None:

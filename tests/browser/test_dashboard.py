@@ -122,6 +122,25 @@ def test_a_broken_upload_gives_a_sentence(page: Any, served: str, tmp_path: Path
     assert page.locator("[data-testid=stException]").count() == 0
 
 
+def test_file_that_is_too_large_gets_a_sentence(page: Any, served: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    file.write_bytes(b" " * (33 * 2**20))
+    opened(page, f"{served}/validate?{SMALL}&v.held=measured")
+    page.locator(".st-key-measurement-file input[type=file]").set_input_files(str(file))
+    sentence = page.get_by_role("alert").filter(has_text="File must be 32.0MB or smaller")
+    sentence.wait_for()
+    box = sentence.bounding_box()
+    assert box["width"] > 100, "for everybody, not for screen readers alone"
+    assert box["height"] > 10
+
+
+def test_unknown_page_names_the_pages(page: Any, served: str) -> None:
+    response = page.goto(f"{served}/no-such-page")
+    assert response.status == 404
+    page.get_by_role("link", name="Timeline").click()
+    page.get_by_role("heading", level=1, name="Timeline").wait_for()
+
+
 def test_a_link_starts_no_run(page: Any, served: str) -> None:
     here = SMALL.replace("dgx-h100", "this-machine")
     opened(page, f"{served}/validate?{here}&v.held=run&v.run=true")

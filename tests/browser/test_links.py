@@ -49,6 +49,18 @@ def test_phone_shows_the_title_of_every_page(chromium: Any, served: str) -> None
     context.close()
 
 
+def test_tables_end_above_what_follows_on_a_phone(chromium: Any, served: str) -> None:
+    """Streamlit gives their elements a height, and space for their buttons must not leave it."""
+    context = chromium.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    tab = context.new_page()
+    tab.set_default_timeout(180_000)
+    opened(tab, f"{served}/learn?{SMALL}&v.topic=definitions")
+    element = tab.get_by_test_id("stElementContainer").filter(has=tab.get_by_test_id("stDataFrame")).last
+    outer, inner = element.bounding_box(), tab.get_by_test_id("stDataFrame").bounding_box()
+    assert inner["y"] + inner["height"] <= outer["y"] + outer["height"] + 1
+    context.close()
+
+
 def test_addresses_in_names_are_no_links(page: Any, served: str) -> None:
     bad = "model.name=see https://evil.example www.evil.example me@evil.example&name=https://evil.example"
     model = "&model.family=gpt&model.num_hidden_layers=2&model.hidden_size=64&model.num_attention_heads=4"
