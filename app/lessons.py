@@ -121,7 +121,7 @@ LESSONS: Mapping[str, Lesson] = {
         sentences=(
             "GPT-2 1.5B on {x} GPUs with 4 sequences each: a step takes {now.step}, against {first.step} on one GPU.",
             "Communication that backward does not hide takes {now.exposed_share} of the step.",
-            "Memory stays at {now.memory} per GPU: {now.parameters} of parameters, {now.gradients} of gradients and "
+            "Memory stays at {now.memory} per GPU: {now.parameters} of parameters, as much for their gradients, and "
             "{now.optimizer_states} of optimizer states are the same on every rank.",
             "All GPUs together train on {now.rate} tokens/s.",
         ),

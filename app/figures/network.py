@@ -301,12 +301,13 @@ def load_figure(rows: Sequence[LoadRow], length_s: float, chosen: str) -> Figure
         showlegend=False,
     )
     ends = [0, max(row.link.busy_share for row in rows)]
+    # Titles begin with an empty line: the theme puts the first one beside the labels of axes with a color bar.
     return figure(
         [cells, means],
         height=140 + 24 * len(rows),
         bargap=0.25,
-        xaxis={"title": f"time in the step, {unit}", "domain": [0, 0.78], "showgrid": False},
-        xaxis2={"title": "mean", "domain": [0.82, 1], "anchor": "y", "tickformat": ".0%", "tickvals": ends},
+        xaxis={"title": f"<br>time in the step, {unit}", "domain": [0, 0.78], "showgrid": False},
+        xaxis2={"title": "<br>mean", "domain": [0.82, 1], "anchor": "y", "tickformat": ".0%", "tickvals": ends},
         yaxis=CATEGORIES,
     )
 

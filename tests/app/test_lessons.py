@@ -48,7 +48,7 @@ def test_every_plan_of_a_lesson_has_numbers(name: str) -> None:
     for plan in plans.values():
         assert not plan.refused
         assert sum(plan.split_s.values()) == pytest.approx(head(plan).step_time_s)
-        assert all(sentences_of(one, numbers(plan), first))
+        assert not any(" 0 B" in words for words in sentences_of(one, numbers(plan), first))
     step, memory = (checked(draw([*plans.values()], "x")) for draw in (step_stacks, memory_stacks))
     heights = [sum(trace.y[0] for trace in figure.data if trace.type == "bar") for figure in (step, memory)]
     shown = head(plans[one.axis.values[0]])
