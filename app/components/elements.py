@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
@@ -14,10 +15,18 @@ import pandas as pd
 import streamlit as st
 from plotly.basedatatypes import BaseFigure
 
+import simplan
 from app.figures.style import Figure
 from simplan.cli.terminal.definitions import definitions
+from simplan.report.html import html_report
 
-_TYPES = {"csv": "text/csv", "json": "application/json", "yaml": "text/yaml", "svg": "image/svg+xml"}
+_TYPES = {
+    "csv": "text/csv",
+    "json": "application/json",
+    "yaml": "text/yaml",
+    "svg": "image/svg+xml",
+    "html": "text/html",
+}
 
 
 @cache
@@ -66,7 +75,7 @@ def download(label: str, name: str, kind: str, content: str | bytes | Callable[[
     Args:
         label: Label of the button.
         name: Name to show; the file name is derived from it.
-        kind: File name extension: ``csv``, ``json``, ``yaml`` or ``svg``.
+        kind: File name extension: ``csv``, ``json``, ``yaml``, ``svg`` or ``html``.
         content: Content of the file; a function is called when the button is pressed.
         about: Tooltip; empty for none.
     """
@@ -79,6 +88,21 @@ def download(label: str, name: str, kind: str, content: str | bytes | Callable[[
         help=about or None,
         icon=":material/download:",
     )
+
+
+def download_report(name: str, documents: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+    """A button that saves one HTML page which opens anywhere, of JSON documents as ``simplan report`` reads them.
+
+    Args:
+        name: Name to show; the file name is derived from it.
+        documents: Makes the documents when the button is pressed.
+    """
+
+    def page() -> str:
+        written = f"written by simplan {simplan.__version__} on {datetime.now(UTC):%Y-%m-%d}"
+        return html_report(((name, document) for document in documents()), written=written)
+
+    download("Report", f"{name} report", "html", page, about="One HTML page with numbers and pictures, to pass on")
 
 
 def show_figure(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import streamlit as st
 
 from app import state
-from app.components.elements import csv_text, download, meaning, point_value, show_figure, show_table
+from app.components.elements import csv_text, download, download_report, meaning, point_value, show_figure, show_table
 from app.components.plan_table import PLAN, select_row, selected_row, show_filters, show_table_of_plans
 from app.fields import remembered_choice, remembered_switch
 from app.figures.plans import (
@@ -63,6 +64,7 @@ def show_plans(asked: SearchScenario, result: SearchResult) -> None:
         with st.container(horizontal=True):
             download("Plans", f"{result.name} plans", "csv", csv_text(rows))
             download("Search result", f"{result.name} search", "json", lambda: json_text(result.to_json()))
+            download_report(result.name, lambda: [json.loads(json_text(result.to_json()))])
     _show_others(result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -10,7 +11,7 @@ from typing import Any
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, download, show_figure, show_table
+from app.components.elements import csv_text, download, download_report, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of
 from app.fields import remembered_choice
@@ -29,6 +30,7 @@ from app.predictions import Headline, explained, sentences
 from app.result_cache import awaited, begun
 from simplan.errors import SpecError
 from simplan.explain import Difference, difference
+from simplan.io import json_text
 from simplan.report.explanation import main_reason
 from simplan.report.table import format_table_markdown
 from simplan.report.text import plan_words
@@ -231,7 +233,9 @@ def _show_difference(found: Difference, names: tuple[str, str]) -> None:
     rows = difference_rows([*found.time, *found.memory])
     with st.expander(f"All {len(rows)} terms with their formulas"):
         show_table(rows)
-    download("Terms", "difference of two plans", "csv", csv_text(rows))
+    with st.container(horizontal=True):
+        download("Terms", "difference of two plans", "csv", csv_text(rows))
+        download_report("difference of two plans", lambda: [json.loads(json_text(found.to_json()))])
 
 
 if __name__ == "__main__":

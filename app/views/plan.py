@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from app import result_cache, state
-from app.components.elements import csv_text, details, download, meaning, show_figure, show_table
+from app.components.elements import csv_text, details, download, download_report, meaning, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of, show_numbers, show_verdict
 from app.fields import remembered_choice
@@ -73,6 +74,7 @@ def _show_plan(document: dict[str, Any], scenario: Scenario, inputs: tuple[str, 
         download("Scenario", scenario.name, "yaml", document_text(document), about="Input of `simplan predict`")
         text = partial(handed_over, prediction_text, document_text(document), inputs[1])
         download("Prediction", f"{scenario.name} prediction", "json", text)
+        download_report(scenario.name, lambda: [json.loads(text())])
         rows = memory_rows(memory_bars(prediction.memory))
         download("Memory", f"{scenario.name} memory by rank", "csv", csv_text(rows))
         download("Terms", f"{scenario.name} terms", "csv", csv_text(list(map(_term_row, prediction.terms))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any
 import streamlit as st
 
 from app import result_cache, state, uploads
-from app.components.elements import csv_text, download, show_drawing, show_figure, show_metrics, show_table
+from app.components.elements import (
+    csv_text,
+    download,
+    download_report,
+    show_drawing,
+    show_figure,
+    show_metrics,
+    show_table,
+)
 from app.components.progress import ProgressBar, follow, show_progress, stage
 from app.components.published import has_published, show_published
 from app.components.scenario_form import show_scenario_form
@@ -306,6 +315,7 @@ def _show_downloads(
         for name, svg in (drawings or {}).items():
             download(name, name, "svg", svg)
         download("Comparison", "comparison", "json", lambda: json_text(found.to_json()))
+        download_report("comparison", lambda: [json.loads(json_text(found.to_json()))])
 
 
 if __name__ == "__main__":
