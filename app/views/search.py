@@ -77,19 +77,22 @@ def _search_section() -> dict[str, Any]:
     deadline_s = remembered_number("Deadline, s", "deadline", 0.0, format="%g", help="Maximum step time; 0 for none")
     if deadline_s:
         section["max_step_time_s"] = deadline_s
-    if _may_compile() and remembered_switch("Compiled and eager", "compiled", help="Compare both in every plan"):
+    if _may_set("compiled") and remembered_switch("Compiled and eager", "compiled", help="Compare both in every plan"):
         section["compiled"] = [True, False]
+    help_of_loss = "Compare a loss of all tokens and one in chunks in every plan"
+    if _may_set("loss") and remembered_switch("Loss in chunks", "loss", help=help_of_loss):
+        section["loss"] = ["whole", "chunked"]
     if "cost" in (first, second):
         show_budget()
         section["token_budget"] = get(("training", "num_tokens"), TOKENS_START)
     return section
 
 
-def _may_compile() -> bool:
-    """True if the framework of the scenario has the option ``compiled``."""
+def _may_set(option: str) -> bool:
+    """True if the framework of the scenario has an option."""
     chosen = get(("software",), "torch")
     name = chosen.get("preset", "torch") if isinstance(chosen, dict) else chosen
-    return name in catalog.names("software") and "compiled" in catalog.software(name).options
+    return name in catalog.names("software") and option in catalog.software(name).options
 
 
 def _document(section: dict[str, Any]) -> dict[str, Any]:

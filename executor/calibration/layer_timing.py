@@ -26,10 +26,11 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, sample_of, together
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.distributed.precision import Autocast
+from executor.models.embedding_and_head import OutputHead
 from executor.models.lora import trained_parameters
 from executor.models.model import Stage, build_stage
 from executor.train.data import model_batch
-from executor.train.loss import cross_entropy, split_loss
+from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
 from executor.train.optimizers import divide_gradients, make_optimizer, zero_gradients
 from simplan.cost.calibration.format import LayerTiming, Sample, ShapeRequest, way_of_mixing
 from simplan.model.layer import LayerKind
@@ -37,6 +38,7 @@ from simplan.model.layer import LayerKind
 _CACHE_BYTES = 128 * 2**20
 _MAX_COPIES = 12
 _SCALE = 3
+_Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def time_layers(shape: ShapeRequest, bench: Bench) -> list[LayerTiming]:
@@ -90,6 +92,7 @@ class _LayerBench:
             for stage in stages:
                 compile_blocks(stage, shape.model, whole=shape.shard.tp * shape.shard.cp == 1)
         self._copies: list[nn.Module] = [*stages]
+        self._losses = [self._loss(stage, compute_dtype if autocast else None, device) for stage in stages]
         weights = [parameter for copy in self._copies for parameter in trained_parameters(copy)]
         # the optimizer updates the weights themselves, or the FP32 copies that they were cast from
         self._masters = weights if self._mixed == "autocast" else [nn.Parameter(w.detach().float()) for w in weights]
@@ -124,7 +127,7 @@ class _LayerBench:
         """
         with split_loss(self._dims):
             self._backward()
-            if with_split and self._has_input_gradients and not (self._shape.model.lora_rank or self._shape.compiled):
+            if with_split and self._has_input_gradients and self._can_be_split:
                 self._split_backward()
         for copy in self._copies:
             if self._mixed == "cast":
@@ -136,6 +139,13 @@ class _LayerBench:
         share = 1 / len(self._copies)
         self.seconds["scale"].append(share * self._watch(divide_gradients, self._masters, _SCALE))
         self.seconds["optimizer"].append(share * self._watch(self._optimize))
+
+    @property
+    def _can_be_split(self) -> bool:
+        """True if a schedule may split the backward."""
+        chunked = self._shape.chunked_loss
+        recomputed = chunked is not None and chunked.recomputed
+        return not (self._shape.model.lora_rank or self._shape.compiled or recomputed)
 
     def _backward(self) -> None:
         """Times forward and backward of every copy."""
@@ -176,7 +186,8 @@ class _LayerBench:
         """Times forward of every copy; returns the inputs and outputs of all copies."""
         inputs = [self._input() for _ in self._copies]
         outputs: list[list[Tensor]] = []
-        calls = (partial(self._forward, copy, x, outputs) for copy, x in zip(self._copies, inputs, strict=True))
+        copies = zip(self._copies, inputs, self._losses, strict=True)
+        calls = (partial(self._forward, copy, x, loss, outputs) for copy, x, loss in copies)
         self.seconds["forward"] += self._watch.each(calls)
         return inputs, outputs
 
@@ -201,11 +212,19 @@ class _LayerBench:
     def _input(self) -> list[Tensor]:
         return [x.clone().requires_grad_(self._has_input_gradients) for x in self._layer_inputs] or [self._first_input]
 
-    def _forward(self, copy: nn.Module, x: list[Tensor], outputs: list[list[Tensor]]) -> None:
+    def _loss(self, stage: Stage, autocast: torch.dtype | None, device: torch.device) -> _Loss:
+        """Returns the loss of a head."""
+        chunked = self._shape.chunked_loss
+        (layer,) = stage.layers.values()
+        if chunked is None or not isinstance(layer, OutputHead):
+            return partial(cross_entropy, parallel=self._dims)
+        return loss_in_chunks(layer, chunked, autocast, device)
+
+    def _forward(self, copy: nn.Module, x: list[Tensor], loss: _Loss, outputs: list[list[Tensor]]) -> None:
         y: Tensor | tuple[Tensor, ...] = copy(*x)
         if self._layer.kind is LayerKind.HEAD:
             assert isinstance(y, Tensor)
-            y = cross_entropy(y, self._targets, self._dims)
+            y = loss(y, self._targets)
         outputs.append([y] if isinstance(y, Tensor) else list(y))
 
     def _optimize(self) -> None:

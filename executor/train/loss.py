@@ -100,6 +100,19 @@ class LossInChunks:
         return self.chunked.chunk_tokens or -(-len(flat) // (self.chunked.num_chunks or 1))
 
 
+def loss_in_chunks(
+    head: OutputHead, chunked: ChunkedLoss, autocast: torch.dtype | None, device: torch.device
+) -> LossInChunks:
+    """Makes a head return hidden states; returns the loss that takes them.
+
+    Args:
+        autocast: Dtype of output projections under autocast; None without autocast.
+    """
+    head.leaves_logits = True
+    context = nullcontext if autocast is None else partial(torch.autocast, device.type, autocast)
+    return LossInChunks(head, chunked, context)
+
+
 def _chunks(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Parts of tensors with equal numbers of rows, of at most ``tokens`` rows each."""
     for begin in range(0, len(tensors[0]), tokens):

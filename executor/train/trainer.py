@@ -6,7 +6,6 @@ Modules that only some plans need are imported where they are used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ from executor.models.model import Stage, build_stage, split_dimensions
 from executor.profiling.recorder import Recorder
 from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
-from executor.train.loss import LossInChunks, cross_entropy, split_loss
+from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
 from executor.train.optimizers import ShardGroups, make_optimizer, zero_gradients
 from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
@@ -284,10 +283,8 @@ class Trainer:
             return partial(cross_entropy, parallel=self._dims)
         (head,) = heads
         assert isinstance(head, OutputHead)
-        head.leaves_logits = True
         dtype = None if self._job.plan.shards_parameters else compute_dtype(self._job)
-        autocast = nullcontext if dtype is None else partial(torch.autocast, self._device.type, dtype)
-        return LossInChunks(head, chunked, autocast)
+        return loss_in_chunks(head, chunked, dtype, self._device)
 
     def _completion(self, index: int) -> Callable[[], None]:
         """Function that reduces partial and expert gradients of a stage; called before division by microbatches."""

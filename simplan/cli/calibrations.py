@@ -380,4 +380,5 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         optimizer=training.update,
         compiled=scenario.job.software.compiled,
         model_code=scenario.job.software.layers.model_code,
+        chunked_loss=scenario.job.software.chunked_losses.get(scenario.job.software.loss),
     )

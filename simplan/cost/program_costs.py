@@ -21,6 +21,7 @@ from simplan.program.program import (
     HostWait,
     LayerWork,
     OverlapRemainder,
+    Phase,
     Program,
     Stream,
     Work,
@@ -164,7 +165,10 @@ def _excess_words(moving_s: float, beside_s: float, sm_fraction: float) -> str:
 
 def _name(work: LayerWork) -> str:
     """Returns ``block forward``, or with a subset of the kernels ``block forward: norm2 to down``."""
-    whole = f"{work.layer.title} {work.phase}{' on the host' if work.on_host else ''}"
+    chunks = work.layer.loss_chunks
+    with_gradients = work.phase is Phase.FORWARD and chunks is not None and chunks.in_forward
+    more = " on the host" if work.on_host else " with gradients" if with_gradients else ""
+    whole = f"{work.layer.title} {work.phase}{more}"
     if work.kernels is None:
         return whole
     first, last = (work.layer.kernels[index].name for index in (work.kernels[0], work.kernels[-1]))

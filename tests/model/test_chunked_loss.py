@@ -21,9 +21,9 @@ from simplan.model.implementations.loss_in_chunks import LossMode
 from simplan.model.kernel import LayerCollective
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
-from simplan.predict import cost_model, predict
+from simplan.predict import build_program, cost_model, predict
 from simplan.program.memory.footprint import layer_footprint
-from simplan.program.program import LayerWork, Phase
+from simplan.program.program import LayerWork, MemoryCategory, Phase
 from simplan.rules import check_job
 from tests.jobs import job_of, tiny_model
 
@@ -152,6 +152,21 @@ def test_other_losses_are_refused(sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         check_job(with_loss(software, loss, model(tokens), plan, precision="bf16"))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("plan", [{"dp_shard": 2}, {"pp": 2, "dp_shard": 2, "zero_stage": 2, "schedule": "1f1b"}])
+def test_fsdp_holds_sum_of_chunks_in_fp32(plan: dict[str, Any]) -> None:
+    """torch adds unreduced gradients of chunks in the precision of the reduction; those of blocks come later."""
+    job = with_loss("torchtitan", "chunked", model(vocab=16 * VOCAB), plan, precision="bf16")
+    program = build_program(predict(job))
+    rank = program.ranks[-1]
+    held = 0
+    for op in (program.ops[index] for index in program.by_rank[rank]):
+        gradients = [effect for effect in op.memory if effect.category is MemoryCategory.GRADIENTS]
+        if any(effect.category is MemoryCategory.LOGITS for effect in op.memory):
+            break
+        held += sum(effect.after_bytes for effect in gradients)
+    assert held == pytest.approx(4 * 16 * VOCAB * HIDDEN, rel=0.01)
 
 
 def test_each_chunk_of_split_vocabularies_is_reduced() -> None:

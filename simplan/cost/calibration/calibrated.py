@@ -201,6 +201,8 @@ class CalibratedCost:
     def _estimate_from(
         self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance
     ) -> CostEstimate:
+        if work.phase is Phase.RECOMPUTE and work.layer.loss_chunks is not None:
+            return CostEstimate.nothing("part of the timed backward", provenance)
         sample = _sample(timing, work.phase)
         if sample is None:
             return CostEstimate.nothing("nothing needs the gradient of the layer's input", provenance)

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from simplan.base import Count, Natural, NonNegative, Positive, Seconds, Spec
 from simplan.model.implementations.layer_implementation import LayerImplementation, ModelCode, implemented_layers
+from simplan.model.implementations.loss_in_chunks import ChunkedLoss
 from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.model.model import ModelSpec
@@ -223,6 +224,7 @@ class ShapeRequest(Spec):
         optimizer: Optimizer whose step over FP32 weights is timed.
         compiled: True if blocks are compiled.
         model_code: Source of the modules that are timed.
+        chunked_loss: Chunks of output projection and loss; None for all tokens in one piece.
     """
 
     model: ModelSpec
@@ -234,11 +236,14 @@ class ShapeRequest(Spec):
     optimizer: UpdateName = "adamw"
     compiled: bool = False
     model_code: ModelCode = "framework"
+    chunked_loss: ChunkedLoss | None = None
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Layers of each rank, with the keys by which their timings are looked up."""
-        implementation = LayerImplementation(compiled=self.compiled, model_code=self.model_code)
+        implementation = LayerImplementation(
+            compiled=self.compiled, model_code=self.model_code, chunked_loss=self.chunked_loss
+        )
         return implemented_layers(self.model.layers_of(self.shard), implementation, self.model.family)
 
 

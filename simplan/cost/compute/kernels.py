@@ -251,7 +251,8 @@ class KernelCost:
         copied, added, num = 0, 0, num_chunks(kernel, b)
         # autocast keeps the copy of a parameter, but not those that the function of a recomputed chunk makes
         apart = kernel.chunks is not None and not kernel.chunks.in_forward
-        if self.state.weight_copy and (phase is Phase.FORWARD or (apart and phase is Phase.RECOMPUTE)):
+        copies = self.state.weight_copy and (kernel.trained or not apart)
+        if copies and (phase is Phase.FORWARD or (apart and phase is Phase.RECOMPUTE)):
             copied = (num if apart else 1) * (int(self.state.parameter) + self.state.weight_copy)
         if kernel.trained and (phase in WEIGHT_GRADIENTS or (in_forward(kernel) and phase is Phase.FORWARD)):
             added = self.accumulation_bytes if kernel.chunks is None else num * self._added_bytes(kernel.chunks)

@@ -17,14 +17,18 @@ from executor.calibration.layer_timing import time_layers
 from executor.calibration.timing import Bench, Stopwatch, sample_of, wide
 from executor.distributed.precision import with_fp8_linears
 from executor.models import model as models
+from executor.models.embedding_and_head import OutputHead
+from simplan import catalog
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import CalibrationRequest, Mixed, ShapeRequest
 from simplan.cost.calibration.store import load
 from simplan.errors import SpecError
 from simplan.model.families import FAMILIES
+from simplan.model.implementations.loss_in_chunks import LossMode
 from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
 from simplan.program.program import LayerWork, Phase
 from simplan.units import KIB
@@ -214,6 +218,28 @@ def test_linear_layers_in_fp8_are_timed(recipe: Fp8Recipe, mixed: Mixed, monkeyp
     timings = time_layers(shape, ONE_ROUND)
     assert {*made} == {recipe}
     assert {(t.dtype, t.fp8_recipe, t.mixed) for t in timings} == {("fp8", recipe, mixed)}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("loss", ["chunked", "recomputed"])
+def test_loss_in_chunks_is_timed_with_its_head(loss: LossMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction finds the timings; a backward that recomputes includes that, and no schedule splits it."""
+    tokens: list[int] = []
+    whole = OutputHead.logits
+
+    def counted(self: OutputHead, hidden: torch.Tensor) -> torch.Tensor:
+        tokens.append(len(hidden))
+        return whole(self, hidden)
+
+    monkeypatch.setattr(OutputHead, "logits", counted)
+    software = catalog.software("torch").model_copy(update={"loss": loss})
+    shape = ShapeRequest(model=MODEL, microbatch_size=2, chunked_loss=software.chunked_losses[loss])
+    *_, head = time_layers(shape, ONE_ROUND)
+    layer = software.layers_of(MODEL, ParallelPlan())[-1]
+    assert head.key == layer.key
+    assert layer.loss_chunks is not None
+    assert max(tokens) == layer.loss_chunks.tokens(2)
+    assert (head.backward_input_s is None) == (loss == "recomputed")
 
 
 @pytest.mark.usefixtures("alone")

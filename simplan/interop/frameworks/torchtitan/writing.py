@@ -104,7 +104,7 @@ def _configuration(job: Job, written: _Job) -> str:
         "model_compile_enabled": job.software.compiled,
     }
     listed = "".join(f"                {key}={value!r},\n" for key, value in arguments.items()).replace("'", '"')
-    words = [*["linear layers in FP8"] * quantized, *["a loss of all tokens at once"] * whole]
+    words = [*["linear layers in FP8"] * quantized, *["a loss of all tokens together"] * whole]
     loss = "from torchtitan.components.loss import CrossEntropyLoss\n" * whole
     converter = "from torchtitan.components.quantization import Float8LinearConverter\n" * quantized
     registry = f"from {models} import model_registry\n" * quantized
