@@ -18,7 +18,7 @@ from pathlib import Path
 from simplan.errors import file_error
 from simplan.interop.frameworks.shell import syntax
 from simplan.interop.frameworks.shell.syntax import OTHER_FILE, Assignment, Body, Command, Part, SourceWord
-from simplan.io import read_text
+from simplan.io import is_file, read_text
 
 _MAX_STEPS, _MAX_CALLS, _MAX_PIECES, _MAX_CHARS = 50_000, 20, 20_000, 400_000
 _MAX_EXPRESSION, _MAX_ARGUMENTS, _MAX_TEST_WORDS = 200, 100, 200
@@ -363,7 +363,7 @@ class Shell:
             return None
         name = word.text.rpartition("/")[2] if word.unknown else word.text
         path = (self.folder / name).resolve()
-        return path if path.is_relative_to(self.folder.resolve()) and path.is_file() else None
+        return path if path.is_relative_to(self.folder.resolve()) and is_file(path) else None
 
     def _assigned(self, assignment: Assignment) -> tuple[Value, ...]:
         before = self.variables.get(assignment.name, ()) if assignment.appends else ()
