@@ -61,6 +61,8 @@ class SimplanError(Exception):
     exit_code = 2
 
 
+_MAX_LINE = 4000
+"""Characters of a line of an error: names and values of a file can have millions."""
 _FEWEST_ALIKE, _MAX_LIKE_IT = 5, 6
 """Problems of one rule and fix that take one line together, and fields that this line names in addition."""
 
@@ -102,7 +104,8 @@ class SpecError(SimplanError, ValueError):
     def _line(self, problem: Problem) -> str:
         parts = (self.file or "", problem.line, problem.column)
         place = ":".join(str(part) for part in parts if part is not None)
-        return f"{place}: {problem.sentence()}" if place else problem.sentence()
+        line = f"{place}: {problem.sentence()}" if place else problem.sentence()
+        return line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} ... {line[-_MAX_LINE // 2 :]}"
 
     def in_file(self, file: str) -> SpecError:
         """Copy of the error that names its file."""

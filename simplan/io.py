@@ -30,6 +30,7 @@ __all__ = [
     "as_argument",
     "decode_text",
     "folder_of",
+    "is_file",
     "json_text",
     "parse_json",
     "parse_model",
@@ -80,6 +81,14 @@ def read_yaml(path: str | Path) -> Document:
             alias expansion).
     """
     return parse_yaml(read_text(path, MAX_YAML_BYTES), str(path))
+
+
+def is_file(path: Path) -> bool:
+    """True for a file; False, too, for a name that no file can have, or in a folder that may not be read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def read_json(path: str | Path, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:

@@ -64,6 +64,6 @@ def _check_port(host: str, port: int) -> None:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        rule = f"cannot be used on {host}: {error.strerror or error}"
+    except (OSError, UnicodeError) as error:  # the latter for a part of a name of more than 63 letters
+        rule = f"cannot be used on {host}: {getattr(error, 'strerror', None) or error}"
         raise SpecError(Problem(field="--port", value=str(port), rule=rule, fix="give another --port")) from None

@@ -34,7 +34,7 @@ from simplan.rules import check_job
 _SCHEMA = "0.0.4"
 MAX_NODES = 1_000_000
 """Nodes of all files together; beyond it, ranks with the same work share a file."""
-_MAX_OPERATIONS = 2_000_000
+_MAX_OPERATIONS = 1_500_000  # 36 microseconds each
 _COMP, _SEND, _RECV, _COLLECTIVE = 4, 5, 6, 7  # NodeType
 _COLLECTIVES = {  # CollectiveCommType
     CollectiveKind.ALL_REDUCE: 0,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 
-MAX_OPERATIONS = 6_000_000
-"""Operations of one Program. Lowered and simulated, each takes about half a kilobyte, so the largest takes 3 GiB."""
-MAX_JITTERED = 5_000_000
-"""The same of a Program that is simulated 200 times with other durations, which takes 10 microseconds each."""
+MAX_OPERATIONS = 4_000_000
+"""Operations of one Program. Lowered and simulated, also 200 times with jitter, each takes 0.6 kB and 10 to 13
+microseconds, so the largest takes 2.5 GiB and almost a minute."""
 MAX_CONTENDED = 2_500_000
 """The same of a Program whose communications share links, which takes 1.2 kB and 30 microseconds per operation."""
 
@@ -68,8 +67,6 @@ def refuse_many_operations(
 
 def _max_operations(job: Job) -> tuple[int, str]:
     """Most operations of a Program that is simulated for a job, and the words for that."""
-    if job.cluster.jitter is not None:
-        return MAX_JITTERED, "simulated with cluster.jitter"
     if job.cluster.topology is not None:
         return MAX_CONTENDED, "simulated on links of cluster.topology"
     return MAX_OPERATIONS, "simulated"

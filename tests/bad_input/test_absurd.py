@@ -166,3 +166,12 @@ def test_many_problems_of_one_cause_are_one_line() -> None:
     )
     assert last == "a.yaml:3: plan.pp = 5: must divide num_hidden_layers = 12; use 4 or 6"
     assert len(SpecError(alike).problems) == 35
+
+
+def test_a_line_of_an_error_is_short_whatever_names_a_file_has(tmp_path: Path) -> None:
+    """A script that named a model of a million letters was refused in as many."""
+    script = tmp_path / "start.sh"
+    script.write_text(f"torchrun --nproc_per_node 8 train.py --model_name_or_path ./{'x' * 10**6} --output_dir o\n")
+    with pytest.raises(SpecError) as error:
+        read_source(str(script), {"cluster.num_devices": 8}, {}).scenario()
+    assert len(str(error.value)) < 5000

@@ -22,11 +22,11 @@ from tests.jobs import job_of
     [
         (
             {"cluster.jitter": {"compute_relative_std": 0.1}},
-            "at most 5,000,000 are simulated with cluster.jitter; cluster.jitter takes all ranks: remove it",
+            "at most 4,000,000 are simulated; cluster.jitter takes all ranks: remove it",
         ),
         (
             {"training.backup_workers": 2, "cluster.stragglers": [{"rank": 3, "slowdown": 1.5}]},
-            "at most 6,000,000 are simulated; training.backup_workers takes all ranks: remove it",
+            "at most 4,000,000 are simulated; training.backup_workers takes all ranks: remove it",
         ),
         (
             {"cluster.topology": {"kind": "fat_tree", "radix": 128, "levels": 3, "routing": "ecmp"}},

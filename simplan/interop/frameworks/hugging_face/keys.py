@@ -13,7 +13,7 @@ from simplan.interop.configuration import Reading, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks import names_without_effect, tables
 from simplan.interop.frameworks.shell import doubts, restored, written_file
-from simplan.io import MAX_YAML_BYTES, folder_of, read_text
+from simplan.io import MAX_YAML_BYTES, folder_of, is_file, read_text
 
 AUTO = "auto"
 """DeepSpeed's word for a value that the Trainer fills in."""
@@ -180,7 +180,7 @@ def named_document(name: str, base: ConfigFile) -> tuple[str, Document] | None:
     folders = [folder, *folder.parents][: _MAX_PARENTS + 1]
     inside = not wanted.is_absolute() and ".." not in wanted.parts
     candidates = [each / wanted for each in folders] if inside else []
-    path = next((each for each in (*candidates, folder / wanted.name) if wanted.name and each.is_file()), None)
+    path = next((each for each in (*candidates, folder / wanted.name) if wanted.name and is_file(each)), None)
     return None if path is None else (wanted.name, read_document(path))
 
 

@@ -31,7 +31,7 @@ from simplan.interop.frameworks.hugging_face.strategies import (
 from simplan.interop.frameworks.hugging_face.tools import AXOLOTL, FACTORY, read_adapter_kind, read_plugins
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.nccl import read_nccl_algo
-from simplan.io import folder_of, read_json
+from simplan.io import folder_of, is_file, read_json
 from simplan.model.model import ModelSpec
 from simplan.rules.model import has_transformers_code
 
@@ -580,7 +580,7 @@ def _config_in(base: Path, name: str) -> str | None:
         return None
     found = base / path / "config.json"
     try:
-        return str(path / "config.json") if found.is_file() and "model_type" in read_json(found) else None
+        return str(path / "config.json") if is_file(found) and "model_type" in read_json(found) else None
     except SpecError:
         return None
 

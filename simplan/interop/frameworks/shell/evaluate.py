@@ -35,7 +35,7 @@ from simplan.interop.frameworks.shell.values import (
     split_words,
     truth,
 )
-from simplan.io import read_text
+from simplan.io import is_file, read_text
 
 _MAX_STEPS, _MAX_CALLS, _MAX_PIECES, _MAX_CHARS = 50_000, 20, 20_000, 400_000
 _MAX_EXPRESSION, _MAX_ARGUMENTS = 200, 100
@@ -437,7 +437,7 @@ class Shell:
             return None
         name = word.text.rpartition("/")[2] if word.unknown else word.text
         path = (self.folder / name).resolve()
-        return path if path.is_relative_to(self.folder.resolve()) and path.is_file() else None
+        return path if path.is_relative_to(self.folder.resolve()) and is_file(path) else None
 
     def _assigned(self, assignment: Assignment) -> tuple[Value, ...]:
         before = self.variables.get(assignment.name, ()) if assignment.appends else ()

@@ -29,7 +29,7 @@ from simplan.interop.frameworks.torchtitan.python import read_function
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
 from simplan.interop.frameworks.torchtitan.settings import RunSettings, facts
 from simplan.interop.nccl import nccl_settings
-from simplan.io import MAX_YAML_BYTES, read_text
+from simplan.io import MAX_YAML_BYTES, is_file, read_text
 
 _TOML_TITLE, _SCRIPT_TITLE = "job configuration of torchtitan", "launch script of torchtitan"
 _SECTIONS = re.compile(
@@ -288,7 +288,7 @@ def _found(file: ConfigFile, *names: str) -> Path | None:
         return None
     folder = file.folder.resolve()
     paths = (base / name for base in [folder, *folder.parents[:_PARENTS]] for name in names)
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if is_file(path)), None)
 
 
 def _named(file: ConfigFile, by_key: dict[str, Setting], unknown: Mapping[str, str]) -> tuple[str, Mapping[str, Any]]:
