@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from simplan.cli.app import app
-from simplan.cli.dashboard import RUN_FLAG
+from simplan.cli.dashboard import RUN_FLAG, _check_port
+from simplan.errors import SpecError
 
 pytest.importorskip("streamlit")
 
@@ -86,3 +87,9 @@ def test_others_are_let_in_only_if_asked_and_start_nothing_then(
     [(command, environment)] = started
     assert command[command.index("--host") + 1] == host
     assert environment[RUN_FLAG] == runs
+
+
+def test_a_host_that_no_name_can_be_is_refused() -> None:
+    """A label of a name has at most 63 letters; the error was one of the encoding."""
+    with pytest.raises(SpecError, match=r"--port = 8501: cannot be used on x{64}: "):
+        _check_port("x" * 64, 8501)
