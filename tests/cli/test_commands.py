@@ -226,6 +226,17 @@ def test_an_export_may_be_of_some_to_all_nodes(target: str, simplan: Simplan, tm
     assert "--nnodes = 8: the scenario's cluster has 4 nodes; use --nnodes 4, or change cluster" in other.stderr
 
 
+def test_target_is_said_if_it_was_named_otherwise(simplan: Simplan) -> None:
+    export = ("export", "gpt2-124m", "--software", "megatron-core", "--gpus", "8", "--to")
+    named = simplan(*export, "Megatron-Core")
+    assert "--to Megatron-Core: target megatron" in named.stderr
+    assert named.stdout == simplan(*export, "megatron").stdout
+    refused(
+        simplan(*export, "maxtext"), "--to = maxtext: is a framework for which nothing is written; targets: torchti"
+    )
+    refused(simplan(*export, "megatronn"), "--to = megatronn: is not known; did you mean megatron?")
+
+
 def test_a_trace_and_an_export_on_stdout_are_one_document(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     result = simplan("trace", scenario, "--json", "-o", file)
