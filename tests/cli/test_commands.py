@@ -105,6 +105,7 @@ def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
     assert "does not fit: rank 0 needs" in result.stdout.splitlines()[0]
     commands = commands_after(result.stdout)
     assert [command[0] for command in commands] == ["predict", "search", "explain", "trace"]
+    assert "/how-to/troubleshooting/" in result.stdout.partition("\n\nNext")[0].splitlines()[-1]
     done = [simplan(*command, *SMALL_SPACE.get(command[0], ())) for command in commands]
     assert [each.returncode for each in done] == [0, 0, 0, 0], [each.stderr for each in done]
     assert "does not fit" not in done[0].stdout.splitlines()[0]
