@@ -12,6 +12,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.rules import violations
+from simplan.rules.rule import nearest_multiples
 from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import first_fit
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
@@ -46,7 +47,7 @@ def changes(
         _memory(job, space, misses),
         *_outside_of_searches(job, space, misses, calibration),
     ]
-    found += [tried(job, space, calibration, workers) for tried in (_recompute, _ranges, _batch, _devices)]
+    found += [tried(job, space, calibration, workers) for tried in (_recompute, _ranges, _any_batch, _devices)]
     return tuple(change for change in found if change is not None)
 
 
@@ -123,6 +124,19 @@ def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None, worke
     plan = first_fit(job, wider, calibration, workers)
     names = ", ".join(given)
     return _change("ranges", names, f"leave out the ranges of search ({names})", plan)
+
+
+def _any_batch(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
+    """The nearest batch that can be divided among all devices, if the requested one cannot; else a smaller one."""
+    batch, devices = job.training.global_batch_size, job.cluster.num_devices
+    multiples = nearest_multiples(batch, devices) if batch % devices else []
+    for near in sorted(multiples, key=lambda size: abs(size - batch)):
+        training = job.training.model_copy(update={"global_batch_size": near})
+        plan = first_fit(replace(job, training=training), space, calibration, workers)
+        if plan is not None:
+            words = f"global_batch_size = {near:,} instead of {batch:,}, which {devices:,} devices cannot share evenly"
+            return _change("global_batch_size", near, words, plan)
+    return _batch(job, space, calibration, workers)
 
 
 def _batch(job: Job, space: SearchSpace, calibration: Calibration | None, workers: Workers) -> RequestChange | None:
