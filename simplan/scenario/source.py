@@ -22,7 +22,7 @@ from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
-from simplan.interop.formats import ConfigFile, read_configuration
+from simplan.interop.formats import ConfigFile, formats, read_configuration
 from simplan.interop.frameworks.shell import unknown_script
 from simplan.interop.huggingface import model_types
 from simplan.interop.others import framework_that_is_not_read
@@ -456,6 +456,11 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         rule, fix = f"is no {_NOT_YAML[path.suffix]} that simplan knows", "--from NAME names its format"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     document = file.yaml or parse_yaml(file.text, file.name)
+    if isinstance(document.data, str):
+        known = ", ".join(each.title for each in formats().values() if each.read is not None)
+        rule = f"is text that simplan does not know; it looked for a scenario, a config.json of Hugging Face, {known}"
+        fix = "`simplan compare PREDICTION LOG` reads logs, and `simplan init` writes a scenario"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
         return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), file.name, False, None

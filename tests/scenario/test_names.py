@@ -81,6 +81,13 @@ def test_model_is_found_by_what_people_type(tmp_path: Path, monkeypatch: pytest.
         assert rule in str(caught.value)
 
 
+def test_pasted_text_that_is_nothing_known_says_what_was_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "pasted.txt"
+    file.write_text("epoch 1 loss 3.2\nepoch 2 loss 2.9\n")
+    with pytest.raises(SpecError, match=r"it looked for a scenario, a config.json .* NeMo .*`simplan compare"):
+        scenario_from(file)
+
+
 def test_cluster_that_contradicts_its_name_is_refused() -> None:
     override = {"cluster.preset": "2x8 H100"}
     file = {"model": {"preset": "gpt2"}, "cluster": {"preset": "dgx-v100", "num_nodes": 4}, **PLAN}

@@ -87,6 +87,18 @@ def test_search_takes_options_as_ranges(simplan: Simplan) -> None:
     refused(simplan("search", "gpt2-124m", "--num-microbatches", "2"), "--num-microbatches = 2: is chosen by a search")
 
 
+def test_typed_names_are_those_of_the_catalog_in_results(simplan: Simplan) -> None:
+    typed = ("meta-llama/Llama-3.2-1B-Instruct", "--cluster", "2x DGX H100", "--software", "FSDP2", "--tp", "2")
+    text = simplan("predict", *typed).stdout
+    assert "- 2x DGX H100: cluster dgx-h100, 2 nodes\n" in text
+    named = "llama3.2-1b --cluster dgx-h100 --num-nodes 2 --software torch --tp 2"
+    assert f"simplan explain {named}\n" in text
+    found, same = (json.loads(simplan("predict", *each, "--json").stdout) for each in (typed, named.split()))
+    assert found.pop("assumptions") != same.pop("assumptions")
+    assert found == same
+    assert simplan("show", "models", "Llama 3 70B").stdout == simplan("show", "models", "llama3-70b").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
