@@ -139,6 +139,9 @@ def test_name_of_the_catalog_stands_for_itself_in_any_style() -> None:
                 found = find(kind, text).name
                 assert catalog.canonical_name(kind, found) == catalog.canonical_name(kind, name), text
             assert find(kind, name).name == name
+        for name, others in catalog.spellings()[kind].get("spellings", {}).items():
+            assert name in catalog.names(kind), f"{name} is no entry"
+            assert {find(kind, other).name for other in others} == {name}
 
 
 def test_name_without_or_with_another_word_is_never_another_entry() -> None:
