@@ -97,6 +97,16 @@ def names(kind: Kind) -> tuple[str, ...]:
     return (*listed, THIS_MACHINE) if kind == "clusters" else listed
 
 
+def is_name(kind: Kind, name: str) -> bool:
+    """True for a name of the catalog, such as those of ``names`` and networks of any rate."""
+    return name in names(kind) or (kind == "links" and _network_of(name) is not None)
+
+
+def spellings() -> dict[str, Any]:
+    """Table of the names that people type, by kind (``simplan.catalog.spelling``)."""
+    return _parsed("spellings")
+
+
 def canonical_name(kind: Kind, name: str) -> str:
     """Name of the entry that ``name`` is an alias of; ``name`` itself for any other name."""
     aliases: dict[str, str] = _parsed(kind).get("aliases", {})
@@ -229,6 +239,17 @@ def _kernel_sources(architecture: str) -> dict[str, str]:
             key = f"kernels.{name}"
             sources[key] = f"fitted, from {before:g} ({sources.get(key, 'an assumption')})"
     return sources
+
+
+def memory_bytes_of(device: str) -> int | None:
+    """Memory of a device; None if unknown."""
+    memory: int | None = _entry("devices", device).get("memory_bytes")
+    return memory
+
+
+def device_of(cluster: str) -> str:
+    """Name of a cluster's device; empty for ``this-machine``."""
+    return "" if cluster == THIS_MACHINE else str(_entry("clusters", cluster)["device"])
 
 
 @cache
@@ -403,16 +424,6 @@ def _parsed(name: str) -> dict[str, Any]:
     return data
 
 
-_NAMES_OF_PROFILES = {
-    "torch": "fsdp fsdp1 fsdp2 ddp pytorch pytorchfsdp pytorchddp hsdp",
-    "accelerate": "huggingface hf hftrainer trainer trl llamafactory peft axolotl",
-    "megatron-core": "megatron megatronlm mcore",
-    "deepspeed": "zero zero1 zero2 zero3",
-    "llm-foundry": "mosaicml composer foundry",
-    "nemo": "nemo2",
-    "maxtext": "jax",
-}
-"""Other names of a framework, in lowercase letters and digits, by the profile of its current version."""
 _INSTEAD: dict[str, str] = {
     "devices": f"{documentation('how-to/devices')} says how to describe another",
     "clusters": "or give device and devices_per_node in place of a preset",
@@ -428,39 +439,19 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
     if own_name in data[kind]:
         entry: dict[str, Any] = data[kind][own_name]
         return entry
+    from simplan.catalog.spelling import UNKNOWN, known_as, refusal
+
     missing: dict[str, str] = data.get("not_modelled", {})
-    if name in missing:
+    if (known := known_as(kind, name, missing)) != "":
         listed = f"modeled: {', '.join(data[kind])}"
         fix = listed if len(data[kind]) <= _MAX_LISTED else f"`simplan show {kind}` lists all"
-        rule = f"{missing[name]} is not modeled yet"
+        rule = f"{missing[known]} is not modeled yet"
         raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=fix))
-    advice = {"software": _profiles_of, "clusters": _machines_with}.get(kind)
-    fix = "" if advice is None else advice(name)
+    rule, fix = refusal(kind, name)
     fix = fix or did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
-    if kind in _INSTEAD and "is a device" not in fix:
+    if kind in _INSTEAD and "device and devices_per_node" not in fix and rule == UNKNOWN:
         fix += f"{' ' if fix.endswith('?') else '; '}{_INSTEAD[kind]}"
-    raise SpecError(Problem(field=singular, value=name, rule="is not in the catalog", fix=fix))
-
-
-def _machines_with(device: str) -> str:
-    """Fix for the name of a device in place of a cluster; empty if no device has such a name."""
-    letters = re.sub(r"\W|_", "", device.lower())
-    if [name for name in names("clusters") if letters in name.replace("-", "")]:
-        return ""
-    found = [name for name in names("devices") if len(letters) > 2 and letters in name.replace("-", "")]
-    fix = "give device and devices_per_node in place of a preset (--device, --devices-per-node)"
-    return f"{found[0]} is a device: {fix}" if found else ""
-
-
-def _profiles_of(framework: str) -> str:
-    """Fix for a framework's name that is no profile: its profile of today, and its others; empty if none matches."""
-    word = re.sub(r"\W|_", "", framework.lower())
-    first = next((profile for profile, words in _NAMES_OF_PROFILES.items() if word in words.split()), None)
-    profiles = [name for name in names("software") if len(framework) > 2 and framework.lower() in name]
-    others = ", ".join(name for name in profiles if name != first)
-    if first is None:
-        return f"use one of {others}" if len(profiles) > 1 else ""
-    return f"did you mean {first}?" + (f" Others: {others}" if others else "")
+    raise SpecError(Problem(field=singular, value=name, rule=rule, fix=fix))
 
 
 def _sources(kind: Kind | Literal["kernels"], sources: dict[str, str]) -> dict[str, str]:

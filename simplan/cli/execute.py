@@ -15,6 +15,7 @@ from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import ExecutorKilledError, run_executor
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cost.calibration.format import Calibration
+from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, RunError, SimplanError, SpecError
 from simplan.interop.writing import refuse_mixed
 from simplan.io import read_model, write_json, write_model
@@ -207,6 +208,8 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         if isinstance(error, ExecutorKilledError) and options.nodes is None:
             _gather(job_file, folder, str(error))
         kept = f"\nwhat was measured until then is in {folder}" if measurement_file.exists() else ""
+        if re.search(r"\branks?\b", str(error)):
+            kept += f"\nwhat to check: {documentation('how-to/troubleshooting')}"
         raise RunError(f"{error}{kept}") from None
     measurement = read_model(measurement_file, Measurement)
     prediction_file = folder / "prediction.json"

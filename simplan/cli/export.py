@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import simplan
+from simplan.catalog.spelling import find
 from simplan.cli.calibrations import chosen
 from simplan.cli.execute import RunOptions, exported_job, refuse_other_software, refuse_what_is_only_predicted
 from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
-from simplan.interop.formats import export_targets, formats
+from simplan.interop.formats import export_target, export_targets, formats
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, notes_for_pods, slurm_script
 from simplan.interop.writing import Exported
 from simplan.io import as_argument, write_text
@@ -33,9 +34,7 @@ def export_command(
     checkpointing: Checkpointing | None = None,
 ) -> int:
     """``simplan export``."""
-    if target not in export_targets():
-        problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, export_targets()))
-        raise SpecError(problem)
+    target = _target(target)
     scenario = request.scenario()
     refuse_what_is_only_predicted(scenario, "an export")
     _say_if_too_large(scenario)
@@ -78,6 +77,23 @@ def export_command(
         write_text(output, text)
         say(f"wrote {output}; start it with `{'sbatch' if target == 'slurm' else 'kubectl apply -f'} {output}`")
     return 0
+
+
+def _target(typed: str) -> str:
+    """Target that a name stands for; said if it is another one.
+
+    Raises:
+        SpecError: It stands for none.
+    """
+    target = export_target(typed)
+    if not target:
+        rule, fix = "is not known", did_you_mean(typed, export_targets())
+        if find("software", typed).name:
+            rule, fix = "is a framework for which nothing is written", f"targets: {', '.join(export_targets())}"
+        raise SpecError(Problem(field="--to", value=typed, rule=rule, fix=fix))
+    if target != typed:
+        say(f"--to {typed}: target {target}")
+    return target
 
 
 def _say_if_too_large(scenario: Scenario) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import typer
 
 from simplan import catalog
+from simplan.catalog.spelling import Nodes, find_nodes
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import NO_SCENARIO, ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import Problem, SpecError
 from simplan.io import as_argument, write_text
 from simplan.report.text import links_words
+from simplan.scenario.names import overrides_with_catalog_names
 from simplan.scenario.source import read_source
 
 _FIRST_MODEL, _FIRST_CLUSTER = "llama3-8b", "dgx-h100"
@@ -81,11 +83,13 @@ def _asked(request: ScenarioRequest, *, searches: bool) -> tuple[ScenarioRequest
         overrides["cluster.preset"] = typer.prompt(
             "Cluster (`simplan show clusters` lists them)", default=_FIRST_CLUSTER, value_proc=_checked(_cluster)
         )
+    overrides = overrides_with_catalog_names(overrides)
     if not {"cluster.num_nodes", "cluster.num_devices"} & overrides.keys():
         overrides["cluster.num_nodes"] = typer.prompt("Nodes", default=1, value_proc=_checked(_count))
     if "training.global_batch_size" not in overrides:
-        preset = overrides.get("cluster.preset", _FIRST_CLUSTER)
-        devices = overrides.get("cluster.num_nodes", 1) * catalog.cluster(preset).devices_per_node
+        each = overrides.get("cluster.devices_per_node")
+        each = each or catalog.cluster(overrides.get("cluster.preset", _FIRST_CLUSTER)).devices_per_node
+        devices = overrides.get("cluster.num_nodes", 1) * each
         overrides["training.global_batch_size"] = typer.prompt(
             "Sequences per optimizer step",
             default=overrides.get("cluster.num_devices", devices),
@@ -115,7 +119,8 @@ def _model(answer: str) -> str:
 
 
 def _cluster(answer: str) -> str:
-    catalog.cluster(answer)
+    if not isinstance(find_nodes(answer), Nodes):
+        catalog.cluster(answer)
     return answer
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import getdoc
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from simplan import catalog
+from simplan.catalog.spelling import find
 from simplan.cli.calibrations import read
 from simplan.cli.terminal.definitions import definitions
 from simplan.cli.terminal.output import print_json, print_result
@@ -137,6 +138,7 @@ def entry(kind: str, name: str) -> dict[str, Any]:
     """
     _listing_of(kind)
     if kind in _ENTRIES:
+        name = find(cast("catalog.Kind", kind), name).name or name
         found: dict[str, Any] = _ENTRIES[kind](name).model_dump(mode="json")
         return found | ({"source": catalog.topology_source(name)} if kind == "topologies" else {})
     rows = {row["name"]: row for row in listing(kind)}

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simplan.catalog.spelling import find
 from simplan.document import Document, parse_yaml, whole_number
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
@@ -19,6 +20,20 @@ from simplan.job import Job
 if TYPE_CHECKING:
     from simplan.interop.frameworks.shell import Value
     from simplan.search.switch import ChangedSetting
+
+
+_TARGETS = {
+    "megatron-bridge": "bridge",
+    "nemo": "bridge",
+    "megatron-core": "megatron",
+    "megatron-lm": "megatron",
+    "megatron-lm-2021": "megatron",
+    "megatron-lm-2022": "megatron",
+    "torchtitan-2025": "torchtitan",
+    "k8s": "kubernetes",
+    "sbatch": "slurm",
+}
+"""Profile of a framework, or another name -> target of an export with another name."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +170,17 @@ def changed_settings(configuration: Configuration, before: Job, after: Job) -> t
             value, line = (old.get(key), None) if written is None else (written.value, written.line)
             changed.append(ChangedSetting(key, value, new.get(key), line))
     return (*changed, *changed_options(before, after))
+
+
+def export_target(name: str) -> str:
+    """Target of an export that a name stands for: a target, or the profile of a framework; empty if none.
+
+    >>> export_target("megatron-bridge"), export_target("NeMo"), export_target("Slurm"), export_target("maxtext")
+    ('bridge', 'bridge', 'slurm', '')
+    """
+    profile = find("software", name).name
+    plain = name.strip().lower()
+    return next((each for each in (plain, _TARGETS.get(plain), _TARGETS.get(profile)) if each in export_targets()), "")
 
 
 def export_targets() -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from simplan.documentation import documentation
 from simplan.predict.rehearsal import Rehearsed
 from simplan.report.table import format_table_text
 from simplan.report.text import split_parts
@@ -34,6 +35,7 @@ def comparison_text(comparison: Comparison) -> str:
         *([] if comparison.slowdown is None else [speed]),
         "error = (predicted - measured) / measured; spread = half of p10 to p90 (of steps; for parts, of microbatches)",
         *comparison.notes,
+        *([] if comparison.interval_holds else [_SLOW]),
     ]
     parts = [comparison_rows(comparison.rows), *_terms(comparison), *_splits(comparison)]
     return "\n\n".join((*parts, "\n".join(f"- {note}" for note in notes)))
@@ -207,6 +209,9 @@ _MAX_STDS = 3  # standard deviations of compute, or of communication, that may e
 _LARGE = 0.05  # fraction of the step of a term that may be a candidate
 
 
+_SLOW = f"what to check in a slow run, or one that is out of memory: {documentation('how-to/troubleshooting')}"
+
+
 def logged_text(comparison: LoggedComparison) -> str:
     """Table, verdict, hypotheses, the most uncertain parts, categories of memory, and notes."""
     sections = [comparison_rows(comparison.rows)]
@@ -220,6 +225,7 @@ def logged_text(comparison: LoggedComparison) -> str:
             f"{candidate_causes(comparison)}"
         )
         notes += ["spread = half of p10 to p90 of the steps"]
+        notes += [] if comparison.interval_holds else [_SLOW]
     if comparison.hypotheses is not None:
         sections.append(_hypotheses(comparison))
         notes += [_ONE_CHANGE] if comparison.hypotheses else []

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simplan.documentation import documentation
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.placement import Placement
@@ -112,6 +113,8 @@ def prediction_text(
         parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in prediction.assumptions))
     if fixes:
         parts.append("Smallest changes that fit, each predicted\n" + fixes_table(fixes))
+    if "does not fit" in headline.partition(":")[0]:
+        parts.append(f"What uses the memory, and what shrinks it: {documentation('how-to/troubleshooting')}")
     return "\n\n".join([*parts, *suggestions(next_steps)])
 
 

@@ -242,7 +242,7 @@ def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
         entry = sections.look_up(("cluster", "preset"), catalog.node, section.preset)
         if entry is None:
             return None
-    elif section.device is None or section.devices_per_node is None:
+    elif section.device is None or (section.devices_per_node is None and section.num_devices != 1):
         key = "device" if section.device is None else "devices_per_node"
         fix = "give preset, or device and devices_per_node"
         if section.device is not None:
@@ -258,7 +258,7 @@ def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
         device = read_device(sections, section.device, device)
     if device is None:
         return None
-    per_node = section.devices_per_node or (entry.devices_per_node if entry else 0)
+    per_node = section.devices_per_node or (entry.devices_per_node if entry else 1)
     inter_link, nics_per_node = _inter_link(sections, section, entry, per_node)
     node = catalog.NodeEntry(
         id=entry.id if entry else "inline",

@@ -42,6 +42,7 @@ from simplan.rules import check_job
 from simplan.scenario.clusters import read_cluster
 from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
+from simplan.scenario.names import with_catalog_names
 from simplan.scenario.sections import read_expectations, read_model, read_software, sharded_over_cp
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingBudget, TrainingSection, TrainingSpec
@@ -171,14 +172,26 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     sections.raise_problems()
     assert plan is not None, "the missing section plan has raised an error"
     try:
-        return Scenario(name=parts.name, job=parts.job(plan), expect=expect, file=sections.file, budget=parts.budget)
+        return Scenario(
+            name=parts.name,
+            job=parts.job(plan),
+            expect=expect,
+            file=sections.file,
+            budget=parts.budget,
+            assumptions=parts.sentences,
+        )
     except SpecError as error:
         raise sections.in_file(error) from None
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioParts:
-    """Sections that scenarios of plans and of searches share; an invalid section is None, its problems recorded."""
+    """Sections that scenarios of plans and of searches share; an invalid section is None, its problems recorded.
+
+    Attributes:
+        data: The document, with the names of the catalog.
+        sentences: Sentences about names that the document spells in another way.
+    """
 
     name: str
     data: dict[str, Any]
@@ -188,6 +201,7 @@ class ScenarioParts:
     training: TrainingSpec | None
     software: SoftwareSpec | None
     budget: TrainingBudget
+    sentences: tuple[str, ...] = ()
 
     def job(self, plan: ParallelPlan) -> Job:
         """Job with a plan, once no problem is left."""
@@ -205,9 +219,9 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
         file: Name of the document in errors; files that it names are relative to its folder.
 
     Raises:
-        SpecError: The document is not a mapping.
+        SpecError: The document is not a mapping; or the name of its cluster contradicts another key.
     """
-    data = document.data
+    data, sentences = with_catalog_names(document.data)
     sections = Sections(document, file)
     sections.read(_File, data, ())  # unknown keys and missing sections
     if not isinstance(data, dict):
@@ -223,7 +237,7 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
     price = None if cluster is None else price_of(cluster, data["cluster"].get("price_per_device_hour"))
     budget = TrainingBudget(num_tokens=section.num_tokens if section else None, price_per_device_hour=price)
     name = data.get("name", Path(file).stem)
-    return ScenarioParts(name, data, sections, model, cluster, training, software, budget)
+    return ScenarioParts(name, data, sections, model, cluster, training, software, budget, sentences)
 
 
 def price_of(cluster: ClusterSpec, price: float | None) -> float | None:

@@ -119,7 +119,8 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
         space = that_it_has(job.software, space)
     except SpecError as error:
         raise sections.in_file(error) from None
-    return SearchScenario(name=parts.name, job=job, space=space, document=data, file=sections.file)
+    said = parts.sentences
+    return SearchScenario(name=parts.name, job=job, space=space, document=data, file=sections.file, assumptions=said)
 
 
 def _with_budget(search: Any, budget: TrainingBudget) -> Any:

@@ -20,9 +20,9 @@ from simplan import catalog
 from simplan.base import MAX_COUNT, Spec
 from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
-from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.errors import Problem, SpecError
 from simplan.interop.configuration import Configuration
-from simplan.interop.formats import ConfigFile, read_configuration
+from simplan.interop.formats import ConfigFile, formats, read_configuration
 from simplan.interop.frameworks.shell import unknown_script
 from simplan.interop.huggingface import model_types
 from simplan.interop.others import framework_that_is_not_read
@@ -36,6 +36,7 @@ from simplan.rules import violations
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.collecting import Sections
 from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
+from simplan.scenario.names import looks_like_path, model_named, says_numbers, unknown_source, with_catalog_names
 from simplan.scenario.nodes import check_ranks_per_node
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
@@ -55,7 +56,7 @@ _NOT_YAML = {".toml": "TOML file", ".json": "JSON file"}
 """Suffix of files that are no scenarios -> what they are."""
 _SECTIONS = frozenset(("name", "model", "cluster", "training", "software", "plan", "search", "expect"))
 _WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
-_MAX_FILES = 1000
+_WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
 _LARGEST_NODE = 8
@@ -124,6 +125,7 @@ class Source:
         file: Name in errors; files that the document names are relative to its folder.
         overrides: Override -> name in errors.
         replaced: Sentence about sections of the file that overrides replace, if there are any.
+        spelled: Sentences about names that the source or an override spells in another way than the catalog.
         configuration: Framework's file that the document comes from; None for scenarios and models.
         current: The plan of that file, for a search; None for the rest.
     """
@@ -135,13 +137,14 @@ class Source:
     replaced: tuple[str, ...] = ()
     configuration: Configuration | None = None
     current: Source | None = None
+    spelled: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the reader: what a framework's file says, what was replaced, and what was assumed."""
+        """Sentences for the reader: names, what a framework's file says, what was replaced, and what was assumed."""
         listed = "; ".join(map(str, self.assumptions))
         read = self.configuration.notes if self.configuration is not None else ()
-        return (*read, *self.replaced, *((f"not given, so assumed: {listed}",) if listed else ()))
+        return (*self.spelled, *read, *self.replaced, *((f"not given, so assumed: {listed}",) if listed else ()))
 
     def parts(self) -> ScenarioParts:
         """Sections of the document, except plan and search.
@@ -336,6 +339,7 @@ def read_source(
             data = {key: value for key, value in data.items() if key not in dropped}
             is_whole = False
         data = _overridden(data, given, typed, file)
+    data, spelled = with_catalog_names(data)
     if not is_whole and isinstance(data, dict):
         data, assumptions = _completed(data, file, searches=searches, has_batch=batch is not None)
     if batch is not None and isinstance(data, dict):
@@ -351,7 +355,8 @@ def read_source(
         why = f"no others in {configuration.title}"
         assumptions += [Assumption(key, value, why) for key, value in ranges if key not in given]
     lines = _lines(document, given)
-    return Source(Document(data, lines), file, tuple(assumptions), typed, tuple(replaced), configuration, current)
+    document = Document(data, lines)
+    return Source(document, file, tuple(assumptions), typed, tuple(replaced), configuration, current, spelled)
 
 
 def _check_batch(configuration: Configuration, data: dict[str, Any]) -> None:
@@ -392,13 +397,13 @@ def _current(
 ) -> Source:
     """Document of the plan that a file has, for a search that starts from it."""
     kept = {key: value for key, value in given.items() if not key.startswith("search.")}
-    data, assumptions = _completed(
-        _overridden(document.data, kept, typed, file), file, searches=False, has_batch=batch is not None
-    )
+    data, spelled = with_catalog_names(_overridden(document.data, kept, typed, file))
+    data, assumptions = _completed(data, file, searches=False, has_batch=batch is not None)
     if batch is not None:
         data, rounded = _with_batch(data, file, batch, typed, searches=False)
         assumptions += rounded
-    return Source(Document(data, _lines(document, kept)), file, tuple(assumptions), typed, (), configuration)
+    document = Document(data, _lines(document, kept))
+    return Source(document, file, tuple(assumptions), typed, (), configuration, None, spelled)
 
 
 def _batch_of(source: Source) -> dict[str, Any]:
@@ -418,13 +423,13 @@ def _read(
     in_folder = next((name for name in _IN_FOLDERS if path.is_dir() and (path / name).is_file()), None)
     if in_folder is not None:
         path = path / in_folder
-    elif not path.is_file() and str(source) in catalog.names("models"):
-        return Document({"name": str(source), "model": {"preset": str(source)}}, {}), str(source), False, None
+    elif not path.is_file() and (name := model_named(str(source))):
+        return Document({"name": name, "model": {"preset": str(source)}}, {}), str(source), False, None
     elif path.is_dir():
         rule, fix = "is a folder without config.json", "name a scenario file in it"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(source))
-    elif not path.exists() and not path.is_symlink() and not path.suffix and len(path.parts) <= len(Path("a/b").parts):
-        raise _unknown(str(source))
+    elif not path.exists() and not path.is_symlink() and not looks_like_path(str(source)):
+        raise unknown_source(str(source))
     return _parsed(ConfigFile(path, read_text(path, MAX_YAML_BYTES)), framework)
 
 
@@ -449,6 +454,11 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         rule, fix = f"is no {_NOT_YAML[path.suffix]} that simplan knows", "--from NAME names its format"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     document = file.yaml or parse_yaml(file.text, file.name)
+    if isinstance(document.data, str):
+        known = ", ".join(each.title for each in formats().values() if each.read is not None)
+        rule = f"is text that simplan does not know; it looked for a scenario, a config.json of Hugging Face, {known}"
+        fix = "`simplan compare PREDICTION LOG` reads logs, and `simplan init` writes a scenario"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
         return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), file.name, False, None
@@ -458,19 +468,6 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     return document, file.name, True, None
 
 
-def _unknown(source: str) -> SpecError:
-    """Error about a word that names neither a file nor a model."""
-    try:
-        catalog.model_fields(source)
-    except NotModelledError as error:
-        return error
-    except SpecError:
-        files = [entry.name for pattern in ("*.yaml", "*.yml") for entry in sorted(Path().glob(pattern))[:_MAX_FILES]]
-        fix = did_you_mean(source, [*files, *catalog.names("models")]) or "`simplan show models` lists the models"
-        return SpecError(Problem(field="", rule="is neither a file nor a model of the catalog", fix=fix), file=source)
-    raise AssertionError(source)
-
-
 def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[str, str], file: str) -> dict[str, Any]:
     """Copy of the data with the overrides, of which those that replace others come first."""
     changed = dict(data)
@@ -478,7 +475,8 @@ def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[s
         section, _, rest = key.partition(".")
         before = changed.get(section)
         if key in _KEPT and isinstance(before, dict) and (section != "model" or _NAMES_A_MODEL & before.keys()):
-            before = {name: value for name, value in before.items() if name in _KEPT[key]}
+            kept = _KEPT[key] if key != "cluster.preset" or not says_numbers(given[key]) else _KEPT[key][2:]
+            before = {name: value for name, value in before.items() if name in kept}
         elif isinstance(before, dict):
             replaced = [name for name in _INSTEAD.get(key, ()) if f"{section}.{name}" not in given]
             before = {name: value for name, value in before.items() if name not in replaced}
@@ -560,7 +558,8 @@ def _completed(
     if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, _LARGEST_NODE + 1):
         assume("cluster", "devices_per_node", devices, "all in one node")
     if not {"num_nodes", "num_devices", "nodes"} & found["cluster"].keys():
-        assume("cluster", "num_nodes", 1, "")
+        is_one = "preset" not in found["cluster"] and "devices_per_node" not in found["cluster"]
+        assume("cluster", "num_devices" if is_one else "num_nodes", 1, "")
     if "software" not in found:
         found["software"] = "torch"
         assumptions.append(Assumption("software", "torch", ""))

@@ -13,6 +13,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.rules import violations
+from simplan.rules.rule import nearest_multiples
 from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import first_fit
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
@@ -52,7 +53,7 @@ def changes(
         *_outside_of_searches(job, space, misses, calibration),
     ]
     first = partial(first_fit, calibration=calibration, workers=workers, on_tried=on_tried)
-    found += [tried(job, space, first) for tried in (_recompute, _ranges, _batch, _devices)]
+    found += [tried(job, space, first) for tried in (_recompute, _ranges, _any_batch, _devices)]
     return tuple(change for change in found if change is not None)
 
 
@@ -129,6 +130,18 @@ def _ranges(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange | No
     plan = first(job, wider)
     names = ", ".join(given)
     return _change("ranges", names, f"leave out the ranges of search ({names})", plan)
+
+
+def _any_batch(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange | None:
+    """The nearest batch that can be divided among all devices, if the requested one cannot; else a smaller one."""
+    batch, devices = job.training.global_batch_size, job.cluster.num_devices
+    multiples = nearest_multiples(batch, devices) if batch % devices else []
+    for near in sorted(multiples, key=lambda size: abs(size - batch)):
+        plan = first(replace(job, training=job.training.model_copy(update={"global_batch_size": near})), space)
+        if plan is not None:
+            words = f"global_batch_size = {near:,} instead of {batch:,}, which {devices:,} devices cannot share evenly"
+            return _change("global_batch_size", near, words, plan)
+    return _batch(job, space, first)
 
 
 def _batch(job: Job, space: SearchSpace, first: FirstFit) -> RequestChange | None:

@@ -105,6 +105,7 @@ def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
     assert "does not fit: rank 0 needs" in result.stdout.splitlines()[0]
     commands = commands_after(result.stdout)
     assert [command[0] for command in commands] == ["predict", "search", "explain", "trace"]
+    assert "/how-to/troubleshooting/" in result.stdout.partition("\n\nNext")[0].splitlines()[-1]
     done = [simplan(*command, *SMALL_SPACE.get(command[0], ())) for command in commands]
     assert [each.returncode for each in done] == [0, 0, 0, 0], [each.stderr for each in done]
     assert "does not fit" not in done[0].stdout.splitlines()[0]
@@ -224,6 +225,17 @@ def test_an_export_may_be_of_some_to_all_nodes(target: str, simplan: Simplan, tm
     assert "note: 3 nodes could not go on, but fewer of them: training.global_batch_size = 64" in written.stderr
     other = simplan("export", scenario, "--to", target, "--nnodes", "2:8")
     assert "--nnodes = 8: the scenario's cluster has 4 nodes; use --nnodes 4, or change cluster" in other.stderr
+
+
+def test_target_is_said_if_it_was_named_otherwise(simplan: Simplan) -> None:
+    export = ("export", "gpt2-124m", "--software", "megatron-core", "--gpus", "8", "--to")
+    named = simplan(*export, "Megatron-Core")
+    assert "--to Megatron-Core: target megatron" in named.stderr
+    assert named.stdout == simplan(*export, "megatron").stdout
+    refused(
+        simplan(*export, "maxtext"), "--to = maxtext: is a framework for which nothing is written; targets: torchti"
+    )
+    refused(simplan(*export, "megatronn"), "--to = megatronn: is not known; did you mean megatron?")
 
 
 def test_a_trace_and_an_export_on_stdout_are_one_document(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:

@@ -83,12 +83,21 @@ def test_a_killed_executor_is_reported_with_its_measurement(monkeypatch: pytest.
     assert (tmp_path / "measurement.json").read_text() == "the executor was killed by signal 9"
 
 
-def test_a_run_without_a_measurement_promises_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "link"),
+    [
+        ("the disk is full", ""),
+        ("rank 1 ran out of memory", "\nwhat to check: https://simplan.readthedocs.io/how-to/troubleshooting/"),
+    ],
+)
+def test_a_run_without_a_measurement_promises_none(
+    error: str, link: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fails(args: list[str], on_event: object) -> None:
-        raise RunError("the disk is full")
+        raise RunError(error)
 
     monkeypatch.setattr(execute_module, "run_executor", fails)
-    with pytest.raises(RunError, match=r"^the disk is full$"):
+    with pytest.raises(RunError, match=f"^{error}{link}$"):
         execute(parse_scenario(SCENARIO), None, tmp_path, RunOptions())
 
 

@@ -1,4 +1,4 @@
-"""What starts a plan elsewhere: parsed back, and the Slurm script run."""
+"""What starts a plan elsewhere: parsed back, and the Slurm script run; targets by the names of profiles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 import simplan.cli
+from simplan import catalog
 from simplan.cli.execute import RunOptions, exported_job
 from simplan.errors import NotModelledError
-from simplan.interop.formats import formats
+from simplan.interop.formats import export_target, export_targets, formats
 from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
 from simplan.interop.writing import Exported
 from simplan.runs.checkpoint import Checkpointing
@@ -258,3 +259,27 @@ def test_step_of_a_million_microbatches_is_not_exported(capsys: pytest.CaptureFi
     command = "export gpt2-124m --cluster dgx-h100 --num-devices 8 --global-batch-size 1000000000000 --to slurm"
     assert simplan.cli.main(command.split()) == 2
     assert "forward passes of stages per step, of which the executor runs at most 1,000,000" in capsys.readouterr().err
+
+
+def writers_of(profile: str) -> set[str]:
+    """Targets that write jobs under a profile."""
+    job = scenario_from("llama3-8b", {"cluster.num_devices": 8, "software": profile}).job
+    found = set()
+    for name, each in formats().items():
+        if each.export is not None and each.settings is not None:
+            try:
+                each.settings(job)
+            except NotModelledError as error:
+                if any(problem.field.startswith("software") for problem in error.problems):
+                    continue
+            found.add(name)
+    return found
+
+
+def test_profile_is_exported_by_a_target_that_writes_it() -> None:
+    assert all(export_target(target) == target for target in export_targets())
+    writers = {profile: writers_of(profile) for profile in catalog.names("software")}
+    targets = {profile: export_target(profile) for profile in catalog.names("software")}
+    assert sum(map(bool, writers.values())) > 6
+    for profile, found in writers.items():
+        assert targets[profile] in (found or {""}) or (profile, targets[profile]) == ("nemo", "bridge"), profile

@@ -63,7 +63,7 @@ def test_what_no_device_is(tmp_path: Path, written: str, sentence: str) -> None:
 
 def test_all_that_is_wrong_with_a_device_is_told_at_once(tmp_path: Path) -> None:
     written = (
-        "{preset: h100-sxm, architecture: amper, memory_bytes: 80, peak_flop_per_s: {bf16: fast}, host_link: pcie9}"
+        "{preset: h100-sx, architecture: amper, memory_bytes: 80, peak_flop_per_s: {bf16: fast}, host_link: pcie9}"
     )
     with pytest.raises(SpecError) as caught:
         device(tmp_path, written)

@@ -144,3 +144,19 @@ def test_a_deadline_is_told_by_the_fastest_plan() -> None:
     space = SearchSpace(max_step_time_s=deadline_s, recompute=("none",), microbatch_size=(1,))
     result = search(job, space, explain=False)
     assert [plan.step_time_s for plan in result.ranked] == [pytest.approx(deadline_s)]
+
+
+def test_batch_that_all_devices_can_share_is_named() -> None:
+    """Seven devices take no batch of 128, and their pipeline does not fit."""
+    job = Job(
+        catalog.model("llama3-8b"),
+        catalog.cluster("dgx-h100", 7),
+        TrainingSpec(global_batch_size=128),
+        ParallelPlan(),
+        catalog.software("torch"),
+    )
+    space = SearchSpace(recompute=("full",), schedule=("1f1b",), microbatch_size=(1,), zero_stage=(3,), cp=(1,))
+    batch = changes_of(job, space)["global_batch_size"]
+    assert batch.value == 126
+    assert batch.words == "global_batch_size = 126 instead of 128, which 7 devices cannot share evenly"
+    assert batch.plan.dp == 7

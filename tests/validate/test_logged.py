@@ -173,6 +173,9 @@ def test_words(prediction: Prediction) -> None:
     )
     assert "the first step is left out as warm-up: more than 1.1 times the median of the later half" in text
     assert "only `simplan run` can say" in text
+    assert "/how-to/troubleshooting/" in text
+    as_predicted = LoggedRun(step_time_s=prediction.step_time_s)
+    assert "/how-to/troubleshooting/" not in logged_text(compare_logged(prediction.to_json(), as_predicted))
     noisy = LoggedRun(step_times_s=tuple(prediction.step_time_s * f for f in (0.8, 0.9, 1.01, 1.1, 1.3, 1.01)))
     assert "it is not significant" in candidate_causes(compare_logged(prediction.to_json(), noisy))
 

@@ -150,18 +150,33 @@ class ScenarioRequest:
         """
         from simplan.io import as_argument
 
-        kept = {key: value for key, value in self.overrides.items() if not without or key.split(".")[0] != without}
-        options = (_option(key, self.names[key], value) for key, value in kept.items())
+        named = self._in_catalog_names()
+        kept = {key: value for key, value in named.overrides.items() if not without or key.split(".")[0] != without}
+        options = (_option(key, named.names[key], value) for key, value in kept.items())
         framework = [f"--from {shlex.quote(self.framework)}"] if self.framework is not None else []
-        return " ".join([as_argument(self.source), *framework, *options])
+        return " ".join([as_argument(named.source), *framework, *options])
+
+    def _in_catalog_names(self) -> ScenarioRequest:
+        """Copy with the names of the catalog."""
+        from simplan.scenario.names import model_named, overrides_with_catalog_names
+
+        order = {override.key: place for place, override in enumerate(OVERRIDES)}
+        found = overrides_with_catalog_names(self.overrides)
+        overrides = {key: found[key] for key in sorted(found, key=lambda key: order.get(key, len(order)))}
+        source = self.source if self.source.exists() else Path(model_named(str(self.source)) or self.source)
+        return replace(self, source=source, overrides=overrides, names=self._names_of(overrides))
+
+    def _names_of(self, overrides: Mapping[str, Any]) -> dict[str, str]:
+        """Names of overrides in errors and suggestions; of new ones, the options for them."""
+        known = {override.key: override.names[0] for override in OVERRIDES}
+        return {key: self.names.get(key) or known.get(key, key) for key in overrides}
 
     def with_overrides(self, changes: Mapping[str, Any]) -> ScenarioRequest:
-        """Copy with more overrides, which replace those of the same keys."""
+        """Copy with more overrides, which replace those of the same keys, and with the names of the catalog."""
         replaced = "cluster.num_nodes" if "cluster.num_devices" in changes else ""
-        overrides = {key: value for key, value in self.overrides.items() if key != replaced} | dict(changes)
-        known = {override.key: override.names[0] for override in OVERRIDES}
-        names = {key: self.names.get(key) or known.get(key, key) for key in overrides}
-        return replace(self, overrides=overrides, names=names)
+        before = self._in_catalog_names().overrides
+        overrides = {key: value for key, value in before.items() if key != replaced} | dict(changes)
+        return replace(self, overrides=overrides, names=self._names_of(overrides))
 
     def with_batch(self, global_batch_size: int) -> ScenarioRequest:
         """Copy that says the batch of its scenario, if that depends on the plan."""

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from simplan import catalog
+from simplan.catalog.spelling import find
 from simplan.errors import SpecError
 from simplan.interop.huggingface import model_fields_from_config, model_types
 from simplan.model.model import ModelSpec
-
-_OTHER_WEIGHTS = re.compile(r"-(hf|instruct|chat|base|it|coder|math|uncased|cased|deduped|bf16|fp16|\d{4})(?=$|-v?\d)")
-"""Parts of a name that tell how weights were made, not their shapes."""
-_VERSION = re.compile(r"-v\d+(\.\d+)*$")
-_SAME_SHAPE = {  # shapes as in the models' config.json on the Hub, read 2026-11-26
-    "llama-7b": "llama2-7b",
-    "llama-13b": "llama2-13b",
-    "vicuna-7b-v1.5": "llama2-7b",
-    "vicuna-13b-v1.5": "llama2-13b",
-    "mpt-7b": "mpt-7b-alibi",
-    "phi-3-mini-4k": "phi3-mini",
-}
-"""Models of another name with the shapes of a preset."""
-_NOT_ON_HUB = ("mpt-",)
-"""Beginnings of presets that have another architecture than the model of that name on the Hub."""
 
 
 def preset_of(name: str) -> str | None:
@@ -33,16 +17,8 @@ def preset_of(name: str) -> str | None:
     >>> preset_of("meta-llama/Llama-3.1-8B-Instruct"), preset_of("Qwen/Qwen2.5-7B"), preset_of("someone/model")
     ('llama3.1-8b', 'qwen2.5-7b', None)
     """
-    short = name.rstrip("/").rpartition("/")[2].lower().replace("-v1_1", "-v1.1").removeprefix("meta-")
-    short = re.sub(r"^llama-?(\d(\.\d)?)-", r"llama\1-", short)
-    known = [each for each in catalog.names("models") if not each.startswith(_NOT_ON_HUB)]
-    while short not in known and short not in _SAME_SHAPE and (match := [*_OTHER_WEIGHTS.finditer(short)]):
-        short = short[: match[-1].start()] + short[match[-1].end() :]
-    if short in _SAME_SHAPE or short in known:
-        return _SAME_SHAPE.get(short, short)
-    unversioned = _VERSION.sub("", short)
-    versions = any(each.startswith(f"{unversioned}-v") for each in known)  # of Mistral 7B each has other shapes
-    return unversioned if unversioned in known and not versions else None
+    short = name.rstrip("/").rpartition("/")[2]
+    return find("models", f"hub/{short}").name or None
 
 
 def config_of(model: ModelSpec) -> dict[str, Any] | None:
