@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first: a module may import what stands on a lower line, and within its own entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files", "children", "jit", "documentation"),
+    ("units", "errors", "children", "jit", "documentation"),
     ("document",),
     ("problems",),
     ("io",),
@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sim",),
     ("prediction",),
     ("predict",),
-    ("search", "campaign", "validate", "accuracy", "explain"),
+    ("search", "validate", "accuracy", "explain"),
     ("interop", "report"),
     ("scenario",),
     ("api",),

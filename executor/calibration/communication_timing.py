@@ -27,7 +27,7 @@ from simplan.cost.calibration.format import CommunicationTiming, HostCopyTiming,
 from simplan.model.layer import CollectiveKind
 from simplan.units import KIB, MIB
 
-_SIZES_BYTES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
+_SIZES_BYTES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _COPY_SIZES_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 _SENDS_PER_TIMING = 4  # of less than a MiB, else 1
 _LATE_S = 1e-3  # longer than a P2P send's latency, and about as far apart as ranks arrive in a step
@@ -203,10 +203,9 @@ def collectives_of(
     n, mine = len(members), dist.get_rank(group)
     part = whole.numel() // n
     whole, spare = whole[: part * n], spare[: part * n]
-    shard = whole[mine * part : (mine + 1) * part]  # FSDP gathers in place
     calls: dict[CollectiveKind, Callable[[], object]] = {
         CollectiveKind.ALL_REDUCE: partial(dist.all_reduce, whole, group=group),
-        CollectiveKind.ALL_GATHER: partial(dist.all_gather_into_tensor, whole, shard, group=group),
+        CollectiveKind.ALL_GATHER: partial(_gather, whole, slice(mine * part, (mine + 1) * part), group),
         CollectiveKind.REDUCE_SCATTER: partial(dist.reduce_scatter_tensor, spare[:part], whole, group=group),
         CollectiveKind.ALL_TO_ALL: partial(dist.all_to_all_single, spare, whole, group=group),
         CollectiveKind.BROADCAST: partial(dist.broadcast, whole, members[0], group=group),
@@ -218,6 +217,12 @@ def collectives_of(
         for kind in kinds
         if kind in calls
     )
+
+
+def _gather(like: Tensor, own: slice, group: dist.ProcessGroup) -> None:
+    """A gather as FSDP makes it: in place, into a buffer that is allocated each time."""
+    whole = torch.empty_like(like)
+    dist.all_gather_into_tensor(whole, whole[own], group=group)
 
 
 def _pass_on(sent: Tensor, received: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:

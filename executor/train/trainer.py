@@ -64,7 +64,7 @@ class Trainer:
         self._recorder = recorder
         plan = job.plan
         mapping = RankMapping.of(plan)
-        self._data_rank = mapping.data_rank(rank)
+        self._data_rank = mapping.dp_rank(rank)
         self._num_microbatches = job.training.global_batch_size // (plan.dp * plan.microbatch_size)
         table = job.parsed_table()
         row = table[mapping.place(rank).pp]

@@ -165,7 +165,7 @@ class Rail(LayeredTopology):
         1.0, description="Bandwidth of the cards of a leaf over that of its uplinks."
     )
     rails: NumDevices | None = Field(
-        None, description="Leaves of a group: card i is on leaf i modulo rails; None for as many as a node has cards."
+        None, description="Leaves of a group: card i is on leaf i modulo rails; None for one for each card of a node."
     )
     spines: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None, description="Spine switches that ecmp hashes flows over; None for unknown."

@@ -21,7 +21,7 @@ class Provenance(StrEnum):
 
 
 class Limit(StrEnum):
-    """What bounds the time of a part of a cost."""
+    """Bounds of the time of a part of a cost."""
 
     COMPUTE = "compute"
     """FLOPs at the rate of large matmuls."""

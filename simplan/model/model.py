@@ -208,7 +208,7 @@ class ModelSpec(Spec):
     lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = Field(
         ("all",),
         description=(
-            "Matrices with adapters, by name in the layer (q, k, v or qkv, proj, gate, up, down), or "
+            "Names in the layer of matrices with adapters (q, k, v or qkv, proj, gate, up, down), or "
             "attention, mlp or all."
         ),
     )

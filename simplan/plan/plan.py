@@ -382,7 +382,7 @@ class RankMapping:
         return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     def dp_rank(self, rank: int) -> int:
-        """Data-parallel index of a rank: which entry of ``plan.microbatch_sizes`` it has."""
+        """Data-parallel index of a rank: its part of the batch, and its entry of ``plan.microbatch_sizes``."""
         place = self.place(rank)
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
@@ -460,11 +460,6 @@ class RankMapping:
         """Ranks of the collectives inside layers, by the axis of ``LayerCollective``."""
         groups = {"tp": self.tp_group, "cp": self.cp_group, "ep": self.ep_group, "etp": self.etp_group}
         return {axis: group(rank) for axis, group in groups.items()}
-
-    def data_rank(self, rank: int) -> int:
-        """Index of the batch shard (of ``plan.dp``) that a rank trains on."""
-        place = self.place(rank)
-        return place.dp_replicate * self.dp_shard + place.dp_shard
 
 
 class RankGroup(tuple[int, ...]):

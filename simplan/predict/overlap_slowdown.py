@@ -71,7 +71,7 @@ def _term(program: Program, program_costs: ProgramCosts, beside_s: _Floats) -> C
     mean_s = total_s / num_ranks
     numbers = program_costs.overlap_slowdown, mean_s
     part = CostPart(
-        "communication beside compute",
+        "communication that overlaps compute",
         program_costs.overlap_slowdown * mean_s,
         Limit.BANDWIDTH,
         overlap_words,

@@ -31,7 +31,7 @@ def test_groups_are_those_of_a_device_mesh(rank: int) -> None:
 
 def test_data_ranks_number_the_parts_of_the_batch() -> None:
     """Ranks that split a sequence or a layer see the same samples."""
-    assert [MAPPING.data_rank(rank) for rank in range(24)] == [i for i in range(6) for _ in range(4)]
+    assert [MAPPING.dp_rank(rank) for rank in range(24)] == [i for i in range(6) for _ in range(4)]
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 3), (2, 1), (6, 1), (8, 1), (24, 1), (1, 1), (1, 3), (8, 3)])
