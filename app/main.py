@@ -7,6 +7,7 @@ from pathlib import Path
 import streamlit as st
 
 from app import state
+from simplan.documentation import DOCUMENTATION_URL
 
 _FOLDER = Path(__file__).resolve().parent
 _PAGES = _FOLDER / "views"
@@ -64,6 +65,14 @@ _COPY_LINK = '<button type="button" class="copy-link" aria-live="polite">Copy li
 """``head.html`` copies the address when it is pressed: a button of Streamlit would run the page again."""
 
 
+_INTRODUCTION = (
+    "**simplan** finds the fastest parallel training plan that fits your GPUs, before you book them: choose model and "
+    "nodes on the left, change the plan, or let **Search** find the best one. "
+    f"[Documentation]({DOCUMENTATION_URL})"
+)
+"""Sentence for who opens the dashboard for the first time."""
+
+
 def main() -> None:
     """Runs the requested page."""
     st.set_page_config(page_title="simplan", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
@@ -84,6 +93,8 @@ def main() -> None:
     with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
         st.title(page.title, width="content")
         st.html(_COPY_LINK, width="content")
+    if page.title == pages[0].title:
+        st.caption(_INTRODUCTION)
     page.run()
 
 

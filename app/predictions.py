@@ -151,3 +151,22 @@ def headline_of_prediction(prediction: Prediction) -> Headline:
     """Headline from a full prediction."""
     one = prediction
     return Headline(one.job, one.step_time_s, one.step_time_interval_s, one.worst_memory, one.mfu)
+
+
+_IDLE = 0.3
+"""Fraction of the device memory that a plan may leave free before its recomputation is questioned."""
+
+
+def idle_memory_words(prediction: Prediction) -> str:
+    """Advice for a plan that recomputes although much memory is free; empty for other plans."""
+    if prediction.capacity_bytes is None or not prediction.fits or prediction.job.plan.recompute == "none":
+        return ""
+    free = 1 - prediction.worst_memory.device_bytes / prediction.capacity_bytes
+    if free < _IDLE:
+        return ""
+    whole = prediction.job.plan.recompute == "full" and prediction.job.plan.recompute_layers is None
+    what = "every block" if whole else "a part of the blocks"
+    return (
+        f"{free:.0%} of the device memory is free, and the plan recomputes {what} in backward. "
+        "**Search** evaluates all plans, and finds the fastest one that fits."
+    )

@@ -18,7 +18,7 @@ from app.fields import remembered_choice
 from app.figures.plan import PlanResult, memory_bars, memory_figure, memory_rows, plan_result, waterfall_figure
 from app.fitting import applied, document_text
 from app.page import bullets, escaped, run_page
-from app.predictions import Headline, headline_of_prediction, plan_fixes, prediction_text
+from app.predictions import Headline, headline_of_prediction, idle_memory_words, plan_fixes, prediction_text
 from app.result_cache import awaited, begun, handed_over
 from simplan.errors import SimplanError
 from simplan.prediction import Prediction, Term
@@ -62,6 +62,8 @@ def _show_plan(document: dict[str, Any], scenario: Scenario, inputs: tuple[str, 
     final = headline_of_prediction(prediction)
     if final != quick:
         _show_top(top, final, budget, price, _host_words(prediction), over=shown)
+    if words := idle_memory_words(prediction):
+        st.info(words, icon=":material/search:")
     fixes_place = st.container()
     left, right = st.columns([3, 2], gap="medium")
     with left:

@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 
 from app.figures.plan import BETWEEN, WITHIN, plan_result, waterfall_figure
-from app.predictions import headline_of_prediction, prediction_text, quick_headline
+from app.fitting import document_text
+from app.predictions import headline_of_prediction, idle_memory_words, prediction_text, quick_headline
+from app.state import START
+from simplan.predict import predict
 from simplan.scenario import parse_scenario
 from simplan.training import TrainingBudget
 from tests.app.figures.drawn import checked
@@ -108,3 +111,13 @@ def test_results_travel_between_processes() -> None:
     result = plan_result(text_of("zb-h1"), 0)
     assert pickle.loads(pickle.dumps(result)) == result
     assert not result.prediction.timeline.spans
+
+
+def test_idle_memory_of_a_plan_that_recomputes_is_told() -> None:
+    """The first plan leaves three quarters free; the best plan of the same question leaves a tenth."""
+    first = parse_scenario(document_text(START)).job
+    assert idle_memory_words(predict(first)).startswith(
+        "73% of the device memory is free, and the plan recomputes every"
+    )
+    assert idle_memory_words(predict(first.with_changes(recompute="none"))) == ""
+    assert idle_memory_words(predict(first.with_changes(tp=1, dp_shard=64, microbatch_size=2))) == ""

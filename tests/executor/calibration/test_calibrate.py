@@ -6,13 +6,21 @@ import itertools
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from executor.calibration.calibrate import calibrate
-from executor.calibration.communication_timing import TimedLink, group_shapes, receiving_s, warmed_up
+from executor.calibration.communication_timing import (
+    TimedLink,
+    collectives_of,
+    group_shapes,
+    receiving_s,
+    warmed_up,
+)
 from executor.calibration.layer_timing import time_layers
 from executor.calibration.timing import Bench, Stopwatch, sample_of, wide
 from executor.distributed.precision import with_fp8_linears
@@ -290,3 +298,18 @@ def test_a_request_of_nothing_tells_how_fast_the_machine_is() -> None:
     assert calibration.reference_s is not None
     assert 1e9 < 2 * 384**3 / calibration.reference_s < 1e13
     assert not calibration.layers
+
+
+def test_gathers_are_timed_into_new_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP allocates the output of every gather; above 32 MiB its pages are new each time."""
+    outputs: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda output, shard, group: outputs.append(output))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    whole = torch.zeros(8)
+    group: Any = None
+    (link,) = collectives_of([CollectiveKind.ALL_GATHER], group, 1, whole, torch.zeros(8))
+    for _ in range(2):
+        assert link.run is not None
+        link.run()
+    assert len({whole.data_ptr(), *(output.data_ptr() for output in outputs)}) == 3
