@@ -499,7 +499,7 @@ def explain(
             metavar="rank=N,slowdown=X", help="Slow rank (or node=node2), repeatable: its cost is a sentence."
         ),
     ] = None,
-    kernels: Annotated[bool, typer.Option("--kernels", help="Show the kernels of every term as well.")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Kernels of every term as well.")] = False,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
@@ -651,7 +651,7 @@ def show(
             metavar="KIND",
             autocompletion=completion.kinds,
             help="Kind: devices, links, clusters, topologies, models, software, schedules, metrics, scenario; and the "
-            "keys of a scenario's model, cluster, topology, training, plan, search-space or expect.",
+            "keys of a scenario's model, cluster, topology, training, plan, search-space, expect or schema (JSON Schema of all).",
         ),
     ] = None,
     name: Annotated[
