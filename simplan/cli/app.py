@@ -581,7 +581,7 @@ def report(
 ) -> int:
     """Write predictions, searches, explanations and comparisons as one HTML page.
 
-    The page loads nothing and runs nothing: send it, print it, keep it beside the run.
+    The page loads nothing and runs nothing: send it, print it, or keep it with the run.
     """
     from simplan.cli.commands import report_command
 
@@ -651,7 +651,8 @@ def show(
             metavar="KIND",
             autocompletion=completion.kinds,
             help="Kind: devices, links, clusters, topologies, models, software, schedules, metrics, scenario; and the "
-            "keys of a scenario's model, cluster, topology, training, plan, search-space, expect or schema (JSON Schema of all).",
+            "keys of a scenario's model, cluster, topology, training, plan, search-space, expect or schema (JSON "
+            "Schema).",
         ),
     ] = None,
     name: Annotated[
