@@ -34,7 +34,7 @@ def test_a_folder_is_read_with_its_other_files(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"plan__microbatchsize": 2}, "runs.0.plan.microbatchsize: is not a known key; did you mean microbatch_size"),
-        ({"plan__schedule": "1f2b"}, 'runs.0.plan.schedule = "1f2b": is not a known choice; did you mean 1f1b?'),
+        ({"plan__schedule": "1f2b"}, 'runs.0.plan.schedule = "1f2b": is not a known schedule; did you mean 1f1b?'),
         ({"cluster__inter_link_gbit_per_device": 1e30}, "gbit_per_device = 1e+30: must be at most 1,000,000"),
         ({"plan__virtual_stages": 10**12}, "plan.virtual_stages = 1000000000000: must be at most 2,000"),
         ({"model__seq_len": 256.5}, "runs.0.model.seq_len = 256.5: must be a whole number"),

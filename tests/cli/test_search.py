@@ -228,7 +228,7 @@ def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file
     ("search", "message"),
     [
         ("{objectiv: memory}", "search.objectiv: is not a known key; did you mean objective"),
-        ("{schedule: [1f1c]}", 'search.schedule.0 = "1f1c": is not a known choice; did you mean 1f1b?'),
+        ("{schedule: [1f1c]}", 'search.schedule.0 = "1f1c": is not a schedule that is searched; did you mean 1f1b?'),
         ("{tp: 0}", "search.tp = 0: must be at least 1"),
         ('{tp: "2"}', 'search.tp = "2": must be a whole number; write 2 without quotes'),
         ("{tp: [2, 0]}", "search.tp.1 = 0: must be at least 1"),

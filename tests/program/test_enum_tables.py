@@ -40,7 +40,7 @@ PARTIAL = {
     "simplan.report.drawings.drawing_svg.COLOURS": _DRAWN,
     "simplan.report.drawings.drawing_text._FILLS": _DRAWN,
     "simplan.search.bounds.in_flight._KINDS": _COMPUTES,
-    "simplan.validate.activity._SHARES": ("read for what is computed once", "RECOMPUTE COMMUNICATION"),
+    "simplan.validate.activity._SHARES": ("read for what is computed once on a device", "RECOMPUTE COMMUNICATION HOST"),
     "simplan.validate.activity._STREAMS": ("communication is never on the compute stream", "COMPUTE"),
     "simplan.validate.logged._KINDS": ("asked whether it has a share: these have no cost estimate", "WAIT UNEXPLAINED"),
 }  # fmt: skip
