@@ -137,7 +137,7 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
         shards = tuple(range(plan.dp_shard * plan.cp))
     if contended is not None and any(isinstance(each, int) for each in plan.placement or ()):
         return unfolded(mapping)
-    slow = tuple(slowdowns(cluster, plan).items())
+    slow = tuple(slowdowns(cluster, plan).items()) if cluster.stragglers else ()
     nodes = tuple(group.num_nodes for group in cluster.node_groups)
     return _kept_folding(mapping, job.placement, cluster.devices_per_node, shards, contended, slow, nodes, _sizes(plan))
 
@@ -271,7 +271,15 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
     num_microbatches = job.num_microbatches if state.linear is not None else 1
     precision, update = training.precision, training.update
     return _kept_cost(
-        job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches, plan.collectives
+        job.cluster,
+        precision,
+        state,
+        update,
+        software,
+        plan.shards_parameters,
+        num_microbatches,
+        plan.collectives,
+        updates_on_host=plan.offload_optimizer,
     )
 
 
@@ -291,6 +299,8 @@ def _kept_cost(
     shards_parameters: bool,
     num_microbatches: int,
     collectives: Collectives | None,
+    *,
+    updates_on_host: bool,
 ) -> AnalyticCost:
     """Cached cost model with its estimates: plans of a search share most of them."""
     kernels = kernel_cost(
@@ -302,7 +312,7 @@ def _kept_cost(
         num_devices=cluster.num_devices,
         shards_parameters=shards_parameters,
         num_microbatches=num_microbatches,
-        host_bytes_per_s=host_memory_rate(cluster),
+        host_bytes_per_s=host_memory_rate(cluster) if updates_on_host else None,
     )
     return AnalyticCost(cluster, kernels, software.rates, collectives)
 
@@ -359,7 +369,7 @@ def assign_layers(job: Job, cost: CostModel, max_blocks: Sequence[int] | None = 
     given = given_stage_layers(job)
     if given is not None:
         return assign_stage_layers(given, model.num_last_layers)
-    ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages)
+    ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages) if plan.pp > 1 else None
     if len(set(job.stage_groups)) > 1:
         times_s = [_slowest_times_s(job, cost, groups) for groups in job.stage_groups]
         of_stages = ranks or range(plan.num_stages)

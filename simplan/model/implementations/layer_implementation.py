@@ -36,6 +36,7 @@ from simplan.model.implementations.transformers_code import as_transformers
 from simplan.model.kernel import LOSS, LayerCollective
 from simplan.model.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.parts.attention import MASK
+from simplan.model.parts.experts import GATE_AND_UP
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
 from simplan.model.share import biases_after_sums, regathered
 
@@ -154,9 +155,10 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         operators = tuple(regathered(operators))
     as_megatron = operators != layer.operators
     saved = operators
-    operators = dispatched(
-        operators, implementation.expert_dispatch, weighted_activations=implementation.weighted_activations
-    )
+    if any(kernel.name == GATE_AND_UP[0] for kernel in layer.kernels):
+        operators = dispatched(
+            operators, implementation.expert_dispatch, weighted_activations=implementation.weighted_activations
+        )
     if implementation.fused_experts:
         operators = with_fused_experts(operators)
     elif implementation.expert_streams:
