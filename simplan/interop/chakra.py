@@ -25,8 +25,9 @@ from simplan.interop.writing import Exported, refuse_mixed
 from simplan.job import Job
 from simplan.model.layer import Attention, CollectiveKind, Gemm
 from simplan.plan.plan import RankMapping
+from simplan.predict.background import background_steps
 from simplan.predict.build import assign_layers, cost_model, folding_of, table_of
-from simplan.predict.simulated import Simulated, simulate_program
+from simplan.predict.simulated import Simulated, StepContext, simulate_program
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Communication, HostCalls, HostCopy, HostWait, LayerWork, Op, Phase, Work
 from simplan.rules import check_job
@@ -157,7 +158,7 @@ def export(job: Job, name: str) -> Exported:
     program = lower(job, assignment, table, Lowering(2, folding_of(job), True, host_waits=host_waits))
     if len(program) > _MAX_OPERATIONS:
         _refuse(job, len(program))
-    simulated = simulate_program(program, cost, job.cluster, job.plan)
+    simulated = simulate_program(program, cost, StepContext.of(job, background_steps(job.cluster)))
     mapping = RankMapping.of(job.plan)
     width = int(job.software.state(job.training, job.plan).activation)
     parts = {rank: _parts_of_rank(simulated, rank, width) for rank in program.ranks}

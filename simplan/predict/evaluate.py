@@ -21,6 +21,7 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.plan.schedules import is_custom_schedule
 from simplan.predict.assumptions import assumptions, buffer_assumption
+from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
@@ -78,7 +79,8 @@ def predict_step(
     extent = predicted_extent(job, folding)
     refuse_many_actions(job, len(folding.ranks), extent.simulated)
     expand_all = expands_all(job, folding, extent.simulated)
-    step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, progress)
+    background = background_steps(cluster) if cluster.background else ()
+    step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, background, progress)
     if plan.pp > 1 and is_custom_schedule(plan.schedule):
         with locating(plan.schedule):
             for table in step.tables:
