@@ -44,8 +44,6 @@ _COLLECTIVES = {  # CollectiveCommType
     CollectiveKind.ALL_TO_ALL: 6,
     CollectiveKind.REDUCE_SCATTER: 7,
 }
-_KINDS = ("ep", "tp", "cp", "shard", "replicate", "dp", "pp", "expert", "expert_shard", "etp")
-"""Groups of ``RankMapping``, by their names, in the order in which a group of ranks is recognized."""
 
 
 @dataclass(slots=True)
@@ -67,28 +65,7 @@ class _Groups:
 
     def of(self, rank: int, simulated: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks with which a rank communicates as its simulated rank does with others, in the same order."""
-        if rank == simulated:
-            return ranks
-        for name in _KINDS:
-            group = getattr(self.mapping, f"{name}_group")
-            theirs = group(simulated)
-            if len(theirs) == len(ranks) and set(theirs) == set(ranks):
-                own = dict(zip(theirs, group(rank), strict=True))
-                return tuple(own[each] for each in ranks)
-        here, there = self.mapping.place(rank), self.mapping.place(simulated)
-        places = [self.mapping.place(each) for each in ranks]
-        return tuple(
-            self.mapping.rank(
-                here._replace(
-                    **{
-                        axis: getattr(place, axis)
-                        for axis in here._fields
-                        if any(getattr(other, axis) != getattr(there, axis) for other in places)
-                    }
-                )
-            )
-            for place in places
-        )
+        return ranks if rank == simulated else self.mapping.like(ranks, simulated, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -440,7 +440,7 @@ def _stage_times(job: Job, assignment: StageAssignment, cost: CostModel) -> tupl
     table = complete_table(one_f_one_b(PipelineShape(plan.pp, 1)))  # any: only its placement matters
     stages = Stages(job, assignment, table)
     scripts = Scripts(stages)
-    groups = {"tp": stages.mapping.tp_group(0), "cp": stages.mapping.cp_group(0)}
+    groups = {"tp": stages.mapping.group("tp", 0), "cp": stages.mapping.group("cp", 0)}
 
     def seconds(stage: int, phase: Phase) -> float:
         script = scripts.merged(stage, phase)

@@ -534,21 +534,7 @@ class _ProgramUsages:
         if len(alike) == 1:
             yield ranks
             return
-        width = self.mapping.ranks_per_stage
-        if len({member % width for member in ranks}) == 1:  # along the pipeline, as sends
-            yield from (tuple(member - rank + other for member in ranks) for other in alike)
-            return
-        axes = self._axes(ranks, rank)
-        order = [axes(rank).index(member) for member in ranks]  # a broadcast lists its root first
-        for group in dict.fromkeys(map(axes, alike)):
-            yield tuple(group[place] for place in order)
-
-    def _axes(self, ranks: _Group, rank: int) -> Callable[[int], _Group]:
-        """Function from a rank to its group along the axes of a given group."""
-        for group_of in self.mapping.group_kinds:
-            if set(group_of(rank)) == set(ranks):
-                return group_of
-        raise AssertionError(f"a group along no axes: {ranks}")
+        yield from dict.fromkeys(self.mapping.like(ranks, rank, other) for other in alike)
 
 
 def network_of(

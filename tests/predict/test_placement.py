@@ -62,8 +62,8 @@ def test_collectives_take_the_links_of_the_devices() -> None:
         cost, mapping = cost_model(placed_job, None), RankMapping.of(placed_job.plan)
         inside = order.index("tp") < order.index("dp")
         for group, devices in (
-            (mapping.tp_group(0), (0, 1) if inside else (0, 4)),
-            (mapping.dp_group(0), (0, 2, 4, 6) if inside else (0, 1, 2, 3)),
+            (mapping.group("tp", 0), (0, 1) if inside else (0, 4)),
+            (mapping.group("dp", 0), (0, 2, 4, 6) if inside else (0, 1, 2, 3)),
         ):
             seconds = cost.communication(Communication(CollectiveKind.ALL_REDUCE, 2**20, group)).seconds
             there = cost_model(job, None).communication(Communication(CollectiveKind.ALL_REDUCE, 2**20, devices))

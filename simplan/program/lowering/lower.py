@@ -12,7 +12,7 @@ import numpy as np
 from simplan.job import Job
 from simplan.model.implementations.expert_dispatch import SM_FRACTION
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import Place, StageAssignment
+from simplan.plan.plan import Place, RankGroup, StageAssignment
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.lowering.fsdp import FsdpHooks, FsdpListHooks
@@ -504,7 +504,7 @@ class _RankLowering:
         assert other_end is not None
         sends = action.kind in (_K.SEND_F, _K.SEND_B)
         other = self.rank + (stages.placement[other_end.stage] - self.pp_rank) * stages.mapping.ranks_per_stage
-        ends = (self.rank, other) if sends else (other, self.rank)
+        ends = RankGroup.of("send", (self.rank, other) if sends else (other, self.rank))
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_end.stage)]):
             # a send keeps its tensor alive until its wait; a tensor that only passes through is in a receive buffer
             sent = 0 if action.kind is _K.SEND_F and tensor.passes else tensor.num_bytes
