@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.plan.plan import RankGroup, RankMapping
+from simplan.plan.plan import GroupKind, RankGroup, RankMapping
 from simplan.program.action import ActionKind
 from simplan.program.lowering.walk import Integers, RowWalk
 from simplan.program.program import ACTION_KINDS, Communication, MemoryEffect, OpColumns, OverlapRemainder, Work
@@ -94,7 +94,7 @@ class ProgramBuilder:
         self._met: list[RendezvousPoint] = []
         self._moved: dict[tuple[int, ...], int] = {}  # work and identity of its groups -> work of the rank
         self._moved_meetings: dict[tuple[int, int], int] = {}  # the same of meetings
-        self._kept: dict[RankGroup, RankGroup] = {}  # groups, each as one object
+        self._kept: dict[tuple[GroupKind, RankGroup], RankGroup] = {}  # groups, each as one object
         self._shapes: dict[Hashable, int] = {}
         self.structures: list[Hashable] = []
         self._rows: list[TemplateRow] = []
@@ -252,18 +252,19 @@ class _RankStart:
         rank: int,
         leader: int,
         mapping: RankMapping,
-        kept: dict[RankGroup, RankGroup],
+        kept: dict[tuple[GroupKind, RankGroup], RankGroup],
     ) -> None:
         self.first_op, self.rank, self.leader = first_op, rank, leader
         self._mapping, self._kept = mapping, kept
-        self._groups: dict[tuple[int, ...], RankGroup] = {}  # groups of the leader -> groups of the rank
+        self._groups: dict[tuple[GroupKind, RankGroup], RankGroup] = {}  # groups of the leader -> groups of the rank
 
     def moved(self, ranks: tuple[int, ...]) -> RankGroup:
         """Returns the rank's group for one of the leader, the same object for all its members."""
-        found = self._groups.get(ranks)
+        assert isinstance(ranks, RankGroup), "groups of a Program have a kind"
+        found = self._groups.get((ranks.kind, ranks))
         if found is None:
             moved = self._mapping.like(ranks, self.leader, self.rank)
-            found = self._groups[ranks] = self._kept.setdefault(moved, moved)
+            found = self._groups[ranks.kind, ranks] = self._kept.setdefault((moved.kind, moved), moved)
         return found
 
     def moved_communication(self, communication: Communication) -> Communication:
