@@ -1,39 +1,61 @@
-"""Scenario form in the sidebar of pages: model, cluster, training and plan, or the scenario as text."""
+"""Scenario form in the sidebar of pages: model, cluster, training and plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import streamlit as st
 
 from app import state
+from app.choosing import (
+    kind_of,
+    short,
+    with_adapters,
+    with_framework,
+    with_kind,
+    with_model,
+    with_network,
+    with_size,
+)
 from app.components.elements import details
+from app.components.scenario_editor import show_editor_button, take
 from app.components.verdict import show_budget
-from app.fields import choice, get, number, put, switch
+from app.fields import about, choice, get, number, put, quantity, switch
 from app.fitting import (
+    Document,
+    cluster_size,
     degrees_of,
-    document_text,
     fitted,
+    fitting_batches,
     has_free_stages,
     is_above_one,
     mended,
     microbatch_sizes,
-    num_devices,
+    num_data_parallel,
+    objection,
     plan_value,
     section,
     valid_values,
+    with_value,
     zero_stage,
 )
-from app.page import escaped, show_problems
-from app.uploads import CONFIG_SUFFIXES, MAX_CONFIG_BYTES, as_scenario, checked_scenario_data, config_fields
+from app.labels import label
+from app.page import escaped
+from app.uploads import MAX_CONFIG_BYTES, config_fields
 from simplan import catalog
+from simplan.catalog import Kind
 from simplan.cluster.machine import THIS_MACHINE
+from simplan.cluster.topology import TOPOLOGIES
 from simplan.errors import SpecError
-from simplan.io import MAX_YAML_BYTES
+from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.plan.plan import Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.scenario.names import with_catalog_names
+from simplan.software.software import SoftwareSpec
 from simplan.training import Precision, TrainingSpec
+from simplan.wording import either
 
 _OPTIMIZERS = get_args(TrainingSpec.model_fields["optimizer"].annotation)
 _SHARDING = {
@@ -42,16 +64,30 @@ _SHARDING = {
     2: "ZeRO-2: and gradients",
     3: "ZeRO-3: and parameters (FSDP)",
 }
-_MORE_DEGREES = (
-    ("Shard replicas", "dp_replicate", "copies of the shards (HSDP)"),
-    ("Expert parallel", "ep", "ranks with different experts"),
-    ("Expert tensor parallel", "etp", "ranks that split every expert"),
-)
+_MORE_DEGREES = {"dp_replicate": "Shard replicas", "ep": "Expert parallel", "etp": "Expert tensor parallel"}
+_OPTIONS = {
+    "compiled": "torch.compile",
+    "loss": "Loss",
+    "tp_overlap": "Tensor-parallel overlap",
+    "grad_overlap": "Gradient overlap",
+    "overlap_param_gather": "Parameter-gather overlap",
+    "gradient_as_bucket_view": "Gradients as bucket views",
+    "zero_grad_set_to_none": "Free gradients",
+    "channels_last": "Channels last",
+    "expert_dispatch": "Expert dispatch",
+    "expert_overlap": "Expert overlap",
+    "fused_experts": "Fused experts",
+    "fp8_dot_product_attention": "FP8 attention",
+    "vocab_multiple": "Vocabulary multiple",
+}
+_FOR_ALL = ("compiled", "loss")
+"""Options that are shown under every framework."""
 _PLACEMENTS = ("tp, cp, dp, pp", "tp, cp, pp, dp", "cp, dp, tp, pp", "dp, pp, tp, cp", "pp, dp, tp, cp")
+_NETWORKS = [name for name in catalog.names("links") if name.endswith("gbit")]
 _MAX_STAGES = 64
 _OWN = "own"
-_NOTES, _EDITING = "form notes", "form editing"
-_EDITOR_PX = 560
+_EXAMPLE_RANK = 16
+_NOTES = "form notes"
 
 
 def show_scenario_form(*, plan: bool = True, budget: bool = False) -> None:
@@ -59,61 +95,58 @@ def show_scenario_form(*, plan: bool = True, budget: bool = False) -> None:
 
     Pages show it before they check the scenario, so that every field is there to be corrected.
     """
+    _use_catalog_names()
     with st.sidebar:
         _model()
         _cluster()
         _training()
         if plan:
             _plan()
-        _as_text()
+        show_editor_button()
     if budget:
         show_budget()
 
 
+def _use_catalog_names() -> None:
+    """Writes names of a link or a file as the catalog does, for the boxes to show."""
+    try:
+        document, sentences = with_catalog_names(state.document())
+    except SpecError:  # which the page shows
+        return
+    if sentences:
+        state.set_document(document)
+
+
 def _model() -> None:
     st.markdown("###### Model")
-    inline = "preset" not in section(state.current(), "model")
-    name = get(("model", "name"), "own model") if inline else None
-    options = [*([_OWN] if inline else []), *catalog.names("models")]
     key = "form model"
-    st.session_state[key] = _OWN if inline else get(("model", "preset"))
-    if st.session_state[key] not in options:
-        st.session_state[key] = options[0]
-    st.selectbox(
-        "Model",
-        options,
-        key=key,
-        on_change=_take_preset,
-        args=(key,),
-        format_func=lambda option: str(name) if option == _OWN else option,
-        label_visibility="collapsed",
-        help="Catalog name; or upload a Hugging Face config.json below",
-    )
+    names = {name: label("models", name) for name in catalog.names("models")}
+    preset = get(("model", "preset"))
+    if not isinstance(preset, str):
+        names = {_OWN: str(get(("model", "name"), "own model"))} | names
+    about_name = "Name in the catalog, on the Hugging Face Hub, or as people say it; or upload a config.json below"
+    _name_box("Model", key, preset or _OWN, names, _with_model, label_visibility="collapsed", help=about_name)
     left, right = st.columns(2)
     with left:
-        number("Sequence", ("model", "seq_len"), _of_preset("seq_len"), help="Tokens of one sequence", then=_mend)
+        number("Sequence", ("model", "seq_len"), _of_preset("seq_len"), then=_mend)
     with right:
-        about = "Entries of the embedding; a tensor-parallel degree that does not divide them pads them"
-        number("Vocabulary", ("model", "vocab_size"), _of_preset("vocab_size"), help=about, then=_fit)
+        more = "A tensor-parallel degree that does not divide them pads them"
+        path = ("model", "vocab_size")
+        number("Vocabulary", path, _of_preset("vocab_size"), help=about(path, more), then=_fit)
     with st.popover("Hugging Face config.json", width="stretch"):
         st.caption("Read as data and not stored; its shapes become the model of the scenario.")
         limit = MAX_CONFIG_BYTES // 2**20
         file = st.file_uploader(
             "config.json", type=["json"], key="form config", label_visibility="collapsed", max_upload_size=limit
         )
-        about = "Sequence length of the training; a config has the maximum of the model"
-        length = st.number_input("Sequence length", 1, 10**8, 4096, help=about)
+        about_length = "Sequence length of the training; a config has the maximum of the model"
+        length = st.number_input("Sequence length", 1, 10**8, 4096, help=about_length)
         if file is not None and st.button("Use", key="form use config"):
-            _take(lambda: state.document() | {"model": config_fields(file.name, file.getvalue(), length)})
+            take(lambda: state.document() | {"model": config_fields(file.name, file.getvalue(), length)})
 
 
-def _take_preset(key: str) -> None:
-    name = st.session_state[key]
-    if name != _OWN:
-        document = state.document()
-        document["model"] = {"preset": name}
-        state.set_document(document)
-        _mend()
+def _with_model(document: Document, name: str) -> tuple[Document, list[str]]:
+    return (document if name == _OWN else with_model(document, name)), []
 
 
 def _of_preset(field: str) -> int | None:
@@ -126,20 +159,45 @@ def _of_preset(field: str) -> int | None:
 
 def _cluster() -> None:
     st.markdown("###### Cluster")
-    left, right = st.columns([3, 2])
-    with left:
-        if "preset" in section(state.current(), "cluster"):
-            choice("Nodes", ("cluster", "preset"), catalog.names("clusters"), "dgx-h100", then=_mend)
-        else:
-            st.text_input("Nodes", "see YAML", disabled=True)
-    with right:
-        number("Devices", ("cluster", "num_devices"), num_devices(state.current()), then=_after_devices)
-    if get(("cluster", "preset")) == THIS_MACHINE:
+    kind, size = kind_of(state.current()), cluster_size(state.current())
+    if kind:
+        kinds: tuple[Kind, ...] = ("clusters", "devices")
+        names = {name: label(each, name) for each in kinds for name in catalog.names(each)}
+        about_kind = "Nodes of the catalog, or a device: 8x A100 80GB, MI300X, 4090, 2x8 H100"
+        _name_box("Hardware", "form hardware", kind, names, with_kind, help=about_kind)
+    else:
+        st.text_input("Hardware", "see YAML", disabled=True)
+    fixed = kind == THIS_MACHINE or "nodes" in section(state.current(), "cluster")
+    labels = {"num_nodes": "Nodes", "devices_per_node": "Per node", "num_devices": "Devices"}
+    for column, (key, words) in zip(st.columns(3), labels.items(), strict=True):
+        with column:
+            disabled = fixed and key != "num_devices"
+            number(words, ("cluster", key), getattr(size, key), then=partial(_after_size, key), disabled=disabled)
+    if "inter_link" in section(state.current(), "cluster") or (
+        "device" in section(state.current(), "cluster") and is_above_one(size.num_nodes)
+    ):
+        _network()
+    if kind == THIS_MACHINE:
         st.caption("Processes on local cores, with costs measured by `simplan calibrate`.")
 
 
-def _after_devices() -> None:
-    put(("cluster", "num_nodes"), None)
+def _network() -> None:
+    """Box of the network between nodes, which the catalog does not know for a device."""
+    path = ("cluster", "inter_link")
+    network = get(path)
+    if isinstance(network, dict):
+        st.text_input("Network", "see YAML", disabled=True)
+        return
+    names = {name: name for name in _NETWORKS}
+    _name_box("Network", "form network", network, names, _with_network, help=about(path), placeholder="choose one")
+
+
+def _with_network(document: Document, name: str) -> tuple[Document, list[str]]:
+    return with_network(document, name), []
+
+
+def _after_size(key: str) -> None:
+    state.set_document(with_size(state.document(), key))
     _mend()
 
 
@@ -147,31 +205,45 @@ def _training() -> None:
     st.markdown("###### Training")
     left, right = st.columns(2)
     with left:
-        number("Global batch", ("training", "global_batch_size"), None, help="Sequences per optimizer step", then=_mend)
+        number("Global batch", ("training", "global_batch_size"), None, then=_mend)
         choice("Optimizer", ("training", "optimizer"), _OPTIMIZERS, "adamw")
     with right:
-        choice("Precision", ("training", "precision"), get_args(Precision), "bf16", help="Matmuls of linear layers")
-        names = catalog.names("software")
-        path = ("software", "preset") if isinstance(get(("software",)), dict) else ("software",)  # with options
-        choice("Framework", path, names, "torch", help="Kernels, fusions and overlap", then=_mend)
+        choice("Precision", ("training", "precision"), get_args(Precision), "bf16", then=_after_precision)
+        if get(("training", "precision")) == "fp8":
+            recipes = [None, *(recipe for recipe in get_args(Fp8Recipe) if recipe != DEFAULT_RECIPE)]
+            _open_choice("FP8 recipe", ("training", "fp8_recipe"), recipes, None, DEFAULT_RECIPE)
+    names = {name: name for name in catalog.names("software")}
+    profile = _profile_name()
+    about_framework = "Kernels, fusions and overlap; also as people say it: FSDP2, Megatron-Core, Lightning"
+    _name_box("Framework", "form framework", profile, names, with_framework, help=about_framework)
+
+
+def _profile_name() -> str:
+    software = get(("software",), "torch")
+    return str(software.get("preset", "torch") if isinstance(software, dict) else software)
+
+
+def _after_precision() -> None:
+    if get(("training", "precision")) != "fp8":
+        put(("training", "fp8_recipe"), None)
 
 
 def _plan() -> None:
     st.markdown("###### Plan")
-    for note in st.session_state.pop(_NOTES, ()):
-        st.caption(f":material/info: {escaped(note)}")
+    _show_notes("plan")
     document = state.current()
+    _offer_batches(document)
     left, right = st.columns(2)
     with left:
-        _degree("Tensor parallel", "tp", "ranks that split layers")
-        _degree("Context parallel", "cp", "ranks that split sequences")
+        _degree("Tensor parallel", "tp")
+        _degree("Context parallel", "cp")
     with right:
-        _degree("Pipeline", "pp", "ranks with different layers")
+        _degree("Pipeline", "pp")
         if isinstance(get(("plan", "microbatch_sizes")), list):
             st.text_input("Microbatch", "see YAML", disabled=True)
         else:
-            sizes, about = microbatch_sizes(document), "Sequences per data-parallel rank"
-            choice("Microbatch", ("plan", "microbatch_size"), sizes, 1, slider=True, then=_fit, help=about)
+            path, more = ("plan", "microbatch_size"), "Of each data-parallel rank"
+            choice("Microbatch", path, microbatch_sizes(document), 1, slider=True, then=_fit, help=about(path, more))
     _valid_choice("Sharding", "zero_stage", tuple(_SHARDING), zero_stage(document), _SHARDING.get)
     dp_replicate, dp_shard = get(("plan", "dp_replicate"), 1), get(("plan", "dp_shard"), 1)
     st.caption(f"Data parallel, from the other degrees: dp_replicate {dp_replicate}, dp_shard {dp_shard}")
@@ -181,24 +253,106 @@ def _plan() -> None:
         if has_free_stages(get(("plan", "schedule"), schedule)):
             stages = valid_values(document, "virtual_stages", range(2, _MAX_STAGES + 1))
             choice("Stages per rank", ("plan", "virtual_stages"), stages, plan_value(document, "virtual_stages") or 2)
-    about = "Modules recomputed in backward"
-    _valid_choice("Recompute", "recompute", get_args(Recompute), "none", about=about)
+    _valid_choice("Recompute", "recompute", get_args(Recompute), "none")
     with details("More options", "options") as is_open:
         if is_open:
-            _more_options(document)
+            _more_of_plan(document)
+            _more_of_training(document)
 
 
-def _more_options(document: dict[str, Any]) -> None:
-    for label, name, words in _MORE_DEGREES:
-        choice(label, ("plan", name), degrees_of(document, name), 1, then=_fit, help=f"{name}: {words}")
+def _offer_batches(document: Document) -> None:
+    """Buttons of the batches next to one that the data-parallel ranks cannot share."""
+    batches = fitting_batches(document)
+    if not batches:
+        return
+    ranks, batch = num_data_parallel(document), section(document, "training").get("global_batch_size")
+    st.caption(f":material/info: {ranks} data-parallel ranks cannot share a global batch of {batch}. These they can:")
+    for column, size in zip(st.columns(len(batches)), batches, strict=True):
+        column.button(f"Batch {size}", key=f"form batch {size}", width="stretch", on_click=_take_batch, args=(size,))
+
+
+def _take_batch(size: int) -> None:
+    put(("training", "global_batch_size"), size)
+
+
+def _more_of_plan(document: Document) -> None:
+    for name, words in _MORE_DEGREES.items():
+        choice(words, ("plan", name), degrees_of(document, name), 1, then=_fit)
     _valid_switch("Sequence parallelism", "sequence_parallel")
     _valid_switch("Reshard after forward", "reshard_after_forward")
-    about = "Unsharded gradients use memory until they are reduced"
+    more = "Unsharded gradients use memory until they are reduced"
     syncs = ("step", "microbatch")
-    _valid_choice("Gradient reduction", "grad_sync", syncs, plan_value(document, "grad_sync"), about=about)
+    _valid_choice("Gradient reduction", "grad_sync", syncs, plan_value(document, "grad_sync"), more=more)
     _placement()
     _valid_switch("Offload optimizer", "offload_optimizer")
     _valid_switch("Offload activations", "offload_activations")
+
+
+def _more_of_training(document: Document) -> None:
+    """Adapters, options of the framework, and oversubscription of the network."""
+    path = ("model", "lora_rank")
+    rank = get(path)
+    why_not = "" if rank else objection(document, with_adapters(document, _EXAMPLE_RANK))
+    number("LoRA rank", path, None, then=_after_rank, disabled=bool(why_not), help=about(path, why_not))
+    name = _profile_name()
+    if name in catalog.names("software"):
+        profile = catalog.software(name)
+        for option in dict.fromkeys((*_FOR_ALL, *profile.options)):
+            _option(document, option, getattr(profile, option))
+        _attention(profile)
+    _oversubscription()
+
+
+def _after_rank() -> None:
+    state.set_document(with_adapters(state.document(), get(("model", "lora_rank"))))
+    _mend()
+
+
+def _option(document: Document, option: str, default: Any) -> None:
+    """Widget of an option of the framework; disabled, with the reason, if it can have no other value."""
+    path, values = ("software", option), get_args(SoftwareSpec.model_fields[option].annotation)
+    if isinstance(default, bool):
+        value = get(path, default)
+        why_not = objection(document, with_value(document, path, not value))
+        switch(_OPTIONS[option], path, default, then=_after_option, disabled=bool(why_not), help=about(path, why_not))
+    elif values:
+        _open_choice(_OPTIONS[option], path, values, default, then=_after_option)
+    else:
+        number(_OPTIONS[option], path, default, then=_after_option)
+
+
+def _after_option() -> None:
+    state.set_document(short(state.document()))
+    _mend()
+
+
+def _attention(profile: SoftwareSpec) -> None:
+    """The attention kernel, which follows from the framework."""
+    field = type(profile.layers).model_fields["attention"]
+    kernel = profile.layers.attention
+    st.session_state["form attention"] = kernel
+    why_not = f"{profile.id} has {kernel} attention; no scenario chooses another"
+    about_kernel = f"{escaped(why_not)}. {escaped(field.description or '')}"
+    st.selectbox("Attention", [kernel], key="form attention", disabled=True, help=about_kernel)
+
+
+def _oversubscription() -> None:
+    """Oversubscription of the topology; disabled without a topology that has one."""
+    path, topology = ("cluster", "topology", "oversubscription"), get(("cluster", "topology"))
+    if isinstance(topology, str):
+        topology = {"preset": topology}
+    own = topology if isinstance(topology, dict) else {}
+    if catalog.is_name("topologies", str(own.get("preset"))):
+        own = catalog.topology_fields(own["preset"]) | own
+    spec = TOPOLOGIES.get(str(own.get("kind")))
+    if spec is not None and path[-1] in spec.model_fields:
+        field = spec.model_fields[path[-1]]
+        help_text = about(path, description=field.description or "")
+        quantity("Oversubscription", path, own.get(path[-1], field.default), then=_after_option, help=help_text)
+        return
+    having = either([kind for kind, each in TOPOLOGIES.items() if path[-1] in each.model_fields])
+    why_not = f"`{'.'.join(path)}`: needs a topology of kind {having}; the page Network has a list"
+    st.number_input("Oversubscription", value=None, key="form oversubscription", disabled=True, help=escaped(why_not))
 
 
 def _placement() -> None:
@@ -206,14 +360,12 @@ def _placement() -> None:
     if isinstance(get(("plan", "placement")), list):
         st.text_input("Placement", "see YAML", disabled=True)
         return
-    about = "placement: axes from inside of nodes outwards; the first ones have the fast links"
-    _valid_choice("Placement", "placement", _PLACEMENTS, _PLACEMENTS[0], about=about)
+    _valid_choice("Placement", "placement", _PLACEMENTS, _PLACEMENTS[0], more="The first ones have the fast links")
 
 
-def _degree(label: str, name: str, about: str) -> None:
+def _degree(words: str, name: str) -> None:
     """Slider of a degree of parallelism, over the values that devices, model and the other degrees allow."""
-    sizes = degrees_of(state.current(), name)
-    choice(label, ("plan", name), sizes, 1, slider=True, then=_fit, help=f"{name}: {about}")
+    choice(words, ("plan", name), degrees_of(state.current(), name), 1, slider=True, then=_fit)
 
 
 def _valid_choice(
@@ -223,28 +375,116 @@ def _valid_choice(
     default: Any,
     words: Callable[[Any], str | None] = str,
     *,
-    about: str = "",
+    more: str = "",
     then: Callable[[], None] | None = None,
 ) -> None:
     """Select box of a plan key, with the values that the other settings allow; the help names the others."""
-    valid = valid_values(state.current(), name, values)
-    others = [str(words(value)) for value in values if value not in valid]
-    hidden = f"Other settings rule out: {', '.join(others)}" if others else ""
+    path, valid = ("plan", name), valid_values(state.current(), name, values)
     choice(
         label,
-        ("plan", name),
+        path,
         valid,
         default,
         then=then or _fit,
         format_func=lambda value: str(words(value) or value),
-        help=". ".join(filter(None, (about, hidden))) or None,
+        help=about(path, more, _ruled_out(words(value) for value in values if value not in valid)),
     )
+
+
+def _open_choice(
+    label: str,
+    path: tuple[str, ...],
+    values: Sequence[Any],
+    default: Any,
+    default_words: str = "",
+    *,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Select box of any key, with the values that bring no new problem; disabled, with the reason, if there is one.
+
+    Args:
+        default_words: Words for the value None.
+    """
+    document = state.current()
+    value = get(path, default)
+    why_not = {
+        other: why
+        for other in values
+        if other != value and (why := objection(document, with_value(document, path, other)))
+    }
+    valid = [other for other in values if other not in why_not]
+    reason = next(iter(why_not.values())) if len(valid) < 2 and why_not else _ruled_out(why_not)
+    choice(
+        label,
+        path,
+        valid,
+        default,
+        then=then,
+        format_func=lambda other: f"{default_words} (default)" if other is None else str(other),
+        placeholder=f"{default_words} (default)",
+        disabled=len(valid) < 2,
+        help=about(path, reason),
+    )
+
+
+def _ruled_out(values: Iterable[Any]) -> str:
+    names = ", ".join(map(str, values))
+    return f"Other settings rule out: {names}" if names else ""
 
 
 def _valid_switch(label: str, name: str) -> None:
     """Switch of a plan key; disabled if the other settings rule its other value out."""
     value = plan_value(state.current(), name) is True
     switch(label, ("plan", name), value, disabled=len(valid_values(state.current(), name, (value, not value))) < 2)
+
+
+def _name_box(
+    label: str,
+    key: str,
+    value: str | None,
+    names: Mapping[str, str],
+    change: Callable[[Document, str], tuple[Document, list[str]]],
+    **more: Any,
+) -> None:
+    """Select box of names, which also takes names that people type; below it, what became of the last one.
+
+    Args:
+        value: Name in the scenario; None for none yet.
+        names: Label of each name.
+        change: Scenario with a name, and notes; raises a SpecError for a name that stands for none or for several.
+    """
+    st.session_state[key] = value
+    st.selectbox(
+        label,
+        list(names),
+        index=None if value is None else 0,
+        key=key,
+        on_change=_take_name,
+        args=(key, change),
+        format_func=lambda name: names.get(name, name),
+        accept_new_options=True,
+        filter_mode="contains",
+        required=True,
+        **more,
+    )
+    _show_notes(key)
+
+
+def _take_name(key: str, change: Callable[[Document, str], tuple[Document, list[str]]]) -> None:
+    try:
+        document, notes = change(state.document(), str(st.session_state[key]))
+    except SpecError as error:
+        st.session_state[_NOTES] = {key: [problem.sentence() for problem in error.problems]}
+        return
+    document, of_plan = mended(document)
+    state.set_document(document)
+    st.session_state[_NOTES] = {key: notes, "plan": of_plan}
+
+
+def _show_notes(place: str) -> None:
+    """Notes on the last change: below a name's box, or above the plan."""
+    for note in st.session_state.get(_NOTES, {}).pop(place, ()):
+        st.caption(f":material/info: {escaped(note)}")
 
 
 def _fit() -> None:
@@ -254,64 +494,10 @@ def _fit() -> None:
 
 def _mend() -> None:
     """Replaces values of the plan that other sections no longer allow; the form tells which."""
-    document, st.session_state[_NOTES] = mended(state.document())
+    document, notes = mended(state.document())
     state.set_document(document)
+    st.session_state[_NOTES] = {"plan": notes}
 
 
 def _after_schedule() -> None:
     put(("plan", "virtual_stages"), 2 if has_free_stages(get(("plan", "schedule"))) else None)
-
-
-def _as_text() -> None:
-    st.button("Edit as YAML", icon=":material/edit_note:", key="form edit", width="stretch", on_click=_open_editor)
-    if st.session_state.get(_EDITING):  # a rerun of the page keeps the editor open
-        _edit()
-
-
-def _open_editor() -> None:
-    st.session_state[_EDITING] = True
-
-
-def _close_editor() -> None:
-    st.session_state.pop(_EDITING, None)
-
-
-@st.dialog("Scenario as YAML", width="large", on_dismiss=_close_editor)
-def _edit() -> None:
-    """Editor of the full scenario, with the errors of the text and of its values by line."""
-    st.caption("Full scenario, including keys that the form does not show.")
-    limit = MAX_YAML_BYTES // 2**20
-    file = st.file_uploader(
-        "Scenario file, launch script or configuration of a framework",
-        type=CONFIG_SUFFIXES,
-        key="form file",
-        max_upload_size=limit,
-    )
-    text = document_text(state.document())
-    if file is not None:
-        try:
-            text, notes = as_scenario(file.name, file.getvalue(), state.document())
-        except SpecError as error:
-            show_problems(error)
-        else:
-            for note in notes:
-                st.caption(escaped(note))
-    if st.session_state.get("form shown") != text or "form text" not in st.session_state:
-        st.session_state["form shown"] = st.session_state["form text"] = text
-    st.text_area("YAML", key="form text", height=_EDITOR_PX, label_visibility="collapsed")
-    place = st.container()
-    if st.button("Apply", key="form apply", width="stretch", type="primary"):
-        with place:
-            _take(lambda: checked_scenario_data("scenario", st.session_state["form text"].encode()))
-
-
-def _take(read: Callable[[], dict[str, Any]]) -> None:
-    """Stores a scenario, or shows its problems."""
-    try:
-        document = read()
-    except SpecError as error:
-        show_problems(error, lines=True)
-        return
-    _close_editor()
-    state.set_document(document)
-    st.rerun()

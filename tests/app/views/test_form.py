@@ -71,9 +71,12 @@ def test_value_shown_is_the_value_in_effect(name: str) -> None:
         section = widget.key.removeprefix("document:").split(".")[0]
         if key in ("num_tokens", "price_per_device_hour") or widget.value is None:
             continue
+        if section == "software" and widget.disabled:  # no option of the framework, so no scenario may write it
+            wrong += [key] * (widget.value != getattr(job.software, key))
+            continue
         own = document.get(section, {})
-        keys = own if isinstance(own, dict) else {}
-        chosen = {**document, section: widget.value if section == key else {**keys, key: widget.value}}
+        keys = {"preset": own} if isinstance(own, str) else own
+        chosen = {**document, section: {**keys, key: widget.value}}
         other = parse_scenario(document_text(chosen)).job
         if other != job and evaluate_step(other) != evaluate_step(job):
             wrong.append(f"{key} = {widget.value}")
@@ -81,15 +84,17 @@ def test_value_shown_is_the_value_in_effect(name: str) -> None:
 
 
 BUDGET = {"document:training.num_tokens", "document:cluster.price_per_device_hour"}
-NUMBERS = ("model.seq_len", "model.vocab_size", "cluster.num_devices", "training.global_batch_size")
+SIZES = ("cluster.num_nodes", "cluster.devices_per_node", "cluster.num_devices")
+NUMBERS = ("model.seq_len", "model.vocab_size", *SIZES, "training.global_batch_size")
+MORE_NUMBERS = ("model.lora_rank",)
 
 
 @pytest.mark.parametrize("value", [0, -3, 10**400, "many"], ids=["0", "-3", "huge", "text"])
 def test_no_number_takes_a_field_away(value: Any) -> None:
     whole = fields(shown(dict(SMALL)))
-    assert whole == BUDGET | {f"document:{name}" for name in NUMBERS}
-    every = (*NUMBERS, "training.num_tokens", "cluster.price_per_device_hour")
-    for names in (every, NUMBERS[2:3], NUMBERS[3:4]):
+    assert whole == BUDGET | {f"document:{name}" for name in (*NUMBERS, *MORE_NUMBERS)}
+    every = (*NUMBERS, *MORE_NUMBERS, "training.num_tokens", "cluster.price_per_device_hour")
+    for names in (every, SIZES[:1], SIZES[1:2], SIZES[2:], NUMBERS[-1:], MORE_NUMBERS):
         document: dict[str, Any] = copy.deepcopy(dict(SMALL))
         for section, key in (name.split(".") for name in names):
             document[section][key] = value
