@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
-from app.fitting import Document, cluster_size, fitted, is_count, model_of, num_devices, section
+from app.fitting import Document, cluster_size, fitted, is_count, model_of, num_devices, section, with_value
 from simplan import catalog
 from simplan.catalog.spelling import find
 from simplan.cluster.machine import THIS_MACHINE, machine_memory_bytes, max_ranks, num_cores
@@ -114,10 +114,8 @@ def with_kind(document: Document, text: str) -> tuple[Document, list[str]]:
         SpecError: The name stands for no nodes and no device, or for several.
     """
     before = section(document, "cluster")
-    others = {key: value for key, value in before.items() if key not in ("preset", "device", "nodes")}
-    kept = {key: value for key, value in others.items() if key != "devices_per_node"}
-    if says_numbers(text):
-        kept = {key: value for key, value in kept.items() if key not in _SIZES}
+    lost = ("preset", "device", "nodes", *(_SIZES if says_numbers(text) else ("devices_per_node",)))
+    kept = {key: value for key, value in before.items() if key not in lost}
     key = "device" if catalog.is_name("devices", text) else "preset"
     cluster = _named({"cluster": {key: text, **kept}})["cluster"]
     changed = document | {"cluster": cluster}
@@ -132,7 +130,8 @@ def with_kind(document: Document, text: str) -> tuple[Document, list[str]]:
         cluster["devices_per_node"] = size.devices_per_node or _LARGEST_NODE
     elif not {"devices_per_node", "num_nodes"} & cluster.keys():
         cluster.setdefault("num_devices", size.num_devices or 1)
-    changed = with_size(changed, "num_devices" if "num_devices" in cluster else "num_nodes")
+    spelled = "num_devices" if "num_devices" in cluster else "num_nodes"
+    changed = with_size(changed, cluster[spelled], spelled)
     network, nodes = _network_of(before), cluster_size(changed).num_nodes
     if network and not set(_NETWORK) & cluster.keys() and nodes is not None and nodes > 1:
         changed["cluster"] = section(changed, "cluster") | {"inter_link": network}
@@ -140,21 +139,24 @@ def with_kind(document: Document, text: str) -> tuple[Document, list[str]]:
     return changed, []
 
 
-def with_size(document: Document, key: str) -> Document:
-    """The scenario after a change of one number of its cluster, without the numbers that follow from the others.
+def with_size(document: Document, value: Any, key: str) -> Document:
+    """The scenario with another number of nodes or devices, without the numbers that follow from the others.
 
     Args:
-        key: The number that was changed: ``num_nodes``, ``devices_per_node`` or ``num_devices``.
+        value: The number; None removes it.
+        key: ``num_nodes``, ``num_devices``, or ``devices_per_node``, which leaves the number of nodes.
     """
-    cluster = dict(section(document, "cluster"))
-    if key != "devices_per_node" and cluster.get(key) is not None:
+    nodes = cluster_size(document).num_nodes
+    cluster = dict(section(with_value(document, ("cluster", key), value), "cluster"))
+    if value is not None and key != "devices_per_node":
         cluster.pop("num_devices" if key == "num_nodes" else "num_nodes", None)
+    elif is_count(value) and is_count(nodes) and "num_devices" in cluster:
+        cluster["num_devices"] = nodes * value
+    usual = cluster_size({"cluster": {"preset": cluster.get("preset")}}).devices_per_node
     if _is_of_devices(cluster):
         cluster |= _devices_per_node(cluster, key)
-    elif (
-        cluster.get("devices_per_node") == cluster_size({"cluster": {"preset": cluster.get("preset")}}).devices_per_node
-    ):
-        cluster.pop("devices_per_node", None)
+    elif usual is not None and cluster.get("devices_per_node") == usual:
+        del cluster["devices_per_node"]
     changed = document | {"cluster": cluster}
     if _is_of_devices(cluster) and num_devices(changed) == 1:
         changed["cluster"] = {key: value for key, value in cluster.items() if key not in _SIZES} | {"num_devices": 1}
@@ -187,10 +189,9 @@ def _here(document: Document) -> tuple[Document, list[str]]:
     """The scenario on the cores of this machine; with a small example if a step would take long."""
     text = resources.files("simplan").joinpath("data", "demo", f"{_EXAMPLE}.yaml").read_text(encoding="utf-8")
     example = parse_yaml(text, _EXAMPLE).data
-    others = {key: value for key, value in section(document, "cluster").items() if key not in _SIZES}
     most = max_ranks(num_cores(), machine_memory_bytes())
     ranks = max(size for size in divisors(example["training"]["global_batch_size"]) if size <= min(num_cores(), most))
-    changed = document | {"cluster": others | {"num_devices": ranks}}
+    changed = document | {"cluster": {"preset": THIS_MACHINE, "num_devices": ranks}}
     words = [f"{ranks} process{'es' * (ranks > 1)}, at most one per core of this machine"]
     model, batch = model_of(document), section(document, "training").get("global_batch_size")
     if model is not None and is_count(batch) and 6 * model.num_parameters * model.seq_len * batch <= _LOCAL_FLOP:

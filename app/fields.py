@@ -14,7 +14,7 @@ from typing import Any
 import streamlit as st
 
 from app import state
-from app.fitting import with_value
+from app.fitting import Document, with_value
 from app.page import escaped
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import model_fields, training_fields
@@ -101,16 +101,31 @@ def choice(
     return st.selectbox(label, options, **more)
 
 
-def number(label: str, path: Path, default: int | None, *, then: _Changed | None = None, **more: Any) -> None:
+def number(
+    label: str,
+    path: Path,
+    default: int | None,
+    *,
+    change: Callable[[Document, Any], Document] | None = None,
+    then: _Changed | None = None,
+    **more: Any,
+) -> None:
     """Widget for a whole number of the scenario; empty without a value and a default, and for no such number.
 
     The widget has no limits: it would ignore a number beyond them, and simplan says which ones it takes.
+
+    Args:
+        label: Label of the widget.
+        path: Keys in the scenario.
+        default: Meaning of a missing key.
+        change: Scenario with another value, of which other keys depend; None for one that changes the key alone.
+        then: Called after a change; None for no call.
     """
     value = get(path, default)
     usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_WHOLE
     key = _bind(path, value if usable else None)
     more = {"help": about(path), **more}
-    st.number_input(label, step=1, value=None, key=key, on_change=_store, args=(path, key, then), **more)
+    st.number_input(label, step=1, value=None, key=key, on_change=_store, args=(path, key, then, change), **more)
 
 
 def quantity(
@@ -199,8 +214,15 @@ def _bind(path: Path, value: Any) -> str:
     return key
 
 
-def _store(path: Path, key: str, then: _Changed | None) -> None:
-    put(path, st.session_state[key])
+def _store(
+    path: Path,
+    key: str,
+    then: _Changed | None,
+    change: Callable[[Document, Any], Document] | None = None,
+) -> None:
+    value = st.session_state[key]
+    document = state.document()
+    state.set_document(with_value(document, path, value) if change is None else change(document, value))
     if then is not None:
         then()
 

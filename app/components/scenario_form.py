@@ -172,7 +172,9 @@ def _cluster() -> None:
     for column, (key, words) in zip(st.columns(3), labels.items(), strict=True):
         with column:
             disabled = fixed and key != "num_devices"
-            number(words, ("cluster", key), getattr(size, key), then=partial(_after_size, key), disabled=disabled)
+            change = partial(with_size, key=key)
+            path = ("cluster", key)
+            number(words, path, getattr(size, key), change=change, then=_mend, disabled=disabled)
     if "inter_link" in section(state.current(), "cluster") or (
         "device" in section(state.current(), "cluster") and is_above_one(size.num_nodes)
     ):
@@ -194,11 +196,6 @@ def _network() -> None:
 
 def _with_network(document: Document, name: str) -> tuple[Document, list[str]]:
     return with_network(document, name), []
-
-
-def _after_size(key: str) -> None:
-    state.set_document(with_size(state.document(), key))
-    _mend()
 
 
 def _training() -> None:
@@ -293,7 +290,8 @@ def _more_of_training(document: Document) -> None:
     path = ("model", "lora_rank")
     rank = get(path)
     why_not = "" if rank else objection(document, with_adapters(document, _EXAMPLE_RANK))
-    number("LoRA rank", path, None, then=_after_rank, disabled=bool(why_not), help=about(path, why_not))
+    about_rank = about(path, why_not)
+    number("LoRA rank", path, None, change=with_adapters, then=_mend, disabled=bool(why_not), help=about_rank)
     name = _profile_name()
     if name in catalog.names("software"):
         profile = catalog.software(name)
@@ -301,11 +299,6 @@ def _more_of_training(document: Document) -> None:
             _option(document, option, getattr(profile, option))
         _attention(profile)
     _oversubscription()
-
-
-def _after_rank() -> None:
-    state.set_document(with_adapters(state.document(), get(("model", "lora_rank"))))
-    _mend()
 
 
 def _option(document: Document, option: str, default: Any) -> None:
