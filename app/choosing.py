@@ -9,7 +9,17 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
-from app.fitting import Document, cluster_size, fitted, is_count, model_of, num_devices, section, with_value
+from app.fitting import (
+    Document,
+    cluster_size,
+    fitted,
+    is_above_one,
+    is_count,
+    model_of,
+    num_devices,
+    section,
+    with_value,
+)
 from simplan import catalog
 from simplan.catalog.spelling import find
 from simplan.cluster.machine import THIS_MACHINE, machine_memory_bytes, max_ranks, num_cores
@@ -87,14 +97,31 @@ def _short(mapping: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | str
     return kept if len(kept) > 1 else str(mapping["preset"])
 
 
-def with_network(document: Document, text: str) -> Document:
-    """The scenario with another network between nodes.
+def with_link(document: Document, text: str, key: str) -> Document:
+    """The scenario with another link.
+
+    Args:
+        key: ``intra_link`` between the devices of a node, or ``inter_link`` between nodes.
 
     Raises:
         SpecError: The name stands for no link, or for several.
     """
-    others = {key: value for key, value in section(document, "cluster").items() if key not in _NETWORK}
-    return document | {"cluster": _named({"cluster": others | {"inter_link": text}})["cluster"]}
+    lost = _NETWORK if key in _NETWORK else ()
+    others = {name: value for name, value in section(document, "cluster").items() if name not in lost}
+    return document | {"cluster": _named({"cluster": others | {key: text}})["cluster"]}
+
+
+def open_links(document: Document) -> tuple[str, ...]:
+    """Keys of the links that the scenario names, or that the catalog does not know for the nodes of a device."""
+    cluster, size = section(document, "cluster"), cluster_size(document)
+    keys = [key for key in ("intra_link", "inter_link") if key in cluster]
+    device = cluster.get("device")
+    if _is_of_devices(cluster) and isinstance(device, str) and catalog.is_name("devices", device):
+        if is_above_one(size.devices_per_node) and catalog.device(device).intra_link is None:
+            keys.append("intra_link")
+        if is_above_one(size.num_nodes):
+            keys.append("inter_link")
+    return tuple(dict.fromkeys(keys))
 
 
 def kind_of(document: Document) -> str:
@@ -114,7 +141,7 @@ def with_kind(document: Document, text: str) -> tuple[Document, list[str]]:
         SpecError: The name stands for no nodes and no device, or for several.
     """
     before = section(document, "cluster")
-    lost = ("preset", "device", "nodes", *(_SIZES if says_numbers(text) else ("devices_per_node",)))
+    lost = ("preset", "device", "nodes", "intra_link", *(_SIZES if says_numbers(text) else ("devices_per_node",)))
     kept = {key: value for key, value in before.items() if key not in lost}
     key = "device" if catalog.is_name("devices", text) else "preset"
     cluster = _named({"cluster": {key: text, **kept}})["cluster"]
@@ -219,8 +246,9 @@ def _named(document: Document) -> Document:
         catalog.model_fields(named["model"]["preset"])
     if "software" in named:
         catalog.software(named["software"])
-    if "inter_link" in cluster:
-        catalog.link(cluster["inter_link"])
+    for key in ("intra_link", "inter_link"):
+        if isinstance(cluster.get(key), str):
+            catalog.link(cluster[key])
     nodes = cluster.get("preset", THIS_MACHINE)
     if nodes != THIS_MACHINE:
         is_of_devices = find("devices", nodes).candidates and not find("clusters", nodes).candidates

@@ -94,7 +94,7 @@ def choice(
         else:
             value = default if _is_among(default, options) else options[0]
     key = _bind(path, value)
-    more = {"help": about(path), **more, "key": key, "on_change": _store, "args": (path, key, then)}
+    more = _with_help(path, more) | {"key": key, "on_change": _store, "args": (path, key, then)}
     if slider and len(options) > 1:
         ordered = sorted(options) if all(isinstance(option, int) for option in options) else options
         return st.select_slider(label, ordered, **more)
@@ -124,7 +124,7 @@ def number(
     value = get(path, default)
     usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_WHOLE
     key = _bind(path, value if usable else None)
-    more = {"help": about(path), **more}
+    more = _with_help(path, more)
     st.number_input(label, step=1, value=None, key=key, on_change=_store, args=(path, key, then, change), **more)
 
 
@@ -135,7 +135,7 @@ def quantity(
     value = get(path, default)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_QUANTITY
     key = _bind(path, float(value) / scale if usable else None)
-    more = {"help": about(path), **more}
+    more = _with_help(path, more)
     st.number_input(label, value=None, key=key, on_change=_store_scaled, args=(path, key, scale, then), **more)
 
 
@@ -143,7 +143,7 @@ def switch(label: str, path: Path, default: bool, *, then: _Changed | None = Non
     """Widget for true or false of a scenario key."""
     value = get(path, default)
     key = _bind(path, value if isinstance(value, bool) else default)
-    st.toggle(label, key=key, on_change=_store, args=(path, key, then), **({"help": about(path)} | more))
+    st.toggle(label, key=key, on_change=_store, args=(path, key, then), **_with_help(path, more))
 
 
 def remembered_choice(
@@ -205,6 +205,10 @@ def remembered_number(
     st.session_state[key] = kept_number(name, default, least=least, most=most)
     value: float = st.number_input(label, least, most, key=key, on_change=_remember, args=(name, key, default), **more)
     return value
+
+
+def _with_help(path: Path, more: dict[str, Any]) -> dict[str, Any]:
+    return more if "help" in more else {**more, "help": about(path)}
 
 
 def _bind(path: Path, value: Any) -> str:

@@ -11,12 +11,13 @@ import streamlit as st
 from app import state
 from app.choosing import (
     kind_of,
+    open_links,
     short,
     with_adapters,
     with_framework,
     with_kind,
+    with_link,
     with_model,
-    with_network,
     with_size,
 )
 from app.components.elements import details
@@ -83,7 +84,7 @@ _OPTIONS = {
 _FOR_ALL = ("compiled", "loss")
 """Options that are shown under every framework."""
 _PLACEMENTS = ("tp, cp, dp, pp", "tp, cp, pp, dp", "cp, dp, tp, pp", "dp, pp, tp, cp", "pp, dp, tp, cp")
-_NETWORKS = [name for name in catalog.names("links") if name.endswith("gbit")]
+_LINKS = {"intra_link": "Link in a node", "inter_link": "Network"}
 _MAX_STAGES = 64
 _OWN = "own"
 _EXAMPLE_RANK = 16
@@ -169,33 +170,32 @@ def _cluster() -> None:
         st.text_input("Hardware", "see YAML", disabled=True)
     fixed = kind == THIS_MACHINE or "nodes" in section(state.current(), "cluster")
     labels = {"num_nodes": "Nodes", "devices_per_node": "Per node", "num_devices": "Devices"}
-    for column, (key, words) in zip(st.columns(3), labels.items(), strict=True):
+    for column, (key, words) in zip(st.columns(3, gap="xsmall"), labels.items(), strict=True):
         with column:
             disabled = fixed and key != "num_devices"
             change = partial(with_size, key=key)
             path = ("cluster", key)
             number(words, path, getattr(size, key), change=change, then=_mend, disabled=disabled)
-    if "inter_link" in section(state.current(), "cluster") or (
-        "device" in section(state.current(), "cluster") and is_above_one(size.num_nodes)
-    ):
-        _network()
+    for key in open_links(state.current()):
+        _link(key)
     if kind == THIS_MACHINE:
         st.caption("Processes on local cores, with costs measured by `simplan calibrate`.")
 
 
-def _network() -> None:
-    """Box of the network between nodes, which the catalog does not know for a device."""
-    path = ("cluster", "inter_link")
-    network = get(path)
-    if isinstance(network, dict):
-        st.text_input("Network", "see YAML", disabled=True)
+def _link(key: str) -> None:
+    """Box of a link between the devices of a node, or of the network between nodes."""
+    words, path = _LINKS[key], ("cluster", key)
+    link = get(path)
+    if link is not None and not isinstance(link, str):
+        st.text_input(words, "see YAML", disabled=True)
         return
-    names = {name: name for name in _NETWORKS}
-    _name_box("Network", "form network", network, names, _with_network, help=about(path), placeholder="choose one")
+    is_network = key == "inter_link"
+    names = {name: name for name in catalog.names("links") if name.endswith("gbit") is is_network}
 
+    def change(document: Document, name: str) -> tuple[Document, list[str]]:
+        return with_link(document, name, key), []
 
-def _with_network(document: Document, name: str) -> tuple[Document, list[str]]:
-    return with_network(document, name), []
+    _name_box(words, f"form {key}", link, names, change, help=about(path), placeholder="choose one")
 
 
 def _training() -> None:
@@ -206,9 +206,9 @@ def _training() -> None:
         choice("Optimizer", ("training", "optimizer"), _OPTIMIZERS, "adamw")
     with right:
         choice("Precision", ("training", "precision"), get_args(Precision), "bf16", then=_after_precision)
-        if get(("training", "precision")) == "fp8":
-            recipes = [None, *(recipe for recipe in get_args(Fp8Recipe) if recipe != DEFAULT_RECIPE)]
-            _open_choice("FP8 recipe", ("training", "fp8_recipe"), recipes, None, DEFAULT_RECIPE)
+    if get(("training", "precision")) == "fp8":
+        recipes = [None, *(recipe for recipe in get_args(Fp8Recipe) if recipe != DEFAULT_RECIPE)]
+        _open_choice("FP8 recipe", ("training", "fp8_recipe"), recipes, None, DEFAULT_RECIPE)
     names = {name: name for name in catalog.names("software")}
     profile = _profile_name()
     about_framework = "Kernels, fusions and overlap; also as people say it: FSDP2, Megatron-Core, Lightning"
@@ -457,15 +457,17 @@ def _name_box(
         format_func=lambda name: names.get(name, name),
         accept_new_options=True,
         filter_mode="contains",
-        required=True,
         **more,
     )
     _show_notes(key)
 
 
 def _take_name(key: str, change: Callable[[Document, str], tuple[Document, list[str]]]) -> None:
+    name = st.session_state[key]
+    if name is None:
+        return
     try:
-        document, notes = change(state.document(), str(st.session_state[key]))
+        document, notes = change(state.document(), name)
     except SpecError as error:
         st.session_state[_NOTES] = {key: [problem.sentence() for problem in error.problems]}
         return
