@@ -51,7 +51,7 @@ def shown(document: dict[str, Any]) -> AppTest:
 
         from app.components.scenario_form import show_scenario_form
 
-        st.session_state["details options"] = True
+        st.session_state["details options"] = st.session_state["details training options"] = True
         show_scenario_form(budget=True)
 
     test = AppTest.from_function(form, default_timeout=600)
