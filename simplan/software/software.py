@@ -276,7 +276,7 @@ class SoftwareSpec(Spec):
     loss: LossMode = Field(
         "whole",
         description=(
-            "whole: logits of all tokens exist at once. chunked: output projection and loss run chunk by chunk, "
+            "whole: logits of all tokens exist together. chunked: output projection and loss run chunk by chunk, "
             "as the framework does it, and only one chunk's logits exist. recomputed: backward recomputes the "
             "logits of each chunk; else forward computes all gradients. fused: one kernel replaces a chunk's "
             "logits by their gradients (Liger's fused linear cross-entropy)."
@@ -322,8 +322,8 @@ class SoftwareSpec(Spec):
     overlap_param_gather: bool = Field(
         False,
         description=(
-            "With optimizer_shards elements, the all-gather of updated parameters overlaps the next forward bucket by bucket, "
-            "instead of running at the end of the step."
+            "With optimizer_shards elements, the all-gather of updated parameters overlaps the next forward bucket by "
+            "bucket, instead of running at the end of the step."
         ),
     )
     tp_overlap: TensorOverlap = Field(
