@@ -25,13 +25,11 @@ from simplan.catalog.spelling import find
 from simplan.cluster.machine import THIS_MACHINE, machine_memory_bytes, max_ranks, num_cores
 from simplan.document import parse_yaml
 from simplan.model.families import FAMILIES
-from simplan.scenario.names import says_numbers, with_catalog_names
+from simplan.scenario.names import LARGEST_NODE, says_numbers, with_catalog_names
 from simplan.wording import divisors
 
 _SIZES = ("num_nodes", "num_devices", "devices_per_node")
 _NETWORK = ("inter_link", "inter_link_gbit_per_device", "inter_link_gbit_per_node", "nics_per_node", "nic_gbit")
-_LARGEST_NODE = 8
-"""Devices per node of a device without nodes in the catalog, as for a name such as ``16x 4090``."""
 _LOCAL_FLOP = 1e12
 """FLOPs of a step that CPU cores take in seconds."""
 _EXAMPLE = "ddp"
@@ -76,10 +74,10 @@ def with_framework(document: Document, text: str) -> tuple[Document, list[str]]:
     lost = [key for key in options if key not in profile.options]
     kept = {key: value for key, value in options.items() if key not in lost}
     changed = document | {"software": {"preset": name, **kept}}
-    return short(changed), [f"{name} has no option {key}" for key in lost]
+    return without_defaults(changed), [f"{name} has no option {key}" for key in lost]
 
 
-def short(document: Document) -> Document:
+def without_defaults(document: Document) -> Document:
     """The scenario without values that a framework or a topology has by itself; one with its own values is a name."""
     changed, software = dict(document), document.get("software")
     if isinstance(software, dict) and software.get("preset", "torch") in catalog.names("software"):
@@ -119,7 +117,7 @@ def open_links(document: Document) -> tuple[str, ...]:
     if _is_of_devices(cluster) and isinstance(device, str) and catalog.is_name("devices", device):
         if is_above_one(size.devices_per_node) and catalog.device(device).intra_link is None:
             keys.append("intra_link")
-        if is_above_one(size.num_nodes):
+        if is_above_one(size.num_nodes) and not set(_NETWORK) & cluster.keys():
             keys.append("inter_link")
     return tuple(dict.fromkeys(keys))
 
@@ -154,7 +152,7 @@ def with_kind(document: Document, text: str) -> tuple[Document, list[str]]:
         return changed, []
     size = cluster_size(document)
     if "devices_per_node" not in cluster and "num_nodes" in cluster:
-        cluster["devices_per_node"] = size.devices_per_node or _LARGEST_NODE
+        cluster["devices_per_node"] = size.devices_per_node or LARGEST_NODE
     elif not {"devices_per_node", "num_nodes"} & cluster.keys():
         cluster.setdefault("num_devices", size.num_devices or 1)
     spelled = "num_devices" if "num_devices" in cluster else "num_nodes"
@@ -198,7 +196,7 @@ def _devices_per_node(cluster: dict[str, Any], key: str) -> dict[str, Any]:
     """Devices per node of a cluster that names a device: all in one node up to the largest of today's nodes."""
     each, devices = cluster.get("devices_per_node"), cluster.get("num_devices")
     if key == "num_devices" and is_count(devices):
-        usual = each if is_count(each) and each > 1 else _LARGEST_NODE
+        usual = each if is_count(each) and each > 1 else LARGEST_NODE
         return {"devices_per_node": min(devices, usual)}
     return {"devices_per_node": 1 if each is None else each}
 

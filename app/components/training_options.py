@@ -7,7 +7,7 @@ from typing import Any, get_args
 import streamlit as st
 
 from app import state
-from app.choosing import short, with_adapters
+from app.choosing import with_adapters, without_defaults
 from app.components.scenario_boxes import mend, open_choice
 from app.fields import about, get, number, quantity, switch
 from app.fitting import Document, objection, with_value
@@ -71,7 +71,7 @@ def _option(document: Document, option: str, default: Any) -> None:
 
 
 def _after_option() -> None:
-    state.set_document(short(state.document()))
+    state.set_document(without_defaults(state.document()))
     mend()
 
 

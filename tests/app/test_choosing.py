@@ -9,13 +9,13 @@ import pytest
 from app.choosing import (
     kind_of,
     open_links,
-    short,
     with_adapters,
     with_framework,
     with_kind,
     with_link,
     with_model,
     with_size,
+    without_defaults,
 )
 from app.fitting import cluster_size, document_text, fitting_batches, mended, with_value
 from app.labels import label
@@ -157,7 +157,11 @@ def test_a_change_of_nodes_keeps_what_is_of_the_job() -> None:
         "device": "mi300x", "num_nodes": 2, "price_per_device_hour": 2.5, "devices_per_node": 4,
         "inter_link": network.id,
     }  # fmt: skip
-    other = with_link(document, "InfiniBand 200 gbit", "inter_link")
+    assert open_links(document) == ("inter_link",)
+    by_card = {key: value for key, value in document["cluster"].items() if key != "inter_link"} | {"nic_gbit": 100}
+    assert open_links({"cluster": by_card}) == (), "another key says the network"
+    other = with_link({"cluster": by_card}, "InfiniBand 200 gbit", "inter_link")
+    assert "nic_gbit" not in other["cluster"]
     assert other["cluster"]["inter_link"] == "network-200gbit"
 
 
@@ -183,8 +187,8 @@ def test_own_values_of_a_topology_are_not_written() -> None:
     document = {**START, "cluster": START["cluster"] | {"topology": "superpod-h100"}}
     changed = with_value(document, ("cluster", "topology", "oversubscription"), 2.0)
     assert changed["cluster"]["topology"] == {"preset": "superpod-h100", "oversubscription": 2.0}
-    assert short(changed) == changed
-    assert short(with_value(changed, ("cluster", "topology", "oversubscription"), 1.0)) == document
+    assert without_defaults(changed) == changed
+    assert without_defaults(with_value(changed, ("cluster", "topology", "oversubscription"), 1.0)) == document
 
 
 def test_this_machine_gets_an_example_that_it_can_run() -> None:
