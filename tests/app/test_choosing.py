@@ -134,8 +134,11 @@ def test_nodes_of_one_device_grow(key: str, value: int, spelled: Document) -> No
 
 @pytest.mark.parametrize("model", ["llama3-70b", "gpt2-1.5b"])
 @pytest.mark.parametrize("kind", ["dgx-h100", "rtx-4090"])
-def test_every_number_of_devices_has_a_plan_or_a_batch(model: str, kind: str) -> None:
-    document, _ = with_kind({**START, "model": {"preset": model}}, kind)
+@pytest.mark.parametrize(
+    "plan", [{"tp": 8, "dp_shard": 8, "recompute": "full"}, {"dp_shard": 64, "microbatch_size": 2, "recompute": "full"}]
+)
+def test_every_number_of_devices_has_a_plan_or_a_batch(model: str, kind: str, plan: Document) -> None:
+    document, _ = with_kind({**START, "model": {"preset": model}, "plan": plan}, kind)
     for number in range(1, 65):
         changed, _ = mended(with_size(document, number, "num_devices"))
         assert cluster_size(changed).num_devices == number
@@ -144,7 +147,7 @@ def test_every_number_of_devices_has_a_plan_or_a_batch(model: str, kind: str) ->
         for batch in batches:
             with_batch = with_value(changed, ("training", "global_batch_size"), batch)
             assert is_valid(with_batch)
-            assert abs(batch - START["training"]["global_batch_size"]) < number
+            assert abs(batch - START["training"]["global_batch_size"]) < number * plan.get("microbatch_size", 1)
 
 
 def test_a_change_of_nodes_keeps_what_is_of_the_job() -> None:
