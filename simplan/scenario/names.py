@@ -13,7 +13,7 @@ from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.problems import render_value
 from simplan.units import counted
 
-_LARGEST_NODE = 8
+LARGEST_NODE = 8
 """Devices of a node of today's machines."""
 _OF_CLUSTER: dict[str, catalog.Kind] = {"intra_link": "links", "inter_link": "links", "topology": "topologies"}
 _MAX_FILES = 1000
@@ -174,8 +174,8 @@ def _numbers(others: dict[str, Any], nodes: Nodes, *, is_group: bool) -> dict[st
         each = number
     elif number is not None:
         numbers["num_devices"] = number
-        in_full_nodes = number <= _LARGEST_NODE or number % _LARGEST_NODE == 0
+        in_full_nodes = number <= LARGEST_NODE or number % LARGEST_NODE == 0
         if nodes.device and in_full_nodes and "devices_per_node" not in others:
-            each = min(number, _LARGEST_NODE)
+            each = min(number, LARGEST_NODE)
     usual = catalog.node(nodes.preset).devices_per_node if nodes.preset not in ("", THIS_MACHINE) else None
     return numbers if each in (None, others.get("devices_per_node", usual)) else numbers | {"devices_per_node": each}

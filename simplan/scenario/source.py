@@ -36,7 +36,14 @@ from simplan.rules import violations
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.collecting import Sections
 from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
-from simplan.scenario.names import looks_like_path, model_named, says_numbers, unknown_source, with_catalog_names
+from simplan.scenario.names import (
+    LARGEST_NODE,
+    looks_like_path,
+    model_named,
+    says_numbers,
+    unknown_source,
+    with_catalog_names,
+)
 from simplan.scenario.nodes import check_ranks_per_node
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
@@ -59,8 +66,6 @@ _WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama
 _WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
-_LARGEST_NODE = 8
-"""Devices that one node of today's machines holds."""
 _MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
 _NETWORKS = (
     ("inter_link",),
@@ -555,7 +560,7 @@ def _completed(
     if not isinstance(cluster, dict) or not {"preset", "device", "nodes"} & cluster.keys():
         assume("cluster", "preset", _DEFAULT_CLUSTER, "")
     devices = found["cluster"].get("num_devices")
-    if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, _LARGEST_NODE + 1):
+    if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, LARGEST_NODE + 1):
         assume("cluster", "devices_per_node", devices, "all in one node")
     if not {"num_nodes", "num_devices", "nodes"} & found["cluster"].keys():
         is_one = "preset" not in found["cluster"] and "devices_per_node" not in found["cluster"]

@@ -59,9 +59,8 @@ class LayerImplementation(Spec):
     Attributes:
         model_code: Source of the model's modules: the framework (for torch, simplan's executor), or Hugging Face
             transformers (``simplan.model.implementations.transformers_code``).
-        attention: ``unfused``: scores are materialized; scaling, mask and softmax are one kernel, which saves its
-            result in the precision of activations (Megatron-LM's masked_softmax_fusion).
-        fused_softmax: False if these are single operations after all, the softmax in FP32 as under torch's autocast.
+        fused_softmax: False if scaling, mask and softmax of unfused attention are single operations, the softmax in
+            FP32 as under torch's autocast.
         dropout: Families whose models train with dropout after the embedding, after both branches of a block and, in
             unfused attention, on its weights. Masks of one byte per element are saved. A fused kernel samples them
             again.
@@ -110,7 +109,14 @@ class LayerImplementation(Spec):
     """
 
     model_code: ModelCode = "framework"
-    attention: Literal["fused", "unfused"] = "fused"
+    attention: Literal["fused", "unfused"] = Field(
+        "fused",
+        description=(
+            "fused: one kernel without materialized scores (FlashAttention). unfused: scores are materialized; "
+            "scaling, mask and softmax are one kernel, which saves its result in the precision of activations "
+            "(Megatron-LM's masked_softmax_fusion)."
+        ),
+    )
     fused_softmax: bool = True
     dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
     fused_gemms: bool = False
