@@ -20,6 +20,7 @@ from app.components.elements import (
     show_metrics,
     show_table,
 )
+from app.components.paste import forget_log, pasted_log
 from app.components.progress import ProgressBar, follow, show_progress, stage
 from app.components.published import has_published, show_published
 from app.components.scenario_form import show_scenario_form
@@ -85,7 +86,12 @@ def _show_uploaded() -> None:
             prediction = st.file_uploader(
                 "prediction.json", type=["json"], key="prediction file", max_upload_size=limit, help=about
             )
-    if measurement is None or (source == "file" and prediction is None):
+    pasted = pasted_log() if measurement is None else None
+    if pasted is not None:
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.markdown(f"Read on the page Plan: **{escaped(pasted[0])}**", width="content")
+            st.button("Forget it", key="forget log", type="tertiary", on_click=forget_log)
+    elif measurement is None or (source == "file" and prediction is None):
         st.caption(
             "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, drop its log (Megatron-LM, "
             "Megatron Bridge, NeMo, torchtitan, DeepSpeed, Hugging Face Trainer), a trace of torch.profiler or a "
@@ -94,9 +100,11 @@ def _show_uploaded() -> None:
             f"`simplan compare` also reads files of more than {limit} MiB."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
-    if measurement is None:
+    if measurement is not None:
+        pasted = measurement.name, measurement.getvalue()
+    if pasted is None:
         return
-    name, content = measurement.name, measurement.getvalue()
+    name, content = pasted
     if source == "scenario":
         inputs = result_cache.worker_inputs(state.document())
         show_result(awaited("comparing", measured_result, *inputs, name, content))

@@ -9,7 +9,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from app.fitting import document_text, mended
-from app.state import START
+from app.state import USUAL
 from simplan.errors import SpecError
 from simplan.predict.step_summary import evaluate_step
 from simplan.scenario import parse_scenario
@@ -18,20 +18,20 @@ from tests.app.views.pages import SMALL, assert_no_bug, opened_in_session
 QWEN = {"model": {"preset": "qwen3-30b-a3b", "seq_len": 4096}, "training": {"global_batch_size": 64}}
 ON_32 = {"cluster": {"preset": "dgx-h100", "num_devices": 32}}
 DOCUMENTS: dict[str, dict[str, Any]] = {
-    "fsdp": {**START, "plan": {"dp_shard": 64}},
-    "ddp": {**START, "plan": {"dp_replicate": 64}},
-    "zero 1 of replicas": {**START, "plan": {"dp_shard": 8, "dp_replicate": 8, "zero_stage": 1}},
-    "tensor": START,
-    "context of torchtitan": {**START, "software": "torchtitan", "plan": {"cp": 2, "tp": 8, "pp": 4}},
-    "pipeline": {**START, "plan": {"pp": 8, "tp": 8}},
-    "interleaved": {**START, "plan": {"pp": 8, "tp": 8, "virtual_stages": 2}},
-    "zb-v": {**START, "plan": {"pp": 8, "tp": 8, "schedule": "zb-v"}},
-    "own sizes": {**START, "plan": {"tp": 8, "dp_shard": 8, "microbatch_sizes": [4, 4, 4, 4, 4, 4, 4, 4]}},
+    "fsdp": {**USUAL, "plan": {"dp_shard": 64}},
+    "ddp": {**USUAL, "plan": {"dp_replicate": 64}},
+    "zero 1 of replicas": {**USUAL, "plan": {"dp_shard": 8, "dp_replicate": 8, "zero_stage": 1}},
+    "tensor": USUAL,
+    "context of torchtitan": {**USUAL, "software": "torchtitan", "plan": {"cp": 2, "tp": 8, "pp": 4}},
+    "pipeline": {**USUAL, "plan": {"pp": 8, "tp": 8}},
+    "interleaved": {**USUAL, "plan": {"pp": 8, "tp": 8, "virtual_stages": 2}},
+    "zb-v": {**USUAL, "plan": {"pp": 8, "tp": 8, "schedule": "zb-v"}},
+    "own sizes": {**USUAL, "plan": {"tp": 8, "dp_shard": 8, "microbatch_sizes": [4, 4, 4, 4, 4, 4, 4, 4]}},
     "experts": {**QWEN, **ON_32, "software": {"preset": "megatron-core"},
                 "plan": {"ep": 8, "dp_shard": 32, "zero_stage": 1}},
     "one node of no number": {"model": {"preset": "gpt2-124m"}, "cluster": {"preset": "dgx-h100"},
                               "training": {"global_batch_size": 8}, "plan": {"dp_replicate": 8}},
-    "nodes": {**START, "cluster": {"preset": "dgx-h100", "num_nodes": 8}, "software": {"compiled": True}},
+    "nodes": {**USUAL, "cluster": {"preset": "dgx-h100", "num_nodes": 8}, "software": {"compiled": True}},
 }  # fmt: skip
 
 
@@ -112,12 +112,12 @@ def test_wrong_scenario_keeps_the_fields_of_every_page(name: str) -> None:
 @pytest.mark.parametrize("devices", [7, 12, 24, 48])
 def test_devices_that_do_not_divide_the_batch_are_told_so(devices: int) -> None:
     """The sentence names the batch, and the batch that it names makes the scenario valid."""
-    document, _ = mended({**START, "cluster": {"preset": "dgx-h100", "num_devices": devices}})
+    document, _ = mended({**USUAL, "cluster": {"preset": "dgx-h100", "num_devices": devices}})
     with pytest.raises(SpecError) as error:
         parse_scenario(document_text(document))
     [problem] = error.value.problems
     assert problem.field == "training.global_batch_size"
     assert problem.fix is not None
     for batch in problem.fix.removeprefix("use ").split(" or "):
-        training = {**START["training"], "global_batch_size": int(batch)}
+        training = {**USUAL["training"], "global_batch_size": int(batch)}
         parse_scenario(document_text({**document, "training": training}))
