@@ -37,6 +37,7 @@ MAX_CONFIG_BYTES = 2 * 2**20
 CONFIG_SUFFIXES = ["yaml", "yml", "json", "toml", "sh", "sbatch", "slurm", "txt", "py"]
 """Files that scenarios and configurations of frameworks are in."""
 _MAX_CHARS = 80
+_OWN_MODEL = "own model"
 _PASTED = "pasted"
 _NAMES_OF_PASTED = (_PASTED, f"{_PASTED}.sh", f"{_PASTED}.toml")
 """Names that pasted text may have as a file: readers of scripts and of TOML look at the suffix where text is short."""
@@ -66,7 +67,7 @@ def config_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
     """A Hugging Face ``config.json`` as the section ``model`` of a scenario, for sequences of ``seq_len`` tokens."""
     config = parse_json(text_of(name, content, MAX_CONFIG_BYTES, kind="the config.json of a Hugging Face model"), name)
     title = config.get("_name_or_path")
-    title = title[:_MAX_CHARS] if isinstance(title, str) and title else "own model"
+    title = title[:_MAX_CHARS] if isinstance(title, str) and title else _OWN_MODEL
     return model_fields_from_config(config, name=title, seq_len=seq_len)
 
 
@@ -114,12 +115,14 @@ class Recognized:
         document: Scenario, or search, as plain data; None for a log, a trace or a measurement.
         notes: Sentences of its reader.
         configuration: Framework's file; None for the rest.
+        file: Name of the file, also of pasted text, by which readers of measurements know its kind.
     """
 
     title: str
     document: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     configuration: Configuration | None = None
+    file: str = _PASTED
 
 
 def recognized(name: str, content: bytes, current: Mapping[str, Any]) -> Recognized:
@@ -185,7 +188,7 @@ def _of_no_framework(name: str, content: bytes, file: ConfigFile, current: Mappi
 def _measured(name: str, content: bytes) -> Recognized:
     measured = measured_of(name or _PASTED, content)
     title = measured.source if isinstance(measured, LoggedRun) else None
-    return Recognized(title or "measurement")
+    return Recognized(title or "measurement", file=name or _PASTED)
 
 
 def _with_model(title: str, fields: dict[str, Any], current: Mapping[str, Any], *notes: str) -> Recognized:
@@ -195,8 +198,11 @@ def _with_model(title: str, fields: dict[str, Any], current: Mapping[str, Any], 
 
 
 def _unnamed(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """A scenario without the name of a file that was none."""
-    return data if name else {key: value for key, value in data.items() if key != "name"}
+    """A scenario without the name of a file that was none, and whose model has a name."""
+    model = data["model"]
+    named = {} if not isinstance(model, dict) or {"preset", "name"} & model.keys() else {"name": _OWN_MODEL}
+    shown = data if name else {key: value for key, value in data.items() if key != "name"}
+    return {**shown, "model": {**named, **model}} if named else shown
 
 
 def _is_script(file: ConfigFile) -> bool:

@@ -57,7 +57,7 @@ def _show_box() -> None:
         return
     st.session_state.pop(f"details {_KEY}", None)  # it closes
     if found.document is None:
-        st.session_state[_LOG] = name or "pasted text", content
+        st.session_state[_LOG] = found, content
         state.set_view("held", "measured")
         state.set_view("prediction", None)
         st.switch_page("views/validate.py")
@@ -90,14 +90,14 @@ def _forget() -> None:
     st.session_state.pop(_READ, None)
 
 
-def pasted_log() -> tuple[str, bytes] | None:
-    """Name and content of the log that was pasted; None without one."""
-    found: tuple[str, bytes] | None = st.session_state.get(_LOG)
+def read_log() -> tuple[Recognized, bytes] | None:
+    """The log that was read last, and its content; None without one."""
+    found: tuple[Recognized, bytes] | None = st.session_state.get(_LOG)
     return found
 
 
 def forget_log() -> None:
-    """Forgets the log that was pasted."""
+    """Forgets the log that was read."""
     st.session_state.pop(_LOG, None)
 
 
