@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from app.fitting import document_text, mended
-from simplan.catalog.spelling import find
 from simplan.accuracy.reading import ReadFile, parse_published
+from simplan.catalog.spelling import find
 from simplan.document import parse_yaml
 from simplan.documentation import documentation
 from simplan.errors import Problem, SpecError

@@ -6,7 +6,7 @@ import streamlit as st
 
 from app import state
 from app.components.elements import details
-from app.page import bullets, escaped, show_problems
+from app.page import bullets, show_problems
 from app.uploads import MAX_BYTES, Recognized, recognized
 from simplan.errors import SpecError
 from simplan.interop.formats import changed_settings

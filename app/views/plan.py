@@ -139,7 +139,9 @@ def _start_words(start: Headline) -> str:
     usual = result_cache.headline(state.USUAL)
     assert usual is not None, "it is no scenario of this machine"
     faster = usual.step_time_s / start.step_time_s - 1
-    return f"The best plan that Search finds for this job, {100 * faster:.0f} % faster than {plan_words(usual.job.plan)}."
+    return (
+        f"The best plan that Search finds for this job, {100 * faster:.0f} % faster than {plan_words(usual.job.plan)}."
+    )
 
 
 def _show_fixes(document: dict[str, Any], inputs: tuple[str, int], job: Job) -> None:

@@ -298,7 +298,9 @@ def _with_change(hypothesis: Hypothesis) -> str:
         measured_s = hypothesis.step_time_s / (1 + hypothesis.step_error)
         parts.append(f"{format_time(hypothesis.step_time_s)} a step: {run_words(hypothesis.step_time_s, measured_s)}")
     if hypothesis.peak_gib is not None and hypothesis.peak_error is not None:
-        parts.append(f"peak of {hypothesis.peak_gib:.2f} GiB, measured {hypothesis.peak_gib / (1 + hypothesis.peak_error):.2f}")
+        parts.append(
+            f"peak of {hypothesis.peak_gib:.2f} GiB, measured {hypothesis.peak_gib / (1 + hypothesis.peak_error):.2f}"
+        )
     return "; ".join(parts)
 
 

@@ -31,4 +31,6 @@ def test_first_page_says_what_its_plan_is_better_than() -> None:
     [percent] = re.findall(r" (\d+) % faster than ", words)
     assert abs(usual.step_time_s / best.step_time_s - 1 - int(percent) / 100) < 0.01
     page.number_input(key="document:training.global_batch_size").set_value(64).run()
-    assert not [caption for caption in page.caption if "best plan that" in caption.value], "another job has another best plan"
+    assert not [caption for caption in page.caption if "best plan that" in caption.value], (
+        "another job has another best plan"
+    )

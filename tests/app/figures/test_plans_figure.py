@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from app.components.elements import csv_text
-from app.components.plans import selected_plan
 from app.figures.plans import (
     AXES,
     COLOURS,
     plan_rows,
     plans_figure,
     shares_figure,
+    shown_plans,
     space_figure,
     space_table,
 )
@@ -43,7 +43,7 @@ def test_every_plan_is_a_row_and_a_point(result: SearchResult) -> None:
     assert [row["rank"] for row in rows[:3]] == [1, 2, 3]
     assert sum(row["on_front"] for row in rows) == len(result.pareto)
     assert len(rows) > len(result.ranked), "plans of the front are rows, too"
-    assert [selected_plan(result, row).step_time_s for row in range(len(rows))] == [row["step_time_s"] for row in rows]
+    assert [plan.step_time_s for plan in shown_plans(result)] == [row["step_time_s"] for row in rows]
     figure = checked(plans_figure(rows, "step_time_s", "device_gib", "schedule"))
     expected = sorted((plan.step_time_s, plan.device_bytes / GIB) for plan in plans.values())
     assert sorted(points(figure)) == expected
