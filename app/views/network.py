@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, download, point_value, show_drawing, show_figure, show_metrics, show_table
+from app.components.elements import (
+    csv_text,
+    download,
+    download_report,
+    point_value,
+    show_drawing,
+    show_figure,
+    show_metrics,
+    show_table,
+)
 from app.components.scenario_form import show_scenario_form
 from app.fields import choice, get, remembered_choice
 from app.figures.network import (
@@ -23,7 +33,8 @@ from app.figures.network import (
     topologies,
 )
 from app.page import bullets, escaped, run_page
-from app.result_cache import awaited
+from app.predictions import prediction_text
+from app.result_cache import awaited, handed_over
 from simplan import catalog
 from simplan.report.drawings.fabric_drawing import rate_words
 from simplan.report.text import links_words
@@ -49,6 +60,7 @@ def show() -> None:
     _show_fabric(scenario, result)
     if result.network is not None:
         _show_load(scenario, result)
+    download_report(f"{scenario.name} network", lambda: [json.loads(handed_over(prediction_text, *inputs))])
     st.subheader("What if", help="Every alternative is a simulation of the step, which takes time on many ranks")
     others = ("topology", "placement") if result.network is None else ("slow link", "placement")
     match remembered_choice("Alternatives", _WHAT_IF, others, None, widget=st.pills, label_visibility="collapsed"):
