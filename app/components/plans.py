@@ -176,7 +176,7 @@ def _show_one(
     asked: SearchScenario, result: SearchResult, current: RankedPlan | None, rows: list[dict[str, Any]]
 ) -> None:
     """One selected plan, and its actions."""
-    names = [f"{place_words(row)}: {row['plan']}" for row in rows]
+    names = [f"{place_words(row)}. {row['plan']}" for row in rows]
     about = "Plan shown in detail; a click on a point or on a row selects it"
     number = remembered_choice("Plan", PLAN, range(len(names)), 0, format_func=names.__getitem__, help=about)
     plan = shown_plans(result, current)[number]

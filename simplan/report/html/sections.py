@@ -224,20 +224,15 @@ def sweep_section(document: Document) -> str:
     """One plan over an axis, its sensitivity to resources and the cost of a slow rank."""
     points = document["points"]
     shown = [point for point in points if point["step_time_s"] is not None]
-    curves = [
-        ("step time", "step_time_s", lambda value: number_text(value, "s")),
-        (document["rate"], "per_s", number_text),
-        ("peak device memory", "device_gib", lambda value: f"{value:.2f} GiB"),
-        ("cost of the budget", "cost", number_text),
-    ]
+    curves = {"step_time_s": "step time", "per_s": document["rate"], "device_gib": "peak device memory", "cost": "cost"}
     parts = [paragraph(document["words"], "verdict")]
-    for title, key, words_of in curves:
-        rows = (
-            Share(number_text(point["value"]), point[key], words_of(point[key]) + _unfit(point))
+    for key, title in curves.items():
+        values = (
+            Share(number_text(point["value"]), point[key], number_text(point[key], _UNITS.get(key, "")) + _unfit(point))
             for point in shown
             if point.get(key) is not None
         )
-        parts.append(bars(rows, f"{title[:1].upper()}{title[1:]} over {document['axis']}"))
+        parts.append(bars(values, f"{title[:1].upper()}{title[1:]} over {document['axis']}"))
     refused = [[number_text(point["value"]), point["refused"]] for point in points if point["step_time_s"] is None]
     parts.append(table([document["axis"], "why there is no prediction"], refused))
     changes = [[each["resource"], f"{100 * each['step_time_change']:+.3f} %"] for each in document["sensitivity"]]
@@ -250,7 +245,12 @@ def sweep_section(document: Document) -> str:
     return "".join(parts)
 
 
+_UNITS = {"step_time_s": "s", "device_gib": "GiB"}
+"""Key of a point of a sweep -> unit."""
+
+
 def _unfit(point: Document) -> str:
+    """Words for a point that needs more memory than a device has; empty for others."""
     return "" if point["fits"] is not False else ", does not fit"
 
 
