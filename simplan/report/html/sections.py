@@ -129,10 +129,12 @@ def _fabric(document: Document) -> Iterator[str]:
         return
     links = network["links"] if network else []
     drawing = draw_fabric(cluster)
-    svg = fabric_svg(drawing, {link["name"]: link["busy_share"] for link in links} or None)
+    has_all = not network or network["num_loaded_links"] <= len(links)
+    svg = fabric_svg(drawing, {link["name"]: link["busy_share"] for link in links} or None, has_all=has_all)
     yield f'<figure class="picture"><figcaption>{escape(drawing.words)}</figcaption>{svg}</figure>'
     if network:
-        yield paragraph(f"Contention costs {format_time(network['contention_s'])} of the step.")
+        words = "Color of a cable: mean load of its busier direction; gray for links that are not listed. "
+        yield paragraph(f"{words}Contention costs {format_time(network['contention_s'])} of the step.")
     rows = [
         [
             link["name"],
@@ -232,16 +234,15 @@ def sweep_section(document: Document) -> str:
             for point in shown
             if point.get(key) is not None
         )
-        parts.append(bars(values, f"{title[:1].upper()}{title[1:]} over {document['axis']}"))
+        parts.append(bars(values, f"{title[:1].upper()}{title[1:]}, by {document['axis']}"))
     refused = [[number_text(point["value"]), point["refused"]] for point in points if point["step_time_s"] is None]
     parts.append(table([document["axis"], "why there is no prediction"], refused))
     changes = [[each["resource"], f"{100 * each['step_time_change']:+.3f} %"] for each in document["sensitivity"]]
     parts.append(table(["1 % more", "step time"], changes, "Sensitivity"))
     slow = document["slow_ranks"]
-    rows = [[each["ranks"], f"{100 * each['step_time_change']:+.1f} %"] for each in slow["ranks"]]
-    parts.append(
-        table(["ranks", "step time"], rows, f"One rank that computes {format_percent(slow['slowdown'])} longer")
-    )
+    slow_rows = [[each["ranks"], f"{100 * each['step_time_change']:+.1f} %"] for each in slow["ranks"]]
+    columns = [f"one of these ranks takes {format_percent(slow['slowdown'])} more compute time", "step time"]
+    parts.append(table(columns, slow_rows, "Slow rank"))
     return "".join(parts)
 
 
