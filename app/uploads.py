@@ -5,6 +5,7 @@ All functions raise a SpecError for a file that is too large, no UTF-8 text, or 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def _completed(
         section, _, key = missing.keys[0].partition(".")
         values, said = current.get(section), configuration.document.data.get(section, {})
         if isinstance(values, dict):
+            values = {"microbatch_size": 1, **values} if section == "plan" else values
             chosen = {key: values[key]} if key in values and key != "preset" else values
             overrides |= {f"{section}.{name}": value for name, value in chosen.items() if name not in said}
     if {"num_devices", "num_nodes"} & configuration.document.data.get("cluster", {}).keys():
@@ -125,6 +127,11 @@ class Recognized:
     file: str = _PASTED
 
 
+def recognized_for(name: str, content: bytes, document: str) -> Recognized:
+    """``recognized`` as a task of a worker, since traces are large: the scenario of the session is JSON text."""
+    return recognized(name, content, json.loads(document))
+
+
 def recognized(name: str, content: bytes, current: Mapping[str, Any]) -> Recognized:
     """Content of any kind that pages know, read as ``simplan import`` and ``simplan compare`` read a file of it.
 
@@ -148,13 +155,23 @@ def recognized(name: str, content: bytes, current: Mapping[str, Any]) -> Recogni
             return _with_model(f"model {model}", {"preset": model}, current)
         if _ON_HUB.fullmatch(text) or find("models", text).candidates:
             raise unknown_source(text, has_files=False)
+    refused = None
     for file in (ConfigFile(Path(each), text, reads_others=False) for each in ((name,) if name else _NAMES_OF_PASTED)):
-        configuration = read_configuration(file)
-        if configuration is not None:
-            written, notes = _completed(file, configuration, current)
-            data = parse_yaml(written, file.name).data
-            return Recognized(configuration.title, _unnamed(data, name), notes, configuration)
+        try:
+            configuration = read_configuration(file)
+            if configuration is not None:
+                return _of_framework(name, file, configuration, current)
+        except SpecError as error:  # perhaps another kind of file
+            refused = refused or error
+    if refused is not None:
+        raise refused
     return _of_no_framework(name, content, ConfigFile(Path(name or _PASTED), text, reads_others=False), current)
+
+
+def _of_framework(name: str, file: ConfigFile, configuration: Configuration, current: Mapping[str, Any]) -> Recognized:
+    """A framework's file; for arguments see ``recognized``."""
+    written, notes = _completed(file, configuration, current)
+    return Recognized(configuration.title, _unnamed(parse_yaml(written, file.name).data, name), notes, configuration)
 
 
 def _of_no_framework(name: str, content: bytes, file: ConfigFile, current: Mapping[str, Any]) -> Recognized:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import streamlit as st
 
 from app import state
 from app.components.elements import details
 from app.page import bullets, show_problems
-from app.uploads import MAX_BYTES, Recognized, recognized
+from app.result_cache import awaited
+from app.uploads import MAX_BYTES, Recognized, recognized_for
 from simplan.errors import SpecError
 from simplan.interop.formats import changed_settings
 from simplan.job import Job
@@ -51,7 +54,7 @@ def _show_box() -> None:
         return
     name, content = ("", text.encode()) if file is None else (file.name, file.getvalue())
     try:
-        found = recognized(name, content, state.document())
+        found = awaited("reading", recognized_for, name, content, json.dumps(state.document(), default=str))
     except SpecError as error:
         show_problems(error, named=True)
         return
