@@ -24,7 +24,7 @@ _FILTERS = "filters"
 _TABLE = "plans table"
 ROW_PX = 31
 """Height of a row: 2.1875 rem of Streamlit at the ``baseFontSize`` of ``app/theme.toml``."""
-_BORDER_PX, _MAX_PX = 2, 456
+_BORDER_PX, _MAX_PX = 2, 622
 _DIFFERENCE = "Part of the step with most of the time by which the plan is slower than the best one, in % of its step"
 
 _FORMS = {
