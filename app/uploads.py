@@ -110,7 +110,7 @@ def _completed(
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """What pasted or dropped content is.
+    """Pasted or dropped content, by its kind.
 
     Attributes:
         title: Its kind in words.

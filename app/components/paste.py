@@ -72,7 +72,7 @@ def _show_box() -> None:
 
 
 def last_read() -> Recognized | None:
-    """What was read last, while the scenario is that job, with any plan; None otherwise."""
+    """Content that was read last, while the scenario is that job, with any plan; None otherwise."""
     found: Recognized | None = st.session_state.get(_READ)
     if found is None or found.document is None:
         return None
@@ -81,7 +81,7 @@ def last_read() -> Recognized | None:
 
 
 def _show_read(found: Recognized) -> None:
-    """What the text was, and the notes of its reader."""
+    """Kind of the content that was read, and the notes of its reader."""
     title = f"Read: {found.title}"
     with details(f"{title} ({len(found.notes)} notes)" if found.notes else title, "paste notes") as is_open:
         if is_open:

@@ -134,7 +134,7 @@ def _current_words(current: RankedPlan, result: SearchResult) -> str:
     words = f"The current plan ({search_plan_words(current.plan, current.software)}) takes "
     words += f"{format_time(current.step_time_s)} a step{verdict}"
     if abs(slower) < _SAME:
-        return f"{words}: as fast as the best one."
+        return f"{words}: no plan is faster."
     reason = main_difference_words(current, best)
     compared = f"{format_percent(abs(slower))} {'slower' if slower > 0 else 'faster'} than the best one"
     return f"{words}: {compared}{f', mainly {reason}' if reason else ''}."

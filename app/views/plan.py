@@ -135,7 +135,7 @@ def _show_top(
 
 
 def _start_words(start: Headline) -> str:
-    """What the plan of the first page is better than."""
+    """Sentence on the plan of the first page, and on a usual one."""
     usual = result_cache.headline(state.USUAL)
     assert usual is not None, "it is no scenario of this machine"
     faster = usual.step_time_s / start.step_time_s - 1
