@@ -166,8 +166,8 @@ SETTINGS = (*ParallelPlan.model_fields, *SOFTWARE_RANGES)
 """Settings of a plan and searched options of its software, by key of a row."""
 
 _LABEL_CHARS, _CHARS_ACROSS = 44, 120
-_LEAST_RANGE, _MAX_RANGE, _MARGIN = 0.02, 1.0, 3
-"""Smallest and largest change at the end of the axis of importance, and percent of the axis beyond."""
+_LEAST_RANGE, _MAX_RANGE, _MARGIN = 0.02, 1.0, 0.03
+"""Smallest and largest change at the end of the axis of importance, and the room beyond for half a point."""
 _UNSEARCHED = "fits, not searched"
 _REASONS = {"memory": "needs more memory than a device has"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
@@ -424,7 +424,7 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
         spread[one.key] = max(spread[one.key], abs(one.step_time_change))
     ordered = sorted(spread, key=lambda key: -spread[key])
     least, most = _drawn_range(effects)
-    labels = _apart(effects, most)
+    labels = _apart(effects, least, most)
     traces = []
     kinds = (("fits", "circle"), (_UNSEARCHED, "circle-open"), ("does not fit", "x"))
     for (name, symbol), colour in zip(kinds, (PLANS[0], PLANS[0], PLANS[1]), strict=True):
@@ -457,7 +457,7 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
         traces,
         height=110 + 40 * len(ordered),
         shapes=[upright(0, {"color": MUTED, "dash": "dot"})],
-        xaxis={"title": "change of the step time, %", "range": [100 * least, 100 * most + _MARGIN]},
+        xaxis={"title": "change of the step time, %", "range": [100 * least, 100 * (most + _MARGIN)]},
         yaxis=CATEGORIES | {"categoryorder": "array", "categoryarray": ordered},
     )
 
@@ -474,13 +474,16 @@ def _kind(effect: SettingEffect) -> str:
     return "does not fit" if effect.fits is False else "fits" if effect.searched else _UNSEARCHED
 
 
-def _apart(effects: Sequence[SettingEffect], most: float) -> dict[SettingEffect, str]:
+def _apart(effects: Sequence[SettingEffect], least: float, most: float) -> dict[SettingEffect, str]:
     """Labels of the points of each row; empty where a label would cover the one before it.
 
     Points at the end of the axis share the label of the slowest, which ends there and names its change.
+
+    Args:
+        effects: All points.
+        least, most: Ends of the axis, as changes of the step time.
     """
-    drawn = [min(one.step_time_change, most) for one in effects]
-    per_char = (max(drawn) - min(*drawn, 0.0)) / _CHARS_ACROSS
+    per_char = (most + _MARGIN - least) / _CHARS_ACROSS
     labels, ends = dict.fromkeys(effects, ""), dict.fromkeys((one.key for one in effects), -math.inf)
     rooms: dict[str, float] = {}
     for one in sorted(effects, key=lambda one: -one.step_time_change):
