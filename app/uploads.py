@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.fitting import document_text, mended
+from app.fitting import document_text, mended, section
 from simplan.accuracy.reading import ReadFile, parse_published
 from simplan.catalog.spelling import find
 from simplan.document import parse_yaml
@@ -155,6 +155,8 @@ def recognized(name: str, content: bytes, current: Mapping[str, Any]) -> Recogni
             return _with_model(f"model {model}", {"preset": model}, current)
         if _ON_HUB.fullmatch(text) or find("models", text).candidates:
             raise unknown_source(text, has_files=False)
+    if not text.startswith("{") and is_log(text):  # it may repeat the command that wrote it
+        return _measured(name or _PASTED, content)
     refused = None
     for file in (ConfigFile(Path(each), text, reads_others=False) for each in ((name,) if name else _NAMES_OF_PASTED)):
         try:
@@ -180,7 +182,7 @@ def _of_no_framework(name: str, content: bytes, file: ConfigFile, current: Mappi
     if {"model", "cluster"} <= data.keys():
         return Recognized("scenario", checked_scenario_data(file.name, content))
     if "model_type" in data and "model" not in data:
-        length = current.get("model", {}).get("seq_len", _USUAL_LENGTH)
+        length = section(dict(current), "model").get("seq_len")
         fields = config_fields(file.name, content, length if isinstance(length, int) else _USUAL_LENGTH)
         note = f"sequences of {fields['seq_len']:,} tokens, as before" if "seq_len" in fields else ""
         return _with_model("config.json of Hugging Face", fields, current, note)
@@ -191,8 +193,8 @@ def _of_no_framework(name: str, content: bytes, file: ConfigFile, current: Mappi
         data = checked_scenario_data(file.name, document_text(document).encode())
         notes = (f"from the scenario in the sidebar: {', '.join(others)}", *changes)
         return Recognized("a part of a scenario", _unnamed(data, name), notes)
-    if data.keys() & _MEASURED or (not data and is_log(file.text)):
-        return _measured(name if name or not data else f"{_PASTED}.yaml", content)
+    if data.keys() & _MEASURED:
+        return _measured(name or f"{_PASTED}.yaml", content)
     if not name and _is_script(file):
         file = ConfigFile(Path(f"{_PASTED}.sh"), file.text, reads_others=False)
     if file.path.suffix or framework_that_is_not_read(file) is not None:

@@ -10,7 +10,16 @@ from typing import Any
 import streamlit as st
 
 from app import state
-from app.components.elements import csv_text, download, download_report, meaning, point_value, show_figure, show_table
+from app.components.elements import (
+    csv_text,
+    download,
+    download_report,
+    is_same_time,
+    meaning,
+    point_value,
+    show_figure,
+    show_table,
+)
 from app.components.plan_table import (
     PLAN,
     place_words,
@@ -58,8 +67,6 @@ from simplan.units import counted, format_bytes, format_number, format_percent, 
 
 _HEAD_START_S = 0.1
 _POINTS = "plans"
-_SAME = 0.0005
-"""Relative difference of two step times that is 0.0 % in words."""
 
 
 def show_plans(asked: SearchScenario, result: SearchResult) -> None:
@@ -133,7 +140,7 @@ def _current_words(current: RankedPlan, result: SearchResult) -> str:
     verdict = f", {why.memory_verdict}" if why is not None and why.memory_verdict else ""
     words = f"The current plan ({search_plan_words(current.plan, current.software)}) takes "
     words += f"{format_time(current.step_time_s)} a step{verdict}"
-    if abs(slower) < _SAME:
+    if is_same_time(current.step_time_s, best.step_time_s):
         return f"{words}: no plan is faster."
     reason = main_difference_words(current, best)
     compared = f"{format_percent(abs(slower))} {'slower' if slower > 0 else 'faster'} than the best one"

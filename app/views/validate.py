@@ -16,6 +16,7 @@ from app.components.elements import (
     csv_text,
     download,
     download_report,
+    is_same_time,
     show_drawing,
     show_figure,
     show_metrics,
@@ -53,8 +54,6 @@ _STAGES = ("start", "going")
 _STEPS = (5, 10, 15, 30, 50)
 _EXAMPLE = "1f1b"
 """Scenario of ``simplan demo`` for a run on this machine."""
-_SAME = 0.0005
-"""Relative difference of two step times that is 0.0 % in words."""
 
 Table = list[dict[str, Any]]
 
@@ -314,9 +313,9 @@ def with_settings(document: Document, settings: Mapping[str, Any]) -> Document:
 
 def run_words(predicted_s: float, measured_s: float) -> str:
     """``your run is 12.6 % slower than predicted``."""
-    longer = measured_s / predicted_s - 1
-    if abs(longer) < _SAME:
+    if is_same_time(measured_s, predicted_s):
         return "your run is as predicted"
+    longer = measured_s / predicted_s - 1
     return f"your run is {format_percent(abs(longer))} {'slower' if longer > 0 else 'faster'} than predicted"
 
 

@@ -26,6 +26,7 @@ from simplan.predict import predict
 from simplan.predict.step_summary import summarize_step
 from simplan.scenario import load_scenario, parse_scenario, scenario_from
 from simplan.scenario.names import model_named
+from simplan.validate.logged_run import LoggedRun
 from tests.accuracy.runs import run_data
 from tests.app.figures.drawn import checked
 from tests.app.views.pages import SMALL, assert_no_bug, opened
@@ -337,12 +338,22 @@ def test_pasted_text_that_is_wrong_or_unknown_gets_a_sentence(text: str, said: s
     assert said in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["step_times_s: [2.4, 2.5]", json.dumps({"step_time_s": 2.4})])
-def test_pasted_measurement_leads_to_validate(text: str) -> None:
+LINE = " iteration {}/ 100 | consumed samples: 128 | elapsed time per iteration (ms): {} | global batch size: 128 |"
+LOG = "\n".join([f"+ {MEGATRON}", *(LINE.format(step, time) for step, time in ((10, 2152.2), (20, 2400), (30, 2500)))])
+
+
+@pytest.mark.parametrize(
+    ("text", "file"),
+    [("step_times_s: [2.4, 2.5]", "log.yaml"), (json.dumps({"step_time_s": 2.4}), "log.json"), (LOG, "log.txt")],
+)
+def test_pasted_measurement_leads_to_validate(text: str, file: str) -> None:
+    """Also a log that begins with the command of its run, which is a launch script by itself."""
     found = uploads.recognized("", text.encode(), USUAL)
     assert found.document is None
     measured = uploads.measured_of(found.file, text.encode())
-    assert measured == uploads.measured_of("log.yaml", text.encode())
+    assert measured == uploads.measured_of(file, text.encode())
+    assert isinstance(measured, LoggedRun)
+    assert measured.has_time
 
 
 def test_part_of_a_scenario_keeps_the_rest_of_the_session() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,8 +123,7 @@ def test_slow_values_leave_room_for_the_others_and_labels_do_not_overlap() -> No
                 start = x - width if position == "top left" else x - width / 2
                 rows.setdefault(row, []).append((start, start + width))
     for spans in rows.values():
-        ordered = sorted(spans)
-        assert all(end <= start for (_, end), (start, _) in zip(ordered, ordered[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(sorted(spans)))
     texts = [text for trace in figure.data for text in trace.text]
     assert "64 +711%" in texts, "what is beyond the axis names its change"
     hovers = [change for trace in figure.data for *_, change, _ in trace.customdata]
