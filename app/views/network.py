@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, download, point_value, show_drawing, show_figure, show_metrics, show_table
+from app.components.elements import (
+    csv_text,
+    download,
+    download_report,
+    point_value,
+    show_drawing,
+    show_figure,
+    show_metrics,
+    show_table,
+)
 from app.components.scenario_form import show_scenario_form
 from app.fields import choice, get, remembered_choice
 from app.figures.network import (
@@ -23,8 +33,10 @@ from app.figures.network import (
     topologies,
 )
 from app.page import bullets, escaped, run_page
-from app.result_cache import awaited
+from app.predictions import prediction_text
+from app.result_cache import awaited, handed_over
 from simplan import catalog
+from simplan.network.load import Network
 from simplan.report.drawings.fabric_drawing import rate_words
 from simplan.report.text import links_words
 from simplan.scenario import Scenario
@@ -46,9 +58,14 @@ def show() -> None:
     inputs = result_cache.worker_inputs(document)
     result = awaited("predicting the step and the load of its links", network_result, *inputs)
     _show_top(scenario, result)
-    _show_fabric(scenario, result)
+    _show_fabric(result)
     if result.network is not None:
         _show_load(scenario, result)
+    with st.container(horizontal=True):
+        if result.network is not None:
+            download("Load", f"{scenario.name} load of links", "csv", csv_text(_load_rows(result.network)))
+        download("Fabric", f"{scenario.name} fabric", "svg", result.svg)
+        download_report(f"{scenario.name} network", lambda: [json.loads(handed_over(prediction_text, *inputs))])
     st.subheader("What if", help="Every alternative is a simulation of the step, which takes time on many ranks")
     others = ("topology", "placement") if result.network is None else ("slow link", "placement")
     match remembered_choice("Alternatives", _WHAT_IF, others, None, widget=st.pills, label_visibility="collapsed"):
@@ -114,14 +131,13 @@ def _show_top(scenario: Scenario, result: NetworkResult) -> None:
     st.caption(escaped(f"Contention {words}. Step time {change:+.2%} compared with no topology."))
 
 
-def _show_fabric(scenario: Scenario, result: NetworkResult) -> None:
+def _show_fabric(result: NetworkResult) -> None:
     drawing = result.drawing
     st.subheader("Fabric", help="Sample of the nodes and the switches above them, as `simplan draw --network` draws it")
     show_drawing("fabric", result.svg, alt=f"Fabric of the cluster: {drawing.words}")
     groups = "; ".join(f"{group.lower} - {group.upper}: {rate_words(group)}" for group in drawing.groups)
     color = "" if result.network is None else " Color of a cable: mean load of its busier direction."
     st.caption(escaped(f"{drawing.words}. Links in each direction: {groups}.{color}"))
-    download("Fabric", f"{scenario.name} fabric", "svg", result.svg)
 
 
 def _show_load(scenario: Scenario, result: NetworkResult) -> None:
@@ -139,7 +155,11 @@ def _show_load(scenario: Scenario, result: NetworkResult) -> None:
     )
     hidden = f" {counted(result.num_hidden, 'more loaded link')} not drawn." if result.num_hidden else ""
     st.caption(f"Links of equal load share a row; a click on a bar shows the cost of a slow link.{hidden}")
-    rows = [
+
+
+def _load_rows(network: Network) -> list[dict[str, Any]]:
+    """Loaded links as table rows."""
+    return [
         {
             "link": load.name,
             "GB/s": load.bytes_per_s / 1e9,
@@ -148,9 +168,8 @@ def _show_load(scenario: Scenario, result: NetworkResult) -> None:
             "delays, s": load.lost_s,
             "communications": "; ".join(part.name for part in load.communications),
         }
-        for load in result.network.links
+        for load in network.links
     ]
-    download("Load", f"{scenario.name} load of links", "csv", csv_text(rows))
 
 
 def _choosable(result: NetworkResult) -> list[str]:

@@ -19,7 +19,7 @@ from app.choosing import (
 )
 from app.fitting import cluster_size, document_text, fitting_batches, mended, with_value
 from app.labels import label
-from app.state import START
+from app.state import USUAL
 from simplan import catalog
 from simplan.catalog import Kind
 from simplan.cluster.hardware import ClusterSpec
@@ -69,7 +69,7 @@ def test_typed_hardware_is_that_of_the_command_line(text: str) -> None:
 
 @pytest.mark.parametrize("name", [*catalog.names("clusters"), *catalog.names("devices")])
 def test_every_kind_replaces_the_nodes_of_the_first_page(name: str) -> None:
-    document, _ = mended(with_kind(START, name)[0])
+    document, _ = mended(with_kind(USUAL, name)[0])
     assert kind_of(document) == name
     if "intra_link" in open_links(document):
         document, _ = mended(with_link(document, "pcie5", "intra_link"))
@@ -77,7 +77,7 @@ def test_every_kind_replaces_the_nodes_of_the_first_page(name: str) -> None:
     if name != THIS_MACHINE:
         assert cluster_of(document).num_devices == 64
         back = with_kind(document, "dgx-h100")[0]
-        assert cluster_of(back) == cluster_of(START)
+        assert cluster_of(back) == cluster_of(USUAL)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_kind_replaces_the_nodes_of_the_first_page(name: str) -> None:
 )
 def test_unclear_name_says_what_it_may_stand_for(choose: Any, text: str, candidates: str) -> None:
     with pytest.raises(SpecError) as error:
-        choose(START, text)
+        choose(USUAL, text)
     [problem] = error.value.problems
     assert problem.value == text
     assert candidates in problem.fix
@@ -138,7 +138,7 @@ def test_nodes_of_one_device_grow(key: str, value: int, spelled: Document) -> No
     "plan", [{"tp": 8, "dp_shard": 8, "recompute": "full"}, {"dp_shard": 64, "microbatch_size": 2, "recompute": "full"}]
 )
 def test_every_number_of_devices_has_a_plan_or_a_batch(model: str, kind: str, plan: Document) -> None:
-    document, _ = with_kind({**START, "model": {"preset": model}, "plan": plan}, kind)
+    document, _ = with_kind({**USUAL, "model": {"preset": model}, "plan": plan}, kind)
     for number in range(1, 65):
         changed, _ = mended(with_size(document, number, "num_devices"))
         assert cluster_size(changed).num_devices == number
@@ -147,12 +147,12 @@ def test_every_number_of_devices_has_a_plan_or_a_batch(model: str, kind: str, pl
         for batch in batches:
             with_batch = with_value(changed, ("training", "global_batch_size"), batch)
             assert is_valid(with_batch)
-            assert abs(batch - START["training"]["global_batch_size"]) < number * plan.get("microbatch_size", 1)
+            assert abs(batch - USUAL["training"]["global_batch_size"]) < number * plan.get("microbatch_size", 1)
 
 
 def test_a_change_of_nodes_keeps_what_is_of_the_job() -> None:
     cluster = {"preset": "dgx-h100", "num_nodes": 2, "price_per_device_hour": 2.5, "devices_per_node": 4}
-    document, [note] = with_kind({**START, "cluster": cluster}, "mi300x")
+    document, [note] = with_kind({**USUAL, "cluster": cluster}, "mi300x")
     network = catalog.node("dgx-h100").inter_link
     assert network is not None
     assert network.id in note
@@ -170,24 +170,24 @@ def test_a_change_of_nodes_keeps_what_is_of_the_job() -> None:
 
 def test_framework_keeps_the_options_that_it_has() -> None:
     options = {"preset": "torch", "compiled": True, "gradient_as_bucket_view": True}
-    document, notes = with_framework({**START, "software": options}, "torchtitan")
+    document, notes = with_framework({**USUAL, "software": options}, "torchtitan")
     assert document["software"] == {"preset": "torchtitan", "compiled": True}
     assert notes == ["torchtitan has no option gradient_as_bucket_view"]
     assert with_framework(document, "Megatron-Core")[0]["software"] == "megatron-core"
 
 
 def test_adapters_go_with_their_task_and_model() -> None:
-    document = with_adapters(START, 16)
+    document = with_adapters(USUAL, 16)
     assert (document["model"]["lora_rank"], document["training"]["task"]) == (16, "lora")
     assert with_model(document, "Qwen3 8B")["model"] == {"preset": "qwen3-8b", "lora_rank": 16}
     without = with_model(document, "ResNet-50")
     assert without["model"] == {"preset": "resnet-50"}
     assert "task" not in without["training"]
-    assert with_adapters(document, None) == with_adapters(document, 0) == START
+    assert with_adapters(document, None) == with_adapters(document, 0) == USUAL
 
 
 def test_own_values_of_a_topology_are_not_written() -> None:
-    document = {**START, "cluster": START["cluster"] | {"topology": "superpod-h100"}}
+    document = {**USUAL, "cluster": USUAL["cluster"] | {"topology": "superpod-h100"}}
     changed = with_value(document, ("cluster", "topology", "oversubscription"), 2.0)
     assert changed["cluster"]["topology"] == {"preset": "superpod-h100", "oversubscription": 2.0}
     assert without_defaults(changed) == changed
@@ -195,7 +195,7 @@ def test_own_values_of_a_topology_are_not_written() -> None:
 
 
 def test_this_machine_gets_an_example_that_it_can_run() -> None:
-    document, notes = with_kind(START, THIS_MACHINE)
+    document, notes = with_kind(USUAL, THIS_MACHINE)
     job = parse_scenario(document_text(mended(document)[0])).job
     assert job.cluster.num_devices <= num_cores()
     assert job.software.executable

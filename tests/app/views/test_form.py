@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from streamlit.testing.v1 import AppTest
 
 from app.fitting import document_text, mended
-from app.state import START
+from app.state import USUAL
 from simplan import catalog
 from simplan.cluster.topology import FatTree, LeafSpine, Rail
 from simplan.errors import SpecError
@@ -26,20 +26,20 @@ from tests.app.views.pages import SMALL, assert_no_bug, opened_in_session
 QWEN = {"model": {"preset": "qwen3-30b-a3b", "seq_len": 4096}, "training": {"global_batch_size": 64}}
 ON_32 = {"cluster": {"preset": "dgx-h100", "num_devices": 32}}
 DOCUMENTS: dict[str, dict[str, Any]] = {
-    "fsdp": {**START, "plan": {"dp_shard": 64}},
-    "ddp": {**START, "plan": {"dp_replicate": 64}},
-    "zero 1 of replicas": {**START, "plan": {"dp_shard": 8, "dp_replicate": 8, "zero_stage": 1}},
-    "tensor": START,
-    "context of torchtitan": {**START, "software": "torchtitan", "plan": {"cp": 2, "tp": 8, "pp": 4}},
-    "pipeline": {**START, "plan": {"pp": 8, "tp": 8}},
-    "interleaved": {**START, "plan": {"pp": 8, "tp": 8, "virtual_stages": 2}},
-    "zb-v": {**START, "plan": {"pp": 8, "tp": 8, "schedule": "zb-v"}},
-    "own sizes": {**START, "plan": {"tp": 8, "dp_shard": 8, "microbatch_sizes": [4, 4, 4, 4, 4, 4, 4, 4]}},
+    "fsdp": {**USUAL, "plan": {"dp_shard": 64}},
+    "ddp": {**USUAL, "plan": {"dp_replicate": 64}},
+    "zero 1 of replicas": {**USUAL, "plan": {"dp_shard": 8, "dp_replicate": 8, "zero_stage": 1}},
+    "tensor": USUAL,
+    "context of torchtitan": {**USUAL, "software": "torchtitan", "plan": {"cp": 2, "tp": 8, "pp": 4}},
+    "pipeline": {**USUAL, "plan": {"pp": 8, "tp": 8}},
+    "interleaved": {**USUAL, "plan": {"pp": 8, "tp": 8, "virtual_stages": 2}},
+    "zb-v": {**USUAL, "plan": {"pp": 8, "tp": 8, "schedule": "zb-v"}},
+    "own sizes": {**USUAL, "plan": {"tp": 8, "dp_shard": 8, "microbatch_sizes": [4, 4, 4, 4, 4, 4, 4, 4]}},
     "experts": {**QWEN, **ON_32, "software": {"preset": "megatron-core"},
                 "plan": {"ep": 8, "dp_shard": 32, "zero_stage": 1}},
     "one node of no number": {"model": {"preset": "gpt2-124m"}, "cluster": {"preset": "dgx-h100"},
                               "training": {"global_batch_size": 8}, "plan": {"dp_replicate": 8}},
-    "nodes": {**START, "cluster": {"preset": "dgx-h100", "num_nodes": 8}, "software": {"compiled": True}},
+    "nodes": {**USUAL, "cluster": {"preset": "dgx-h100", "num_nodes": 8}, "software": {"compiled": True}},
 }  # fmt: skip
 
 
@@ -140,31 +140,31 @@ def captions(page: AppTest) -> str:
         ("hardware", "2x8 H100", ("cluster",), {"preset": "dgx-h100", "num_nodes": 2}),
         ("hardware", "8x 4090", ("cluster",), {"device": "rtx-4090", "num_devices": 8, "devices_per_node": 8}),
         ("framework", "Megatron Core", ("software",), "megatron-core"),
-        ("model", "llama-3", ("model",), START["model"]),
-        ("hardware", "a100", ("cluster",), START["cluster"]),
+        ("model", "llama-3", ("model",), USUAL["model"]),
+        ("hardware", "a100", ("cluster",), USUAL["cluster"]),
         ("framework", "megatron", ("software",), "torch"),
     ],
 )
 def test_typed_name_is_taken_or_told_to_be_unclear(box: str, text: str, path: tuple[str, ...], value: Any) -> None:
-    page = typed(shown(START), f"form {box}", text)
+    page = typed(shown(USUAL), f"form {box}", text)
     assert_no_bug(page)
     document = page.session_state["simplan document"]
     assert document[path[0]] == value
-    is_unclear = START[path[0]] == value
+    is_unclear = USUAL[path[0]] == value
     assert ("name one of" in captions(page)) is is_unclear
     assert page.selectbox(key=f"form {box}").value == (value if isinstance(value, str) else next(iter(value.values())))
     assert "name one of" not in captions(page.run()), "told once"
 
 
 def test_names_of_a_link_are_shown_as_in_the_catalog() -> None:
-    document = {**START, "model": {"preset": "Llama 3 70B", "seq_len": 8192}, "software": "FSDP2"}
+    document = {**USUAL, "model": {"preset": "Llama 3 70B", "seq_len": 8192}, "software": "FSDP2"}
     page = shown(document | {"cluster": {"preset": "8x8 H100"}})
     names = {box: page.selectbox(key=f"form {box}").value for box in ("model", "hardware", "framework")}
     assert names == {"model": "llama3-70b", "hardware": "dgx-h100", "framework": "torch"}
 
 
 def test_button_sets_a_batch_that_the_ranks_can_share() -> None:
-    page = shown(START)
+    page = shown(USUAL)
     page.number_input(key="document:cluster.num_devices").set_value(12).run()
     assert "3 data-parallel ranks cannot share a global batch of 128" in captions(page)
     page.button(key="form batch 126").click().run()
@@ -180,10 +180,10 @@ SPECS: dict[str, type[BaseModel]] = {
 }  # fmt: skip
 OVERSUBSCRIBED = {"kind": "leaf_spine", "nodes_per_leaf": 4, "oversubscription": 2.0}
 HELPED = DOCUMENTS | {
-    "bare devices": {**START, "cluster": {"device": "gaudi3", "devices_per_node": 8, "num_nodes": 8}},
-    "fp8": {**START, "training": START["training"] | {"precision": "fp8"}, "plan": {"dp_shard": 64}},
-    "topology": {**START, "cluster": START["cluster"] | {"topology": OVERSUBSCRIBED}},
-    "bridge": {**START, **QWEN, "software": "megatron-bridge"},
+    "bare devices": {**USUAL, "cluster": {"device": "gaudi3", "devices_per_node": 8, "num_nodes": 8}},
+    "fp8": {**USUAL, "training": USUAL["training"] | {"precision": "fp8"}, "plan": {"dp_shard": 64}},
+    "topology": {**USUAL, "cluster": USUAL["cluster"] | {"topology": OVERSUBSCRIBED}},
+    "bridge": {**USUAL, **QWEN, "software": "megatron-bridge"},
 }
 
 
@@ -210,7 +210,7 @@ def test_help_of_every_field_is_the_description_of_its_key(name: str) -> None:
 def test_options_are_those_of_the_framework(name: str) -> None:
     profile = catalog.software(name)
     precision = "fp8" if "fp8" in profile.low_precision else "bf16"
-    page = shown({**START, "software": name, "training": START["training"] | {"precision": precision}})
+    page = shown({**USUAL, "software": name, "training": USUAL["training"] | {"precision": precision}})
     options = {
         key.removeprefix("document:software."): widget
         for widget in (*page.selectbox, *page.toggle, *page.number_input)
@@ -229,7 +229,7 @@ def test_options_are_those_of_the_framework(name: str) -> None:
 
 
 def test_options_of_the_framework_are_written_and_left_out() -> None:
-    page = shown({**START, "plan": {"dp_shard": 64}})
+    page = shown({**USUAL, "plan": {"dp_shard": 64}})
     page.toggle(key="document:software.compiled").set_value(True).run()
     page.selectbox(key="document:software.loss").set_value("chunked").run()
     page.number_input(key="document:model.lora_rank").set_value(8).run()
@@ -243,13 +243,13 @@ def test_options_of_the_framework_are_written_and_left_out() -> None:
     page.number_input(key="document:model.lora_rank").set_value(None).run()
     document = page.session_state["simplan document"]
     assert (document["software"], document["model"], document["training"]) == (
-        "torch", START["model"], START["training"],
+        "torch", USUAL["model"], USUAL["training"],
     )  # fmt: skip
 
 
 def test_oversubscription_is_that_of_the_topology() -> None:
-    assert shown(START).number_input(key="form oversubscription").disabled
-    page = shown({**START, "cluster": START["cluster"] | {"topology": "superpod-h100"}})
+    assert shown(USUAL).number_input(key="form oversubscription").disabled
+    page = shown({**USUAL, "cluster": USUAL["cluster"] | {"topology": "superpod-h100"}})
     box = page.number_input(key="document:cluster.topology.oversubscription")
     before = box.value
     assert before == catalog.topology_fields("superpod-h100").get("oversubscription", 1.0)
@@ -265,12 +265,12 @@ def test_oversubscription_is_that_of_the_topology() -> None:
 @pytest.mark.parametrize("devices", [7, 12, 24, 48])
 def test_devices_that_do_not_divide_the_batch_are_told_so(devices: int) -> None:
     """The sentence names the batch, and the batch that it names makes the scenario valid."""
-    document, _ = mended({**START, "cluster": {"preset": "dgx-h100", "num_devices": devices}})
+    document, _ = mended({**USUAL, "cluster": {"preset": "dgx-h100", "num_devices": devices}})
     with pytest.raises(SpecError) as error:
         parse_scenario(document_text(document))
     [problem] = error.value.problems
     assert problem.field == "training.global_batch_size"
     assert problem.fix is not None
     for batch in problem.fix.removeprefix("use ").split(" or "):
-        training = {**START["training"], "global_batch_size": int(batch)}
+        training = {**USUAL["training"], "global_batch_size": int(batch)}
         parse_scenario(document_text({**document, "training": training}))
