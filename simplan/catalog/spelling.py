@@ -32,12 +32,13 @@ _WORD = re.compile(
     r"""v\d+(?:\.\d+)*  # version
       | \d+x\d+(?:\.\d+)?b(?![a-z0-9])  # experts and their size
       | sxm\d? | hbm\d?e? | nvl\d*
-      | \d+(?:\.\d+)?(?:gbit|gib|gb|[bmw])(?![a-z0-9])
+      | \d+(?:\.\d+)?(?:gbit|gib|gb|[bmw])(?![a-z0-9]) | (?:16|[2-9]\d|\d{3})g(?![a-z0-9])
       | \d+(?:\.\d+)*
       | [a-z]+?(?=v\d) | [a-z]+
     """,
     re.VERBOSE,
 )
+_GIGABYTES = re.compile(r"(\d\d+)g(?:ib)?\b")
 _SPACED_UNIT = re.compile(r"(?<=\d) +(?=(?:gbit|gib|gb|b|m)\b)")
 _VERSION, _DATE = re.compile(r"v\d+\.\d+"), re.compile(r"\d{4}")
 _PARAMETERS, _MEMORY = re.compile(r"(\d+(?:\.\d+)?)([bm])"), re.compile(r"(\d+)gb")
@@ -184,7 +185,8 @@ def words_of(text: str) -> tuple[str, ...]:
     (('meta', 'llama', '3.1', '8b'), ('a', '100', 'sxm4', '80gb'), ('mixtral', '8x7b', 'v0.1'))
     """
     plain = re.sub(r"(?<=v\d)_(?=\d)", ".", _plain(text))
-    return tuple(word.removesuffix(".0").replace("gib", "gb") for word in _WORD.findall(_SPACED_UNIT.sub("", plain)))
+    found = (word.removesuffix(".0") for word in _WORD.findall(_SPACED_UNIT.sub("", plain)))
+    return tuple(_GIGABYTES.sub(r"\1gb", word) for word in found)
 
 
 def _plain(text: str) -> str:

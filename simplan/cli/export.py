@@ -12,7 +12,7 @@ from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
-from simplan.interop.formats import export_target, export_targets, formats
+from simplan.interop.formats import export_target, export_targets, formats, profile_for
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, notes_for_pods, slurm_script
 from simplan.interop.writing import Exported
 from simplan.io import as_argument, write_text
@@ -34,8 +34,8 @@ def export_command(
     checkpointing: Checkpointing | None = None,
 ) -> int:
     """``simplan export``."""
-    target = _target(target)
-    scenario = request.scenario()
+    named, target = target, _target(target)
+    scenario = _with_profile(request, profile_for(target, named), named).scenario()
     refuse_what_is_only_predicted(scenario, "an export")
     _say_if_too_large(scenario)
     write = formats()[target].export if target in formats() else None
@@ -94,6 +94,14 @@ def _target(typed: str) -> str:
     if target != typed:
         say(f"--to {typed}: target {target}")
     return target
+
+
+def _with_profile(request: ScenarioRequest, profile: str, named: str) -> ScenarioRequest:
+    """Request with the framework of its export, if it is about a model and names none."""
+    if not profile or request.is_file or "software" in request.overrides:
+        return request
+    say(f"--to {named}: software {profile}")
+    return request.with_overrides({"software": profile})
 
 
 def _say_if_too_large(scenario: Scenario) -> None:

@@ -27,7 +27,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.report.explanation import main_reason
-from simplan.report.search import search_plan_words, search_text, search_verdict
+from simplan.report.search import assumed_text, search_plan_words, search_text, search_verdict
 from simplan.report.text import verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
 from simplan.scenario.writing import scenario_text
@@ -180,6 +180,10 @@ def _largest(
     if quantity not in QUANTITIES:
         fix = did_you_mean(str(quantity), QUANTITIES)
         raise SpecError(Problem(field="--largest", value=quantity, rule="is not a quantity to make large", fix=fix))
+    if quantity == "microbatch_size" and scenario.batch_is_assumed:
+        batch = scenario.job.training.global_batch_size
+        rule = f"is at most the batch of a device, and the batch of {batch:,} was assumed"
+        raise SpecError(Problem(field="--largest", value=quantity, rule=rule, fix="give --global-batch-size"))
     with _Watch() as watch:
         found = largest(
             scenario.job,
@@ -203,7 +207,9 @@ def _largest(
         f"  fits         {_listed(found.fitting)}\n"
         f"  does not     {_listed(found.failing)}\n"
         f"  memory       plans may use {format_percent(space.max_memory_fraction)} of the device memory"
-        " (--max-memory-fraction)" + (f"\n\nNext\n  simplan predict {options.save_plan}" if options.save_plan else "")
+        " (--max-memory-fraction)"
+        + (f"\n\n{assumed_text(scenario.assumptions)}" if scenario.assumptions else "")
+        + (f"\n\nNext\n  simplan predict {options.save_plan}" if options.save_plan else "")
     )
     return 0
 

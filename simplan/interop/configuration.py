@@ -115,11 +115,18 @@ class Configuration:
     search: Mapping[str, Any] = field(default_factory=dict)
     ranks_per_node: Setting | None = None
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences for the reader of a report: what was read, and what was not."""
-        defaults = [f"{key} = {origin}" for key, origin in self.origins.items() if key not in self.names]
-        notes = [f"read from {self.file} ({self.title}): {', '.join(self.names) or 'nothing'}"]
+    def notes(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+        """Sentences for the reader of a report: what was read, and what was not.
+
+        Args:
+            data: Sections of the scenario after overrides, which may replace what was read.
+        """
+        before = self.document.data
+        kept = {key for key in self.origins if key.partition(".")[0] in data}  # a search has no plan
+        replaced = {key for key in kept if _value(data, key) != _value(before, key)}
+        defaults = [f"{key} = {origin}" for key, origin in self.origins.items() if key not in {*self.names, *replaced}]
+        read = [key for key in self.names if key not in replaced]
+        notes = [f"read from {self.file} ({self.title}): {', '.join(read) or 'nothing'}"]
         if self.looks_like:
             notes.insert(0, f"{self.file} has the signs of another format ({self.looks_like}): check --from")
         if defaults:
@@ -146,6 +153,13 @@ class Configuration:
         problems = [missing.problem for missing in self.missing if not keys & {*missing.keys}]
         if problems:
             raise SpecError(problems, file=self.file)
+
+
+def _value(data: Mapping[str, Any], key: str) -> Any:
+    """Value of a dotted key; None if its section has none."""
+    section, _, name = key.partition(".")
+    found = data.get(section)
+    return found.get(name) if isinstance(found, Mapping) else None
 
 
 @dataclass(slots=True)
@@ -343,7 +357,7 @@ class Reading:
             self._origins,
             self._names,
             number,
-            tuple(self._no_effect),
+            tuple(sorted(self._no_effect, key=lambda setting: (setting.line or 0, setting.key))),
             tuple(self._not_modeled),
             tuple(self._left.values()),
             tuple(self._missing),

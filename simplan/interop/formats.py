@@ -92,6 +92,7 @@ class Format:
         read: Reads such a file; raises ``SpecError``. None for a format that is only written.
         settings: A job in settings of the framework; raises ``NotModelledError``. None for a format that is only read.
         export: Files that run a job, by the job and its name; raises ``NotModelledError``.
+        profile: Framework profile of such a file; empty if any will do.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Format:
     read: Callable[[ConfigFile], Configuration] | None = None
     settings: Callable[[Job], tuple[Option, ...]] | None = None
     export: Callable[[Job, str], Exported] | None = None
+    profile: str = ""
 
 
 @cache
@@ -148,6 +150,17 @@ def read_configuration(file: ConfigFile, framework: str | None = None) -> Config
     return replace(readers[framework](file), format=framework, looks_like=", ".join(others))
 
 
+def profile_for(target: str, name: str) -> str:
+    """Framework profile of an export that is asked for by a name of its target; empty if any will do.
+
+    >>> profile_for("bridge", "nemo"), profile_for("megatron", "megatron-lm-2022"), profile_for("slurm", "slurm")
+    ('megatron-bridge', 'megatron-lm-2022', '')
+    """
+    usual = formats()[target].profile if target in formats() else ""
+    named = find("software", name).name
+    return named if usual and named.startswith(target) else usual
+
+
 def changed_settings(configuration: Configuration, before: Job, after: Job) -> tuple[ChangedSetting, ...]:
     """Settings of a framework that differ between two jobs, with the lines of the file that the first comes from.
 
@@ -159,16 +172,25 @@ def changed_settings(configuration: Configuration, before: Job, after: Job) -> t
     if write is None:
         return changed_keys(before, after)
     try:
-        old, new = ({each.setting.key: each.setting.value for each in write(job)} for job in (before, after))
+        options = [write(job) for job in (before, after)]
     except NotModelledError:
         return changed_keys(before, after)
+    old, new = ({each.setting.key: each.setting.value for each in written} for written in options)
+    says = {each.setting.key: each.comment for written in options for each in written}
     keys = dict.fromkeys([*old, *new])
     changed = []
     for key in keys:
-        if old.get(key) != new.get(key):
-            written = configuration.settings.get(key)  # such as -1 for the rest of the devices
-            value, line = (old.get(key), None) if written is None else (written.value, written.line)
-            changed.append(ChangedSetting(key, value, new.get(key), line))
+        if old.get(key) == new.get(key):
+            continue
+        written = configuration.settings.get(key)  # such as -1 for the rest of the devices
+        other = configuration.settings.get(configuration.names.get(says[key], ""))
+        if written is None and other is not None and other.key not in keys:  # another setting of the same meaning
+            changed.append(ChangedSetting(other.key, other.value, None, other.line))
+            if key in new:
+                changed.append(ChangedSetting(key, None, new[key]))
+            continue
+        value, line = (old.get(key), None) if written is None else (written.value, written.line)
+        changed.append(ChangedSetting(key, value, new.get(key), line))
     return (*changed, *changed_options(before, after))
 
 

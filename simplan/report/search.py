@@ -62,9 +62,14 @@ def besides(space: SpaceCount) -> str:
 
 
 def unsearched_words(result: SearchResult) -> str:
-    """``not searched: cp; add with search: {cp: [1, 2]}``."""
-    ranges = ", ".join(f"{name}: [{_values(values, ', ')}]" for name, values in result.unsearched.items())
-    return f"not searched: {', '.join(result.unsearched)}; add with search: {{{ranges}}}"
+    """``not searched: cp; add --set 'search.cp=[1, 2]'``."""
+    ranges = (f"--set 'search.{name}=[{_values(values, ', ')}]'" for name, values in result.unsearched.items())
+    return f"not searched: {', '.join(result.unsearched)}; add {' '.join(ranges)}"
+
+
+def assumed_text(assumptions: Sequence[str]) -> str:
+    """Paragraph with sentences about values that were not given."""
+    return "\n".join(["Assumptions", *(f"  - {text}" for text in assumptions)])
 
 
 def counted_plans(number: int) -> str:
@@ -184,7 +189,7 @@ def search_text(
         lines = (f"  - {change.words}: {search_plan_words(change.plan, change.software)}" for change in result.changes)
         parts.append("Changes that make a plan feasible, each tried\n" + "\n".join(lines))
     if result.assumptions:
-        parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in result.assumptions))
+        parts.append(assumed_text(result.assumptions))
     return "\n\n".join([*parts, *suggestions(next_steps)])
 
 

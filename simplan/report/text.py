@@ -112,7 +112,8 @@ def prediction_text(
     if prediction.assumptions:
         parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in prediction.assumptions))
     if fixes:
-        parts.append("Smallest changes that fit, each predicted\n" + fixes_table(fixes))
+        may = " or may fit" if any(fix.is_unsure for fix in fixes) else ""
+        parts.append(f"Smallest changes that fit{may}, each predicted\n" + fixes_table(fixes))
     if "does not fit" in headline.partition(":")[0]:
         parts.append(f"What uses the memory, and what shrinks it: {documentation('how-to/troubleshooting')}")
     return "\n\n".join([*parts, *suggestions(next_steps)])

@@ -56,7 +56,8 @@ class Scenario:
         file: File of the scenario; None when the scenario was made in code.
         budget: Length and price of the full training.
         assumptions: Sentences about values that were not given.
-        plan_is_assumed: True if a degree of data parallelism was not given, and all others are 1.
+        plan_is_assumed: True if nothing of the plan, or no degree of data parallelism, was given, and all other degrees
+            are 1.
         batch_is_assumed: True if the global batch size was not given.
 
     Raises:

@@ -40,6 +40,7 @@ class SearchScenario:
         space: Plans to choose from.
         document: Data of the file; with a plan, it makes a scenario.
         assumptions: Sentences about values that were not given.
+        batch_is_assumed: True if the global batch size was not given.
         current: Scenario of the plan that the file or options have, if the search starts from it; else None.
         current_space: Plans with the options that ``current`` has, to start from the best one; None to start from it.
         configuration: Framework's file that the search comes from; None for scenarios and models.
@@ -51,6 +52,7 @@ class SearchScenario:
     document: dict[str, Any]
     file: str
     assumptions: tuple[str, ...] = ()
+    batch_is_assumed: bool = False
     current: Scenario | None = None
     current_space: SearchSpace | None = None
     configuration: Configuration | None = None

@@ -56,6 +56,7 @@ NUM_MICROBATCHES = "num_microbatches"
 GLOBAL_BATCH_TOKENS = "global_batch_tokens"
 """Override that is no key of a file: tokens of a step, which the nearest possible global batch size has."""
 
+_BATCH = "training.global_batch_size"
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
@@ -147,7 +148,7 @@ class Source:
     def notes(self) -> tuple[str, ...]:
         """Sentences for the reader: names, what a framework's file says, what was replaced, and what was assumed."""
         listed = "; ".join(map(str, self.assumptions))
-        read = self.configuration.notes if self.configuration is not None else ()
+        read = self.configuration.notes(self.document.data) if self.configuration is not None else ()
         return (*self.spelled, *read, *self.replaced, *((f"not given, so assumed: {listed}",) if listed else ()))
 
     def parts(self) -> ScenarioParts:
@@ -171,13 +172,15 @@ class Source:
                 check_ranks_per_node(self.configuration, scenario.job.cluster)
         except SpecError as error:
             raise self._as_typed(error) from None
-        assumed = any(assumption.key in ("plan.dp_shard", "plan.dp_replicate") for assumption in self.assumptions)
+        assumed = {assumption.key for assumption in self.assumptions}
+        has_assumed_degree = bool(assumed & {"plan.dp_shard", "plan.dp_replicate"})
+        is_all_assumed = {f"plan.{key}" for key in self.document.data.get("plan", {})} <= assumed
         plan = scenario.job.plan
         return replace(
             scenario,
             assumptions=self.notes,
-            plan_is_assumed=assumed and plan.num_devices == plan.dp,
-            batch_is_assumed=any(assumption.key == "training.global_batch_size" for assumption in self.assumptions),
+            plan_is_assumed=(has_assumed_degree or is_all_assumed) and plan.num_devices == plan.dp,
+            batch_is_assumed=self._has_assumed_batch,
         )
 
     def search(self) -> SearchScenario:
@@ -190,7 +193,12 @@ class Source:
             search = search_of(self.parts())
         except SpecError as error:
             raise self._as_typed(error) from None
-        search = replace(search, assumptions=self.notes, configuration=self.configuration)
+        search = replace(
+            search,
+            assumptions=self.notes,
+            batch_is_assumed=self._has_assumed_batch,
+            configuration=self.configuration,
+        )
         return search if self.current is None else search.starting_from(self.current.scenario())
 
     def text(self, folder: Path, header: str = "") -> str:
@@ -207,11 +215,14 @@ class Source:
         if self.configuration is not None:
             origins = self.configuration.origins.items()
             notes |= {tuple(key.split(".")): origin for key, origin in origins if key not in self.overrides}
-            if (
-                microbatches := notes.pop((NUM_MICROBATCHES,), "")
-            ) and "training.global_batch_size" not in self.overrides:
+            if (microbatches := notes.pop((NUM_MICROBATCHES,), "")) and _BATCH not in self.overrides:
                 notes[("training", "global_batch_size")] = f"microbatches: {microbatches}"
         return scenario_text({"name": Path(self.file).stem} | document, header, notes)
+
+    @property
+    def _has_assumed_batch(self) -> bool:
+        is_assumed = any(assumption.key == _BATCH for assumption in self.assumptions)
+        return is_assumed and GLOBAL_BATCH_TOKENS not in self.overrides
 
     def _as_typed(self, error: SpecError) -> SpecError:
         names = self.configuration.names if self.configuration is not None else {}
@@ -323,7 +334,7 @@ def read_source(
     data: Any = document.data
     if configuration is not None:
         configuration.require(overrides or {})
-        if batch is None and "training.global_batch_size" not in given and configuration.num_microbatches is not None:
+        if batch is None and _BATCH not in given and configuration.num_microbatches is not None:
             batch = NUM_MICROBATCHES, configuration.num_microbatches
             typed.setdefault(NUM_MICROBATCHES, configuration.names.get(NUM_MICROBATCHES, NUM_MICROBATCHES))
         data, configuration = _sharded(data, given, typed, configuration)
@@ -352,7 +363,7 @@ def read_source(
         if configuration is not None and batch == (NUM_MICROBATCHES, configuration.num_microbatches):
             _check_batch(configuration, data)
     read_names = configuration.names if configuration is not None else {}
-    if not {"training.global_batch_size"} & {*given, *read_names}:
+    if not {_BATCH} & {*given, *read_names}:
         _check_derived_batch(data, {**read_names, **typed}, file)
     if configuration is not None and searches:
         ranges = ((f"search.{key}", value) for key, value in configuration.search.items())
@@ -365,7 +376,7 @@ def read_source(
 
 def _check_batch(configuration: Configuration, data: dict[str, Any]) -> None:
     """Check that a file which gives both a batch and microbatches is run on the number of devices that it is for."""
-    key = "training.global_batch_size"
+    key = _BATCH
     written = configuration.document.data.get("training", {}).get("global_batch_size")
     size, number = data["training"]["global_batch_size"], configuration.num_microbatches
     if key in configuration.names and written not in (None, size):
@@ -717,7 +728,7 @@ def _batch_override(given: dict[str, Any], typed: Mapping[str, str]) -> tuple[st
     if not found:
         return None
     name, value = found[0]
-    if others := [key for key in ("training.global_batch_size", *(key for key, _ in found[1:])) if key in typed]:
+    if others := [key for key in (_BATCH, *(key for key, _ in found[1:])) if key in typed]:
         rule, fix = f"is given twice, with {typed[others[0]]}", "give one of the two"
         raise SpecError(Problem(field=typed[name], value=render_value(value), rule=rule, fix=fix))
     return name, value
@@ -766,9 +777,7 @@ def _with_batch(
         size, why = _batch_near(number, parts.model.seq_len, units, "devices" if searches else "dp x microbatch_size")
     except ValueError as error:
         raise refuse(*error.args) from None
-    return {**data, "training": {**before, "global_batch_size": size}}, [
-        Assumption("training.global_batch_size", size, why)
-    ]
+    return {**data, "training": {**before, "global_batch_size": size}}, [Assumption(_BATCH, size, why)]
 
 
 def _batch_near(num_tokens: int, seq_len: int, units: list[int], of: str) -> tuple[int, str]:

@@ -21,6 +21,7 @@ from simplan.wording import divisors
 
 _MAX_TRIED = 48  # evaluations of single changes
 _MAX_PAIRS = 24
+_MAX_SMALLER = 16  # evaluations of pairs with a smaller change of the same kind
 _MAX_PREDICTED = 8
 _MAX_OPERATIONS = 1_000_000
 _MAX_INDIVIDUAL = 100_000
@@ -63,6 +64,11 @@ class Fix:
     def words(self) -> str:
         """The changes as lines of a scenario file: ``plan.recompute: full, plan.tp: 8``."""
         return ", ".join(f"{setting}: {_written(value)}" for setting, value in self.changes.items())
+
+    @property
+    def is_unsure(self) -> bool:
+        """True if the change may not fit."""
+        return self.memory_verdict != "fits"
 
     @property
     def more_devices(self) -> bool:
@@ -108,8 +114,9 @@ def fixes(
     """Find the smallest changes with which a predicted job fits; of each kind of change, the smallest one that does.
 
     Pairs of changes are shown if no single change is enough, or if they are faster than all that are. Changes on the
-    same devices come before those that take more, and faster ones before slower ones. A fix is left out if another one
-    changes fewer settings, is no slower and needs no more memory. At most 80 steps are simulated.
+    same devices come before those that take more, those that fit before those that may not fit, and faster ones before
+    slower ones. A fix is left out if another one changes fewer settings, is no slower and needs no more memory. At most
+    96 steps are simulated.
 
     Args:
         prediction: Prediction of a job that does not fit, or likely does not.
@@ -147,7 +154,10 @@ def fixes(
                     memory_verdict=changed.memory_verdict,
                 )
             )
-    return _shown([fix for fix in found if not any(_dominates(other, fix) for other in found)], top)
+    found = [fix for fix in found if not any(_dominates(other, fix) for other in found)]
+    return _shown(
+        sorted(found, key=lambda fix: (fix.job.training.task != prediction.job.training.task, fix.is_unsure)), top
+    )
 
 
 def _dominates(other: Fix, fix: Fix) -> bool:
@@ -178,6 +188,7 @@ def _fitting(
     """Changed jobs that fit on their devices, best first."""
     # per kind, the change that fits, or else the one that needs least
     best: list[_Tried] = []
+    smaller: dict[int, list[_Tried]] = {}
     budget = _MAX_TRIED
     for kind in KINDS if kinds is None else kinds:
         of_kind: list[_Tried] = []
@@ -191,31 +202,60 @@ def _fitting(
                 break
         fit = [tried for tried in of_kind if tried.step_time_s is not None]
         best += fit or sorted(of_kind, key=lambda tried: tried.device_bytes)[:1]
+        smaller |= {id(tried): of_kind[: of_kind.index(tried)] for tried in best[-1:] if tried in of_kind}
     enough = sorted((tried for tried in best if tried.step_time_s is not None), key=lambda tried: tried.order)
     if kinds is None:
         fastest = enough[0].order if enough else None
         short = [tried for tried in best if tried.step_time_s is None]
-        pairs = sorted(_pairs(job, short, capacity_bytes, calibration), key=lambda tried: tried.order)
+        pairs = sorted(_pairs(job, short, smaller, capacity_bytes, calibration), key=lambda tried: tried.order)
         enough = [pair for pair in pairs if fastest is None or pair.order < fastest] + enough
     more = [tried for tried in enough if "cluster.num_devices" in tried.changes]
     return [tried for tried in enough if tried not in more][: _MAX_PREDICTED - 1] + more[:1]
 
 
-def _pairs(job: Job, singles: list[_Tried], capacity_bytes: int, calibration: Calibration | None) -> Iterator[_Tried]:
-    """Pairs of changes of different settings, those that together save the most first."""
+def _pairs(
+    job: Job,
+    singles: list[_Tried],
+    smaller: Mapping[int, list[_Tried]],
+    capacity_bytes: int,
+    calibration: Calibration | None,
+) -> Iterator[_Tried]:
+    """Pairs of changes of different settings, those that together save the most first.
+
+    Args:
+        smaller: By identity of a single change, the smaller ones of its kind. A pair that fits is tried with these.
+    """
 
     def both(pair: tuple[_Tried, _Tried]) -> int:
         return sum(one.device_bytes for one in pair)
 
     apart = [(one, other) for one, other in combinations(singles, 2) if not one.changes.keys() & other.changes.keys()]
+    budget = _MAX_SMALLER
     for one, other in sorted(apart, key=both)[:_MAX_PAIRS]:
-        try:
-            changed = one.job.with_changes(other.changes)
-        except SpecError:
+        tried = _try_both(job, one, other, capacity_bytes, calibration)
+        if tried is None:
             continue
-        tried = _try(job, changed, capacity_bytes, calibration)
-        if tried is not None and tried.step_time_s is not None:
-            yield tried
+        yield tried
+        less = [(each, other) for each in smaller.get(id(one), [])] + [
+            (one, each) for each in smaller.get(id(other), [])
+        ]
+        for pair in less[:budget]:
+            found = _try_both(job, *pair, capacity_bytes, calibration)
+            if found is not None:
+                yield found
+        budget -= len(less[:budget])
+
+
+def _try_both(
+    job: Job, one: _Tried, other: _Tried, capacity_bytes: int, calibration: Calibration | None
+) -> _Tried | None:
+    """A job with two changes; None if it does not fit, or violates a rule."""
+    try:
+        changed = one.job.with_changes(other.changes)
+    except SpecError:
+        return None
+    tried = _try(job, changed, capacity_bytes, calibration)
+    return tried if tried is not None and tried.step_time_s is not None else None
 
 
 def _try(job: Job, changed: Job, capacity_bytes: int, calibration: Calibration | None) -> _Tried | None:

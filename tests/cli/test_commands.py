@@ -15,7 +15,9 @@ import pytest
 import typer.main
 
 import simplan as package
+from simplan import catalog
 from simplan.cli.app import app
+from simplan.interop.formats import formats
 from simplan.scenario import METRICS
 from tests.cli.calls import Simplan, bash, here, refused
 from tests.test_words import PRIVATE_WORDS
@@ -236,6 +238,15 @@ def test_target_is_said_if_it_was_named_otherwise(simplan: Simplan) -> None:
         simplan(*export, "maxtext"), "--to = maxtext: is a framework for which nothing is written; targets: torchti"
     )
     refused(simplan(*export, "megatronn"), "--to = megatronn: is not known; did you mean megatron?")
+
+
+@pytest.mark.parametrize("target", [name for name, each in formats().items() if each.export is not None])
+def test_export_of_a_model_has_the_framework_of_its_target(target: str, simplan: Simplan) -> None:
+    written = simplan("export", "llama3-8b", "--gpus", "8", "--to", target, "--json")
+    assert written.returncode == 0, written.stderr
+    profile = formats()[target].profile
+    assert profile in ("", *catalog.names("software"))
+    assert (f"--to {target}: software {profile}" in written.stderr) == bool(profile)
 
 
 def test_a_trace_and_an_export_on_stdout_are_one_document(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:

@@ -197,6 +197,17 @@ def test_the_largest_that_fits(simplan: Simplan, file: Path) -> None:
     refused(simplan("search", file, "--largest", "seqlen"), "did you mean seq_len?")
 
 
+def test_batch_that_was_assumed_does_not_bound_the_largest(simplan: Simplan) -> None:
+    asked = ("search", "gpt2-124m", "--gpus", "1", "--largest")
+    sentence = (
+        "--largest = microbatch_size: is at most the batch of a device, and the batch of 1 was assumed; give --glo"
+    )
+    refused(simplan(*asked, "microbatch_size"), sentence)
+    tokens = simplan(*asked, "microbatch_size", "--global-batch-tokens", "4096", "--json")
+    assert json.loads(tokens.stdout)["value"] == 4
+    assert "Assumptions\n" in simplan(*asked, "num_hidden_layers", "--set", "search.recompute=[none]").stdout
+
+
 def test_the_fewest_devices_for_a_deadline(simplan: Simplan, file: Path) -> None:
     text = SCENARIO.replace("[1f1b, zb-h1], recompute: [none, full], top: 3", "1f1b, recompute: none, top: 1")
     times = {}

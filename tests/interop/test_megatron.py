@@ -18,7 +18,7 @@ import simplan
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.errors import NotModelledError, SpecError
-from simplan.interop.formats import formats
+from simplan.interop.formats import changed_settings, formats
 from simplan.interop.frameworks import tables
 from simplan.job import Job
 from simplan.rules import violations
@@ -373,6 +373,29 @@ def test_every_pair_of_recomputed_modules_that_megatron_takes_is_taken(experts: 
     assert found["core_attn", "core_attn"].recompute == "selective"
     assert found["moe", "shared_experts"].recompute_modules == (("moe",) if experts else None)
     assert found["mlp", "mlp"].recompute == ("none" if experts else "selective")
+
+
+def test_notes_are_about_what_no_override_replaces(tmp_path: Path) -> None:
+    """Settings without effect come in the order of the script, not in that of a set."""
+    path = tmp_path / "train.sh"
+    words = "--lr 1 \\\n --log-throughput \\\n --min-lr 0 \\\n --adam-beta1 0.9 \\\n --bf16 --log-interval 1"
+    path.write_text(f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {_SMALL} {words}\n")
+    (without,) = (note for note in read_source(path, _CLUSTER).notes if "no effect" in note)
+    assert without.endswith("--lr, --log-throughput, --min-lr, --adam-beta1, --log-interval")
+    for overrides, is_kept in (({}, True), ({"cluster.num_devices": 8}, False)):
+        notes = " ".join(read_source(path, _CLUSTER | overrides).notes)
+        assert ("cluster.num_devices" in notes or "cluster.num_nodes" in notes) == is_kept
+
+
+def test_settings_to_remove_are_those_of_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    words = "--max-position-embeddings 32 --bf16 \\\n --recompute-activations"
+    path.write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {_SMALL} {words}\n")
+    source = read_source(path, _CLUSTER)
+    assert source.configuration is not None
+    job = source.scenario().job
+    changed = changed_settings(source.configuration, job, job.with_changes({"plan.recompute": "none"}))
+    assert [(each.key, each.after, each.line) for each in changed] == [("--recompute-activations", None, 2)]
 
 
 @pytest.mark.parametrize("older", tables("megatron")["older_names"])

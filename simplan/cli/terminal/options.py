@@ -49,6 +49,21 @@ def number_of(text: str | float) -> float:
         raise typer.BadParameter(f"{digits} is no number; write e.g. 100B or 1e11") from None
 
 
+def whole_number_of(text: str | int, instead: str) -> int:
+    """Whole number, at least 1.
+
+    Args:
+        instead: What else may be written, for the error.
+
+    Raises:
+        typer.BadParameter: The text is no such number.
+    """
+    digits = str(text).strip()
+    if not digits.isdecimal() or int(digits) < 1:
+        raise typer.BadParameter(f"{digits} is no whole number from 1 on; write one, {instead}")
+    return int(digits)
+
+
 Tokens = Annotated[
     float | None,
     typer.Option(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simplan.cli.terminal import completion
-from simplan.cli.terminal.options import number_of, opened
+from simplan.cli.terminal.options import number_of, opened, whole_number_of
 from simplan.errors import Problem, SpecError
 
 if TYPE_CHECKING:
@@ -38,14 +38,15 @@ class Override:
     Attributes:
         names: Names of the option, the first one in errors.
         key: Dotted key.
-        kind: Type of the value; float for a number with a suffix, such as 1M.
+        kind: Type of the value; float for a number with a suffix, such as 1M; object for a number of devices, or their
+            name with a number.
         help: Noun phrase.
         complete: Names for shell completion.
     """
 
     names: tuple[str, ...]
     key: str
-    kind: type[int] | type[str] | type[float]
+    kind: type[int] | type[str] | type[float] | type[object]
     help: str
     complete: Callable[[str], list[str]] | None = None
 
@@ -56,6 +57,8 @@ class Override:
             option = typer.Option(*self.names, metavar="N", min=1, help=self.help)
         elif self.kind is float:
             option = typer.Option(*self.names, metavar="N", parser=number_of, help=self.help)
+        elif self.kind is object:
+            option = typer.Option(*self.names, metavar="N", parser=_devices, help=self.help)
         else:
             option = typer.Option(*self.names, metavar="NAME", help=self.help, autocompletion=self.complete)
         return _keyword(self.key.replace(".", "_"), Annotated[self.kind | None, option])
@@ -79,7 +82,12 @@ OVERRIDES = (
         "InfiniBand or RoCE of a node in Gbit/s; for 10 GbE with TCP: --set cluster.inter_link=tcp-10gbit.",
     ),
     Override(("--num-nodes",), "cluster.num_nodes", int, "Number of nodes."),
-    Override(("--num-devices", "--gpus"), "cluster.num_devices", int, "Number of devices, instead of nodes."),
+    Override(
+        ("--num-devices", "--gpus"),
+        "cluster.num_devices",
+        object,
+        'Number of devices, instead of nodes; or number and kind, e.g. "8x A100 80GB", instead of --cluster.',
+    ),
     Override(("--software",), "software", str, "Framework profile.", completion.software),
     Override(("--seq-len",), "model.seq_len", int, "Tokens per sequence."),
     Override(("--global-batch-size",), "training.global_batch_size", int, "Sequences per optimizer step."),
@@ -169,7 +177,9 @@ class ScenarioRequest:
     def _names_of(self, overrides: Mapping[str, Any]) -> dict[str, str]:
         """Names of overrides in errors and suggestions; of new ones, the options for them."""
         known = {override.key: override.names[0] for override in OVERRIDES}
-        return {key: self.names.get(key) or known.get(key, key) for key in overrides}
+        options = {name: override.key for override in OVERRIDES for name in override.names}
+        typed = {key: name for key, name in self.names.items() if options.get(name, key) == key}
+        return {key: typed.get(key) or known.get(key, key) for key in overrides}
 
     def with_overrides(self, changes: Mapping[str, Any]) -> ScenarioRequest:
         """Copy with more overrides, which replace those of the same keys, and with the names of the catalog."""
@@ -402,8 +412,15 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
             key = override.key
             if key == "model.preset" and Path(value).exists():
                 key, value = "model.hf_config", str(_config_of(Path(value)))
+            if key == "cluster.num_devices" and isinstance(value, str):
+                key = "cluster.preset"
+                if key in overrides:
+                    rule, fix = f"names devices, and {names[key]} does so, too", "give a number"
+                    raise SpecError(Problem(field=override.names[-1], value=value, rule=rule, fix=fix))
+                names[key] = override.names[-1]
             whole = isinstance(value, float) and value.is_integer()
-            overrides[key], names[key] = int(value) if whole else value, override.names[0]
+            overrides[key] = int(value) if whole else value
+            names.setdefault(key, override.names[0])
     for text in given.get("set") or ():
         key, value = _key_and_value(text)
         if key in overrides:
@@ -411,6 +428,21 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
             raise SpecError(Problem(field=key, rule=f"is given twice, also with {twice}", fix="give one of the two"))
         overrides[key], names[key] = value, key
     return overrides, names
+
+
+def _devices(text: str | int) -> int | str:
+    """A number of devices; or the name of devices, which may say their number.
+
+    Raises:
+        typer.BadParameter: It is neither.
+    """
+    from simplan.catalog.spelling import Nodes, find_nodes
+
+    name = str(text)
+    found = find_nodes(name)
+    if any(map(str.isalpha, name)) and (isinstance(found, Nodes) or found.candidates):
+        return name  # one of several is refused where clusters are read
+    return whole_number_of(text, 'or number and kind, e.g. "8x A100 80GB"')
 
 
 def _config_of(path: Path) -> Path:

@@ -99,9 +99,31 @@ def test_typed_names_are_those_of_the_catalog_in_results(simplan: Simplan) -> No
     assert simplan("show", "models", "Llama 3 70B").stdout == simplan("show", "models", "llama3-70b").stdout
 
 
+def test_devices_are_named_with_their_number(simplan: Simplan) -> None:
+    named = simplan("predict", "gpt2-124m", "--gpus", "4x A100 40 GB").stdout
+    written = ("gpt2-124m", "--cluster", "dgx-a100-40gb", "--num-devices", "4")
+    assert f"simplan explain {' '.join(written)}\n" in named
+    assert "- 4x A100 40 GB: cluster dgx-a100-40gb, 4 devices\n" in named
+    assert named.splitlines()[2] == simplan("predict", *written).stdout.splitlines()[2]
+    refused(simplan("predict", "gpt2-124m", "--gpus", "8x A100"), "--gpus = 8x A100: may be several clusters; name one")
+    refused(
+        simplan("predict", "gpt2-124m", "--cluster", "dgx-h100", "--gpus", "8x H100"), "does so, too; give a number"
+    )
+
+
+def test_plan_of_which_nothing_is_given_is_an_assumed_one(simplan: Simplan) -> None:
+    one = ("mistral-7b", "--device", "4090", "--gpus", "1", "--lora-rank", "16", "--seq-len", "2048")
+    text = simplan("predict", *one).stdout
+    assert text.startswith("mistral-7b: the assumed plan does not fit: ")
+    assert "The plan was assumed, and other plans may fit. Find them:" in text
+    assert not simplan("predict", *one, "--microbatch-size", "1").stdout.startswith("mistral-7b: the assumed plan ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        ("--gpus many", 'many is no whole number from 1 on; write one, or number and kind, e.g. "8x A100 80GB"'),
+        ("--gpus -3", "-3 is no whole number from 1 on"),
         ("--tp 3", "gpt2-124m: --tp = 3: must divide model.vocab_size = 50257"),
         ("--recompute ful", 'gpt2-124m: --recompute = "ful": is not a known choice; did you mean full?'),
         ("--cluster dgx-h10", "gpt2-124m: --cluster = dgx-h10: is not in the catalog; did you mean dgx-h100?"),

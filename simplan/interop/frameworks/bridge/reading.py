@@ -334,4 +334,4 @@ def _attention(reading: Reading, *, mla: bool) -> dict[str, tuple[Any, str]]:
     return more
 
 
-FORMAT = Format("bridge", "Megatron Bridge configuration", _recognizes, read, settings, export)
+FORMAT = Format("bridge", "Megatron Bridge configuration", _recognizes, read, settings, export, "megatron-bridge")

@@ -253,9 +253,16 @@ FORMATS = (
         _read_accelerate,
         writing.accelerate_options,
         writing.export_accelerate,
+        "accelerate",
     ),
     Format(
-        "deepspeed", _DEEPSPEED, _has_deepspeed, _read_deepspeed, writing.deepspeed_options, writing.export_deepspeed
+        "deepspeed",
+        _DEEPSPEED,
+        _has_deepspeed,
+        _read_deepspeed,
+        writing.deepspeed_options,
+        writing.export_deepspeed,
+        "deepspeed",
     ),
     Format("trainer", _TRAINER, _has_trainer, _read_trainer, writing.trainer_options),
 )

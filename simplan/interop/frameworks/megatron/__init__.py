@@ -7,4 +7,4 @@ from simplan.interop.frameworks.megatron.writing import export, settings
 
 __all__ = ["FORMAT"]
 
-FORMAT = Format("megatron", TITLE, recognizes, read, settings, export)
+FORMAT = Format("megatron", TITLE, recognizes, read, settings, export, "megatron-core")

@@ -7,6 +7,14 @@ from simplan.interop.frameworks.torchtitan.writing import export_arguments, expo
 __all__ = ["FORMAT", "TOML_FORMAT"]
 
 FORMAT = Format(
-    "torchtitan", "torchtitan job configuration or launch script", recognizes, read, settings_of, export_arguments
+    "torchtitan",
+    "torchtitan job configuration or launch script",
+    recognizes,
+    read,
+    settings_of,
+    export_arguments,
+    profile="torchtitan",
 )
-TOML_FORMAT = Format("torchtitan-toml", "torchtitan job configuration of version 0.2", export=export_toml)
+TOML_FORMAT = Format(
+    "torchtitan-toml", "torchtitan job configuration of version 0.2", export=export_toml, profile="torchtitan-2025"
+)
