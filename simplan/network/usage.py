@@ -148,16 +148,20 @@ class Usages:
     fabric: Fabric
     _routed: dict[tuple[object, ...], _Routed] = field(default_factory=dict)
 
-    def of(self, communication: Communication, way: CommAlgorithm) -> list[LinkUsage]:
+    def of(
+        self, communication: Communication, way: CommAlgorithm, devices: tuple[int, ...] | None = None
+    ) -> list[LinkUsage]:
         """Usages of the phases of one communication that runs alone.
 
         Args:
-            communication: Communication of two or more ranks, which are devices of the cluster.
+            communication: Communication of two or more ranks.
             way: Its algorithm.
+            devices: Device of each of its ranks, always the same for a rank; None if ranks are devices.
         """
-        key = (communication.kind, communication.ranks, communication.draw, way.pattern, way.inside, way.between)
+        devices = devices or communication.ranks
+        key = (communication.kind, devices, communication.draw, way.pattern, way.inside, way.between)
         if key not in self._routed:
-            self._routed[key] = self._route(communication, way)
+            self._routed[key] = self._route(communication, way, devices)
         routed, num_bytes = self._routed[key], communication.num_bytes
         transfer_s = way.transfer_s(num_bytes)
         fixed_s = way.seconds(num_bytes) - transfer_s
@@ -178,10 +182,10 @@ class Usages:
             )
         ]
 
-    def _route(self, communication: Communication, way: CommAlgorithm) -> _Routed:
+    def _route(self, communication: Communication, way: CommAlgorithm, devices: tuple[int, ...]) -> _Routed:
         """Routes the flows; rings cross a distant link once a lap, other algorithms up to once in every step."""
         fabric = self.fabric
-        flows = flows_of(way, communication, communication.ranks, self.cluster, fabric)
+        flows = flows_of(way, communication, devices, self.cluster, fabric)
         paths = [fabric.path(flow.source, flow.destination) for flow in flows.each()]
         latencies_s = np.array([sum(fabric.links[link].latency_s for link in path) for path in paths])
         distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))

@@ -477,7 +477,7 @@ class _ProgramUsages:
             apart = 1 if meets and part.ranks == first.ranks else len(self._members(part.ranks))
             num_groups = len(groups) / apart
             way = self._way(part)
-            each = [self.usages.of(part._replace(ranks=self._devices(group)), way) for group in groups]
+            each = [self.usages.of(part._replace(ranks=group), way, self._devices(group)) for group in groups]
             phases = [together(phase).times(1 / apart) for phase in zip(*each, strict=True)]
             alone_s = sum(phase.fixed_s + phase.transfer_s for phase in phases)
             slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
