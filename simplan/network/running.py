@@ -13,17 +13,14 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-def weights_of(first: Ints, seconds: Floats, connections: Floats) -> Floats:
-    """Returns the progress rate of each usage at one full link per connection, ``(num_usages,)``; 1/s.
+def weights_of(seconds: Floats, connections: Floats) -> Floats:
+    """Returns the progress rate of a usage at one full link per connection, for each of its links; 1/s.
 
     Args:
-        first: ``(num_usages + 1,)`` Offsets of each usage into the other arrays.
-        seconds: Busy seconds of the links of each usage, above 0.
-        connections: Connections of each usage on these links, above 0.
+        seconds: ``(num_entries,)`` Busy seconds of the links of all usages, above 0.
+        connections: ``(num_entries,)`` Connections on these links, above 0.
     """
-    weights = np.full(len(first) - 1, np.inf)
-    np.minimum.at(weights, np.repeat(np.arange(len(weights)), np.diff(first)), connections / seconds)
-    return weights
+    return connections / seconds
 
 
 class Paths(NamedTuple):
@@ -47,7 +44,7 @@ class Paths(NamedTuple):
         with np.errstate(divide="ignore"):
             limits = 1.0 / transfer_s
         owner = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
-        return cls(first, link, seconds, weights_of(first, seconds, connections), limits, owner)
+        return cls(first, link, seconds, weights_of(seconds, connections), limits, owner)
 
 
 class Running(NamedTuple):
@@ -118,7 +115,7 @@ class LinkLists(NamedTuple):
     @classmethod
     def empty(cls, num_links: int, paths: Paths) -> LinkLists:
         """Lists of links on which nothing runs."""
-        num_entries, num_usages = len(paths.link), len(paths.weights)
+        num_entries, num_usages = len(paths.link), len(paths.limits)
         entry, following, previous, slot, changed = (
             np.full(size, -1, np.int32) for size in (num_links, num_entries, num_entries, num_usages, num_links)
         )
