@@ -344,8 +344,15 @@ class Sites(_Topology):
     kind: Literal["sites"]
     nodes_per_site: NumDevices = Field(description="Nodes of a site.")
     gbit_per_site: Gbit = Field(description="Bandwidth between a site and all others in one direction, Gbit/s.")
-    latency_s: Seconds = Field(
-        0.0, description="Time from site to site, one way, in addition to that of the network of a site."
+    latency_s: Seconds | None = Field(
+        None, description="Time from site to site, one way, in addition to that of the network of a site; needed."
+    )
+    window_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
+        None,
+        description=(
+            "Bytes that two devices have in flight: they move at most so many per round trip. "
+            "None for the buffers of NCCL's channels, or of a TCP connection of gloo."
+        ),
     )
     inside: Inner | None = Field(
         None, description="Network of a site: switch, leaf_spine, rail or fat_tree; None for one switch."
@@ -361,6 +368,10 @@ class Sites(_Topology):
     def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
         """Reasons why the cluster cannot have the topology."""
         yield from super().problems(cluster)
+        if self.latency_s is None:
+            rule = "is missing: sites are apart, and the round trip limits what a connection moves"
+            fix = "give the time one way, about 5 us per km of fiber, e.g. latency_s: 0.01 for 2000 km"
+            yield Problem(field=f"{_FIELD}.latency_s", rule=rule, fix=fix)
         if self.inside is None:
             return
         if self.inside.node is not None:

@@ -252,7 +252,7 @@ def _tiers_of_sites(topology: Sites, nodes: int, ports: int, rate: float) -> lis
     if np.prod([tier.planes for tier in one]) > 1:
         tiers.append(_tier("site", each, site_rate, suffix=".border")._replace(merges=True))
     wan = np.zeros(sites, dtype=np.int64)
-    return [*tiers, _tier("wan", wan, site_rate)._replace(latency_s=topology.latency_s / 2)]
+    return [*tiers, _tier("wan", wan, site_rate)._replace(latency_s=(topology.latency_s or 0.0) / 2)]
 
 
 def _tier(name: str, group_of: Ints, uplink_bytes_per_s: float, *, suffix: str = "", planes: int = 1) -> SwitchTier:

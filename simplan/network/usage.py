@@ -14,6 +14,7 @@ from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.errors import NotModelledError, Problem
 from simplan.network.fabric import Fabric
 from simplan.network.flows import flows_of, phase_shares
+from simplan.network.window import window_bytes
 from simplan.program.program import Communication
 from simplan.units import format_count, format_time
 
@@ -37,6 +38,7 @@ class LinkUsage(NamedTuple):
         num_bytes: ``(num_links,)`` Bytes that cross each link.
         distance_s: Seconds of latency on long-distance links (``FabricLink.latency_s``), in addition to ``fixed_s``.
         follows: True if it begins when the usage before it in a list ends: an operation has one or several in sequence.
+        window_s: Seconds that the transfer takes at least, by the bytes that connections have in flight over a distance.
     """
 
     links: _Ints
@@ -47,6 +49,7 @@ class LinkUsage(NamedTuple):
     num_bytes: _Floats
     distance_s: float = 0.0
     follows: bool = False
+    window_s: float = 0.0
 
     def times(self, factor: float) -> LinkUsage:
         """A part of the communication: as fast alone, with a fraction of its flows."""
@@ -71,7 +74,13 @@ class LinkUsage(NamedTuple):
             fixed_s=self.fixed_s * times * slowdown,
             num_bytes=self.num_bytes * times,
             distance_s=self.distance_s * times,
+            window_s=self.window_s * times,
         )
+
+    def windowed(self) -> LinkUsage:
+        """The communication at the bandwidth that the bytes in flight allow; the distance costs the difference."""
+        longer_s = max(0.0, self.window_s - self.transfer_s)
+        return self._replace(transfer_s=self.transfer_s + longer_s, distance_s=self.distance_s + longer_s)
 
 
 def together(usages: Sequence[LinkUsage]) -> LinkUsage:
@@ -83,13 +92,14 @@ def together(usages: Sequence[LinkUsage]) -> LinkUsage:
         _sums(where, np.concatenate(parts), len(links))
         for parts in zip(*((usage.seconds, usage.connections, usage.num_bytes) for usage in usages), strict=True)
     )
-    distance_s = max(usage.distance_s for usage in usages)
+    distance_s, window_s = (max(usage[field] for usage in usages) for field in (6, 8))
     return usages[0]._replace(
         links=links.astype(np.int32),
         seconds=seconds,
         connections=connections,
         num_bytes=num_bytes,
         distance_s=distance_s,
+        window_s=window_s,
     )
 
 
@@ -121,12 +131,13 @@ _ONE_STEP = (Pattern.HOP, Pattern.PAIRWISE, Pattern.ONCE_PER_NODE)
 
 
 class _PerByte(NamedTuple):
-    """Usage of the flows of a phase per byte of the communication."""
+    """Usage of the flows of a phase per byte of the communication; fields as in ``LinkUsage``."""
 
     links: _Ints
     seconds: _Floats
     connections: _Floats
     shares: _Floats
+    window_s: float
 
 
 class _Routed(NamedTuple):
@@ -176,6 +187,7 @@ class Usages:
                 phase.shares * num_bytes,
                 0.0 if number else steps * routed.distance_s,
                 number > 0,
+                phase.window_s * num_bytes,
             )
             for number, (phase, share) in enumerate(
                 zip(routed.phases, phase_shares(way, len(communication.ranks)), strict=True)
@@ -191,10 +203,18 @@ class Usages:
         distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
         crossed = np.array([link for path in paths for link in path], np.int32)
         share, phase = (np.repeat(column, [len(path) for path in paths]) for column in (flows.shares, flows.phases))
-        numbers = range(len(phase_shares(way, len(communication.ranks))))
-        return _Routed([self._per_byte(way, crossed[phase == n], share[phase == n]) for n in numbers], distance_s)
+        in_flight_s = 2 * latencies_s * flows.shares / window_bytes(way.pattern, self.cluster)
+        return _Routed(
+            [
+                self._per_byte(
+                    way, crossed[phase == n], share[phase == n], float(in_flight_s[flows.phases == n].max(initial=0.0))
+                )
+                for n in range(len(phase_shares(way, len(communication.ranks))))
+            ],
+            distance_s,
+        )
 
-    def _per_byte(self, way: CommAlgorithm, crossed: _Ints, share: _Floats) -> _PerByte:
+    def _per_byte(self, way: CommAlgorithm, crossed: _Ints, share: _Floats, window_s: float) -> _PerByte:
         """Usage of links that flows cross, with the share of each flow."""
         links, where = np.unique(crossed, return_inverse=True)
         shares = _sums(where, share, len(links))
@@ -204,7 +224,7 @@ class Usages:
             for link in links.tolist()
         ]
         connections = np.bincount(where, minlength=len(links)).astype(np.float64)
-        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares)
+        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, window_s)
 
 
 class Flap(NamedTuple):

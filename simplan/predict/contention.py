@@ -481,7 +481,8 @@ class _ProgramUsages:
             phases = [together(phase).times(1 / apart) for phase in zip(*each, strict=True)]
             alone_s = sum(phase.fixed_s + phase.transfer_s for phase in phases)
             slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
-            usages += [phase.repeated(times, slowdown) for phase in phases if phase.transfer_s > 0 and len(phase.links)]
+            used = (phase for phase in phases if phase.transfer_s > 0 and len(phase.links))
+            usages += [phase.repeated(times, slowdown).windowed() for phase in used]
         if not usages:
             return [], 0.0
         free_s = seconds + sum(usage.distance_s - usage.transfer_s for usage in usages)

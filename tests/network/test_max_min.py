@@ -49,7 +49,7 @@ def exact_rates(flows: list[Flow], speeds: list[int], limits: list[float]) -> li
             used = sum(rates[c] * flows[c].connections for c in rates if link in flows[c].links)
             number = sum(flows[c].connections for c in rising if link in flows[c].links)
             if number:
-                levels["link", link] = (speed - used) / number
+                levels["link", link] = Fraction(speed - used) / number
         level = min(levels.values())
         for c in rising:
             if levels[c] == level or any(levels.get(("link", link)) == level for link in flows[c].links):
