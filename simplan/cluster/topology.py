@@ -87,14 +87,44 @@ class _Topology(Spec):
         return 8 * cluster.num_nodes * cluster.network_ports_per_node
 
 
-class LayeredTopology(_Topology):
+class _Hashing(_Topology):
+    """Topology in which a hash may decide about the path of a connection (ECMP).
+
+    By default two network cards have a connection for each channel of NCCL: two, each with one queue pair. Sources:
+    NVIDIA/nccl, src/graph/connect.cc, which doubles the channels of the rings found; NCCL's user guide,
+    ``NCCL_IB_QPS_PER_CONNECTION``, 1 by default.
+    """
+
+    connections: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None,
+        description=(
+            "Connections between two network cards, each with a path of its own: channels times queue pairs. "
+            "None for 2, as NCCL makes them by default."
+        ),
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="Seed of the hash of ecmp.")
+    num_seeds: Annotated[int, Field(ge=1, le=1000)] = Field(
+        1, description="Seeds of which a prediction says the range, from seed on."
+    )
+
+    def _problems_of_seeds(self, routing: Routing) -> Iterator[Problem]:
+        """Settings of a hash without one."""
+        for name in ("connections", "seed", "num_seeds"):
+            value = getattr(self, name)
+            if routing != "ecmp" and value != type(self).model_fields[name].default:
+                rule = "is of hashed flows, and adaptive routing has none"
+                fix = "write routing: ecmp, or remove it"
+                yield Problem(field=f"{_FIELD}.{name}", value=str(value), rule=rule, fix=fix)
+
+
+class LayeredTopology(_Hashing):
     """Topology with layers of switches, of which a flow has several to choose from."""
 
     routing: Routing = Field(
         "adaptive",
         description=(
             "adaptive, where the uplinks of a switch are one link of their total bandwidth, or ecmp, "
-            "where the hash of a flow picks one uplink."
+            "where the hash of a connection picks one uplink."
         ),
     )
 
@@ -102,6 +132,11 @@ class LayeredTopology(_Topology):
     def hashes_flows(self) -> bool:
         """True if a hash decides about the path of a flow."""
         return self.routing == "ecmp"
+
+    def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
+        """Reasons why the cluster cannot have the topology."""
+        yield from super().problems(cluster)
+        yield from self._problems_of_seeds(self.routing)
 
 
 class Switch(_Topology):
@@ -412,21 +447,30 @@ class GraphLink(Spec):
     latency_s: Seconds = Field(0.0, description="Time in addition to the latency of the network (LinkSpec.latency_s).")
 
 
-class Graph(_Topology):
-    """Any graph of nodes and switches. Flows take a path of the fewest links; a hash picks among several such paths."""
+class Graph(_Hashing):
+    """Any graph of nodes and switches. Flows take paths of the fewest links. Parallel cables are links of their own."""
 
     kind: Literal["graph"]
+    routing: Routing = Field(
+        "ecmp",
+        description=(
+            "ecmp, where the hash of a connection picks one of several such paths, or adaptive, where a flow is "
+            "divided among them by bandwidth."
+        ),
+    )
     links: Annotated[tuple[GraphLink, ...], Field(min_length=1, max_length=20_000)] = Field(description="Cables.")
 
     def words(self) -> str:
         """Description in a few words."""
         switches = {name for link in self.links for name in link.between if node_of_name(name) is None}
         text = f"graph of {counted(len(self.links), 'cable')} and {counted(len(switches), 'switch')}"
+        text += ", adaptive" if self.routing == "adaptive" else ""
         return _with_node(text.replace("switchs", "switches"), self)
 
     def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
         """Reasons why the cluster cannot have the topology."""
         yield from super().problems(cluster)
+        yield from self._problems_of_seeds(self.routing)
         last = f"node{cluster.num_nodes - 1}"
         joined: dict[str, set[str]] = {}
         for index, link in enumerate(self.links):
@@ -451,7 +495,7 @@ class Graph(_Topology):
             yield self._problem_of_unreachable(apart[0], len(apart), joined)
 
     def _problem_of_unreachable(self, name: str, number: int, joined: dict[str, set[str]]) -> Problem:
-        more = f", as are {number - 1} more nodes" if number > 1 else ""
+        more = f", as {'is 1 more node' if number == 2 else f'are {number - 1} more nodes'}" if number > 1 else ""
         if name in joined or "node0" not in joined:
             first = name if "node0" in joined else "node0"
             rule = f"{first} is not connected to {'node0' if first == name else 'the other nodes'}{more}"
@@ -479,6 +523,21 @@ TOPOLOGIES: dict[str, type[AnyTopology]] = {
 """Kind -> its fields."""
 INNER_KINDS = ("switch", "leaf_spine", "rail", "fat_tree")
 """Kinds of the network of one site."""
+
+
+def hashed(topology: AnyTopology | None) -> LeafSpine | Rail | FatTree | Graph | None:
+    """Topology, or the one inside each site, in which a hash decides about paths; None for none."""
+    inside = topology.inside if isinstance(topology, Sites) else topology
+    return inside if isinstance(inside, LeafSpine | Rail | FatTree | Graph) and inside.routing == "ecmp" else None
+
+
+def with_seed(topology: AnyTopology, seed: int) -> AnyTopology:
+    """The topology with another seed of its hash, and no range over seeds."""
+    found = hashed(topology)
+    if found is None:
+        return topology
+    other = found.model_copy(update={"seed": seed, "num_seeds": 1})
+    return topology.model_copy(update={"inside": other}) if isinstance(topology, Sites) else other
 
 
 def node_of_name(name: str) -> int | None:

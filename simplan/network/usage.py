@@ -38,7 +38,7 @@ class LinkUsage(NamedTuple):
         num_bytes: ``(num_links,)`` Bytes that cross each link.
         distance_s: Seconds of latency on long-distance links (``FabricLink.latency_s``), in addition to ``fixed_s``.
         follows: True if it begins when the usage before it in a list ends: an operation has one or several in sequence.
-        window_s: Seconds that the transfer takes at least, by the bytes that connections have in flight over a distance.
+        window_s: Least seconds of the transfer by the bytes that connections have in flight over a distance.
     """
 
     links: _Ints
@@ -92,7 +92,7 @@ def together(usages: Sequence[LinkUsage]) -> LinkUsage:
         _sums(where, np.concatenate(parts), len(links))
         for parts in zip(*((usage.seconds, usage.connections, usage.num_bytes) for usage in usages), strict=True)
     )
-    distance_s, window_s = (max(usage[field] for usage in usages) for field in (6, 8))
+    distance_s, window_s = max(usage.distance_s for usage in usages), max(usage.window_s for usage in usages)
     return usages[0]._replace(
         links=links.astype(np.int32),
         seconds=seconds,
@@ -198,24 +198,25 @@ class Usages:
         """Routes the flows; rings cross a distant link once a lap, other algorithms up to once in every step."""
         fabric = self.fabric
         flows = flows_of(way, communication, devices, self.cluster, fabric)
-        paths = [fabric.path(flow.source, flow.destination) for flow in flows.each()]
-        latencies_s = np.array([sum(fabric.links[link].latency_s for link in path) for path in paths])
-        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
-        crossed = np.array([link for path in paths for link in path], np.int32)
-        share, phase = (np.repeat(column, [len(path) for path in paths]) for column in (flows.shares, flows.phases))
-        in_flight_s = 2 * latencies_s * flows.shares / window_bytes(way.pattern, self.cluster)
-        return _Routed(
-            [
-                self._per_byte(
-                    way, crossed[phase == n], share[phase == n], float(in_flight_s[flows.phases == n].max(initial=0.0))
-                )
-                for n in range(len(phase_shares(way, len(communication.ranks))))
-            ],
-            distance_s,
+        routes = [fabric.routes(flow.source, flow.destination) for flow in flows.each()]
+        latencies_s = np.array(
+            [max(sum(fabric.links[link].latency_s for link in path) for path, _ in parts) for parts in routes]
         )
+        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
+        crossed = np.array([link for parts in routes for path, _ in parts for link in path], np.int32)
+        part = np.array([share for parts in routes for path, share in parts for _ in path])
+        lengths = [sum(len(path) for path, _ in parts) for parts in routes]
+        share, phase = (np.repeat(column, lengths) for column in (flows.shares, flows.phases))
+        in_flight_s = 2 * latencies_s * flows.shares / window_bytes(way.pattern, self.cluster)
+        phases = []
+        for number in range(len(phase_shares(way, len(communication.ranks)))):
+            window_s = float(in_flight_s[flows.phases == number].max(initial=0.0))
+            own = phase == number
+            phases.append(self._per_byte(way, crossed[own], share[own] * part[own], part[own], window_s))
+        return _Routed(phases, distance_s)
 
-    def _per_byte(self, way: CommAlgorithm, crossed: _Ints, share: _Floats, window_s: float) -> _PerByte:
-        """Usage of links that flows cross, with the share of each flow."""
+    def _per_byte(self, way: CommAlgorithm, crossed: _Ints, share: _Floats, part: _Floats, window_s: float) -> _PerByte:
+        """Usage of links that flows cross, with the share of the communication on each, and the part of its flow."""
         links, where = np.unique(crossed, return_inverse=True)
         shares = _sums(where, share, len(links))
         rates = [
@@ -223,7 +224,7 @@ class Usages:
             * (way.inside if self.fabric.links[link].is_inside_node else way.between)
             for link in links.tolist()
         ]
-        connections = np.bincount(where, minlength=len(links)).astype(np.float64)
+        connections = _sums(where, part * self.fabric.num_connections, len(links))
         return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, window_s)
 
 

@@ -385,10 +385,13 @@ def flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[
         bytes_per_s = flow.gbit * 1e9 / 8 / len(pairs)
         parts = []
         for source, destination in pairs:
-            links = [link for link in fabric.path(source, destination) if not fabric.links[link].is_inside_node]
-            busy_s = bytes_per_s / np.array([fabric.links[link].bytes_per_s for link in links])
-            ones = np.ones(len(links))
-            parts.append(LinkUsage(np.array(links, np.int32), busy_s, ones, 0.0, 1.0, bytes_per_s * ones))
+            for path, share in fabric.routes(source, destination):
+                links = [link for link in path if not fabric.links[link].is_inside_node]
+                ones = np.ones(len(links))
+                moved = share * bytes_per_s * ones
+                busy_s = moved / np.array([fabric.links[link].bytes_per_s for link in links])
+                connections = share * fabric.num_connections * ones
+                parts.append(LinkUsage(np.array(links, np.int32), busy_s, connections, 0.0, 1.0, moved))
         yield f"other jobs, {flow.source} to {flow.destination}", together(parts)
 
 

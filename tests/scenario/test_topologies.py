@@ -100,8 +100,8 @@ TORUS = {"device": "tpu-v4", "devices_per_node": 64, "num_nodes": 1}
         ),
         (
             {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 100},
-            "cluster.topology.latency_s: is missing: sites are apart, and the round trip limits what a connection moves; "
-            "give the time one way, about 5 us per km of fiber, e.g. latency_s: 0.01 for 2000 km",
+            "cluster.topology.latency_s: is missing: sites are apart, and the round trip limits what a connection "
+            "moves; give the time one way, about 5 us per km of fiber, e.g. latency_s: 0.01 for 2000 km",
         ),
         ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": -1}, "gbit_per_site = -1: must be at least 0.001"),
         ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 1e9}, "must be at most 1,000,000"),
