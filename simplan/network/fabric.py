@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +92,8 @@ class Interconnect(ABC):
     def routes(self, source: int, destination: int) -> tuple[Route, ...]:
         """Paths between two different vertices, and the share of the bytes on each; equal connections by default."""
         number = self.num_connections
+        if number == 1:
+            return ((self.path(source, destination), 1.0),)
         counts = Counter(self.path(source, destination, connection) for connection in range(number))
         return tuple((path, count / number) for path, count in counts.items())
 
@@ -142,20 +145,35 @@ class Fabric:
     node_of_device: NDArray[np.int32]
     card_of_device: NDArray[np.int32]
     _paths: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _routes: dict[tuple[int, int], tuple[Route, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def num_connections(self) -> int:
         """Connections of a flow between nodes; see ``Interconnect``."""
         return 1 if self.interconnect is None else self.interconnect.num_connections
 
+    @cached_property
+    def has_distance(self) -> bool:
+        """True if a link has a latency of its own."""
+        return any(link.latency_s for link in self.links)
+
     def routes(self, source: int, destination: int) -> tuple[Route, ...]:
         """Paths that a flow takes from one vertex to another, each with the share of its bytes."""
+        found = self._routes.get((source, destination))
+        if found is None:
+            found = self._find_routes(source, destination)
+            if len(self._routes) < _MAX_CACHED_PATHS:
+                self._routes[source, destination] = found
+        return found
+
+    def _find_routes(self, source: int, destination: int) -> tuple[Route, ...]:
         if self.interconnect is None or not self.interconnect.has_routes or self._is_inside_node(source, destination):
-            return ((self.path(source, destination), 1.0),)
+            return ((self._find_path(source, destination), 1.0),)
         before, first = self._way_out(source)
         after, last = self._way_in(destination)
-        between: tuple[Route, ...] = self.interconnect.routes(first, last) if first != last else (((), 1.0),)
-        return tuple(((*before, *path, *after), share) for path, share in between)
+        if first == last:
+            return (((*before, *after), 1.0),)
+        return tuple(((*before, *path, *after), share) for path, share in self.interconnect.routes(first, last))
 
     def path(self, source: int, destination: int) -> tuple[int, ...]:
         """Links of the first connection from one vertex to another, in order; empty from a vertex to itself.

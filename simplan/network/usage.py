@@ -199,9 +199,10 @@ class Usages:
         fabric = self.fabric
         flows = flows_of(way, communication, devices, self.cluster, fabric)
         routes = [fabric.routes(flow.source, flow.destination) for flow in flows.each()]
-        latencies_s = np.array(
-            [max(sum(fabric.links[link].latency_s for link in path) for path, _ in parts) for parts in routes]
-        )
+        latencies_s = np.zeros(len(routes))
+        if fabric.has_distance:
+            for number, parts in enumerate(routes):
+                latencies_s[number] = max(sum(fabric.links[link].latency_s for link in path) for path, _ in parts)
         distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
         crossed = np.array([link for parts in routes for path, _ in parts for link in path], np.int32)
         part = np.array([share for parts in routes for path, share in parts for _ in path])
