@@ -584,14 +584,20 @@ def _quoted(topology: _Topology) -> str:
     return f'"{getattr(topology, "kind", "")}"'
 
 
-def _shape(number: int, axes: int) -> str:
-    """A shape of at most so many axes, as equal as possible, that makes a number of devices.
+def slice_shape(number: int, axes: int) -> tuple[int, ...]:
+    """Shape of at most so many axes, as equal as possible: that of a slice with this number of devices.
 
-    >>> _shape(256, 3), _shape(7, 2)
-    ('[4, 8, 8]', '[1, 7]')
+    Cloud TPU names its slices so: v5litepod-32 is 4x8, v4-64 (32 chips of two cores) is 2x4x4.
+
+    >>> slice_shape(32, 2), slice_shape(32, 3), slice_shape(256, 3), slice_shape(7, 2)
+    ((4, 8), (2, 4, 4), (4, 8, 8), (1, 7))
     """
     if axes == 1:
-        return f"[{number}]"
+        return (number,)
     side = round(number ** (1 / axes))
     first = next(size for size in range(max(1, side), 0, -1) if number % size == 0)
-    return f"[{first}, {_shape(number // first, axes - 1)[1:]}"
+    return (first, *slice_shape(number // first, axes - 1))
+
+
+def _shape(number: int, axes: int) -> str:
+    return str(list(slice_shape(number, axes)))

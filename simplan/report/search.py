@@ -224,6 +224,9 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
         return
     first, *others = (f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
     yield f"  bottleneck   {', '.join((f'{first} of the step of rank {why.busiest_rank}', *others))}"
+    if why.contention:
+        yield f"  {why.slowest_link}"
+        yield f"  contention   {why.contention}"
     for other in why.other_software:
         yield f"  instead      {other_software_words(best, other)}"
     if not why.saved:

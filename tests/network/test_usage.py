@@ -18,6 +18,7 @@ from simplan.network.usage import LinkUsage, Usages, in_sequence, link_use, toge
 from simplan.plan.collectives import Collectives
 from simplan.program.program import Communication
 from simplan.sim.links import SharedLinks
+from tests.network.clusters import SHARDING, torus
 
 NON_BLOCKING = (
     Switch(kind="switch"),
@@ -75,6 +76,39 @@ def test_oversubscribed_uplink_takes_its_share_of_bytes() -> None:
     assert cluster.inter_link is not None
     uplink_bytes_per_s = cluster.inter_link.bytes_per_s * 16 / 32 * way.between
     assert usage.seconds.max() == pytest.approx(31 / 32 * 2**30 / uplink_bytes_per_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [*SHARDING, CollectiveKind.ALL_TO_ALL])
+@pytest.mark.parametrize(
+    ("preset", "shape", "group"),
+    [
+        ("ici-tpu-v5e", (4, 8), range(32)),  # v5litepod-32
+        ("ici-tpu-v5e", (8, 16), range(128)),  # of which one axis closes
+        ("ici-tpu-v5e", (4, 8), range(8)),
+        ("ici-tpu-v5e", (4, 8), range(0, 32, 8)),
+        ("ici-tpu-v5p", (2, 4, 4), range(32)),
+        ("ici-tpu-v5p", (4, 4, 8), range(128)),
+        ("ici-tpu-v5p", (4, 4, 8), range(4)),  # half an axis is no ring
+        ("ici-tpu-v5e", (1, 8), range(8)),
+    ],
+    ids=str,
+)
+def test_a_slice_takes_as_long_as_its_busiest_link(
+    preset: str, shape: tuple[int, ...], group: range, kind: CollectiveKind
+) -> None:
+    """With a topology, and without one if the shape is that of the slice's size."""
+    cluster, communication = torus(preset, shape), Communication(kind, 2**30, tuple(group))
+    way = algorithm_of(communication, cluster)
+    [usage] = Usages(cluster, fabric_of(cluster)).of(communication, way)
+    if kind is CollectiveKind.ALL_REDUCE:  # on a line another link is the busiest in either half
+        half = communication._replace(kind=CollectiveKind.REDUCE_SCATTER)
+        assert usage.transfer_s == pytest.approx(2 * algorithm_of(half, cluster).transfer_s(2**30), rel=1e-9)
+        assert usage.seconds.max() <= usage.transfer_s * (1 + 1e-9)
+    else:
+        assert usage.seconds.max() == pytest.approx(usage.transfer_s, rel=1e-9)
+    plain = cluster.model_copy(update={"topology": None})
+    if shape != (1, 8):
+        assert algorithm_of(communication, plain) == way
 
 
 def test_rings_cross_a_distance_once_a_lap() -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from simplan.network.load import LinkLoad, Network
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.drawing_svg import GRID, LANE, time_axis
-from simplan.report.drawings.svg import PAPER, SOFT, Element, picture, rect, text, written
+from simplan.report.drawings.svg import PAPER, SOFT, Element, picture, rect, shortened, text, written
 from simplan.units import counted, format_bytes, format_percent, format_rate, format_time
 
 _MAX_ROWS = 24
@@ -161,7 +161,7 @@ def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
         parts.append(rect(left, top, 12, 12, load_color(share), stroke=GRID))
         parts.append(text(left + 17, top + 10, f"{share:.0%}", size=12))
         left += 62
-    note = "delays: seconds that communications wait for the link, all groups of ranks together"
+    note = "delays: seconds of waiting per link, summed over groups of ranks, divided by the links full together"
     parts.append(text(left + 20, top + 10, note, size=12, colour=SOFT))
     if drawing.num_hidden:
         words = f"{counted(drawing.num_hidden, 'more link')} not drawn"
@@ -176,8 +176,11 @@ def load_color(share: float) -> str:
 
 
 def _short(name: str) -> str:
-    """Name of at most 42 characters."""
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
+    """Name of at most 42 characters, with both ends of the link."""
+    if len(name) <= _MAX_NAME:
+        return name
+    ends = name.split(" -> ")
+    return " -> ".join(shortened(end, (_MAX_NAME - 4 * (len(ends) - 1)) // len(ends)) for end in ends)
 
 
 def _chunks(values: tuple[float, ...], size: int) -> list[tuple[float, ...]]:
