@@ -103,7 +103,7 @@ def _kernel_set(software: SoftwareSpec) -> KernelSet:
     """Returns the kernels of memory-bound operators."""
     if software.compiled:
         return "compiled"
-    return "composed" if software.executable and software.runtime == "torch" else "single"
+    return "composed" if software.runtime == "torch" else "single"
 
 
 def _transposed(precision: Precision, software: SoftwareSpec) -> Transposed:

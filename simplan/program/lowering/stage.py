@@ -272,10 +272,13 @@ class Stages:
 
 
 def _with_kernels(layer: LayerSpec) -> LayerSpec:
-    """Returns the layer with a fused kernel for every backward; ``KernelCost`` prices it by the same rule."""
+    """Returns the layer without scratch of backwards that are composed of single operations.
+
+    Its time is that of the layer, whose key it has.
+    """
     key = ("kernels of backward",)
     if key not in layer.derived:
-        operators = (replace(o, composed=False, backward_scratch=()) if o.composed else o for o in layer.operators)
+        operators = (replace(o, backward_scratch=()) if o.composed else o for o in layer.operators)
         layer.derived[key] = replace(layer, operators=tuple(operators))
     found: LayerSpec = layer.derived[key]
     return found
