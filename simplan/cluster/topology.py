@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Oversubscription = Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
 """Bandwidth from below over bandwidth to above of a switch, or of a group of switches."""
 Routing = Literal["adaptive", "ecmp"]
+MAX_DEVICES_PER_FLOW = 64
+"""Devices of a cluster whose flows have rates of their own: an all-to-all has the square of it."""
 MAX_LINKS = 2_000_000
 """Directed links of a fabric; more are refused."""
 _NODE = re.compile(r"node(0|[1-9][0-9]{0,6})")
@@ -56,6 +58,13 @@ class _Topology(Spec):
         None,
         description=("Wiring of the devices of a node; None for a switch that joins all of them without contention."),
     )
+    rate_per: Literal["communication", "flow"] = Field(
+        "communication",
+        description=(
+            "What has one rate on links that are shared: a communication, as all of its flows wait for the slowest, "
+            f"or each flow between two devices, for at most {MAX_DEVICES_PER_FLOW} devices."
+        ),
+    )
 
     @property
     def hashes_flows(self) -> bool:
@@ -70,6 +79,16 @@ class _Topology(Spec):
         """Reasons why the cluster cannot have the topology."""
         if cluster.num_nodes > 1 or cluster.intra_link is not None:
             yield from self._problems_of_link(cluster)
+        if self.rate_per == "flow":
+            yield from self._problems_of_flows(cluster)
+
+    def _problems_of_flows(self, cluster: ClusterSpec) -> Iterator[Problem]:
+        field, fix = f"{_FIELD}.rate_per", "remove it, which gives a communication one rate"
+        if cluster.num_devices > MAX_DEVICES_PER_FLOW:
+            rule = f"simulates flows of at most {MAX_DEVICES_PER_FLOW} devices, and the cluster has "
+            yield Problem(field=field, value="flow", rule=f"{rule}{cluster.num_devices:,}", fix=fix)
+        if cluster.background_jobs:
+            yield Problem(field=field, value="flow", rule="is not modeled beside background jobs", fix=fix)
 
     def _problems_of_link(self, cluster: ClusterSpec) -> Iterator[Problem]:
         link = cluster.intra_link
@@ -409,9 +428,10 @@ class Sites(_Topology):
             yield Problem(field=f"{_FIELD}.latency_s", rule=rule, fix=fix)
         if self.inside is None:
             return
-        if self.inside.node is not None:
-            fix = "write node next to kind: sites"
-            yield Problem(field=f"{_FIELD}.inside.node", rule="belongs to the whole topology", fix=fix)
+        for name in ("node", "rate_per"):
+            if getattr(self.inside, name) != _Topology.model_fields[name].default:
+                fix = f"write {name} next to kind: sites"
+                yield Problem(field=f"{_FIELD}.inside.{name}", rule="belongs to the whole topology", fix=fix)
         nodes = min(cluster.num_nodes, self.nodes_per_site)
         devices = min(cluster.num_devices, nodes * cluster.devices_per_node)
         for problem in self.inside.problems(cluster.model_copy(update={"num_devices": devices})):

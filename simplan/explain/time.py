@@ -117,7 +117,8 @@ def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
         counts.sort(key=lambda item: -item[0].seconds * item[1])
         busy_s, exposed, waited_s = found[label, "busy"], found[label, "exposed"], found[label, "waited"]
         alone_s, first = busy_s - waited_s, counts[0][0]
-        exposed_alone_s = exposed * alone_s / busy_s
+        exposed_wait_s = exposed * waited_s / busy_s if waited_s > _LEAST_WAIT * busy_s else 0.0
+        exposed_alone_s = exposed - exposed_wait_s
         parts = tuple(part for estimate, count in counts for part in parts_of(estimate, count))
         yield ExplainedTerm(
             "exposed communication",
@@ -130,7 +131,6 @@ def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
             parts=(*parts, *_over_distance(simulated, alone_s, parts)),
         )
         if waited_s > _LEAST_WAIT * busy_s:
-            exposed_wait_s = exposed - exposed_alone_s
             yield ExplainedTerm(
                 "exposed communication",
                 f"{label}, waiting for links",

@@ -1,12 +1,12 @@
 """Max-min fair sharing of links, compiled with numba.
 
-A running communication transfers on several links with one common progress: at progress rate r it keeps link l busy for
-the share r x seconds of the time. A full link gives every connection on it the same share of its time, and the rest of
-what a communication does not take, because another link or its own speed limits it, to the others (progressive filling:
-Bertsekas and Gallager, Data Networks, 2nd edition, section 6.5.2). So every communication is as fast as alone, or
-crosses a full link on which no other has more per connection: bottleneck max fairness (Bonald and Roberts,
-Multi-resource fairness: objectives, algorithms and performance, SIGMETRICS 2015). A rate depends on nothing but the
-communications that run.
+A running communication, or a flow with a rate of its own, transfers on several links with one common progress: at
+progress rate r it keeps link l busy for the share r x seconds of the time. A full link gives every connection on it the
+same share of its time, and the rest of what a communication does not take, because another link or its own speed limits
+it, to the others (progressive filling: Bertsekas and Gallager, Data Networks, 2nd edition, section 6.5.2). So every
+communication is as fast as alone, or crosses a full link on which no other has more per connection: bottleneck max
+fairness (Bonald and Roberts, Multi-resource fairness: objectives, algorithms and performance, SIGMETRICS 2015). A rate
+depends on nothing but the communications that run.
 
 If all connections of a communication have equal bytes, as in a transfer from one device to another, this is max-min
 fair in bytes per second. Where communications limit each other in a circle, each on a link that is not the bottleneck
@@ -438,10 +438,19 @@ def begin(running: Running, state: StepState, op: int, usage: int, scale: float,
 
 
 @jit_uncounted
+def _begin_phase(running: Running, ops: StepOps, state: StepState, op: int, usage: int, scale: float) -> None:
+    """Starts the transfers of all usages that begin together."""
+    state.moving[op] = ops.num_flows[usage]
+    for flow in range(usage, usage + ops.num_flows[usage]):
+        begin(running, state, op, flow, scale)
+
+
+@jit_uncounted
 def _transfer(running: Running, ops: StepOps, state: StepState, op: int) -> None:
     """Starts the transfer of a communication, whose latency has passed."""
     usage, seconds = ops.usage[op], ops.duration_s[op]
-    begin(running, state, op, usage, (seconds - seconds * ops.fixed_share[usage]) / ops.sequence_s[usage])
+    scale = (seconds - seconds * ops.fixed_share[usage]) / ops.sequence_s[usage]
+    _begin_phase(running, ops, state, op, usage, scale)
 
 
 @jit_uncounted
@@ -553,8 +562,11 @@ def _complete(running: Running, ops: StepOps, state: StepState) -> None:
     for k in range(counts[_ENDED]):
         slot = state.ended[k]
         op, following = running.op[slot], ops.following[running.usage[slot]]
+        state.moving[op] -= 1
+        if state.moving[op]:
+            continue
         if following >= 0:
-            begin(running, state, op, following, running.scale[slot])
+            _begin_phase(running, ops, state, op, following, running.scale[slot])
         else:
             counts[OPS_ENDED] += 1
             _push(state, now_s, op)

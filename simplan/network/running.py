@@ -180,7 +180,8 @@ class StepOps(NamedTuple):
         duration_s: ``(num_ops,)`` Seconds of each leader alone.
         usage: ``(num_ops,)`` First usage of each leader; -1 for an operation that crosses no shared link.
         fixed_share, sequence_s: ``(num_usages,)`` See ``LinkUse``.
-        following: ``(num_usages,)`` Next usage of the sequence; -1 for none.
+        following: ``(num_usages,)`` First usage of the next phase of the sequence; -1 for none.
+        num_flows: ``(num_usages,)`` Usages that begin together with each, itself among them.
     """
 
     leader: Ints
@@ -192,6 +193,7 @@ class StepOps(NamedTuple):
     fixed_share: Floats
     sequence_s: Floats
     following: Ints
+    num_flows: npt.NDArray[np.int64]
 
 
 class Flaps(NamedTuple):
@@ -217,6 +219,7 @@ class StepState(NamedTuple):
             members wait for.
         last_arrival: ``(num_ops,)`` By leader, the last member that came to the head of its stream; -1 for none.
         next_arrival: ``(num_ops,)`` The member that came next; after the last one, the first.
+        moving: ``(num_ops,)`` Running usages of each leader.
         start_s, end_s: ``(num_ops,)`` Start and end of each leader, in seconds.
         event_s, event_number, event: ``(num_streams,)`` Heap of events by time and then by number: a leader ends, or
             -1 minus a leader whose latency ends.
@@ -228,6 +231,7 @@ class StepState(NamedTuple):
     missing: Ints
     last_arrival: Ints
     next_arrival: Ints
+    moving: Ints
     start_s: Floats
     end_s: Floats
     event_s: Floats
