@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.errors import NotModelledError, Problem
-from simplan.network.fabric import Fabric
-from simplan.network.flows import flows_of, phase_shares
+from simplan.network.fabric import Fabric, Route
+from simplan.network.flows import Flows, flows_of, phase_shares
 from simplan.network.window import window_bytes
 from simplan.program.program import Communication
 from simplan.units import format_count, format_time
@@ -234,46 +234,56 @@ class Usages:
         fabric = self.fabric
         flows = flows_of(way, communication, devices, self.cluster, fabric)
         routes = [fabric.routes(flow.source, flow.destination) for flow in flows.each()]
-        latencies_s = np.zeros(len(routes))
-        if fabric.has_distance:
-            for number, parts in enumerate(routes):
-                latencies_s[number] = max(sum(fabric.links[link].latency_s for link in path) for path, _ in parts)
-        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
-        crossed = np.array([link for parts in routes for path, _ in parts for link in path], np.int32)
-        part = np.array([share for parts in routes for path, share in parts for _ in path])
-        path = np.repeat(
-            np.arange(sum(map(len, routes)), dtype=np.int32), [len(p) for parts in routes for p, _ in parts]
+        distance_s, window_s = self._distance(way, flows, routes) if fabric.has_distance else (0.0, None)
+        shares, phase = flows.shares, flows.phases
+        paths = [one for parts in routes for one in parts]
+        if len(paths) > len(routes):
+            counts = [len(parts) for parts in routes]
+            shares, phase = np.repeat(shares, counts), np.repeat(phase, counts)
+        lengths = [len(path) for path, _ in paths]
+        path = np.repeat(np.arange(len(paths), dtype=np.int32), lengths)
+        crossed, part = (
+            np.array([link for path, _ in paths for link in path], np.int32),
+            np.array([p for _, p in paths]),
         )
-        lengths = [sum(len(path) for path, _ in parts) for parts in routes]
-        share, phase = (np.repeat(column, lengths) for column in (flows.shares, flows.phases))
-        in_flight_s = 2 * latencies_s * flows.shares / window_bytes(way.pattern, self.cluster)
         phases = []
         for number in range(len(phase_shares(way, len(communication.ranks)))):
-            window_s = float(in_flight_s[flows.phases == number].max(initial=0.0))
-            own = phase == number
-            phases.append(self._per_byte(way, crossed[own], share[own] * part[own], part[own], window_s, path[own]))
+            own = phase[path] == number
+            least_s = 0.0 if window_s is None else float(window_s[flows.phases == number].max(initial=0.0))
+            phases.append(self._per_byte(way, crossed[own], path[own], shares * part, part, least_s))
         return _Routed(phases, distance_s)
 
+    def _distance(self, way: CommAlgorithm, flows: Flows, routes: Sequence[Sequence[Route]]) -> tuple[float, _Floats]:
+        """Latency of long-distance links in a step of the algorithm, and seconds of each flow per byte by its window."""
+        links = self.fabric.links
+        latencies_s = np.array(
+            [max(sum(links[link].latency_s for link in path) for path, _ in parts) for parts in routes], np.float64
+        )
+        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
+        return distance_s, 2 * latencies_s * flows.shares / window_bytes(way.pattern, self.cluster)
+
     def _per_byte(
-        self, way: CommAlgorithm, crossed: _Ints, share: _Floats, part: _Floats, window_s: float, path: _Ints
+        self, way: CommAlgorithm, crossed: _Ints, path: _Ints, shares_of: _Floats, parts_of: _Floats, window_s: float
     ) -> _PerByte:
-        """Usage of links that flows cross, with the share of the communication on each, and the part of its flow.
+        """Usage of links that flows cross.
 
         Args:
-            path: Path to which each crossed link belongs.
+            crossed, path: Links, and the path to which each belongs.
+            shares_of, parts_of: ``(num_paths,)`` Part of the communication's bytes, and of its flow's, on each path.
+            window_s: See ``_PerByte``.
         """
         topology, flow = self.cluster.topology, None
         if topology is not None and topology.rate_per == "flow":
             links, where, flow = crossed, np.arange(len(crossed)), path
         else:
             links, where = np.unique(crossed, return_inverse=True)
-        shares = _sums(where, share, len(links))
+        shares = _sums(where, shares_of[path], len(links))
         rates = [
             self.fabric.links[link].bytes_per_s
             * (way.inside if self.fabric.links[link].is_inside_node else way.between)
             for link in links.tolist()
         ]
-        connections = _sums(where, part * self.fabric.num_connections, len(links))
+        connections = _sums(where, parts_of[path] * self.fabric.num_connections, len(links))
         return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, window_s, flow)
 
 
