@@ -254,7 +254,7 @@ class Usages:
         return _Routed(phases, distance_s)
 
     def _distance(self, way: CommAlgorithm, flows: Flows, routes: Sequence[Sequence[Route]]) -> tuple[float, _Floats]:
-        """Latency of long-distance links in a step of the algorithm, and seconds of each flow per byte by its window."""
+        """Latency of long-distance links in a step of the algorithm, and seconds per byte of each flow's window."""
         links = self.fabric.links
         latencies_s = np.array(
             [max(sum(links[link].latency_s for link in path) for path, _ in parts) for parts in routes], np.float64
