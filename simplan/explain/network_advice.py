@@ -17,6 +17,7 @@ from simplan.network.build import fabric_of
 from simplan.network.load import Network
 from simplan.plan.collectives import Collectives
 from simplan.predict import predict
+from simplan.predict.evaluate import jobs_of_seeds
 from simplan.prediction import Prediction
 from simplan.rules import violations
 from simplan.units import counted, format_percent, format_time
@@ -65,6 +66,7 @@ def network_advice(prediction: Prediction, calibration: Calibration | None = Non
     network = prediction.network
     if network is None or not network.has_contention or len(prediction.timeline.spans) > _MAX_SPANS:
         return ()
+    prediction = replace(prediction, job=jobs_of_seeds(prediction.job)[0])
     tried = [*_wider(prediction, network, calibration), *_other_plans(prediction, calibration)]
     if (order := faster_order(prediction, calibration)) is not None:
         nodes = ", ".join(f"node{node}" for node in order.nodes[:8]) + (", ..." if len(order.nodes) > 8 else "")

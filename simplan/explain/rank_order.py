@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import SpecError
 from simplan.plan.hostfile import host_lines, nodes_of
-from simplan.predict.evaluate import predict
+from simplan.predict.evaluate import jobs_of_seeds, predict
 from simplan.prediction import Prediction
 from simplan.units import format_percent, format_time
 
@@ -65,7 +65,7 @@ def faster_order(prediction: Prediction, calibration: Calibration | None = None)
         None if the order is not at least a hundredth faster, if nodes have this order already or wait for no link, if
         no hostfile can say it, or if the step is too large to simulate again.
     """
-    job, network = prediction.job, prediction.network
+    job, network = jobs_of_seeds(prediction.job)[0], prediction.network
     cluster, plan = job.cluster, job.plan
     if network is None or not network.has_contention or cluster.is_mixed or cluster.num_nodes < 3:
         return None

@@ -175,18 +175,25 @@ def _backup_step(job: Job, step_time_s: float, calibration: Calibration | None) 
     )
 
 
-def _hashed_step(job: Job, step_time_s: float, calibration: Calibration | None) -> HashedStep | None:
-    """Range over seeds of the hash of ECMP: the step is predicted once more with each of the other seeds."""
+def jobs_of_seeds(job: Job) -> list[Job]:
+    """The job with each seed of the hash of ECMP over which its prediction has a range, without that range."""
     topology = job.cluster.topology
     if topology is None or (own := hashed(topology)) is None or own.num_seeds == 1:
-        return None
-    others = (
+        return [job]
+    return [
         replace(job, cluster=job.cluster.model_copy(update={"topology": with_seed(topology, own.seed + number)}))
-        for number in range(1, own.num_seeds)
-    )
+        for number in range(own.num_seeds)
+    ]
+
+
+def _hashed_step(job: Job, step_time_s: float, calibration: Calibration | None) -> HashedStep | None:
+    """Range over seeds of the hash of ECMP: the step is predicted once more with each of the other seeds."""
+    _, *others = jobs_of_seeds(job)
+    if not others:
+        return None
     seconds = [step_time_s, *(predict(other, calibration=calibration).step_time_s for other in others)]
     return HashedStep(
-        num_seeds=own.num_seeds,
+        num_seeds=len(seconds),
         mean_s=float(np.mean(seconds)),
         median_s=float(np.median(seconds)),
         range_s=(min(seconds), max(seconds)),

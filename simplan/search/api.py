@@ -10,11 +10,12 @@ from functools import partial
 from itertools import count, product
 from typing import Any
 
-from simplan.cluster.topology import hashed, topology_problems, with_seed
+from simplan.cluster.topology import topology_problems
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.predict.evaluate import jobs_of_seeds
 from simplan.problems import parse_model
 from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
@@ -90,15 +91,7 @@ def search(
     """
     given = space if isinstance(space, SearchSpace) else parse_model(SearchSpace, dict(space or {}), prefix=("search",))
     possible = that_it_has(job.software, given)
-    return _Search(name, _with_one_seed(job), possible, calibration, jobs, on_progress).result(explain=explain)
-
-
-def _with_one_seed(job: Job) -> Job:
-    """The job without a range over seeds of a hash, which only a prediction has."""
-    topology = job.cluster.topology
-    if topology is None or (own := hashed(topology)) is None or own.num_seeds == 1:
-        return job
-    return replace(job, cluster=job.cluster.model_copy(update={"topology": with_seed(topology, own.seed)}))
+    return _Search(name, jobs_of_seeds(job)[0], possible, calibration, jobs, on_progress).result(explain=explain)
 
 
 class _Search:
