@@ -6,6 +6,7 @@ cables, what is predicted knows the scenario only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -93,6 +94,13 @@ def two_tiers(name: str, oversubscription: int, *, stream: Stream | None = None)
     return ShapedNetwork(name, words, wires, cluster, stream=stream)
 
 
+def _shuffled() -> ShapedNetwork:
+    """The two tiers with hosts on leaves in turn, so that neighbors by rank are on different leaves."""
+    cables = [((f"node{k}", f"leaf{k % 2}"), BASE_MBIT_PER_S) for k in range(4)]
+    cables += [((f"leaf{k}", "spine"), BASE_MBIT_PER_S / 2) for k in range(2)]
+    return _graph("shuffled", "two tiers, 4:1, hosts shuffled", cables)
+
+
 def _slow_link() -> ShapedNetwork:
     wires = tuple(Wire((f"node{k}", "switch"), BASE_MBIT_PER_S / (4 if k == 2 else 1)) for k in range(4))
     ends = ("node2.nic0 -> switch", "switch -> node2.nic0")
@@ -105,15 +113,19 @@ def _ring() -> ShapedNetwork:
     n, base = 5, BASE_MBIT_PER_S
     cables = [((f"switch{k}", f"switch{(k + 1) % n}"), base / 4 if k == n - 1 else base) for k in range(n)]
     cables = [((f"node{k}", f"switch{k}"), base) for k in range(n)] + cables
+    return _graph("ring", "ring of five switches, one cable with a fourth", cables)
+
+
+def _graph(name: str, words: str, cables: Sequence[tuple[tuple[str, str], float]]) -> ShapedNetwork:
     links = ", ".join(f"{{between: [{a}, {b}], gbit: {mbit / 1000:g}}}" for (a, b), mbit in cables)
     wires = tuple(Wire(ends, mbit) for ends, mbit in cables)
-    cluster = f"topology: {{kind: graph, links: [{links}]}}"
-    return ShapedNetwork("ring", "ring of five switches, one cable with a fourth", wires, cluster)
+    return ShapedNetwork(name, words, wires, f"topology: {{kind: graph, links: [{links}]}}")
 
 
 NETWORKS = (
     star(4),
     two_tiers("uplink-4", 4),
+    _shuffled(),
     _slow_link(),
     _ring(),
     two_tiers("two-jobs", 2, stream=Stream(1, 3, 40.0)),
