@@ -88,7 +88,7 @@ class _Topology(Spec):
             rule = f"simulates flows of at most {MAX_DEVICES_PER_FLOW} devices, and the cluster has "
             yield Problem(field=field, value="flow", rule=f"{rule}{cluster.num_devices:,}", fix=fix)
         if cluster.background_jobs:
-            yield Problem(field=field, value="flow", rule="is not modeled beside background jobs", fix=fix)
+            yield Problem(field=field, value="flow", rule="is not modeled together with background jobs", fix=fix)
 
     def _problems_of_link(self, cluster: ClusterSpec) -> Iterator[Problem]:
         link = cluster.intra_link

@@ -1,4 +1,4 @@
-"""What removes contention: changes of the network, the order of ranks or the plan, each predicted."""
+"""Changes that remove contention: of the network, the order of ranks or the plan, each predicted."""
 
 from __future__ import annotations
 
