@@ -40,7 +40,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict.step_summary import summarize_step
 from simplan.report.drawings.fabric_drawing import FabricDrawing, draw_fabric, kind_of
 from simplan.report.drawings.fabric_svg import fabric_svg
-from simplan.report.drawings.link_load import LoadRow, draw_link_load, load_color
+from simplan.report.drawings.link_load import LoadRow, draw_link_load, load_color, short_link_name
 from simplan.scenario import parse_scenario
 from simplan.units import format_bytes, format_percent, format_rate, format_time
 
@@ -335,8 +335,7 @@ def load_figure(rows: Sequence[LoadRow], length_s: float, chosen: str) -> Figure
 
 
 def _row_name(row: LoadRow) -> str:
-    name = row.link.name
-    name = name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
+    name = short_link_name(row.link.name, _MAX_NAME)
     return f"{name} +{row.num_links - 1} " if row.num_links > 1 else f"{name} "
 
 
