@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -323,18 +324,23 @@ _NAMED_FILES = (
     ("model", "document_lengths", "file"),
     ("plan", "schedule"),
     ("plan", "placement"),
+    ("search", "placement"),
 )
+_LISTS = (("search", "placement"),)
+"""Keys with a list of values, of which each may be a file."""
 _IS_FILE = {"schedule": is_table_file, "placement": is_placement_file}
 """Keys that may have a name of something else, and a check for files."""
 
 
-def named_files(data: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Keys of a document that name files, each with its value."""
+def named_files(data: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Keys of a document that name files, or places in lists, each with its value."""
     for path in _NAMED_FILES:
         value = data
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         is_file = _IS_FILE.get(path[-1])
+        listed = enumerate(value) if path in _LISTS and isinstance(value, list) else ()
+        yield from (((*path, number), each) for number, each in listed if is_file is None or is_file(each))
         if value is not None and (is_file is None or (isinstance(value, str) and is_file(value))):
             yield path, value
 
@@ -347,9 +353,9 @@ def relocated(data: dict[str, Any], folder: Path, new_folder: Path) -> dict[str,
     """
     changed = dict(data)
     for (section, *keys, last), name in named_files(data):
-        changed[section] = at = dict(changed[section])
+        changed[str(section)] = at = dict(changed[str(section)])
         for key in keys:
-            at[key] = at = dict(at[key])
+            at[key] = at = copy(at[key])
         at[last] = os.path.relpath(folder / name, new_folder)
     return changed
 
