@@ -1,17 +1,25 @@
 """Widgets bound to keys of the scenario or to view values: they show the stored value, and a change updates it.
 
-Further keyword arguments of a function are those of the Streamlit widget, e.g. ``help`` and ``format_func``.
+Further keyword arguments of a function are those of the Streamlit widget, e.g. ``help`` and ``format_func``. The help
+of a widget for a key of the scenario is the description of the key, as ``simplan show`` prints it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import streamlit as st
 
 from app import state
+from app.fitting import Document, with_value
+from app.page import escaped
+from simplan.report.plan_fields import plan_fields
+from simplan.report.section_fields import model_fields, training_fields
+from simplan.scenario.schema import cluster_fields
+from simplan.software.software import SoftwareSpec
 
 Path = tuple[str, ...]
 _Changed = Callable[[], None]
@@ -31,17 +39,32 @@ def get(path: Path, default: Any = None) -> Any:
 
 def put(path: Path, value: Any) -> None:
     """Changes the scenario at a path of keys; None takes the key away."""
-    document = state.document()
-    inside = document
-    for key in path[:-1]:
-        if not isinstance(inside.get(key), dict):
-            inside[key] = {}
-        inside = inside[key]
-    if value is None:
-        inside.pop(path[-1], None)
-    else:
-        inside[path[-1]] = value
-    state.set_document(document)
+    state.set_document(with_value(state.document(), path, value))
+
+
+@cache
+def _descriptions() -> dict[Path, str]:
+    """Description of each key of a scenario."""
+    sections = {
+        "model": model_fields(),
+        "cluster": cluster_fields(),
+        "training": training_fields(),
+        "plan": plan_fields(),
+    }
+    options = {name: field.description or "" for name, field in SoftwareSpec.model_fields.items()}
+    described: dict[Path, str] = {("software", name): text for name, text in options.items()}
+    return described | {(name, row["name"]): row["description"] for name, rows in sections.items() for row in rows}
+
+
+def about(path: Path, *more: str, description: str = "") -> str:
+    """Help of a widget for a key of the scenario.
+
+    Args:
+        more: Further sentences; empty ones are left out.
+        description: Description of a key of a topology, which depends on its kind.
+    """
+    texts = (description or _descriptions()[path], *more)
+    return f"`{'.'.join(path)}`: " + escaped(". ".join(text.rstrip(".") for text in texts if text))
 
 
 def choice(
@@ -71,37 +94,56 @@ def choice(
         else:
             value = default if _is_among(default, options) else options[0]
     key = _bind(path, value)
-    more |= {"key": key, "on_change": _store, "args": (path, key, then)}
+    more = _with_help(path, more) | {"key": key, "on_change": _store, "args": (path, key, then)}
     if slider and len(options) > 1:
         ordered = sorted(options) if all(isinstance(option, int) for option in options) else options
         return st.select_slider(label, ordered, **more)
     return st.selectbox(label, options, **more)
 
 
-def number(label: str, path: Path, default: int | None, *, then: _Changed | None = None, **more: Any) -> None:
+def number(
+    label: str,
+    path: Path,
+    default: int | None,
+    *,
+    change: Callable[[Document, Any], Document] | None = None,
+    then: _Changed | None = None,
+    **more: Any,
+) -> None:
     """Widget for a whole number of the scenario; empty without a value and a default, and for no such number.
 
     The widget has no limits: it would ignore a number beyond them, and simplan says which ones it takes.
+
+    Args:
+        label: Label of the widget.
+        path: Keys in the scenario.
+        default: Meaning of a missing key.
+        change: Scenario with another value, of which other keys depend; None for one that changes the key alone.
+        then: Called after a change; None for no call.
     """
     value = get(path, default)
     usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_WHOLE
     key = _bind(path, value if usable else None)
-    st.number_input(label, step=1, value=None, key=key, on_change=_store, args=(path, key, then), **more)
+    more = _with_help(path, more)
+    st.number_input(label, step=1, value=None, key=key, on_change=_store, args=(path, key, then, change), **more)
 
 
-def quantity(label: str, path: Path, default: float | None, *, scale: float = 1.0, **more: Any) -> None:
+def quantity(
+    label: str, path: Path, default: float | None, *, scale: float = 1.0, then: _Changed | None = None, **more: Any
+) -> None:
     """Widget for a number of the scenario, in units of ``scale``; empty where ``number`` is."""
     value = get(path, default)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_QUANTITY
     key = _bind(path, float(value) / scale if usable else None)
-    st.number_input(label, value=None, key=key, on_change=_store_scaled, args=(path, key, scale), **more)
+    more = _with_help(path, more)
+    st.number_input(label, value=None, key=key, on_change=_store_scaled, args=(path, key, scale, then), **more)
 
 
-def switch(label: str, path: Path, default: bool, **more: Any) -> None:
+def switch(label: str, path: Path, default: bool, *, then: _Changed | None = None, **more: Any) -> None:
     """Widget for true or false of a scenario key."""
     value = get(path, default)
     key = _bind(path, value if isinstance(value, bool) else default)
-    st.toggle(label, key=key, on_change=_store, args=(path, key, None), **more)
+    st.toggle(label, key=key, on_change=_store, args=(path, key, then), **_with_help(path, more))
 
 
 def remembered_choice(
@@ -165,6 +207,10 @@ def remembered_number(
     return value
 
 
+def _with_help(path: Path, more: dict[str, Any]) -> dict[str, Any]:
+    return more if "help" in more else {**more, "help": about(path)}
+
+
 def _bind(path: Path, value: Any) -> str:
     """Sets the widget of a scenario key to a value; returns the key of the widget."""
     key = "document:" + ".".join(path)
@@ -172,15 +218,24 @@ def _bind(path: Path, value: Any) -> str:
     return key
 
 
-def _store(path: Path, key: str, then: _Changed | None) -> None:
-    put(path, st.session_state[key])
+def _store(
+    path: Path,
+    key: str,
+    then: _Changed | None,
+    change: Callable[[Document, Any], Document] | None = None,
+) -> None:
+    value = st.session_state[key]
+    document = state.document()
+    state.set_document(with_value(document, path, value) if change is None else change(document, value))
     if then is not None:
         then()
 
 
-def _store_scaled(path: Path, key: str, scale: float) -> None:
+def _store_scaled(path: Path, key: str, scale: float, then: _Changed | None) -> None:
     value = st.session_state[key]
     put(path, value * scale if value else None)  # 0 is none: no price, no budget of its own
+    if then is not None:
+        then()
 
 
 def _remember(name: str, key: str, default: Any) -> None:

@@ -9,19 +9,23 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any, NamedTuple, TypeGuard, get_args
 
 import yaml
 
 from simplan import catalog
+from simplan.cluster.machine import THIS_MACHINE
 from simplan.document import parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
+from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import parse_model
 from simplan.rules.book import violations
+from simplan.rules.rule import nearest_multiples
 from simplan.scenario import plan_section, with_software
 from simplan.scenario.file import parts_of
 from simplan.scenario.sections import sharded_over_cp
@@ -37,6 +41,7 @@ _MENDED = (
     *("dp_replicate", "microbatch_size", "recompute", "zero_stage"),
 )
 _MAX_DEVICES = 10**6
+_BATCH = "training.global_batch_size"
 
 
 def document_text(data: dict[str, Any]) -> str:
@@ -59,15 +64,39 @@ def section(document: Document, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+class ClusterSize(NamedTuple):
+    """Size of a cluster of equal nodes, the last of which may be used in part; None for a number that is unknown."""
+
+    num_nodes: int | None
+    devices_per_node: int | None
+    num_devices: int | None
+
+
+def cluster_size(document: Document) -> ClusterSize:
+    """Size of the cluster, of which a scenario writes only what its nodes do not say."""
+    cluster = section(document, "cluster")
+    nodes, each, devices = (cluster.get(key) for key in ClusterSize._fields)
+    preset = cluster.get("preset")
+    if preset == THIS_MACHINE and not {"num_nodes", "num_devices"} & cluster.keys():
+        devices = catalog.cluster(THIS_MACHINE).num_devices
+    if preset == THIS_MACHINE:
+        nodes = 1 if nodes is None else nodes
+        devices = nodes if devices is None else devices
+        each = -(-devices // nodes) if is_count(devices) and is_count(nodes) else None
+    elif each is None and isinstance(preset, str) and preset in catalog.names("clusters"):
+        each = catalog.node(preset).devices_per_node
+    elif each is None and "device" in cluster:
+        each = 1
+    if devices is None and is_count(each) and (nodes is None or is_count(nodes)):
+        devices = each * (nodes or 1)
+    if nodes is None and is_count(each) and is_count(devices):
+        nodes = -(-devices // each)
+    return ClusterSize(*(number if is_count(number) else None for number in (nodes, each, devices)))
+
+
 def num_devices(document: Document) -> int | None:
     """Number of devices of the cluster; None if the scenario has none."""
-    cluster = section(document, "cluster")
-    if isinstance(cluster.get("num_devices"), int):
-        return int(cluster["num_devices"])
-    nodes, preset = cluster.get("num_nodes", 1), cluster.get("preset")
-    if isinstance(nodes, int) and isinstance(preset, str) and preset in catalog.names("clusters"):
-        return nodes * catalog.cluster(preset).devices_per_node
-    return None
+    return cluster_size(document).num_devices
 
 
 def zero_stage(document: Document) -> Any:
@@ -122,15 +151,22 @@ def changed(document: Document, key: str, value: Any) -> Document:
 
 def applied(document: Document, changes: Mapping[str, Any]) -> Document:
     """The scenario with changes by setting, as in ``Fix.changes``; None removes a setting."""
-    document = copy.deepcopy(document)
     for setting, value in changes.items():
-        *path, key = setting.split(".")
-        inside = document
-        for name in path:
-            inside = inside.setdefault(name, {})
-        _set(inside, key, value)
+        document = with_value(document, tuple(setting.split(".")), value)
         if setting == "cluster.num_devices":
-            inside.pop("num_nodes", None)
+            document["cluster"].pop("num_nodes", None)
+    return document
+
+
+def with_value(document: Document, path: Sequence[str], value: Any) -> Document:
+    """The scenario with a value at a path of keys; None removes the key. A name in place of a mapping is its preset."""
+    document = copy.deepcopy(document)
+    inside = document
+    for name in path[:-1]:
+        if not isinstance(inside.get(name), dict):
+            inside[name] = {"preset": inside[name]} if isinstance(inside.get(name), str) else {}
+        inside = inside[name]
+    _set(inside, path[-1], value)
     return document
 
 
@@ -181,7 +217,7 @@ def mended(document: Document) -> tuple[Document, list[str]]:
     """The scenario with values of the plan that its other sections allow, and the changes in words.
 
     A degree or size becomes the largest smaller one that leaves the fewest violated rules, above all that a plan has
-    the devices of its cluster.
+    the devices of its cluster. A batch that these cannot share stays: ``fitting_batches`` has those next to it.
     """
     before, document, notes = document, fitted(document), []
     for key in _MENDED:
@@ -202,7 +238,36 @@ def mended(document: Document) -> tuple[Document, list[str]]:
     return document, notes
 
 
-def is_count(value: Any) -> bool:
+def num_data_parallel(document: Document) -> int | None:
+    """Number of data-parallel ranks of the plan; None while the scenario is invalid apart from its rules."""
+    job = _job(document)
+    return None if job is None else job.plan.dp
+
+
+def fitting_batches(document: Document) -> tuple[int, ...]:
+    """Global batch sizes next to the scenario's with which its plan is valid; empty if the batch is not at fault."""
+    job = _job(document)
+    if job is None or all(problem.field != _BATCH for problem in violations(job)):
+        return ()
+    near = nearest_multiples(job.training.global_batch_size, job.plan.sequences_per_microbatch)
+    trainings = {size: job.training.with_changes(global_batch_size=size) for size in near}
+    return tuple(size for size, training in trainings.items() if not violations(replace(job, training=training)))
+
+
+def model_of(document: Document) -> ModelSpec | None:
+    """Model of the scenario; None while a section other than the plan is invalid."""
+    job = _job(document | {"plan": {}})
+    return None if job is None else job.model
+
+
+def objection(document: Document, other: Document) -> str:
+    """Sentence on the first problem of a changed scenario that the scenario itself has not; empty for none."""
+    known = {(problem.field, problem.rule) for problem in _problems(document)}
+    new = (problem for problem in _problems(other) if (problem.field, problem.rule) not in known)
+    return next((problem.sentence() for problem in new), "")
+
+
+def is_count(value: Any) -> TypeGuard[int]:
     """True for a positive whole number."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -250,9 +315,22 @@ def _violations(document: Document) -> list[Problem]:
     return [] if job is None else violations(job)
 
 
-def _faults(problems: Sequence[Problem]) -> tuple[bool, int]:
-    """True for a plan of other devices than those of its cluster, and the number of problems."""
-    return any(problem.field == "plan" for problem in problems), len(problems)
+def _faults(problems: Sequence[Problem]) -> tuple[bool, int, int]:
+    """True for a plan of other devices than those of its cluster, the problems without the batch, and all of them."""
+    fields = [problem.field for problem in problems]
+    return "plan" in fields, len(fields) - fields.count(_BATCH), len(fields)
+
+
+def _problems(document: Document) -> tuple[Problem, ...]:
+    """Problems of the sections of a scenario, or of its job; those of the expectations and the search aside."""
+    job = _job(document)
+    if job is not None:
+        return tuple(violations(job))
+    try:
+        parts_of(parse_yaml(document_text(document), "scenario"), "scenario").sections.raise_problems()
+    except SpecError as error:
+        return error.problems
+    return ()
 
 
 def _job(document: Document) -> Job | None:

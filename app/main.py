@@ -67,7 +67,7 @@ _COPY_LINK = '<button type="button" class="copy-link" aria-live="polite">Copy li
 
 _INTRODUCTION = (
     "**simplan** finds the fastest parallel training plan that fits your GPUs, before you book them: choose model and "
-    "nodes on the left, change the plan, or let **Search** find the best one. "
+    "nodes on the left, paste what you have below, or let **Search** find the best plan. "
     f"[Documentation]({DOCUMENTATION_URL})"
 )
 """Sentence for who opens the dashboard for the first time."""

@@ -38,16 +38,19 @@ def run_page(show: Callable[[], Following | None]) -> None:
         then()
 
 
-def show_problems(error: SimplanError, *, lines: bool = False) -> None:
+def show_problems(error: SimplanError, *, lines: bool = False, named: bool = False) -> None:
     """Shows problems and fixes, one line each; unmodeled options look different from mistakes.
 
     Args:
         error: Error with the problems.
         lines: Begin each problem with its line in the file.
+        named: Begin with the name of the file, where a problem has no field.
     """
     if isinstance(error, SpecError):
         sentences = [
-            (f"line {problem.line}: " if lines and problem.line else "") + problem.sentence()
+            (f"line {problem.line}: " if lines and problem.line else "")
+            + (f"{error.file}: " if named and error.file and not problem.field else "")
+            + problem.sentence()
             for problem in error.problems
         ]
     else:

@@ -40,7 +40,7 @@ def predicted_step(text: str, calibrated_at: int) -> tuple[Prediction, Simulated
         calibrated_at: Modification time of this machine's calibration, a cache key; 0 without a calibration.
     """
     scenario = parse_scenario(text)
-    prediction, simulated = predict_step(scenario.job, name=scenario.name, calibration=_calibration(scenario))
+    prediction, simulated = predict_step(scenario.job, name=scenario.name, calibration=calibration_of(scenario))
     return prediction.with_budget(scenario.budget), simulated
 
 
@@ -61,7 +61,7 @@ def trace_text(text: str, calibrated_at: int) -> str:
 
 def plan_fixes(text: str, calibrated_at: int) -> tuple[Fix, ...]:
     """Smallest changes with which the plan of a scenario fits; empty if it fits already."""
-    return fixes(predicted(text, calibrated_at), _calibration(parse_scenario(text)))
+    return fixes(predicted(text, calibrated_at), calibration_of(parse_scenario(text)))
 
 
 @lru_cache(maxsize=8)
@@ -70,7 +70,7 @@ def explained(text: str, calibrated_at: int) -> Explanation:
     return explain(*predicted_step(text, calibrated_at))
 
 
-def _calibration(scenario: Scenario) -> Calibration | None:
+def calibration_of(scenario: Scenario) -> Calibration | None:
     """Timings of this machine, if the scenario runs on it."""
     return load(default_path()) if scenario.job.cluster.cores_per_node is not None else None
 

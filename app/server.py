@@ -150,7 +150,10 @@ class FirstPage:
             await self._other(scope, receive, send)
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request for no page; Streamlit would answer with its document, below the wrong address."""
+        """Answers a request for no page; Streamlit would answer with its document, below the wrong address.
+
+        A report is HTML, too, and is a file to save.
+        """
         from starlette.responses import HTMLResponse
 
         is_document = False
@@ -159,7 +162,8 @@ class FirstPage:
             nonlocal is_document
             if message["type"] == "http.response.start":
                 headers = dict(message["headers"])
-                is_document = message["status"] == 200 and headers.get(b"content-type", b"").startswith(b"text/html")
+                is_html = headers.get(b"content-type", b"").startswith(b"text/html")
+                is_document = message["status"] == 200 and is_html and b"content-disposition" not in headers
             if not is_document:
                 await send(message)
 

@@ -85,9 +85,12 @@ START: dict[str, Any] = {
     "cluster": {"preset": "dgx-h100", "num_devices": 64},
     "training": {"global_batch_size": 128, "precision": "bf16", "optimizer": "adamw"},
     "software": "torch",
-    "plan": {"tp": 8, "dp_shard": 8, "recompute": "full"},
+    "plan": {"dp_shard": 64, "microbatch_size": 2, "recompute": "full"},
 }
-"""Scenario of a session that starts without a link."""
+"""Scenario of a session that starts without a link: its plan is the best one that a search of its job finds."""
+
+USUAL: dict[str, Any] = START | {"plan": {"tp": 8, "dp_shard": 8, "recompute": "full"}}
+"""The start with a plan that many write down first, tensor parallelism over each node, to compare it with."""
 
 _DOCUMENT, _VIEW, _WRITTEN = "simplan document", "simplan view", "simplan link"
 

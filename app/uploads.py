@@ -5,20 +5,31 @@ All functions raise a SpecError for a file that is too large, no UTF-8 text, or 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.fitting import document_text, mended, section
 from simplan.accuracy.reading import ReadFile, parse_published
+from simplan.catalog.spelling import find
 from simplan.document import parse_yaml
 from simplan.documentation import documentation
 from simplan.errors import Problem, SpecError
+from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, read_configuration
+from simplan.interop.frameworks.shell import read_script
 from simplan.interop.huggingface import model_fields_from_config
-from simplan.interop.logs.formats import parse_run
+from simplan.interop.logs.formats import KNOWN_LOGS, is_log, parse_run
+from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, parse_json
+from simplan.problems import render_value
 from simplan.runs.measurement import Measurement
 from simplan.scenario import parse_scenario, parse_search, read_source
+from simplan.scenario.names import unknown_source
+from simplan.scenario.source import known_files
 from simplan.validate.logged_run import LoggedRun
 from simplan.validate.prediction_file import parse_prediction
 
@@ -27,6 +38,15 @@ MAX_CONFIG_BYTES = 2 * 2**20
 CONFIG_SUFFIXES = ["yaml", "yml", "json", "toml", "sh", "sbatch", "slurm", "txt", "py"]
 """Files that scenarios and configurations of frameworks are in."""
 _MAX_CHARS = 80
+_OWN_MODEL = "own model"
+_PASTED = "pasted"
+_NAMES_OF_PASTED = (_PASTED, f"{_PASTED}.sh", f"{_PASTED}.toml")
+"""Names that pasted text may have as a file: readers of scripts and of TOML look at the suffix where text is short."""
+_SECTIONS = ("model", "cluster", "training", "software")
+_MEASURED = {*LoggedRun.model_fields, "traceEvents", "log_history", "segments", "device_traces", "kind"}
+"""Keys at the top of measurements, traces and memory snapshots."""
+_USUAL_LENGTH = 4096
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def text_of(name: str, content: bytes, max_bytes: int = MAX_BYTES, *, kind: str = "a file that simplan wrote") -> str:
@@ -48,7 +68,7 @@ def config_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
     """A Hugging Face ``config.json`` as the section ``model`` of a scenario, for sequences of ``seq_len`` tokens."""
     config = parse_json(text_of(name, content, MAX_CONFIG_BYTES, kind="the config.json of a Hugging Face model"), name)
     title = config.get("_name_or_path")
-    title = title[:_MAX_CHARS] if isinstance(title, str) and title else "own model"
+    title = title[:_MAX_CHARS] if isinstance(title, str) and title else _OWN_MODEL
     return model_fields_from_config(config, name=title, seq_len=seq_len)
 
 
@@ -63,13 +83,19 @@ def as_scenario(name: str, content: bytes, current: Mapping[str, Any]) -> tuple[
     text = text_of(name, content, MAX_YAML_BYTES, kind="a scenario file, or the configuration of a framework")
     file = ConfigFile(Path(name), text, reads_others=False)
     configuration = read_configuration(file)
-    if configuration is None:
-        return text, ()
+    return (text, ()) if configuration is None else _completed(file, configuration, current)
+
+
+def _completed(
+    file: ConfigFile, configuration: Configuration, current: Mapping[str, Any]
+) -> tuple[str, tuple[str, ...]]:
+    """A framework's file as text of a scenario, with values of the session for what it does not say, and its notes."""
     overrides: dict[str, Any] = {}
     for missing in configuration.missing:
         section, _, key = missing.keys[0].partition(".")
         values, said = current.get(section), configuration.document.data.get(section, {})
         if isinstance(values, dict):
+            values = {"microbatch_size": 1, **values} if section == "plan" else values
             chosen = {key: values[key]} if key in values and key != "preset" else values
             overrides |= {f"{section}.{name}": value for name, value in chosen.items() if name not in said}
     if {"num_devices", "num_nodes"} & configuration.document.data.get("cluster", {}).keys():
@@ -79,7 +105,131 @@ def as_scenario(name: str, content: bytes, current: Mapping[str, Any]) -> tuple[
     source = read_source(file, overrides)
     source.scenario()
     kept = (f"from the scenario in the sidebar: {', '.join(overrides)}",) if overrides else ()
-    return source.text(Path(), f"Read from {name} ({configuration.title})"), (*kept, *source.notes)
+    return source.text(Path(), f"Read from {file.name} ({configuration.title})"), (*kept, *source.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Recognized:
+    """Pasted or dropped content, by its kind.
+
+    Attributes:
+        title: Its kind in words.
+        document: Scenario, or search, as plain data; None for a log, a trace or a measurement.
+        notes: Sentences of its reader.
+        configuration: Framework's file; None for the rest.
+        file: Name of the file, also of pasted text, by which readers of measurements know its kind.
+    """
+
+    title: str
+    document: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    configuration: Configuration | None = None
+    file: str = _PASTED
+
+
+def recognized_for(name: str, content: bytes, document: str) -> Recognized:
+    """``recognized`` as a task of a worker, since traces are large: the scenario of the session is JSON text."""
+    return recognized(name, content, json.loads(document))
+
+
+def recognized(name: str, content: bytes, current: Mapping[str, Any]) -> Recognized:
+    """Content of any kind that pages know, read as ``simplan import`` and ``simplan compare`` read a file of it.
+
+    Args:
+        name: Name of the file; empty for pasted text.
+        content: Launch script or configuration of a framework, scenario, ``config.json`` of Hugging Face, name of a
+            model, log, trace or measurement.
+        current: Scenario of the session, whose values stand in for what the content does not say.
+
+    Raises:
+        SpecError: It is something else, or of a known kind and wrong.
+    """
+    try:
+        text = _small(name, content, MAX_BYTES).decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        return _measured(name, content)
+    if len(text) > MAX_YAML_BYTES:
+        return _measured(name, content)
+    if not name and "\n" not in text:
+        if model := find("models", text).name:
+            return _with_model(f"model {model}", {"preset": model}, current)
+        if _ON_HUB.fullmatch(text) or find("models", text).candidates:
+            raise unknown_source(text, has_files=False)
+    if not text.startswith("{") and is_log(text):  # it may repeat the command that wrote it
+        return _measured(name or _PASTED, content)
+    refused = None
+    for file in (ConfigFile(Path(each), text, reads_others=False) for each in ((name,) if name else _NAMES_OF_PASTED)):
+        try:
+            configuration = read_configuration(file)
+            if configuration is not None:
+                return _of_framework(name, file, configuration, current)
+        except SpecError as error:  # perhaps another kind of file
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    return _of_no_framework(name, content, ConfigFile(Path(name or _PASTED), text, reads_others=False), current)
+
+
+def _of_framework(name: str, file: ConfigFile, configuration: Configuration, current: Mapping[str, Any]) -> Recognized:
+    """A framework's file; for arguments see ``recognized``."""
+    written, notes = _completed(file, configuration, current)
+    return Recognized(configuration.title, _unnamed(parse_yaml(written, file.name).data, name), notes, configuration)
+
+
+def _of_no_framework(name: str, content: bytes, file: ConfigFile, current: Mapping[str, Any]) -> Recognized:
+    """A scenario, a config.json or a log; for arguments see ``recognized``."""
+    data = file.yaml.data if file.yaml is not None else file.json or {}
+    if {"model", "cluster"} <= data.keys():
+        return Recognized("scenario", checked_scenario_data(file.name, content))
+    if "model_type" in data and "model" not in data:
+        length = section(dict(current), "model").get("seq_len")
+        fields = config_fields(file.name, content, length if isinstance(length, int) else _USUAL_LENGTH)
+        note = f"sequences of {fields['seq_len']:,} tokens, as before" if "seq_len" in fields else ""
+        return _with_model("config.json of Hugging Face", fields, current, note)
+    if data.keys() & {*_SECTIONS, "plan"}:
+        others = [key for key in (*_SECTIONS, *(() if "search" in data else ("plan",))) if key not in data]
+        document = {**{key: current[key] for key in others if key in current}, **data}
+        document, changes = (document, []) if data.keys() & {"plan", "search"} else mended(document)
+        data = checked_scenario_data(file.name, document_text(document).encode())
+        notes = (f"from the scenario in the sidebar: {', '.join(others)}", *changes)
+        return Recognized("a part of a scenario", _unnamed(data, name), notes)
+    if data.keys() & _MEASURED:
+        return _measured(name or f"{_PASTED}.yaml", content)
+    if not name and _is_script(file):
+        file = ConfigFile(Path(f"{_PASTED}.sh"), file.text, reads_others=False)
+    if file.path.suffix or framework_that_is_not_read(file) is not None:
+        read_source(file)  # raises the error on such a file
+    rule = f"is nothing that simplan knows; it looked for {known_files()}, a log of {KNOWN_LOGS}, the name of a model"
+    text = render_value(file.text[:_MAX_CHARS].partition("\n")[0])
+    raise SpecError(Problem(field="", value=text, rule=rule))
+
+
+def _measured(name: str, content: bytes) -> Recognized:
+    measured = measured_of(name or _PASTED, content)
+    title = measured.source if isinstance(measured, LoggedRun) else None
+    return Recognized(title or "measurement", file=name or _PASTED)
+
+
+def _with_model(title: str, fields: dict[str, Any], current: Mapping[str, Any], *notes: str) -> Recognized:
+    """The scenario of the session with another model, and with a plan that this model can have."""
+    document, changes = mended({**current, "model": fields})
+    return Recognized(title, document, (*filter(None, notes), *changes))
+
+
+def _unnamed(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """A scenario without the name of a file that was none, and whose model has a name."""
+    model = data["model"]
+    named = {} if not isinstance(model, dict) or {"preset", "name"} & model.keys() else {"name": _OWN_MODEL}
+    shown = data if name else {key: value for key, value in data.items() if key != "name"}
+    return {**shown, "model": {**named, **model}} if named else shown
+
+
+def _is_script(file: ConfigFile) -> bool:
+    """True for text that starts programs as a shell script does."""
+    try:
+        return file.text.startswith("#!") or bool(read_script(file.text, file.name, None).launches)
+    except SpecError:
+        return False
 
 
 def checked_scenario_data(name: str, content: bytes) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from simplan.cost.model import CostModel
 from simplan.cost.program_costs import estimate_program
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, RankMapping
-from simplan.predict import build_program, cost_model, predict, simulate_program
+from simplan.predict import StepContext, build_program, cost_model, predict, simulate_program
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
 from simplan.program.folding import unfolded
@@ -126,7 +126,7 @@ def _llama_405b() -> Prediction:
 
 def _folded() -> dict[str, Any]:
     predict_s, found = _time(_llama_405b)
-    step_s, simulated = _time(lambda: simulate_program(build_program(found), _cost(found), found.job.cluster))
+    step_s, simulated = _time(lambda: simulate_program(build_program(found), _cost(found), StepContext.of(found.job)))
     program = simulated.program
     return {
         "predict_s": predict_s,

@@ -18,7 +18,7 @@ from simplan import catalog
 from simplan.cluster.topology import LeafSpine
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.predict import build_program, cost_model, predict, predict_step, simulate_program
+from simplan.predict import StepContext, build_program, cost_model, predict, predict_step, simulate_program
 from simplan.program.schedules import PipelineShape, StageTimes, zb_2p
 from simplan.training import TrainingSpec
 
@@ -91,7 +91,7 @@ def _measured() -> dict[str, Any]:
     program, cost = build_program(prediction), cost_model(job, None)
     start_s = time.perf_counter()
     program = build_program(prediction)
-    simulate_program(program, cost, cluster)
+    simulate_program(program, cost, StepContext.of(job))
     step_s = time.perf_counter() - start_s
     return {"step_s": step_s, "predict_s": predict_s, "peak_bytes": peak_bytes(), "ops": len(program.ops),
             "ranks": len(program.ranks)}  # fmt: skip

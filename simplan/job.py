@@ -58,7 +58,7 @@ class Job:
     @property
     def placement(self) -> Placement | None:
         """Devices of the ranks; None if every rank is on the device of its own number."""
-        return Placement.of(self.plan)
+        return None if self.plan.placement is None else Placement.of(self.plan)
 
     @property
     def placement_words(self) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,23 @@ def test_simplan_imports_point_one_way() -> None:
     assert violations_in("simplan", simplan_violations) == []
 
 
+IN_CIRCLES = {"catalog", "cli", "cluster", "interop", "model", "plan"}
+"""Packages whose modules import each other, most for annotations alone."""
+
+
+def test_modules_of_a_package_import_each_other_in_one_direction() -> None:
+    """Imports inside functions and for annotations count, too."""
+    files = {module_name(path): path for path in python_files("simplan")}
+    circles = TopologicalSorter[str]()
+    for module, path in files.items():
+        names = imports_of(path.read_text(), module, is_package=path.name == "__init__.py")
+        known = {name if name in files else name.rpartition(".")[0] for name in names} & files.keys()
+        package = module.split(".")[1:2]
+        if path.name != "__init__.py" and not IN_CIRCLES.intersection(package):
+            circles.add(module, *(each for each in known if each.split(".")[1:2] == package and each != module))
+    circles.prepare()  # raises for a circle
+
+
 def test_the_executor_knows_only_what_it_runs() -> None:
     assert violations_in("executor", executor_violations) == []
 
@@ -203,6 +221,23 @@ def test_small_commands_bring_no_numba() -> None:
     program = f"import sys; from simplan.cli import main; {run}; print('numba' in sys.modules, file=sys.stderr)"
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert process.stderr.split() == ["False"]
+
+
+def test_a_plain_prediction_is_read_in_eighty_files() -> None:
+    """What a job has not, such as experts, pipelines or offloading, is no code of its prediction."""
+    program = """
+import sys
+from simplan import make_job
+from simplan.predict import predict
+job, files = make_job("llama3-8b", num_nodes=2, dp_shard=16, global_batch_size=32), set()
+sys.setprofile(lambda frame, event, _: event == "call" and files.add(frame.f_code.co_filename))
+predict(job)
+sys.setprofile(None)
+print(*sorted(file for file in files if "simplan" in file and not file.endswith("__init__.py")))
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    files = [file for file in process.stdout.split() if Path(file).is_relative_to(ROOT)]
+    assert 60 < len(files) <= 80, files
 
 
 MAX_MODULES = 16  # of a folder, so that its list is read at a glance

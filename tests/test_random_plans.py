@@ -19,7 +19,7 @@ from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.predict import Simulated, cost_model, folding_of, predict_step, simulate_program
+from simplan.predict import Simulated, StepContext, cost_model, folding_of, predict_step, simulate_program
 from simplan.program.lowering import lower as lower_module
 from simplan.program.lowering.lower import Lowering, _RankLowering, lower
 from simplan.program.lowering.rows import RankRow, row_of_actions
@@ -113,7 +113,7 @@ SPLIT = tuple(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_bac
 
 
 def keeps_the_laws(job: Job) -> None:
-    plan, software, cluster = job.plan, job.software, job.cluster
+    plan, software = job.plan, job.software
     prediction, step = predict_step(job, name="random")
     check_prediction(prediction)
     assert step.times.step_time_s == prediction.step_time_s
@@ -121,7 +121,7 @@ def keeps_the_laws(job: Job) -> None:
 
     def lowered(how: Lowering, *, stamped: bool = True) -> Simulated:
         made = lower(job, prediction.assignment, prediction.table, how)
-        simulated = simulate_program(made, cost, cluster)
+        simulated = simulate_program(made, cost, StepContext.of(job))
         check_memory(made)
         if stamped:
             _check_stamped(made, lambda: lower(job, prediction.assignment, prediction.table, how))

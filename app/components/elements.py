@@ -27,6 +27,7 @@ _TYPES = {
     "svg": "image/svg+xml",
     "html": "text/html",
 }
+_SAME = 0.0005
 
 
 @cache
@@ -168,6 +169,11 @@ class _Ready(BaseFigure):  # type: ignore[misc]  # plotly has no types
     def to_dict(self) -> Figure:
         """Figure as sent to the browser."""
         return self._figure
+
+
+def is_same_time(one_s: float, other_s: float) -> bool:
+    """True for two times whose difference is 0.0 % in words."""
+    return abs(one_s / other_s - 1) < _SAME
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:

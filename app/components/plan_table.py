@@ -24,7 +24,8 @@ _FILTERS = "filters"
 _TABLE = "plans table"
 ROW_PX = 31
 """Height of a row: 2.1875 rem of Streamlit at the ``baseFontSize`` of ``app/theme.toml``."""
-_BORDER_PX, _MAX_PX = 2, 456
+_BORDER_PX, _MAX_PX = 2, 622
+_DIFFERENCE = "Part of the step with most of the time by which the plan is slower than the best one, in % of its step"
 
 _FORMS = {
     "num_devices": "{:,.0f}",
@@ -82,7 +83,7 @@ def show_table_of_plans(rows: Sequence[Mapping[str, Any]], passing: Sequence[int
     """
     frame = pd.DataFrame([rows[number] for number in passing], columns=list(rows[0]))
     settings = settings_of(rows)
-    shown = ["rank", "step_time_s", "vs_best", "device_gib", _VERDICT, "headroom_gib"]
+    shown = ["rank", "step_time_s", "vs_best", "main_difference", "device_gib", _VERDICT, "headroom_gib"]
     shown += ["tokens_per_s_per_device", "mfu"]
     if len({row["num_devices"] for row in rows}) > 1:
         shown.insert(1, "num_devices")
@@ -92,7 +93,7 @@ def show_table_of_plans(rows: Sequence[Mapping[str, Any]], passing: Sequence[int
     if any(row["alike"] for row in rows):
         shown += ["alike", "alike_differ_in"]
     frame = frame[shown]
-    frame["rank"] = ["Pareto" if pd.isna(rank) else f"{rank:.0f}" for rank in frame["rank"]]
+    frame["rank"] = [place_words(rows[number]) for number in passing]
     for key in settings:
         frame[key] = [written(rows[number].get(key)) for number in passing]
     chosen = selected_row(len(rows))
@@ -110,14 +111,21 @@ def show_table_of_plans(rows: Sequence[Mapping[str, Any]], passing: Sequence[int
     )
 
 
+def place_words(row: Mapping[str, Any]) -> str:
+    """``1``, ``3, current``, ``Pareto`` or ``current``."""
+    words = [str(row["rank"])] if row["rank"] else ["Pareto"] if row["on_front"] else []
+    return ", ".join([*words, *(["current"] if row["is_current"] else [])])
+
+
 def _columns(settings: Sequence[str]) -> dict[str, Any]:
     column = st.column_config
-    about = "Pareto: not ranked, but Pareto-optimal"
+    about = "Pareto: not ranked, but Pareto-optimal. current: the plan of the scenario"
     return {
-        "rank": column.TextColumn("#", width=60, help=about, pinned=True),
+        "rank": column.TextColumn("#", width=110, help=about, pinned=True),
         "num_devices": column.NumberColumn("devices"),
         "step_time_s": column.NumberColumn("step time, s", help=meaning("step_time_s")),
         "vs_best": column.NumberColumn("vs best", help="Step time / step time of the best plan - 1"),
+        "main_difference": column.TextColumn("main difference", width=210, help=_DIFFERENCE),
         "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
         _VERDICT: column.TextColumn("memory verdict", help=meaning("memory verdict")),
         "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory limit of plans"),

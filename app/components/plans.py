@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import streamlit as st
 
 from app import state
-from app.components.elements import csv_text, download, download_report, meaning, point_value, show_figure, show_table
-from app.components.plan_table import PLAN, select_row, selected_row, show_filters, show_table_of_plans
+from app.components.elements import (
+    csv_text,
+    download,
+    download_report,
+    is_same_time,
+    meaning,
+    point_value,
+    show_figure,
+    show_table,
+)
+from app.components.plan_table import (
+    PLAN,
+    place_words,
+    select_row,
+    selected_row,
+    show_filters,
+    show_table_of_plans,
+)
 from app.fields import remembered_choice, remembered_switch
 from app.figures.plans import (
     AXES,
     COLOURS,
+    current_plan,
     importance_figure,
     plan_rows,
     plans_figure,
     setting_effects,
     shares_figure,
+    shown_plans,
     space_figure,
     space_table,
 )
 from app.fitting import document_text, with_plan
 from app.page import bullets, escaped
-from app.result_cache import awaited, without_budget
+from app.result_cache import awaited, without_budget, worker_inputs
+from simplan.errors import SpecError
 from simplan.io import json_text
 from simplan.report.search import (
     RESOURCES,
@@ -33,6 +53,7 @@ from simplan.report.search import (
     besides,
     headroom_words,
     largest_first,
+    main_difference_words,
     miss_words,
     other_software_words,
     search_plan_words,
@@ -51,16 +72,20 @@ _POINTS = "plans"
 def show_plans(asked: SearchScenario, result: SearchResult) -> None:
     """Shows all plans of a finished search."""
     if result.ranked:
-        rows = plan_rows(result)
+        current = _current_plan(result)
+        rows = plan_rows(result, current)
+        if current is not None:
+            st.caption(escaped(_current_words(current, result)))
         passing = show_filters(rows)
         shown = [rows[number] for number in passing]
         left, right = st.columns([3, 2], gap="medium")
         with left:
-            _show_points(rows, shown, _pinned(result))
+            _show_points(rows, shown, _pinned(shown_plans(result, current)))
         with right:
-            _show_one(asked, result, rows)
+            _show_one(asked, result, current, rows)
         show_table_of_plans(rows, passing)
-        _show_importance(selected_plan(result, selected_row(len(rows))), result.max_memory_fraction)
+        selected = shown_plans(result, current)[selected_row(len(rows))]
+        _show_importance(selected, result.max_memory_fraction)
         with st.container(horizontal=True):
             download("Plans", f"{result.name} plans", "csv", csv_text(rows))
             download("Search result", f"{result.name} search", "json", lambda: json_text(result.to_json()))
@@ -82,7 +107,7 @@ def show_plans_so_far(result: SearchResult) -> None:
         _show_detail(best, result)
     time.sleep(_HEAD_START_S)
     with left:
-        figure = plans_figure(rows, "step_time_s", "device_gib", "schedule", _pinned(result))
+        figure = plans_figure(rows, "step_time_s", "device_gib", "schedule", _pinned(shown_plans(result)))
         show_figure(figure, "plans", alt="Plans found so far by step time and device memory", key="plans so far")
     cells = [
         (
@@ -98,11 +123,35 @@ def show_plans_so_far(result: SearchResult) -> None:
     st.markdown(format_table_markdown(headers, cells))
 
 
-def _pinned(result: SearchResult) -> list[str]:
+def _current_plan(result: SearchResult) -> RankedPlan | None:
+    """Plan of the session's scenario; None if it has none for this job."""
+    try:
+        inputs = worker_inputs(state.document())
+        options = tuple(result.ranked[0].software)
+        return awaited("predicting the current plan", current_plan, *inputs, result.max_memory_fraction, options)
+    except SpecError:
+        return None
+
+
+def _current_words(current: RankedPlan, result: SearchResult) -> str:
+    """The current plan beside the best one, in a sentence."""
+    best = result.ranked[0]
+    slower, why = current.step_time_s / best.step_time_s - 1, current.explanation
+    verdict = f", {why.memory_verdict}" if why is not None and why.memory_verdict else ""
+    words = f"The current plan ({search_plan_words(current.plan, current.software)}) takes "
+    words += f"{format_time(current.step_time_s)} a step{verdict}"
+    if is_same_time(current.step_time_s, best.step_time_s):
+        return f"{words}: no plan is faster."
+    reason = main_difference_words(current, best)
+    compared = f"{format_percent(abs(slower))} {'slower' if slower > 0 else 'faster'} than the best one"
+    return f"{words}: {compared}{f', mainly {reason}' if reason else ''}."
+
+
+def _pinned(plans: Sequence[RankedPlan]) -> list[str]:
     """Plans whose scenarios are pinned, in words."""
     document, scenarios = state.document(), state.pinned()
-    plans = [*result.ranked, *result.pareto] if scenarios else []
-    return [search_plan_words(one.plan, one.software) for one in plans if with_plan(document, one) in scenarios]
+    pinned = (one for one in plans if scenarios and with_plan(document, one) in scenarios)
+    return [search_plan_words(one.plan, one.software) for one in pinned]
 
 
 def _show_points(rows: list[dict[str, Any]], shown: list[dict[str, Any]], pinned: list[str]) -> None:
@@ -130,19 +179,16 @@ def _label(axis: str) -> str:
     return AXES[axis].label
 
 
-def _show_one(asked: SearchScenario, result: SearchResult, rows: list[dict[str, Any]]) -> None:
+def _show_one(
+    asked: SearchScenario, result: SearchResult, current: RankedPlan | None, rows: list[dict[str, Any]]
+) -> None:
     """One selected plan, and its actions."""
-    names = [f"{row['rank'] or 'Pareto'}. {row['plan']}" for row in rows]
+    names = [f"{place_words(row)}. {row['plan']}" for row in rows]
     about = "Plan shown in detail; a click on a point or on a row selects it"
     number = remembered_choice("Plan", PLAN, range(len(names)), 0, format_func=names.__getitem__, help=about)
-    plan = selected_plan(result, number)
+    plan = shown_plans(result, current)[number]
     _show_detail(plan, result)
     _show_actions(asked, plan)
-
-
-def selected_plan(result: SearchResult, row: int) -> RankedPlan:
-    """Plan of a row of ``plan_rows``."""
-    return [*result.ranked, *(plan for plan in result.pareto if plan not in result.ranked)][row]
 
 
 def _show_importance(plan: RankedPlan, max_memory_fraction: float) -> None:
@@ -204,8 +250,10 @@ def _compared(plan: RankedPlan, result: SearchResult) -> list[str]:
     if plan is best:
         return []
     memory = plan.device_bytes - best.device_bytes
+    reason = main_difference_words(plan, best)
     return [
-        f"Compared with the best plan: {plan.step_time_s / best.step_time_s - 1:+.1%} step time, "
+        f"Compared with the best plan: {plan.step_time_s / best.step_time_s - 1:+.1%} step time"
+        f"{f', mainly {reason}' if reason else ''}; "
         f"{format_bytes(abs(memory))} {'more' if memory >= 0 else 'less'} device memory."
     ]
 

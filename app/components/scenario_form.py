@@ -1,38 +1,44 @@
-"""Scenario form in the sidebar of pages: model, cluster, training and plan, or the scenario as text."""
+"""Scenario form in the sidebar of pages: model, cluster, training and plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from functools import partial
+from typing import get_args
 
 import streamlit as st
 
 from app import state
+from app.choosing import kind_of, open_links, with_framework, with_kind, with_link, with_model, with_size
 from app.components.elements import details
+from app.components.scenario_boxes import fit, mend, name_box, open_choice, show_notes, valid_choice, valid_switch
+from app.components.scenario_editor import show_editor_button, take
+from app.components.training_options import profile_name, show_training_options
 from app.components.verdict import show_budget
-from app.fields import choice, get, number, put, switch
+from app.fields import about, choice, get, number, put
 from app.fitting import (
+    Document,
+    cluster_size,
     degrees_of,
-    document_text,
-    fitted,
+    fitting_batches,
     has_free_stages,
     is_above_one,
-    mended,
     microbatch_sizes,
-    num_devices,
+    num_data_parallel,
     plan_value,
     section,
     valid_values,
     zero_stage,
 )
-from app.page import escaped, show_problems
-from app.uploads import CONFIG_SUFFIXES, MAX_CONFIG_BYTES, as_scenario, checked_scenario_data, config_fields
+from app.labels import label
+from app.uploads import MAX_CONFIG_BYTES, config_fields
 from simplan import catalog
+from simplan.catalog import Kind
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
-from simplan.io import MAX_YAML_BYTES
+from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.plan.plan import Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.scenario.names import with_catalog_names
 from simplan.training import Precision, TrainingSpec
 
 _OPTIMIZERS = get_args(TrainingSpec.model_fields["optimizer"].annotation)
@@ -42,16 +48,11 @@ _SHARDING = {
     2: "ZeRO-2: and gradients",
     3: "ZeRO-3: and parameters (FSDP)",
 }
-_MORE_DEGREES = (
-    ("Shard replicas", "dp_replicate", "copies of the shards (HSDP)"),
-    ("Expert parallel", "ep", "ranks with different experts"),
-    ("Expert tensor parallel", "etp", "ranks that split every expert"),
-)
+_MORE_DEGREES = {"dp_replicate": "Shard replicas", "ep": "Expert parallel", "etp": "Expert tensor parallel"}
 _PLACEMENTS = ("tp, cp, dp, pp", "tp, cp, pp, dp", "cp, dp, tp, pp", "dp, pp, tp, cp", "pp, dp, tp, cp")
+_LINKS = {"intra_link": "Link in a node", "inter_link": "Network"}
 _MAX_STAGES = 64
 _OWN = "own"
-_NOTES, _EDITING = "form notes", "form editing"
-_EDITOR_PX = 560
 
 
 def show_scenario_form(*, plan: bool = True, budget: bool = False) -> None:
@@ -59,61 +60,58 @@ def show_scenario_form(*, plan: bool = True, budget: bool = False) -> None:
 
     Pages show it before they check the scenario, so that every field is there to be corrected.
     """
+    _use_catalog_names()
     with st.sidebar:
         _model()
         _cluster()
-        _training()
+        _training(state.document() if plan else state.document() | {"plan": {}})
         if plan:
             _plan()
-        _as_text()
+        show_editor_button()
     if budget:
         show_budget()
 
 
+def _use_catalog_names() -> None:
+    """Writes names of a link or a file as the catalog does, for the boxes to show."""
+    try:
+        document, sentences = with_catalog_names(state.document())
+    except SpecError:  # which the page shows
+        return
+    if sentences:
+        state.set_document(document)
+
+
 def _model() -> None:
     st.markdown("###### Model")
-    inline = "preset" not in section(state.current(), "model")
-    name = get(("model", "name"), "own model") if inline else None
-    options = [*([_OWN] if inline else []), *catalog.names("models")]
     key = "form model"
-    st.session_state[key] = _OWN if inline else get(("model", "preset"))
-    if st.session_state[key] not in options:
-        st.session_state[key] = options[0]
-    st.selectbox(
-        "Model",
-        options,
-        key=key,
-        on_change=_take_preset,
-        args=(key,),
-        format_func=lambda option: str(name) if option == _OWN else option,
-        label_visibility="collapsed",
-        help="Catalog name; or upload a Hugging Face config.json below",
-    )
+    names = {name: label("models", name) for name in catalog.names("models")}
+    preset = get(("model", "preset"))
+    if not isinstance(preset, str):
+        names = {_OWN: str(get(("model", "name"), "own model"))} | names
+    about_name = "Name in the catalog, on the Hugging Face Hub, or as people say it; or upload a config.json below"
+    name_box("Model", key, preset or _OWN, names, _with_model, label_visibility="collapsed", help=about_name)
     left, right = st.columns(2)
     with left:
-        number("Sequence", ("model", "seq_len"), _of_preset("seq_len"), help="Tokens of one sequence", then=_mend)
+        number("Sequence", ("model", "seq_len"), _of_preset("seq_len"), then=mend)
     with right:
-        about = "Entries of the embedding; a tensor-parallel degree that does not divide them pads them"
-        number("Vocabulary", ("model", "vocab_size"), _of_preset("vocab_size"), help=about, then=_fit)
+        more = "A tensor-parallel degree that does not divide them pads them"
+        path = ("model", "vocab_size")
+        number("Vocabulary", path, _of_preset("vocab_size"), help=about(path, more), then=fit)
     with st.popover("Hugging Face config.json", width="stretch"):
         st.caption("Read as data and not stored; its shapes become the model of the scenario.")
         limit = MAX_CONFIG_BYTES // 2**20
         file = st.file_uploader(
             "config.json", type=["json"], key="form config", label_visibility="collapsed", max_upload_size=limit
         )
-        about = "Sequence length of the training; a config has the maximum of the model"
-        length = st.number_input("Sequence length", 1, 10**8, 4096, help=about)
+        about_length = "Sequence length of the training; a config has the maximum of the model"
+        length = st.number_input("Sequence length", 1, 10**8, 4096, help=about_length)
         if file is not None and st.button("Use", key="form use config"):
-            _take(lambda: state.document() | {"model": config_fields(file.name, file.getvalue(), length)})
+            take(lambda: state.document() | {"model": config_fields(file.name, file.getvalue(), length)})
 
 
-def _take_preset(key: str) -> None:
-    name = st.session_state[key]
-    if name != _OWN:
-        document = state.document()
-        document["model"] = {"preset": name}
-        state.set_document(document)
-        _mend()
+def _with_model(document: Document, name: str) -> tuple[Document, list[str]]:
+    return (document if name == _OWN else with_model(document, name)), []
 
 
 def _of_preset(field: str) -> int | None:
@@ -126,79 +124,124 @@ def _of_preset(field: str) -> int | None:
 
 def _cluster() -> None:
     st.markdown("###### Cluster")
-    left, right = st.columns([3, 2])
-    with left:
-        if "preset" in section(state.current(), "cluster"):
-            choice("Nodes", ("cluster", "preset"), catalog.names("clusters"), "dgx-h100", then=_mend)
-        else:
-            st.text_input("Nodes", "see YAML", disabled=True)
-    with right:
-        number("Devices", ("cluster", "num_devices"), num_devices(state.current()), then=_after_devices)
-    if get(("cluster", "preset")) == THIS_MACHINE:
+    kind, size = kind_of(state.current()), cluster_size(state.current())
+    if kind:
+        kinds: tuple[Kind, ...] = ("clusters", "devices")
+        names = {name: label(each, name) for each in kinds for name in catalog.names(each)}
+        about_kind = "Nodes of the catalog, or a device: 8x A100 80GB, MI300X, 4090, 2x8 H100"
+        name_box("Hardware", "form hardware", kind, names, with_kind, help=about_kind)
+    else:
+        st.text_input("Hardware", "see YAML", disabled=True)
+    fixed = kind == THIS_MACHINE or "nodes" in section(state.current(), "cluster")
+    labels = {"num_nodes": "Nodes", "devices_per_node": "Per node", "num_devices": "Devices"}
+    for column, (key, words) in zip(st.columns(3, gap="xsmall"), labels.items(), strict=True):
+        with column:
+            disabled = fixed and key != "num_devices"
+            change = partial(with_size, key=key)
+            path = ("cluster", key)
+            number(words, path, getattr(size, key), change=change, then=mend, disabled=disabled)
+    for key in open_links(state.current()):
+        _link(key)
+    if kind == THIS_MACHINE:
         st.caption("Processes on local cores, with costs measured by `simplan calibrate`.")
 
 
-def _after_devices() -> None:
-    put(("cluster", "num_nodes"), None)
-    _mend()
+def _link(key: str) -> None:
+    """Box of a link between the devices of a node, or of the network between nodes."""
+    words, path = _LINKS[key], ("cluster", key)
+    link = get(path)
+    if link is not None and not isinstance(link, str):
+        st.text_input(words, "see YAML", disabled=True)
+        return
+    is_network = key == "inter_link"
+    names = {name: name for name in catalog.names("links") if name.endswith("gbit") is is_network}
+
+    def change(document: Document, name: str) -> tuple[Document, list[str]]:
+        return with_link(document, name, key), []
+
+    name_box(words, f"form {key}", link, names, change, help=about(path), placeholder="choose one")
 
 
-def _training() -> None:
+def _training(document: Document) -> None:
+    """Training; options are those that bring no new problem to a scenario."""
     st.markdown("###### Training")
     left, right = st.columns(2)
     with left:
-        number("Global batch", ("training", "global_batch_size"), None, help="Sequences per optimizer step", then=_mend)
+        number("Global batch", ("training", "global_batch_size"), None, then=mend)
         choice("Optimizer", ("training", "optimizer"), _OPTIMIZERS, "adamw")
     with right:
-        choice("Precision", ("training", "precision"), get_args(Precision), "bf16", help="Matmuls of linear layers")
-        names = catalog.names("software")
-        path = ("software", "preset") if isinstance(get(("software",)), dict) else ("software",)  # with options
-        choice("Framework", path, names, "torch", help="Kernels, fusions and overlap", then=_mend)
+        choice("Precision", ("training", "precision"), get_args(Precision), "bf16", then=_after_precision)
+    if get(("training", "precision")) == "fp8":
+        recipes = [None, *(recipe for recipe in get_args(Fp8Recipe) if recipe != DEFAULT_RECIPE)]
+        open_choice(document, "FP8 recipe", ("training", "fp8_recipe"), recipes, None, DEFAULT_RECIPE)
+    names = {name: name for name in catalog.names("software")}
+    profile = profile_name()
+    about_framework = "Kernels, fusions and overlap. Names that people use are found: PyTorch FSDP2, Megatron Core"
+    name_box("Framework", "form framework", profile, names, with_framework, help=about_framework)
+    with details("Training options", "training options") as is_open:
+        if is_open:
+            show_training_options(document)
+
+
+def _after_precision() -> None:
+    if get(("training", "precision")) != "fp8":
+        put(("training", "fp8_recipe"), None)
 
 
 def _plan() -> None:
     st.markdown("###### Plan")
-    for note in st.session_state.pop(_NOTES, ()):
-        st.caption(f":material/info: {escaped(note)}")
+    show_notes("plan")
     document = state.current()
+    _offer_batches(document)
     left, right = st.columns(2)
     with left:
-        _degree("Tensor parallel", "tp", "ranks that split layers")
-        _degree("Context parallel", "cp", "ranks that split sequences")
+        _degree("Tensor parallel", "tp")
+        _degree("Context parallel", "cp")
     with right:
-        _degree("Pipeline", "pp", "ranks with different layers")
+        _degree("Pipeline", "pp")
         if isinstance(get(("plan", "microbatch_sizes")), list):
             st.text_input("Microbatch", "see YAML", disabled=True)
         else:
-            sizes, about = microbatch_sizes(document), "Sequences per data-parallel rank"
-            choice("Microbatch", ("plan", "microbatch_size"), sizes, 1, slider=True, then=_fit, help=about)
-    _valid_choice("Sharding", "zero_stage", tuple(_SHARDING), zero_stage(document), _SHARDING.get)
+            path, more = ("plan", "microbatch_size"), "Of each data-parallel rank"
+            choice("Microbatch", path, microbatch_sizes(document), 1, slider=True, then=fit, help=about(path, more))
+    valid_choice("Sharding", "zero_stage", tuple(_SHARDING), zero_stage(document), _SHARDING.get)
     dp_replicate, dp_shard = get(("plan", "dp_replicate"), 1), get(("plan", "dp_shard"), 1)
     st.caption(f"Data parallel, from the other degrees: dp_replicate {dp_replicate}, dp_shard {dp_shard}")
     if is_above_one(get(("plan", "pp"))):
         schedule = plan_value(document, "schedule") or "1f1b"
-        _valid_choice("Schedule", "schedule", tuple(SCHEDULE_FACTS), schedule, then=_after_schedule)
+        valid_choice("Schedule", "schedule", tuple(SCHEDULE_FACTS), schedule, then=_after_schedule)
         if has_free_stages(get(("plan", "schedule"), schedule)):
             stages = valid_values(document, "virtual_stages", range(2, _MAX_STAGES + 1))
             choice("Stages per rank", ("plan", "virtual_stages"), stages, plan_value(document, "virtual_stages") or 2)
-    about = "Modules recomputed in backward"
-    _valid_choice("Recompute", "recompute", get_args(Recompute), "none", about=about)
+    valid_choice("Recompute", "recompute", get_args(Recompute), "none")
     with details("More options", "options") as is_open:
         if is_open:
-            _more_options(document)
+            _more_of_plan(document)
 
 
-def _more_options(document: dict[str, Any]) -> None:
-    for label, name, words in _MORE_DEGREES:
-        choice(label, ("plan", name), degrees_of(document, name), 1, then=_fit, help=f"{name}: {words}")
-    _valid_switch("Sequence parallelism", "sequence_parallel")
-    _valid_switch("Reshard after forward", "reshard_after_forward")
-    about = "Unsharded gradients use memory until they are reduced"
+def _offer_batches(document: Document) -> None:
+    """Buttons of the batches next to one that the data-parallel ranks cannot share."""
+    batches = fitting_batches(document)
+    if not batches:
+        return
+    ranks, batch = num_data_parallel(document), section(document, "training").get("global_batch_size")
+    path = ("training", "global_batch_size")
+    st.caption(f":material/info: {ranks} data-parallel ranks cannot share a global batch of {batch}. Nearest ones:")
+    for column, size in zip(st.columns(len(batches)), batches, strict=True):
+        column.button(f"Batch {size}", key=f"form batch {size}", width="stretch", on_click=put, args=(path, size))
+
+
+def _more_of_plan(document: Document) -> None:
+    for name, words in _MORE_DEGREES.items():
+        choice(words, ("plan", name), degrees_of(document, name), 1, then=fit)
+    valid_switch("Sequence parallelism", "sequence_parallel")
+    valid_switch("Reshard after forward", "reshard_after_forward")
+    more = "Unsharded gradients use memory until they are reduced"
     syncs = ("step", "microbatch")
-    _valid_choice("Gradient reduction", "grad_sync", syncs, plan_value(document, "grad_sync"), about=about)
+    valid_choice("Gradient reduction", "grad_sync", syncs, plan_value(document, "grad_sync"), more=more)
     _placement()
-    _valid_switch("Offload optimizer", "offload_optimizer")
-    _valid_switch("Offload activations", "offload_activations")
+    valid_switch("Offload optimizer", "offload_optimizer")
+    valid_switch("Offload activations", "offload_activations")
 
 
 def _placement() -> None:
@@ -206,112 +249,13 @@ def _placement() -> None:
     if isinstance(get(("plan", "placement")), list):
         st.text_input("Placement", "see YAML", disabled=True)
         return
-    about = "placement: axes from inside of nodes outwards; the first ones have the fast links"
-    _valid_choice("Placement", "placement", _PLACEMENTS, _PLACEMENTS[0], about=about)
+    valid_choice("Placement", "placement", _PLACEMENTS, _PLACEMENTS[0], more="The first ones have the fast links")
 
 
-def _degree(label: str, name: str, about: str) -> None:
+def _degree(words: str, name: str) -> None:
     """Slider of a degree of parallelism, over the values that devices, model and the other degrees allow."""
-    sizes = degrees_of(state.current(), name)
-    choice(label, ("plan", name), sizes, 1, slider=True, then=_fit, help=f"{name}: {about}")
-
-
-def _valid_choice(
-    label: str,
-    name: str,
-    values: Sequence[Any],
-    default: Any,
-    words: Callable[[Any], str | None] = str,
-    *,
-    about: str = "",
-    then: Callable[[], None] | None = None,
-) -> None:
-    """Select box of a plan key, with the values that the other settings allow; the help names the others."""
-    valid = valid_values(state.current(), name, values)
-    others = [str(words(value)) for value in values if value not in valid]
-    hidden = f"Other settings rule out: {', '.join(others)}" if others else ""
-    choice(
-        label,
-        ("plan", name),
-        valid,
-        default,
-        then=then or _fit,
-        format_func=lambda value: str(words(value) or value),
-        help=". ".join(filter(None, (about, hidden))) or None,
-    )
-
-
-def _valid_switch(label: str, name: str) -> None:
-    """Switch of a plan key; disabled if the other settings rule its other value out."""
-    value = plan_value(state.current(), name) is True
-    switch(label, ("plan", name), value, disabled=len(valid_values(state.current(), name, (value, not value))) < 2)
-
-
-def _fit() -> None:
-    """Fits data parallelism to the devices."""
-    state.set_document(fitted(state.document()))
-
-
-def _mend() -> None:
-    """Replaces values of the plan that other sections no longer allow; the form tells which."""
-    document, st.session_state[_NOTES] = mended(state.document())
-    state.set_document(document)
+    choice(words, ("plan", name), degrees_of(state.current(), name), 1, slider=True, then=fit)
 
 
 def _after_schedule() -> None:
     put(("plan", "virtual_stages"), 2 if has_free_stages(get(("plan", "schedule"))) else None)
-
-
-def _as_text() -> None:
-    st.button("Edit as YAML", icon=":material/edit_note:", key="form edit", width="stretch", on_click=_open_editor)
-    if st.session_state.get(_EDITING):  # a rerun of the page keeps the editor open
-        _edit()
-
-
-def _open_editor() -> None:
-    st.session_state[_EDITING] = True
-
-
-def _close_editor() -> None:
-    st.session_state.pop(_EDITING, None)
-
-
-@st.dialog("Scenario as YAML", width="large", on_dismiss=_close_editor)
-def _edit() -> None:
-    """Editor of the full scenario, with the errors of the text and of its values by line."""
-    st.caption("Full scenario, including keys that the form does not show.")
-    limit = MAX_YAML_BYTES // 2**20
-    file = st.file_uploader(
-        "Scenario file, launch script or configuration of a framework",
-        type=CONFIG_SUFFIXES,
-        key="form file",
-        max_upload_size=limit,
-    )
-    text = document_text(state.document())
-    if file is not None:
-        try:
-            text, notes = as_scenario(file.name, file.getvalue(), state.document())
-        except SpecError as error:
-            show_problems(error)
-        else:
-            for note in notes:
-                st.caption(escaped(note))
-    if st.session_state.get("form shown") != text or "form text" not in st.session_state:
-        st.session_state["form shown"] = st.session_state["form text"] = text
-    st.text_area("YAML", key="form text", height=_EDITOR_PX, label_visibility="collapsed")
-    place = st.container()
-    if st.button("Apply", key="form apply", width="stretch", type="primary"):
-        with place:
-            _take(lambda: checked_scenario_data("scenario", st.session_state["form text"].encode()))
-
-
-def _take(read: Callable[[], dict[str, Any]]) -> None:
-    """Stores a scenario, or shows its problems."""
-    try:
-        document = read()
-    except SpecError as error:
-        show_problems(error, lines=True)
-        return
-    _close_editor()
-    state.set_document(document)
-    st.rerun()

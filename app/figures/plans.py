@@ -26,15 +26,18 @@ from app.figures.style import (
 )
 from app.fitting import changed, degrees_of, document_text, microbatch_sizes, valid_values
 from app.jobs.job import Report, Update
+from app.predictions import calibration_of, predicted
 from simplan.document import parse_yaml
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.step_summary import evaluate_step
-from simplan.report.search import RESOURCES, alike_words, search_plan_words, space_rows
+from simplan.report.search import RESOURCES, alike_words, main_difference_words, search_plan_words, space_rows
 from simplan.scenario import parse_scenario, parse_search
 from simplan.search import RankedPlan, SearchProgress, SearchResult, SearchSpace, SpaceCount, search
 from simplan.search.enumeration import Enumeration
-from simplan.search.space import SOFTWARE_RANGES, capacity_bytes, that_it_has
+from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.explain import explain_plan
+from simplan.search.space import SOFTWARE_RANGES, capacity_bytes, that_it_has, with_options
 from simplan.units import GIB, format_bytes, format_number, format_time
 
 SEARCHING = "searching"
@@ -79,7 +82,41 @@ def search_plans(text: str, report: Report) -> SearchResult:
             known = _known(progress) if found else None
             report(Update(progress.done, progress.total, progress.doing, known, left_s))
 
-    return search(asked.job, asked.space, name=asked.name, on_progress=on_progress)
+    result = search(asked.job, asked.space, name=asked.name, on_progress=on_progress)
+    for plan in result.pareto:
+        if plan.explanation is None and not result.interrupted:
+            total = result.space.total
+            report(Update(total, total, f"Pareto front: {search_plan_words(plan.plan, plan.software)}", result))
+            job = with_options(asked.job.with_num_devices(plan.num_devices), tuple(plan.software.items()))
+            why = explain_plan(Evaluator(job), plan.plan, (), capacity_bytes(job, asked.space))
+            front = [replace(each, explanation=why) if each is plan else each for each in result.pareto]
+            result = replace(result, pareto=tuple(front))
+    return result
+
+
+def current_plan(text: str, calibrated_at: int, max_memory_fraction: float, options: tuple[str, ...]) -> RankedPlan:
+    """Plan of a scenario as a search shows its plans.
+
+    Args:
+        text, calibrated_at: See ``predicted_step``.
+        max_memory_fraction: Fraction of the device memory that a plan of the search may use.
+        options: Options of the software that the search varies.
+    """
+    prediction, scenario = predicted(text, calibrated_at), parse_scenario(text)
+    job = prediction.job
+    capacity = capacity_bytes(job, SearchSpace(max_memory_fraction=max_memory_fraction))
+    device_bytes, devices = prediction.worst_memory.device_bytes, job.cluster.num_devices
+    samples = 1 if job.model.sample == "image" else job.model.seq_len
+    return RankedPlan(
+        plan=job.plan,
+        num_devices=devices,
+        step_time_s=prediction.step_time_s,
+        device_bytes=device_bytes,
+        headroom_bytes=None if capacity is None else capacity - device_bytes,
+        tokens_per_s_per_device=job.sequences_per_step * samples / prediction.step_time_s / devices,
+        explanation=explain_plan(Evaluator(job, calibration_of(scenario)), job.plan, (), capacity),
+        software={name: getattr(job.software, name) for name in options},
+    )
 
 
 def _known(progress: SearchProgress) -> SearchResult:
@@ -129,20 +166,37 @@ SETTINGS = (*ParallelPlan.model_fields, *SOFTWARE_RANGES)
 """Settings of a plan and searched options of its software, by key of a row."""
 
 _LABEL_CHARS, _CHARS_ACROSS = 44, 120
+_LEAST_RANGE, _MAX_RANGE, _MARGIN = 0.02, 1.0, 0.03
+"""Smallest and largest change at the end of the axis of importance, and the room beyond for half a point."""
 _UNSEARCHED = "fits, not searched"
 _REASONS = {"memory": "needs more memory than a device has"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
 
-def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
-    """One row per plan of a search result: ranked plans first, then the others of the Pareto front.
+def shown_plans(result: SearchResult, current: RankedPlan | None = None) -> list[RankedPlan]:
+    """Plans of a search: ranked ones, the others of the Pareto front, and the current plan unless it is among them."""
+    plans = [*result.ranked, *(plan for plan in result.pareto if plan not in result.ranked)]
+    plans = [plan for place, plan in enumerate(plans) if not any(_is_same(plan, other) for other in plans[:place])]
+    return plans if current is None or any(_is_same(plan, current) for plan in plans) else [*plans, current]
+
+
+def _is_same(one: RankedPlan, other: RankedPlan) -> bool:
+    """True for one plan with the same options of the software; a ranked plan has an explanation before the front."""
+    return one.plan == other.plan and one.software == other.software
+
+
+def plan_rows(result: SearchResult, current: RankedPlan | None = None) -> list[dict[str, Any]]:
+    """One row per plan of ``shown_plans``.
 
     All rows have the same columns. Plan fields that no plan sets are left out.
     """
-    ranked = [(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
-    others = [(None, plan) for plan in result.pareto if plan not in result.ranked]
-    front = [(plan.plan, plan.software) for plan in result.pareto]
-    rows = [_row(rank, plan, result, (plan.plan, plan.software) in front) for rank, plan in [*ranked, *others]]
+    rows = []
+    for place, plan in enumerate(shown_plans(result, current)):
+        rank = place + 1 if place < len(result.ranked) else None
+        on_front = any(_is_same(plan, other) for other in result.pareto)
+        rows.append(
+            _row(rank, plan, result, on_front) | {"is_current": current is not None and _is_same(plan, current)}
+        )
     unset = [key for key in ParallelPlan.model_fields if all(row[key] is None for row in rows)]
     return [{key: value for key, value in row.items() if key not in unset} for row in rows]
 
@@ -167,6 +221,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
         "plan": search_plan_words(plan.plan, plan.software),
         "step_time_s": plan.step_time_s,
         "vs_best": plan.step_time_s / best.step_time_s - 1,
+        "main_difference": main_difference_words(plan, best),
         "device_gib": plan.device_bytes / GIB,
         "memory_verdict": why.memory_verdict if why else None,
         "headroom_gib": None if plan.headroom_bytes is None else plan.headroom_bytes / GIB,
@@ -194,7 +249,7 @@ def plans_figure(
     pinned: Iterable[str] = (),
     selected: str | None = None,
 ) -> Figure:
-    """Plans as points, with the Pareto front of the two axes as a line; pinned and selected plans have a ring.
+    """Plans as points, with the Pareto front of the two axes as a line; current, pinned and selected plans have a ring.
 
     Args:
         rows: Rows from ``plan_rows``.
@@ -213,7 +268,7 @@ def plans_figure(
         return scatter(x=[row[x] for row in rows], y=[row[y] for row in rows], **look)
 
     traces = []
-    front = _front(shown, x, y)
+    front = _front([row for row in shown if row["rank"] is not None or row["on_front"]], x, y)
     if len(front) > 1:
         line = {"color": MUTED, "dash": "dot", "width": 1.5, "shape": "hv"}
         traces.append(trace(front, mode="lines", line=line, name="Pareto front", hoverinfo="skip"))
@@ -228,7 +283,9 @@ def plans_figure(
         name, hovers = f"{COLOURS[colour]}: {value}", [[_hover(row), row["plan"]] for row in points]
         hover = {"customdata": hovers, "hovertemplate": "%{customdata[0]}<extra></extra>"}
         traces.append(trace(points, mode="markers", name=name, marker=marker, **hover))
-    for name, plans, ring in (("pinned", set(pinned), "square-open"), ("selected", {selected}, "circle-open")):
+    current = {row["plan"] for row in shown if row["is_current"]}
+    rings = (("current plan", current, "diamond-open"), ("pinned", {*pinned}, "square-open"))
+    for name, plans, ring in (*rings, ("selected", {selected}, "circle-open")):
         ringed = [row for row in shown if row["plan"] in plans]
         if ringed:
             around = {"symbol": ring, "size": 18, "color": MUTED, "line": {"width": 2}}
@@ -260,7 +317,8 @@ def _colour(row: Mapping[str, Any], colour: str) -> str:
 
 def _hover(row: Mapping[str, Any]) -> str:
     """Known numbers and options of a plan."""
-    title = f"<b>{row['rank']}. {row['plan']}</b>" if row["rank"] else f"<b>{row['plan']}</b>"
+    name = f"{row['rank']}. " if row["rank"] else "Current plan: " if row["is_current"] else ""
+    title = f"<b>{name}{row['plan']}</b>"
     lines = [title.replace(", ", ",<br>", 2)]
     for name, axis in AXES.items():
         value = row.get(name)
@@ -365,7 +423,8 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
     for one in effects:
         spread[one.key] = max(spread[one.key], abs(one.step_time_change))
     ordered = sorted(spread, key=lambda key: -spread[key])
-    labels = _apart(effects)
+    least, most = _drawn_range(effects)
+    labels = _apart(effects, least, most)
     traces = []
     kinds = (("fits", "circle"), (_UNSEARCHED, "circle-open"), ("does not fit", "x"))
     for (name, symbol), colour in zip(kinds, (PLANS[0], PLANS[0], PLANS[1]), strict=True):
@@ -375,10 +434,10 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
         trace = scatter(
             name=name,
             mode="markers+text",
-            x=[100 * one.step_time_change for one in shown],
+            x=[100 * min(one.step_time_change, most) for one in shown],
             y=[one.key for one in shown],
             text=[labels[one] for one in shown],
-            textposition="top center",
+            textposition=["top center" if one.step_time_change <= most else "top left" for one in shown],
             textfont={"size": 10},
             marker={"color": colour, "symbol": symbol, "size": 9},
             customdata=[
@@ -398,9 +457,16 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
         traces,
         height=110 + 40 * len(ordered),
         shapes=[upright(0, {"color": MUTED, "dash": "dot"})],
-        xaxis={"title": "change of the step time, %"},
+        xaxis={"title": "change of the step time, %", "range": [100 * least, 100 * (most + _MARGIN)]},
         yaxis=CATEGORIES | {"categoryorder": "array", "categoryarray": ordered},
     )
+
+
+def _drawn_range(effects: Sequence[SettingEffect]) -> tuple[float, float]:
+    """Ends of the axis, around zero: values that are several times as slow would leave no room for the others."""
+    changes = [one.step_time_change for one in effects]
+    most = min(max(*changes, _LEAST_RANGE), _MAX_RANGE)
+    return min(*changes, 0.0) - 0.1 * most, most
 
 
 def _kind(effect: SettingEffect) -> str:
@@ -408,15 +474,27 @@ def _kind(effect: SettingEffect) -> str:
     return "does not fit" if effect.fits is False else "fits" if effect.searched else _UNSEARCHED
 
 
-def _apart(effects: Sequence[SettingEffect]) -> dict[SettingEffect, str]:
-    """Labels of the points of each row; empty where a label would cover the one before it."""
-    changes = [one.step_time_change for one in effects]
-    per_char = (max(changes) - min(changes)) / _CHARS_ACROSS
+def _apart(effects: Sequence[SettingEffect], least: float, most: float) -> dict[SettingEffect, str]:
+    """Labels of the points of each row; empty where a label would cover the one before it.
+
+    Points at the end of the axis share the label of the slowest, which ends there and names its change.
+
+    Args:
+        effects: All points.
+        least, most: Ends of the axis, as changes of the step time.
+    """
+    per_char = (most + _MARGIN - least) / _CHARS_ACROSS
     labels, ends = dict.fromkeys(effects, ""), dict.fromkeys((one.key for one in effects), -math.inf)
+    rooms: dict[str, float] = {}
+    for one in sorted(effects, key=lambda one: -one.step_time_change):
+        if one.step_time_change > most and one.key not in rooms:
+            labels[one] = f"{written(one.value)} {one.step_time_change:+.0%}"
+            rooms[one.key] = most - per_char * (len(labels[one]) + 1)
     for one in sorted(effects, key=lambda one: one.step_time_change):
         text = written(one.value)
         half = per_char * (len(text) + 1) / 2
-        if one.step_time_change - half >= ends[one.key]:
+        room = rooms.get(one.key, math.inf)
+        if ends[one.key] <= one.step_time_change - half and one.step_time_change + half <= room:
             labels[one], ends[one.key] = text, one.step_time_change + half
     return labels
 

@@ -23,6 +23,7 @@ from simplan.prediction import Prediction, training_run
 from simplan.program.program import Stream
 from simplan.report.search import RESOURCES
 from simplan.report.table import format_ranks
+from simplan.report.text import plan_words
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
 from simplan.units import GIB, format_number
@@ -251,6 +252,51 @@ def scale_rows(
             row["cost"] = run.cost
         rows.append(row)
     return rows
+
+
+def scale_document(
+    scenario: Scenario,
+    axis: str,
+    points: Sequence[ScalePoint],
+    rows: Sequence[Mapping[str, Any]],
+    worths: Sequence[MarginalValue],
+    slow: tuple[float, Sequence[DelayedRank]],
+) -> dict[str, Any]:
+    """All numbers of the page Scale, as a JSON document that ``simplan report`` shows.
+
+    Args:
+        scenario, axis, points: The scenario, key of ``AXES``, and points from ``sweep``.
+        rows: Rows from ``scale_rows``.
+        worths: From ``worth``.
+        slow: Relative increase of the compute time, and what it costs on each rank.
+    """
+    job, by_value = scenario.job, {row["value"]: row for row in rows}
+    unit = "images" if job.model.sample == "image" else "tokens"
+    found = []
+    for point in points:
+        row = by_value.get(point.value)
+        numbers = {key: row[key] for key in ("per_s", "device_gib", "fits", "cost") if key in row} if row else {}
+        interval = [row["low_s"], row["high_s"]] if row else None
+        step_time_s = row["step_time_s"] if row else None
+        times = {"step_time_s": step_time_s, "step_time_interval_s": interval}
+        found.append({"value": point.value, **times, **numbers, "refused": point.refused})
+    slower, ranks = slow
+    return {
+        "schema_version": 1,
+        "kind": "sweep",
+        "name": scenario.name,
+        "words": f"{job.model.name} on {job.cluster.devices_in_words}, {job.software.id}: {plan_words(job.plan)}",
+        "axis": AXES[axis].words(scenario),
+        "rate": f"{unit} per second, all devices",
+        "points": found,
+        "sensitivity": [
+            {"resource": _RESOURCES[one.resource], "step_time_change": one.relative_change} for one in worths
+        ],
+        "slow_ranks": {
+            "slowdown": slower,
+            "ranks": [{"ranks": format_ranks(one.ranks), "step_time_change": one.relative_change} for one in ranks],
+        },
+    }
 
 
 def scale_figures(

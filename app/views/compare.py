@@ -212,7 +212,7 @@ def _difference_sentence(found: Difference, first: str, second: str) -> str:
         escaped(", ".join(difference_words(rows)) or "nothing differs") for rows in (found.time, found.memory)
     )
     return (
-        f"The step of {second} is **{format_time(abs(found.step_time_s))} {longer}** than that of {first} "
+        f"Each step of {second} is **{format_time(abs(found.step_time_s))} {longer}** than that of {first} "
         f"({found.step_time_s / one.step_time_s:+.1%}): {time}. "
         f"{second} uses **{format_bytes(abs(more_bytes))} {larger}** memory on its peak-memory rank: {memory}."
     )

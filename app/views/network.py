@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, download, point_value, show_drawing, show_figure, show_metrics, show_table
+from app.components.elements import (
+    csv_text,
+    download,
+    download_report,
+    point_value,
+    show_drawing,
+    show_figure,
+    show_metrics,
+    show_table,
+)
 from app.components.scenario_form import show_scenario_form
 from app.fields import choice, get, remembered_choice
 from app.figures.network import (
@@ -24,8 +34,10 @@ from app.figures.network import (
     topologies,
 )
 from app.page import bullets, escaped, run_page
-from app.result_cache import awaited
+from app.predictions import prediction_text
+from app.result_cache import awaited, handed_over
 from simplan import catalog
+from simplan.network.load import Network
 from simplan.plan.placement import listed_words
 from simplan.report.drawings.fabric_drawing import rate_words
 from simplan.report.text import links_words
@@ -48,9 +60,14 @@ def show() -> None:
     inputs = result_cache.worker_inputs(document)
     result = awaited("predicting the step and the load of its links", network_result, *inputs)
     _show_top(scenario, result)
-    _show_fabric(scenario, result)
+    _show_fabric(result)
     if result.network is not None:
         _show_load(scenario, result)
+    with st.container(horizontal=True):
+        if result.network is not None:
+            download("Load", f"{scenario.name} load of links", "csv", csv_text(_load_rows(result.network)))
+        download("Fabric", f"{scenario.name} fabric", "svg", result.svg)
+        download_report(f"{scenario.name} network", lambda: [json.loads(handed_over(prediction_text, *inputs))])
     st.subheader("What if", help="Every alternative is a simulation of the step, which takes time on many ranks")
     others = ("topology", "placement") if result.network is None else ("slow link", "placement")
     match remembered_choice("Alternatives", _WHAT_IF, others, None, widget=st.pills, label_visibility="collapsed"):
@@ -131,14 +148,13 @@ def _nodes_words(nodes: Sequence[int]) -> str:
     return f"nodes {listed_words(nodes)}"
 
 
-def _show_fabric(scenario: Scenario, result: NetworkResult) -> None:
+def _show_fabric(result: NetworkResult) -> None:
     drawing = result.drawing
     st.subheader("Fabric", help="Sample of the nodes and the switches above them, as `simplan draw --network` draws it")
     show_drawing("fabric", result.svg, alt=f"Fabric of the cluster: {drawing.words}")
     groups = "; ".join(f"{group.lower} - {group.upper}: {rate_words(group)}" for group in drawing.groups)
     color = "" if result.network is None else " Color of a cable: mean load of its busier direction."
     st.caption(escaped(f"{drawing.words}. Links in each direction: {groups}.{color}"))
-    download("Fabric", f"{scenario.name} fabric", "svg", result.svg)
 
 
 def _show_load(scenario: Scenario, result: NetworkResult) -> None:
@@ -156,7 +172,11 @@ def _show_load(scenario: Scenario, result: NetworkResult) -> None:
     )
     hidden = f" {counted(result.num_hidden, 'more loaded link')} not drawn." if result.num_hidden else ""
     st.caption(f"Links of equal load share a row; a click on a bar shows the cost of a slow link.{hidden}")
-    rows = [
+
+
+def _load_rows(network: Network) -> list[dict[str, Any]]:
+    """Loaded links as table rows."""
+    return [
         {
             "link": load.name,
             "GB/s": load.bytes_per_s / 1e9,
@@ -165,9 +185,8 @@ def _show_load(scenario: Scenario, result: NetworkResult) -> None:
             "delays, s": load.lost_s,
             "communications": "; ".join(part.name for part in load.communications),
         }
-        for load in result.network.links
+        for load in network.links
     ]
-    download("Load", f"{scenario.name} load of links", "csv", csv_text(rows))
 
 
 def _choosable(result: NetworkResult) -> list[str]:

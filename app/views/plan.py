@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,28 +13,36 @@ from streamlit.delta_generator import DeltaGenerator
 
 from app import result_cache, state
 from app.components.elements import csv_text, details, download, download_report, meaning, show_figure, show_table
+from app.components.paste import framework_words, last_read, show_paste
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of, show_numbers, show_verdict
 from app.fields import remembered_choice
 from app.figures.plan import PlanResult, memory_bars, memory_figure, memory_rows, plan_result, waterfall_figure
-from app.fitting import applied, document_text
+from app.figures.plans import SettingEffect, setting_effects, written
+from app.fitting import applied, changed, document_text
 from app.page import bullets, escaped, run_page
 from app.predictions import Headline, headline_of_prediction, idle_memory_words, plan_fixes, prediction_text
 from app.result_cache import awaited, begun, handed_over
 from simplan.errors import SimplanError
+from simplan.job import Job
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
 from simplan.report.text import links_words, microbatch_words, plan_words, split_parts
 from simplan.scenario import Scenario
-from simplan.search.fixes import Fix
+from simplan.search import SearchSpace
 from simplan.units import GIB, counted, format_bytes, format_percent, format_time
 
 _HEAD_START_S = 0.1
 """Delay of the form and figures after the verdict: browsers draw elements that arrive together at one time."""
 
+_MAX_CHANGES = 3
+_NOTICED = 0.001
+"""Smallest fraction of the step time that a change is offered for."""
+
 
 def show() -> None:
-    """Verdict, immediately if a search can evaluate the plan; then the form and the full prediction."""
+    """Box for pasted text; verdict, immediately if a search can evaluate the plan; form and full prediction."""
+    show_paste()
     document = state.document()
     try:
         scenario = result_cache.scenario(document)
@@ -64,7 +73,7 @@ def _show_plan(document: dict[str, Any], scenario: Scenario, inputs: tuple[str, 
         _show_top(top, final, budget, price, _host_words(prediction), over=shown)
     if words := idle_memory_words(prediction):
         st.info(words, icon=":material/search:")
-    fixes_place = st.container()
+    changes_place = st.container()
     left, right = st.columns([3, 2], gap="medium")
     with left:
         _show_memory(prediction)
@@ -80,9 +89,11 @@ def _show_plan(document: dict[str, Any], scenario: Scenario, inputs: tuple[str, 
         rows = memory_rows(memory_bars(prediction.memory))
         download("Memory", f"{scenario.name} memory by rank", "csv", csv_text(rows))
         download("Terms", f"{scenario.name} terms", "csv", csv_text(list(map(_term_row, prediction.terms))))
-    if prediction.fits is False or prediction.host_fits is False:
-        with fixes_place:
-            _show_fixes(document, inputs)
+    with changes_place:
+        if prediction.fits is False or prediction.host_fits is False:
+            _show_fixes(document, inputs, prediction.job)
+        elif last_read() is not None:
+            _show_faster(document, inputs, prediction.job)
 
 
 class _Top(NamedTuple):
@@ -118,28 +129,70 @@ def _show_top(
     )
     if links := links_words(cluster.links):
         place.caption(escaped(f"Links: {links}"))
+    if state.current() == state.START:
+        place.caption(escaped(_start_words(headline)))
     return _Top(banner, numbers)
 
 
-def _show_fixes(document: dict[str, Any], inputs: tuple[str, int]) -> None:
+def _start_words(start: Headline) -> str:
+    """Sentence on the plan of the first page, and on a usual one."""
+    usual = result_cache.headline(state.USUAL)
+    assert usual is not None, "it is no scenario of this machine"
+    faster = usual.step_time_s / start.step_time_s - 1
+    return (
+        f"The best plan that Search finds for this job, {100 * faster:.0f} % faster than {plan_words(usual.job.plan)}."
+    )
+
+
+def _show_fixes(document: dict[str, Any], inputs: tuple[str, int], job: Job) -> None:
     """Smallest changes with which the plan fits, each with a button that makes it."""
     found = awaited("trying changes with which the plan fits", plan_fixes, *inputs)
     st.subheader("Smallest changes that fit", help="Each was predicted; changes of the same devices come first")
     if not found:
         st.markdown("No single change of the plan fits, and no pair of changes. **Search** evaluates all plans.")
     for number, fix in enumerate(found):
-        words, numbers, button = st.columns([5, 4, 1], vertical_alignment="center")
-        words.markdown(escaped(fix.words))
-        numbers.markdown(
+        numbers = (
             f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom"
             f"{f' ({fix.memory_verdict})' if fix.memory_verdict else ''}; "
             f"{format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
         )
-        button.button("Apply", key=f"fix {number}", on_click=_apply, args=(document, fix), width="stretch")
+        words = framework_words(job, fix.job) or fix.words
+        _show_change(f"fix {number}", words, numbers, applied(document, fix.changes))
 
 
-def _apply(document: dict[str, Any], fix: Fix) -> None:
-    state.set_document(applied(document, fix.changes))
+def _show_faster(document: dict[str, Any], inputs: tuple[str, int], job: Job) -> None:
+    """Changes of one setting that make a plan that was read most faster, each with a button that makes it."""
+    limit = SearchSpace().max_memory_fraction
+    effects = awaited("trying changes of one setting", setting_effects, inputs[0], limit)
+    found = _fastest(effects)
+    st.subheader("Changes that make it faster", help="One setting each, predicted; all fit in 95 % of the memory")
+    if not found:
+        st.markdown("No change of one setting of the plan is faster and fits. **Search** evaluates all plans.")
+    for number, effect in enumerate(found):
+        after = changed(document, effect.key, effect.value)
+        words = framework_words(job, result_cache.scenario(after).job) or f"{effect.key}: {written(effect.value)}"
+        numbers = (
+            f"{format_time(effect.step_time_s)} a step ({effect.step_time_change:+.1%}); "
+            f"{format_bytes(effect.device_bytes)} of device memory"
+        )
+        _show_change(f"faster {number}", words, numbers, after)
+
+
+def _fastest(effects: Sequence[SettingEffect]) -> list[SettingEffect]:
+    """The best other value of each setting with which a plan fits and is faster; the fastest settings first."""
+    best: dict[str, SettingEffect] = {}
+    for effect in sorted(effects, key=lambda effect: effect.step_time_s):
+        if effect.fits and effect.searched and effect.step_time_change < -_NOTICED:
+            best.setdefault(effect.key, effect)
+    return [*best.values()][:_MAX_CHANGES]
+
+
+def _show_change(key: str, words: str, numbers: str, document: dict[str, Any]) -> None:
+    """One change, its numbers, and a button that makes it."""
+    left, middle, right = st.columns([5, 4, 1], vertical_alignment="center")
+    left.markdown(escaped(words))
+    middle.markdown(numbers)
+    right.button("Apply", key=key, on_click=state.set_document, args=(document,), width="stretch")
 
 
 def _host_words(prediction: Prediction) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, download, show_figure
+from app.components.elements import csv_text, download, download_report, show_figure
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of
 from app.fields import remembered_choice
 from app.figures.scale import (
     AXES,
+    DelayedRank,
     ScalePoint,
     place_on,
+    scale_document,
     scale_figures,
     scale_rows,
     slow_figure,
@@ -24,6 +29,7 @@ from app.figures.scale import (
 from app.fitting import document_text
 from app.page import bullets, run_page
 from app.result_cache import awaited
+from simplan.io import json_text
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
 
@@ -50,22 +56,27 @@ def show() -> None:
         with right:
             batch = remembered_choice("Global batch size", "batch", list(_BATCH), "same", format_func=_BATCH.get)
     points = awaited("predicting every point", sweep, text, axis, batch == "follows")
-    _show_curves(scenario, axis, points, budget, price)
+    rows = scale_rows(points, budget, price)
+    _show_curves(scenario, axis, points, rows, price)
     one, two = st.columns(2, gap="medium")
     with one:
         st.subheader("Sensitivity", help="Step time with 1 % more of each resource")
-        show_figure(
-            worth_figure(awaited("estimating sensitivities", worth, text)), "sensitivity", alt="Saving by resource"
-        )
+        worths = awaited("estimating sensitivities", worth, text)
+        show_figure(worth_figure(worths), "sensitivity", alt="Saving by resource")
     with two:
-        _show_slow(text)
+        slow = _show_slow(text)
+    document = scale_document(scenario, axis, points, rows, worths, slow)
+    with st.container(horizontal=True):
+        if rows:
+            download("Curve", f"{scenario.name} over {_name(axis)}", "csv", csv_text(rows))
+        download("Numbers", f"{scenario.name} over {_name(axis)}", "json", lambda: json_text(document))
+        download_report(f"{scenario.name} over {_name(axis)}", lambda: [json.loads(json_text(document))])
 
 
 def _show_curves(
-    scenario: Scenario, axis: str, points: tuple[ScalePoint, ...], budget: float, price: float | None
+    scenario: Scenario, axis: str, points: tuple[ScalePoint, ...], rows: list[dict[str, Any]], price: float | None
 ) -> None:
     unit = "images" if scenario.job.model.sample == "image" else "tokens"
-    rows = scale_rows(points, budget, price)
     now = place_on(scenario, axis)
     figures = scale_figures(rows, AXES[axis].words(scenario), now, scenario.job.cluster.largest_memory_bytes, unit=unit)
     for column, (name, figure) in zip(st.columns(len(figures)), figures.items(), strict=True):
@@ -82,11 +93,10 @@ def _show_curves(
     if failed:
         with st.expander(f"{counted(len(failed), 'value')} without a prediction"):
             st.markdown(bullets(f"{format_number(point.value)}: {point.refused}" for point in failed))
-    if rows:
-        download("Curve", f"{scenario.name} over {_name(axis)}", "csv", csv_text(rows))
 
 
-def _show_slow(text: str) -> None:
+def _show_slow(text: str) -> tuple[float, tuple[DelayedRank, ...]]:
+    """Cost of a slow rank; returns the relative increase of its compute time, and the cost on each rank."""
     st.subheader("Slow rank", help="Increase of the step time if one rank computes more slowly")
     percent = remembered_choice("Slowdown", "slower", list(_SLOWER), 10, format_func=_SLOWER.get)
     ranks = awaited("simulating slow ranks", slow_ranks, text, percent / 100)
@@ -95,6 +105,7 @@ def _show_slow(text: str) -> None:
         "One rank of each set of identical ranks is shown: they synchronize at every collective. Slow links are on the "
         "page Network, random jitter is `cluster.jitter` in the YAML. Not modeled: ranks that join or leave."
     )
+    return percent / 100, ranks
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def _is_searched(job: StartedJob) -> bool:
 
 
 def _num_explained(result: SearchResult) -> int:
-    return sum(plan.explanation is not None for plan in result.ranked)
+    return sum(plan.explanation is not None for plan in (*result.ranked, *result.pareto))
 
 
 def _progress(job: StartedJob) -> ProgressBar:
@@ -197,7 +197,7 @@ def _show_found(asked: SearchScenario, job: StartedJob, key: Any, text: str) -> 
 
     def progress() -> ProgressBar:
         words = job.update.doing if job.update is not None else ""
-        return ProgressBar(known / max(1, len(result.ranked)), f"{words}; the ranking is final")
+        return ProgressBar(known / max(1, len(result.ranked) + len(result.pareto)), f"{words}; the ranking is final")
 
     place = st.empty() if is_ended else show_progress(progress())
     show_plans(asked, result)

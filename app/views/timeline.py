@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, download, show_figure
+from app.components.elements import csv_text, download, download_report, show_figure
 from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice, remembered_choices
 from app.figures.gantt import gantt_figure, label_words
 from app.figures.timeline import MAX_BOXES, TimelineResult, timeline_result
 from app.fitting import document_text
 from app.page import escaped, run_page, show_problems
-from app.predictions import trace_text
+from app.predictions import prediction_text, trace_text
 from app.result_cache import awaited, handed_over
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -42,7 +43,7 @@ def show() -> None:
         )
     start, end = _window()
     layers = boxes == "layer"
-    results = _results(document, schedules, layers=layers, start=start, end=end)
+    results, plans = _results(document, schedules, layers=layers, start=start, end=end)
     if not results:
         return
     ranks = [curve.rank for curve in results[0].memory]
@@ -85,6 +86,7 @@ def show() -> None:
             about="One row per drawn box; the trace has all of them",
         )
         download("Scenario", scenario.name, "yaml", document_text(document))
+        download_report(f"{scenario.name} timeline", lambda: _predictions(plans))
 
 
 def _schedules(own: str) -> list[str]:
@@ -102,21 +104,27 @@ def _schedules(own: str) -> list[str]:
 
 def _results(
     document: dict[str, Any], schedules: list[str], *, layers: bool, start: float, end: float
-) -> list[TimelineResult]:
-    """One result per schedule that the plan supports; shows the reason for the others."""
+) -> tuple[list[TimelineResult], list[dict[str, Any]]]:
+    """One result, and its scenario, per schedule that the plan supports; shows the reason for the others."""
     several = len(schedules) > 1
-    results = []
+    results, plans = [], []
     for name in schedules or [""]:
         plan = _with_schedule(document, name) | ({"name": name} if several else {}) if name else document
         try:
             inputs = result_cache.worker_inputs(plan)
             what = f"simulating {name if several else 'the step'}"
             results.append(awaited(what, timeline_result, *inputs, layers=layers, start=start, end=end))
+            plans.append(plan)
         except SpecError as error:
             if not several:
                 raise
             show_problems(error)
-    return results
+    return results, plans
+
+
+def _predictions(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Documents of the predictions of scenarios."""
+    return [json.loads(handed_over(prediction_text, *result_cache.worker_inputs(plan))) for plan in plans]
 
 
 def _with_schedule(document: dict[str, Any], name: str) -> dict[str, Any]:

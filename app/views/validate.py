@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,32 @@ from app.components.elements import (
     csv_text,
     download,
     download_report,
+    is_same_time,
     show_drawing,
     show_figure,
     show_metrics,
     show_table,
 )
+from app.components.paste import forget_log, read_log
 from app.components.progress import ProgressBar, follow, show_progress, stage
 from app.components.published import has_published, show_published
 from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice
 from app.figures.validation import MeasuredResult, measured_result, result_of_files, terms_figure
-from app.fitting import document_text
+from app.fitting import Document, applied, document_text
 from app.jobs.run import Run, may_run, runs
 from app.page import Following, escaped, run_page
 from app.result_cache import awaited
 from simplan.cli.dashboard import is_local
 from simplan.cluster.machine import THIS_MACHINE
+from simplan.document import parse_yaml
 from simplan.errors import SpecError
 from simplan.io import json_text
 from simplan.report.comparison import alone_words, candidate_causes, factor_words
+from simplan.scenario import with_software
 from simplan.units import counted, format_percent, format_time
 from simplan.validate.compare import Comparison
+from simplan.validate.hypotheses import Hypothesis
 from simplan.validate.logged import LoggedComparison
 
 _PARTS = {
@@ -46,6 +52,8 @@ _PARTS = {
 _SOURCES = {"scenario": "current scenario", "file": "uploaded file"}
 _STAGES = ("start", "going")
 _STEPS = (5, 10, 15, 30, 50)
+_EXAMPLE = "1f1b"
+"""Scenario of ``simplan demo`` for a run on this machine."""
 
 Table = list[dict[str, Any]]
 
@@ -85,7 +93,12 @@ def _show_uploaded() -> None:
             prediction = st.file_uploader(
                 "prediction.json", type=["json"], key="prediction file", max_upload_size=limit, help=about
             )
-    if measurement is None or (source == "file" and prediction is None):
+    log = read_log() if measurement is None else None
+    if log is not None:
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.markdown(f"Read on the page Plan: **{escaped(log[0].title)}**", width="content")
+            st.button("Forget it", key="forget log", type="tertiary", on_click=forget_log)
+    elif measurement is None or (source == "file" and prediction is None):
         st.caption(
             "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, drop its log (Megatron-LM, "
             "Megatron Bridge, NeMo, torchtitan, DeepSpeed, Hugging Face Trainer), a trace of torch.profiler or a "
@@ -94,12 +107,15 @@ def _show_uploaded() -> None:
             f"`simplan compare` also reads files of more than {limit} MiB."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
-    if measurement is None:
+    if measurement is not None:
+        name, content = measurement.name, measurement.getvalue()
+    elif log is not None:
+        name, content = log[0].file, log[1]
+    else:
         return
-    name, content = measurement.name, measurement.getvalue()
     if source == "scenario":
         inputs = result_cache.worker_inputs(state.document())
-        show_result(awaited("comparing", measured_result, *inputs, name, content))
+        show_result(awaited("comparing", measured_result, *inputs, name, content), state.document())
     elif predicted is not None:
         show_result(result_of_files(predicted, uploads.measured_of(name, content)))
 
@@ -117,12 +133,17 @@ def _show_run() -> Following | None:
 
 
 def _show_start() -> None:
-    scenario = result_cache.scenario(state.document())
+    try:
+        scenario = result_cache.scenario(state.document())
+    except SpecError:
+        _show_example()
+        raise
     if scenario.job.cluster.id != THIS_MACHINE:
         st.info(
             f"The scenario is for **{escaped(scenario.job.cluster.id)}**. To run the plan here, choose *this-machine* "
-            "as nodes in the sidebar, and a small model."
+            "as nodes in the sidebar, and a small model; or take the example."
         )
+        _show_example()
     elif not may_run():
         st.info(
             "Other machines reach this server, so pages may not start runs. Allow them with "
@@ -138,6 +159,20 @@ def _show_start() -> None:
         if st.button("Run here", type="primary", icon=":material/play_arrow:", key="start run"):
             runs().start(document_text(state.document()), scenario.name, steps)
             st.rerun()
+
+
+def _show_example() -> None:
+    """Button that replaces the scenario by one that this machine runs in a minute."""
+    about = "A GPT of 8 layers in a pipeline of two ranks, one of the scenarios of `simplan demo`"
+    label, icon = "Small example for this machine", ":material/computer:"
+    st.button(label, icon=icon, key="small example", help=about, on_click=lambda: state.set_document(small_example()))
+
+
+def small_example() -> Document:
+    """Scenario that this machine runs in a minute."""
+    file = resources.files("simplan").joinpath("data", "demo", f"{_EXAMPLE}.yaml")
+    document: Document = parse_yaml(file.read_text(encoding="utf-8"), file.name).data
+    return document
 
 
 def _watch(run: Run) -> Following:
@@ -185,25 +220,29 @@ def _without_folders(text: str) -> str:
     return text
 
 
-def show_result(result: MeasuredResult | LoggedComparison) -> None:
-    """Prediction next to a measurement or to the values of a log."""
+def show_result(result: MeasuredResult | LoggedComparison, document: Document | None = None) -> None:
+    """Prediction next to a measurement or to the values of a log.
+
+    Args:
+        result: The comparison.
+        document: Scenario of the session, if the prediction is of it; None for another prediction.
+    """
     if isinstance(result, LoggedComparison):
-        _show_logged(result)
+        _show_logged(result, document)
     else:
         _show_measured(result)
 
 
-def _show_logged(comparison: LoggedComparison) -> None:
+def _show_logged(comparison: LoggedComparison, document: Document | None) -> None:
     """The error, the changes and the terms that could explain it."""
     if comparison.interval_holds is not None:
+        _show_summary(comparison)
         median_of = f"Median of {counted(comparison.num_steps, 'steady step')}"
         show_metrics(_metrics(comparison, comparison.interval_s, median_of))
     show_figure(terms_figure(comparison.rows), "errors", alt="Errors next to the spread of the steps")
     tables: dict[str, Table] = {}
     if comparison.hypotheses is not None:
-        st.subheader("Possible explanations", help="The job predicted again with one change each")
-        if not comparison.hypotheses:
-            st.caption("No single change that was tried brings the prediction closer to the log.")
+        _show_hypotheses(comparison.hypotheses, document)
         tables["Hypotheses"] = [
             {"change": each.change, "step, ms": each.step_time_s * 1e3}
             | ({} if each.step_error is None else {"step error, %": 100 * each.step_error})
@@ -211,7 +250,6 @@ def _show_logged(comparison: LoggedComparison) -> None:
             | {"explains it": "yes" if each.explains else ""}
             for each in comparison.hypotheses
         ]
-        _show_rows(tables["Hypotheses"])
     if comparison.memory_terms:
         about = "Factor of one category alone that would explain the logged peak"
         st.subheader("Memory by category", help=about)
@@ -238,9 +276,66 @@ def _show_logged(comparison: LoggedComparison) -> None:
     _show_downloads(comparison, tables)
 
 
+def _show_hypotheses(found: Sequence[Hypothesis], document: Document | None) -> None:
+    """Changes of the job that could explain the log, likeliest first, with buttons that make them in the scenario."""
+    st.subheader("Possible explanations", help="The job predicted again with one change each, the likeliest first")
+    if not found:
+        st.caption("No single change that was tried brings the prediction closer to the log.")
+    for each in found:
+        words, numbers, button = st.columns([5, 5, 1], vertical_alignment="center")
+        words.markdown(escaped(each.change) + (" **explains it**" if each.explains else ""))
+        numbers.markdown(_with_change(each))
+        if document is not None and each.settings:
+            then = with_settings(document, each.settings)
+            button.button("Apply", key=f"explanation {each.change}", on_click=state.set_document, args=(then,))
+
+
+def _with_change(hypothesis: Hypothesis) -> str:
+    """The run beside the prediction with a change."""
+    parts = []
+    if hypothesis.step_error is not None:
+        measured_s = hypothesis.step_time_s / (1 + hypothesis.step_error)
+        parts.append(f"{format_time(hypothesis.step_time_s)} a step: {run_words(hypothesis.step_time_s, measured_s)}")
+    if hypothesis.peak_gib is not None and hypothesis.peak_error is not None:
+        parts.append(
+            f"peak of {hypothesis.peak_gib:.2f} GiB, measured {hypothesis.peak_gib / (1 + hypothesis.peak_error):.2f}"
+        )
+    return "; ".join(parts)
+
+
+def with_settings(document: Document, settings: Mapping[str, Any]) -> Document:
+    """The scenario with new values by key, as ``Hypothesis.settings`` has them."""
+    section = "software."
+    options = {key.removeprefix(section): value for key, value in settings.items() if key.startswith(section)}
+    others = {key: value for key, value in settings.items() if not key.startswith(section)}
+    return with_software(applied(document, others), options)
+
+
+def run_words(predicted_s: float, measured_s: float) -> str:
+    """``your run is 12.6 % slower than predicted``."""
+    if is_same_time(measured_s, predicted_s):
+        return "your run is as predicted"
+    longer = measured_s / predicted_s - 1
+    return f"your run is {format_percent(abs(longer))} {'slower' if longer > 0 else 'faster'} than predicted"
+
+
+def _show_summary(found: Comparison | LoggedComparison) -> None:
+    """The main result in one sentence."""
+    step = found.rows[0]
+    words = run_words(step.predicted, step.measured)
+    sentence = f"**{words[:1].upper()}{words[1:]}**"
+    tried = found.hypotheses if isinstance(found, LoggedComparison) else None
+    if found.interval_holds:
+        sentence += ", within the 90 % interval"
+    elif tried and tried[0].explains:
+        sentence += f"; this explains it: {escaped(tried[0].change)}"
+    st.info(f"{sentence}.", icon=":material/straighten:")
+
+
 def _show_measured(result: MeasuredResult) -> None:
     """Errors by term, both steps, and the terms that sum to the error."""
     comparison = result.comparison
+    _show_summary(comparison)
     actions = "as predicted" if comparison.structure_equal else "differ"
     unexplained = format_time(abs(comparison.unexplained_s))
     show_metrics(

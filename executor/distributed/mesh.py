@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from executor.profiling.recorder import Recorder
-from simplan.plan.plan import RankMapping
+from simplan.plan.plan import GroupKind, RankMapping
 from simplan.plan.shard import Shard
 from simplan.program.action import Action
 from simplan.program.tables.complete import stage_to_rank
@@ -149,31 +149,33 @@ class ParallelDims:
         first, last = placement[0], placement[max(placement)]
 
         def ends(other: int) -> tuple[int, ...]:
-            pipeline = mapping.pp_group(other)
+            pipeline = mapping.group("pp", other)
             return pipeline[first], pipeline[last]
 
-        peers = partial(_peers, mapping.world_size, rank, recorder, alone)
+        def peers(kind: GroupKind, wanted: bool = True) -> Peers:
+            return _peers(mapping.world_size, rank, recorder, alone, partial(mapping.group, kind), wanted)
+
         sharded_experts = plan.expert_shards > 1
-        tp = peers(mapping.tp_group)
-        fsdp = peers(mapping.shard_group, plan.shards_parameters or plan.shards_optimizer_only)
-        replicate = peers(mapping.replicate_group, plan.shards_parameters)
+        tp = peers("tp")
+        fsdp = peers("shard", plan.shards_parameters or plan.shards_optimizer_only)
+        replicate = peers("replicate", plan.shards_parameters)
         axes = {"replicate": replicate, "shard": fsdp if plan.shards_parameters else Peers(), "tp": tp}
         dp_mesh, tp_mesh = _split_mesh(axes, rank, device_type)
         return cls(
             plan.shard,
-            pp=peers(mapping.pp_group),
-            dp=peers(mapping.dp_group, not plan.shards_parameters),
+            pp=peers("pp"),
+            dp=peers("dp", not plan.shards_parameters),
             fsdp=fsdp,
             replicate=replicate,
             dp_mesh=dp_mesh,
-            cp=peers(mapping.cp_group).meshed("cp", device_type),
+            cp=peers("cp").meshed("cp", device_type),
             tp=replace(tp, mesh=tp_mesh),
-            ep=peers(mapping.ep_group).meshed("ep", device_type),
+            ep=peers("ep").meshed("ep", device_type),
             experts=peers(
-                mapping.expert_shard_group if sharded_experts else mapping.expert_group,
+                "expert_shard" if sharded_experts else "expert",
                 job.model.num_experts > 0 and plan.shard.experts_apart,
             ),
-            tied=peers(ends, job.model.tied_embeddings and first != last),
+            tied=_peers(mapping.world_size, rank, recorder, alone, ends, job.model.tied_embeddings and first != last),
             alone=alone,
         )
 

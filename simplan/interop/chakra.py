@@ -25,8 +25,9 @@ from simplan.interop.writing import Exported, refuse_mixed
 from simplan.job import Job
 from simplan.model.layer import Attention, CollectiveKind, Gemm
 from simplan.plan.plan import RankMapping
+from simplan.predict.background import background_steps
 from simplan.predict.build import assign_layers, cost_model, folding_of, table_of
-from simplan.predict.simulated import Simulated, simulate_program
+from simplan.predict.simulated import Simulated, StepContext, simulate_program
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Communication, HostCalls, HostCopy, HostWait, LayerWork, Op, Phase, Work
 from simplan.rules import check_job
@@ -43,8 +44,6 @@ _COLLECTIVES = {  # CollectiveCommType
     CollectiveKind.ALL_TO_ALL: 6,
     CollectiveKind.REDUCE_SCATTER: 7,
 }
-_KINDS = ("ep", "tp", "cp", "shard", "replicate", "dp", "pp", "expert", "expert_shard", "etp")
-"""Groups of ``RankMapping``, by their names, in the order in which a group of ranks is recognized."""
 
 
 @dataclass(slots=True)
@@ -66,28 +65,7 @@ class _Groups:
 
     def of(self, rank: int, simulated: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks with which a rank communicates as its simulated rank does with others, in the same order."""
-        if rank == simulated:
-            return ranks
-        for name in _KINDS:
-            group = getattr(self.mapping, f"{name}_group")
-            theirs = group(simulated)
-            if len(theirs) == len(ranks) and set(theirs) == set(ranks):
-                own = dict(zip(theirs, group(rank), strict=True))
-                return tuple(own[each] for each in ranks)
-        here, there = self.mapping.place(rank), self.mapping.place(simulated)
-        places = [self.mapping.place(each) for each in ranks]
-        return tuple(
-            self.mapping.rank(
-                here._replace(
-                    **{
-                        axis: getattr(place, axis)
-                        for axis in here._fields
-                        if any(getattr(other, axis) != getattr(there, axis) for other in places)
-                    }
-                )
-            )
-            for place in places
-        )
+        return ranks if rank == simulated else self.mapping.like(ranks, simulated, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +135,7 @@ def export(job: Job, name: str) -> Exported:
     program = lower(job, assignment, table, Lowering(2, folding_of(job), True, host_waits=host_waits))
     if len(program) > _MAX_OPERATIONS:
         _refuse(job, len(program))
-    simulated = simulate_program(program, cost, job.cluster, job.plan)
+    simulated = simulate_program(program, cost, StepContext.of(job, background_steps(job.cluster)))
     mapping = RankMapping.of(job.plan)
     width = int(job.software.state(job.training, job.plan).activation)
     parts = {rank: _parts_of_rank(simulated, rank, width) for rank in program.ranks}

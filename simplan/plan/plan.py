@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -339,7 +340,42 @@ class Place(NamedTuple):
     tp: int = 0
 
 
+GroupKind = Literal["tp", "cp", "shard", "replicate", "dp", "ep", "etp", "expert", "expert_shard", "pp", "ends", "send"]
+"""Kinds of groups: those of ``GROUP_AXES``, both ends of a pipeline, and the two ranks of a transfer between stages."""
+
+_EXPERT_AXES = ("pp", "replica", "same_experts", "ep", "etp")
+
+GROUP_AXES: Mapping[GroupKind, tuple[str, ...]] = MappingProxyType(
+    {
+        "tp": ("tp",),
+        "cp": ("cp",),
+        "shard": ("dp_shard", "cp"),
+        "replicate": ("dp_replicate",),
+        "dp": ("dp_replicate", "dp_shard", "cp"),
+        "ep": ("ep",),
+        "etp": ("etp",),
+        "expert": ("replica", "same_experts"),
+        "expert_shard": ("same_experts",),
+        "pp": ("pp",),
+    }
+)
+"""The one table of groups: axes of the mesh along which the ranks of a group differ.
+
+- ``tp``: ranks that split the same layers; ``cp``: the same sequences; ``etp``: the same experts.
+- ``shard``: ranks over which FSDP and ZeRO shard; with context-parallel ranks, as in torchtitan.
+- ``replicate``: ranks that hold the same shard.
+- ``dp``: ranks that average their gradients: they hold equal parts of the same stages and process different tokens.
+- ``ep``: ranks of the expert all-to-all, each with different experts.
+- ``expert``: ranks that sum the gradients of the same experts; ``expert_shard``: those of one replica, over which FSDP
+  shards experts.
+- ``pp``: ranks of a pipeline, first stage first.
+"""
+
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+STAGE_GROUPS: tuple[GroupKind, ...] = tuple(kind for kind in GROUP_AXES if kind != "pp")
+"""Kinds of groups within a stage."""
+LAYER_AXES: tuple[GroupKind, ...] = ("tp", "cp", "ep", "etp")
+"""Kinds of the groups of collectives inside layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,73 +436,62 @@ class RankMapping:
         pp, dp_replicate = divmod(rank, self.dp_replicate)
         return Place(pp, dp_replicate, dp_shard, cp, tp)
 
-    def group(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """Ranks that differ from ``rank`` along given axes only, ascending."""
-        return _group(self, self.rank(self.place(rank)._replace(**dict.fromkeys(axes, 0))), axes)
-
-    def pp_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks of the rank's pipeline, first stage first."""
-        return self.group(rank, "pp")
-
-    def dp_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that average their gradients: they hold equal parts of the same stages and process different tokens."""
-        return self.group(rank, "dp_replicate", "dp_shard", "cp")
-
-    def shard_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks over which FSDP and ZeRO shard; this includes context-parallel ranks, as in torchtitan."""
-        return self.group(rank, "dp_shard", "cp")
-
-    def replicate_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold the same shard."""
-        return self.group(rank, "dp_replicate")
-
-    def tp_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that split the same layers."""
-        return self.group(rank, "tp")
-
-    def cp_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that split the same sequences."""
-        return self.group(rank, "cp")
-
-    def etp_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that split the same experts."""
-        first = rank - rank % self.etp
-        return tuple(range(first, first + self.etp))
-
-    def ep_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks of the expert all-to-all: each holds different experts."""
-        size = self.ep * self.etp
-        first = rank - rank % self.ranks_per_stage % size
-        return tuple(range(first + rank % self.etp, first + size, self.etp))
-
-    def expert_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that sum the gradients of the same experts: they process different tokens."""
-        width, size = self.ranks_per_stage, self.ep * self.etp
-        first = rank - rank % width
-        return tuple(range(first + rank % width % size, first + width, size))
-
-    def expert_shard_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks over which FSDP shards experts: the ranks of ``expert_group`` in one replica."""
-        replica, size = self.dp_shard * self.cp * self.tp, self.ep * self.etp
-        first = rank - rank % replica
-        return tuple(range(first + rank % replica % size, first + replica, size)) if replica % size == 0 else (rank,)
-
     @property
-    def group_kinds(self) -> tuple[Callable[[int], tuple[int, ...]], ...]:
-        """Functions from a rank to its groups within a stage, one for every kind of group."""
-        return (self.tp_group, self.shard_group, self.replicate_group, self.cp_group, self.dp_group, self.ep_group,
-                self.etp_group, self.expert_group, self.expert_shard_group)  # fmt: skip
+    def experts(self) -> tuple[int, int, int, int, int]:
+        """Mesh of the ranks by the experts that they hold: ``_EXPERT_AXES``, outermost first."""
+        replica, size = self.dp_shard * self.cp * self.tp, self.ep * self.etp
+        if replica % size:  # experts are spread over several replicas
+            return self.pp, self.ranks_per_stage // size, 1, self.ep, self.etp
+        return self.pp, self.dp_replicate, replica // size, self.ep, self.etp
 
-    def layer_collective_groups(self, rank: int) -> dict[str, tuple[int, ...]]:
+    def group(self, kind: GroupKind, rank: int) -> RankGroup:
+        """Ranks of a rank's group of one kind, ascending."""
+        sizes, varies = mesh_of(self, kind)
+        first, rest, stride = 0, rank, 1
+        for size, free in zip(reversed(sizes), reversed(varies), strict=True):
+            rest, place = divmod(rest, size)
+            first += 0 if free else place * stride
+            stride *= size
+        return _group(sizes, varies, first, kind)
+
+    def like(self, group: tuple[int, ...], rank: int, other: int) -> RankGroup:
+        """Group in which another rank communicates as ``rank`` does in ``group``, in the same order of its members.
+
+        The members may be ranks that stand for others, if both ranks have the same place in their stages.
+        """
+        assert isinstance(group, RankGroup), "groups of a Program have a kind"
+        across = other % self.ranks_per_stage - rank % self.ranks_per_stage
+        if group.kind in ("pp", "ends"):
+            return RankGroup.of(group.kind, (member + across for member in group))
+        if group.kind == "send" or not across:
+            return RankGroup.of(group.kind, (member + other - rank for member in group))
+        theirs, own = self.group(group.kind, rank), self.group(group.kind, other)
+        if theirs == group:
+            return own
+        place = dict(zip(theirs, own, strict=True))  # a broadcast lists its root first
+        return RankGroup.of(group.kind, (place[member] for member in group))
+
+    def layer_collective_groups(self, rank: int) -> dict[str, RankGroup]:
         """Ranks of the collectives inside layers, by the axis of ``LayerCollective``."""
-        groups = {"tp": self.tp_group, "cp": self.cp_group, "ep": self.ep_group, "etp": self.etp_group}
-        return {axis: group(rank) for axis, group in groups.items()}
+        return {axis: self.group(axis, rank) for axis in LAYER_AXES}
 
 
 class RankGroup(tuple[int, ...]):
-    """Ranks of a group. The hash is found once: groups of all ranks of a large job are in keys of lookup tables."""
+    """Ranks that communicate, and the kind of their group.
 
+    The hash is found once: groups of all ranks of a large job are in keys of lookup tables. Groups of equal ranks are
+    equal, of whatever kind.
+    """
+
+    kind: GroupKind
     _hash: int
+
+    @classmethod
+    def of(cls, kind: GroupKind, ranks: Iterable[int]) -> RankGroup:
+        """Group of a kind, with its members in this order."""
+        group = cls(ranks)
+        group.kind = kind
+        return group
 
     def __hash__(self) -> int:
         """Hash of the tuple."""
@@ -477,12 +502,25 @@ class RankGroup(tuple[int, ...]):
             return self._hash
 
 
+_Sizes = tuple[int, ...]
+_Varies = tuple[bool, ...]
+
+
+@lru_cache(maxsize=256)
+def mesh_of(mapping: RankMapping, kind: GroupKind) -> tuple[_Sizes, _Varies]:
+    """Sizes of the mesh that has the groups of a kind, outermost axis first, and the axes along which they vary."""
+    axes = GROUP_AXES[kind]
+    names = Place._fields if set(axes) <= set(Place._fields) else _EXPERT_AXES
+    sizes = mapping.sizes if names is Place._fields else mapping.experts
+    return tuple(sizes), tuple(name in axes for name in names)
+
+
 @lru_cache(maxsize=32)
-def _group(mapping: RankMapping, first: int, axes: tuple[Axis, ...]) -> RankGroup:
-    """Ranks that differ along given axes from a rank that is the first along them, ascending."""
+def _group(sizes: _Sizes, varies: _Varies, first: int, kind: GroupKind) -> RankGroup:
+    """Ranks that differ along some axes from a rank that is the first along them, ascending."""
     ranks, stride = [first], 1
-    for axis, size in zip(reversed(Place._fields), reversed(mapping.sizes), strict=True):
-        if axis in axes:
+    for size, free in zip(reversed(sizes), reversed(varies), strict=True):
+        if free:
             ranks = [rank + index * stride for index in range(size) for rank in ranks]
         stride *= size
-    return RankGroup(ranks)
+    return RankGroup.of(kind, ranks)

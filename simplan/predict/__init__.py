@@ -4,13 +4,14 @@ from simplan.predict.build import build_program, cost_model, folding_of, run_dty
 from simplan.predict.evaluate import predict, predict_step
 from simplan.predict.memory import rank_memory
 from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
-from simplan.predict.simulated import Simulated, simulate_program
+from simplan.predict.simulated import Simulated, StepContext, simulate_program
 from simplan.predict.sweep import sweep
 
 __all__ = [
     "MarginalValue",
     "Resource",
     "Simulated",
+    "StepContext",
     "build_program",
     "cost_model",
     "folding_of",

@@ -1,43 +1,23 @@
-"""Steps of background jobs: Programs and durations without contention, and their nodes."""
+"""Background jobs of a cluster: each as a step of all its ranks, simulated alone."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from simplan.cluster.background import BackgroundJob
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.program_costs import ProgramCosts
-from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.job import Job, background_job
+from simplan.errors import SpecError
+from simplan.job import background_job
 from simplan.plan.plan import RankMapping
 from simplan.predict.build import collectives_of_layers_leave_nodes, expands_all
 from simplan.predict.truncated import Extent, TruncatedStep
 from simplan.program.folding import unfolded
-from simplan.program.program import Program
 from simplan.program.size import refuse_many_actions
 
-_MAX_OPERATIONS = 2_000_000
-"""Operations of background jobs that are simulated in one step."""
-
-
-@dataclass(frozen=True, eq=False)
-class BackgroundStep:
-    """One step of a background job, of all its ranks.
-
-    Attributes:
-        field: Field of the scenario, e.g. ``cluster.background.0``.
-        background: Its entry in ``ClusterSpec.background``.
-        job: The job, on a cluster of its own nodes.
-        program, program_costs: Its Program, with durations on links that nothing else uses.
-    """
-
-    field: str
-    background: BackgroundJob
-    job: Job
-    program: Program
-    program_costs: ProgramCosts
+if TYPE_CHECKING:
+    from simplan.network.background import BackgroundStep
 
 
 @lru_cache(maxsize=8)
@@ -51,6 +31,8 @@ def background_steps(cluster: ClusterSpec) -> tuple[BackgroundStep, ...]:
 
 
 def _step_of(cluster: ClusterSpec, background: BackgroundJob, field: str) -> BackgroundStep:
+    from simplan.network.background import BackgroundStep  # predictions without a topology load no network
+
     job = background_job(cluster, background)
     folding, whole = unfolded(RankMapping.of(job.plan)), job.num_microbatches
     try:
@@ -60,21 +42,3 @@ def _step_of(cluster: ClusterSpec, background: BackgroundJob, field: str) -> Bac
     expand_all = collectives_of_layers_leave_nodes(job) or expands_all(job, folding, whole)
     simulated = TruncatedStep(job, Extent(whole, 0, whole), None, 2, folding, expand_all).simulated[0]
     return BackgroundStep(field, background, job, simulated.program, simulated.program_costs)
-
-
-def refuse_too_many_steps(step: BackgroundStep, alone_s: float, predicted_s: float) -> None:
-    """Refuses a background job whose steps would take too long to simulate.
-
-    Args:
-        alone_s: Seconds of its step alone.
-        predicted_s: Seconds of the predicted step without other jobs.
-
-    Raises:
-        NotModelledError: Its steps have too many operations.
-    """
-    number = math.ceil((predicted_s + step.background.offset_s % alone_s) / alone_s)
-    if number > 1 and number * len(step.program) > _MAX_OPERATIONS:
-        rule = f"has {number:,} steps of {len(step.program):,} operations in one step of this job; at most "
-        rule += f"{_MAX_OPERATIONS:,} operations are simulated"
-        fix = "use constant traffic with its mean rate: {from: node0, to: node1, gbit: 100}"
-        raise NotModelledError(Problem(field=step.field, rule=rule, fix=fix))

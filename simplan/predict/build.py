@@ -138,7 +138,7 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     placement = job.placement
     if contended is not None and placement is not None and isinstance(placement.order[0], int):
         return unfolded(mapping)
-    slow = tuple(slowdowns(cluster, plan).items())
+    slow = tuple(slowdowns(cluster, plan).items()) if cluster.stragglers else ()
     nodes = tuple(group.num_nodes for group in cluster.node_groups)
     return _kept_folding(mapping, placement, cluster.devices_per_node, shards, contended, slow, nodes, _sizes(plan))
 
@@ -272,7 +272,15 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
     num_microbatches = job.num_microbatches if state.linear is not None else 1
     precision, update = training.precision, training.update
     return _kept_cost(
-        job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches, plan.collectives
+        job.cluster,
+        precision,
+        state,
+        update,
+        software,
+        plan.shards_parameters,
+        num_microbatches,
+        plan.collectives,
+        updates_on_host=plan.offload_optimizer,
     )
 
 
@@ -292,6 +300,8 @@ def _kept_cost(
     shards_parameters: bool,
     num_microbatches: int,
     collectives: Collectives | None,
+    *,
+    updates_on_host: bool,
 ) -> AnalyticCost:
     """Cached cost model with its estimates: plans of a search share most of them."""
     kernels = kernel_cost(
@@ -303,7 +313,7 @@ def _kept_cost(
         num_devices=cluster.num_devices,
         shards_parameters=shards_parameters,
         num_microbatches=num_microbatches,
-        host_bytes_per_s=host_memory_rate(cluster),
+        host_bytes_per_s=host_memory_rate(cluster) if updates_on_host else None,
     )
     return AnalyticCost(cluster, kernels, software.rates, collectives)
 
@@ -360,7 +370,7 @@ def assign_layers(job: Job, cost: CostModel, max_blocks: Sequence[int] | None = 
     given = given_stage_layers(job)
     if given is not None:
         return assign_stage_layers(given, model.num_last_layers)
-    ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages)
+    ranks = stage_ranks(plan.schedule, plan.pp, plan.num_stages) if plan.pp > 1 else None
     if len(set(job.stage_groups)) > 1:
         times_s = [_slowest_times_s(job, cost, groups) for groups in job.stage_groups]
         of_stages = ranks or range(plan.num_stages)
@@ -431,7 +441,7 @@ def _stage_times(job: Job, assignment: StageAssignment, cost: CostModel) -> tupl
     table = complete_table(one_f_one_b(PipelineShape(plan.pp, 1)))  # any: only its placement matters
     stages = Stages(job, assignment, table)
     scripts = Scripts(stages)
-    groups = {"tp": stages.mapping.tp_group(0), "cp": stages.mapping.cp_group(0)}
+    groups = {"tp": stages.mapping.group("tp", 0), "cp": stages.mapping.group("cp", 0)}
 
     def seconds(stage: int, phase: Phase) -> float:
         script = scripts.merged(stage, phase)

@@ -21,6 +21,7 @@ from simplan.cost.communication.collectives import algorithm_of
 from simplan.cost.communication.route import route_of
 from simplan.cost.program_costs import ProgramCosts
 from simplan.model.layer import CollectiveKind
+from simplan.network.background import BackgroundStep, refuse_too_many_steps
 from simplan.network.build import fabric_of
 from simplan.network.detours import on_detours, splits_of
 from simplan.network.fabric import Fabric
@@ -39,7 +40,6 @@ from simplan.network.usage import (
 )
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
-from simplan.predict.background import background_steps, refuse_too_many_steps
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import compile_program, leaders_of
 from simplan.sim.contended import contended_times
@@ -240,6 +240,7 @@ def apply_contention(
     cluster: ClusterSpec,
     plan: ParallelPlan,
     sharing: CoreUse | None,
+    background: Sequence[BackgroundStep] = (),
     progress: Progress | None = None,
 ) -> tuple[ProgramCosts, Contention]:
     """Lengthen the communications of a Program that share links with others, or cross long distances.
@@ -249,6 +250,7 @@ def apply_contention(
         cluster: Cluster with a topology.
         plan: Plan of the Program.
         sharing, progress: See ``simulate``.
+        background: Steps of background jobs, on the same links.
 
     Returns:
         Costs with longer durations and deviations, and the load of the links.
@@ -256,14 +258,14 @@ def apply_contention(
     fabric = fabric_of(cluster)
     own = _ProgramUsages(program, program_costs, Usages(cluster, fabric), plan, cluster.fabric_nodes).of_ops()
     alone_s = own.alone_s(program, program_costs)
-    steps, constant = background_steps(cluster), [*flows_of_other_jobs(cluster, fabric)]
+    constant = [*flows_of_other_jobs(cluster, fabric)]
     others = [
         _ProgramUsages(
             step.program, step.program_costs, Usages(step.job.cluster, fabric), step.job.plan, step.background.nodes
         ).of_ops()
-        for step in steps
+        for step in background
     ]
-    programs = [program, *(step.program for step in steps)]
+    programs = [program, *(step.program for step in background)]
     (own, *others), flows = _routed(programs, [own, *others], [flow for _, flow in constant], fabric)
     use, numbers = _link_use(programs, [own, *others], flows, cluster, fabric)
     if use.flaps:
@@ -274,7 +276,7 @@ def apply_contention(
         times, without_s = realize(quiet, None, ())
         step_s = times.step_time_s
     repeated, other_jobs_alone_s = [], []
-    for step, each, usage in zip(steps, others, numbers[1:], strict=True):
+    for step, each, usage in zip(background, others, numbers[1:], strict=True):
         seconds, crosses = each.alone_s(step.program, step.program_costs), np.diff(use.first)[usage] > 0
         links = replace(quiet, usage=np.where((usage >= 0) & crosses, usage, -1).astype(np.int32))
         other_s = simulate(step.program, seconds, None, links).step_time_s
@@ -292,12 +294,12 @@ def apply_contention(
         without_background_s=without_s,
     )
     usages, names = [*own.usages], [*own.names]
-    for step, each in zip(steps, others, strict=True):
+    for step, each in zip(background, others, strict=True):
         usages += each.usages
         names += [f"{step.background.name}: {name}" for name in each.names]
     repetitions = times.repetitions or Repetitions.none()
     num_flows, step_time_s = len(constant), times.step_time_s
-    pairs = zip(steps, other_jobs_alone_s, repetitions.step_times_s, strict=True)
+    pairs = zip(background, other_jobs_alone_s, repetitions.step_times_s, strict=True)
     return costs, Contention(
         fabric=fabric,
         usages=[*usages, *flows],
@@ -558,21 +560,7 @@ class _ProgramUsages:
         if len(alike) == 1:
             yield ranks
             return
-        width = self.mapping.ranks_per_stage
-        if len({member % width for member in ranks}) == 1:  # along the pipeline, as sends
-            yield from (tuple(member - rank + other for member in ranks) for other in alike)
-            return
-        axes = self._axes(ranks, rank)
-        order = [axes(rank).index(member) for member in ranks]  # a broadcast lists its root first
-        for group in dict.fromkeys(map(axes, alike)):
-            yield tuple(group[place] for place in order)
-
-    def _axes(self, ranks: _Group, rank: int) -> Callable[[int], _Group]:
-        """Function from a rank to its group along the axes of a given group."""
-        for group_of in self.mapping.group_kinds:
-            if set(group_of(rank)) == set(ranks):
-                return group_of
-        raise AssertionError(f"a group along no axes: {ranks}")
+        yield from dict.fromkeys(self.mapping.like(ranks, rank, other) for other in alike)
 
 
 def network_of(

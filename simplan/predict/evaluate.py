@@ -22,6 +22,7 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.plan.schedules import is_custom_schedule
 from simplan.predict.assumptions import assumptions, buffer_assumption
+from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
@@ -72,14 +73,16 @@ def predict_step(
         progress: Called with the number of ended and of all communications while links are simulated.
     """
     check_job(job)
-    job = balanced(job, calibration)
+    if job.plan.microbatch_sizes == "balanced":
+        job = balanced(job, calibration)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding = folding_of(job)
     extent = predicted_extent(job, folding)
     refuse_many_actions(job, len(folding.ranks), extent.simulated)
     expand_all = expands_all(job, folding, extent.simulated)
-    step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, progress)
-    if is_custom_schedule(plan.schedule):
+    background = background_steps(cluster) if cluster.background else ()
+    step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, background, progress)
+    if plan.pp > 1 and is_custom_schedule(plan.schedule):
         with locating(plan.schedule):
             for table in step.tables:
                 check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
@@ -239,8 +242,8 @@ def recomputed_share(job: Job, assignment: StageAssignment) -> float:
         mode = recompute_of(layer, plan, assignment.place(number))
         key = (layer.key, mode, (number - 1) % 2)  # selective_layer has two kinds of blocks
         if key not in found:
-            kernels = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
-            own = (layer.kernels[index] for index in kernels)
+            reruns = recomputation(layer, mode, number - 1, plan.recompute_modules).reruns
+            own = (layer.kernels[index] for rerun in reruns for index in rerun.kernels)
             flops = sum(kernel.flops for kernel in own if isinstance(kernel, Gemm | Attention))
             found[key] = flops, layer.flops() + layer.backward_flops()
         again, total = again + found[key][0], total + found[key][1]

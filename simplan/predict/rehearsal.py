@@ -9,14 +9,16 @@ from statistics import fmean, pstdev
 
 from simplan.cost.program_costs import ProgramCosts
 from simplan.plan.plan import RankMapping
-from simplan.predict.overlap_slowdown import apply_overlap_slowdown
-from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
+from simplan.predict.simulated import Effect, Simulated, affected_costs, interval_s, moved_durations_s
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import Communication, HostCopy, Op, Stream
 from simplan.program.timeline import Split, split_of_rank
 from simplan.runs.measurement import Rehearsal
 from simplan.sim.engine import timeline
+
+_UNMEASURED = frozenset({Effect.OVERLAP_SLOWDOWN, Effect.LINKS})
+"""Effects that a rehearsal of one rank does not have in its times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,9 @@ def rehearsal_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehe
     kinds = _kinds(prediction, simulated, rehearsal)
     alone, measured_share = _with_measured_times(prediction, simulated, rehearsal, kinds)
     program, engine = simulated.program, simulated.engine
-    measured_costs = apply_overlap_slowdown(program, alone, engine.times)
-    if simulated.contention is not None:
-        from simplan.predict.contention import apply_contention
-
-        cluster, plan = prediction.job.cluster, prediction.job.plan
-        measured_costs, _ = apply_contention(program, measured_costs, cluster, plan, simulated.sharing)
+    measured_costs = affected_costs(
+        program, alone, simulated.context, engine, simulated.sharing, _UNMEASURED
+    ).program_costs
     times = engine.times(measured_costs.durations_s)
     moved_s = engine.step_times_s(moved_durations_s(program, measured_costs))
     spans = timeline(program, times).by_rank()[program.stands_for[rehearsal.rank]]

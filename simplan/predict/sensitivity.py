@@ -7,14 +7,15 @@ from enum import StrEnum
 
 from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.program_costs import estimate_program
+from simplan.predict.background import background_steps
 from simplan.predict.build import cost_model
-from simplan.predict.overlap_slowdown import apply_overlap_slowdown
-from simplan.predict.simulated import Simulated, simulate_program
-from simplan.predict.stragglers import apply_stragglers, drop_slowest
+from simplan.predict.simulated import EFFECTS, Effect, Simulated, affected_costs
 from simplan.prediction import Prediction
 from simplan.sim.compiled import compile_program
 
 _BETTER = 1.01
+_FIXED = EFFECTS - {Effect.JITTER}
+"""Effects that better hardware changes; the factors of jitter stay those of the simulated step."""
 
 
 class Resource(StrEnum):
@@ -49,19 +50,13 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
     """
     program, before_s = simulated.program, simulated.times.step_time_s
     compiled = compile_program(program, simulated.sharing)
-    job, durations_s = prediction.job, {}
-    dropped = job.training.backup_workers
+    job, context, durations_s = prediction.job, simulated.context, {}
     for resource in Resource:
         if (cluster := improved(job.cluster, resource)) is None:
             continue
-        cost = cost_model(replace(job, cluster=cluster), None)
-        if simulated.contention is None:
-            alone = apply_stragglers(program, estimate_program(program, cost), cluster, job.plan)
-            alone, _ = drop_slowest(program, alone, job.plan, dropped, compiled.times)
-            costs = apply_overlap_slowdown(program, alone, compiled.times)
-        else:
-            steady = cluster.model_copy(update={"jitter": None})
-            costs = simulate_program(program, cost, steady, job.plan, None, dropped).program_costs
+        estimated = estimate_program(program, cost_model(replace(job, cluster=cluster), None))
+        better = replace(context, cluster=cluster, background=background_steps(cluster), progress=None)
+        costs = affected_costs(program, estimated, better, compiled, simulated.sharing, _FIXED).program_costs
         factors = 1.0 if simulated.factors is None else simulated.factors
         durations_s[resource] = costs.durations_s * factors
     values = [

@@ -1,10 +1,11 @@
-"""Simulated step: a Program with cost estimates and times of its operations."""
+"""Simulated step: a Program with cost estimates, what affects them, and times of its operations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.model import CostModel
 from simplan.cost.program_costs import ProgramCosts, estimate_program
+from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import is_static, sharing_of
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
@@ -24,6 +26,7 @@ from simplan.sim.engine import CoreUse, Times
 from simplan.sim.engine_choice import Engine, engine_of
 
 if TYPE_CHECKING:
+    from simplan.network.background import BackgroundStep
     from simplan.predict.contention import Contention
     from simplan.sim.links import Progress
 
@@ -33,11 +36,59 @@ _Key = TypeVar("_Key", bound=Hashable)
 NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 90%
 
 
+class Effect(StrEnum):
+    """What changes the durations of a step once its costs are estimated, in this order."""
+
+    STRAGGLERS = "stragglers"
+    DROPPED_GRADIENTS = "dropped gradients"
+    OVERLAP_SLOWDOWN = "overlap slowdown"
+    LINKS = "links"
+    JITTER = "jitter"
+
+
+EFFECTS = frozenset(Effect)
+
+
+@dataclass(frozen=True, eq=False)
+class StepContext:
+    """What the effects on a step depend on, besides its Program.
+
+    Attributes:
+        cluster, plan: Cluster and plan of the Program.
+        backup_workers: See ``TrainingSpec``; needs a Program of all ranks.
+        background: Steps of background jobs on the same links.
+        progress: Called with the number of ended and of all communications on shared links; None for no calls.
+    """
+
+    cluster: ClusterSpec
+    plan: ParallelPlan
+    backup_workers: int = 0
+    background: Sequence[BackgroundStep] = ()
+    progress: Progress | None = None
+
+    @classmethod
+    def of(cls, job: Job, background: Sequence[BackgroundStep] = (), progress: Progress | None = None) -> StepContext:
+        """Context of a step of a job."""
+        return cls(job.cluster, job.plan, job.training.backup_workers, background, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class AffectedCosts:
+    """Cost estimates of a step with effects on them; attributes as in ``Simulated``."""
+
+    alone: ProgramCosts
+    program_costs: ProgramCosts
+    contention: Contention | None = None
+    jitter: JitteredStep | None = None
+    factors: NDArray[np.float64] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """One simulated step.
 
     Attributes:
+        context: What its effects depend on.
         alone: Cost estimates without the overlap slowdown.
         program_costs: Cost estimates with the overlap slowdown, and with contention on links.
         engine: Simulator, to run the Program again with other durations.
@@ -50,6 +101,7 @@ class Simulated:
     """
 
     program: Program
+    context: StepContext
     alone: ProgramCosts
     program_costs: ProgramCosts
     times: Times
@@ -70,42 +122,62 @@ class Simulated:
         return {key: value + self.num_periods * (value - fewer.get(key, 0)) for key, value in found.items()}
 
 
-def simulate_program(
+def simulate_program(program: Program, cost: CostModel, context: StepContext) -> Simulated:
+    """Estimate costs of a checked Program, and simulate it."""
+    sharing = sharing_of(program, context.cluster, cost)
+    engine = engine_of(program, sharing)
+    affected = affected_costs(program, estimate_program(program, cost), context, engine, sharing)
+    return Simulated(
+        program,
+        context,
+        affected.alone,
+        affected.program_costs,
+        engine.times(affected.program_costs.durations_s),
+        engine,
+        sharing,
+        affected.contention,
+        affected.jitter,
+        affected.factors,
+    )
+
+
+def affected_costs(
     program: Program,
-    cost: CostModel,
-    cluster: ClusterSpec,
-    plan: ParallelPlan | None = None,
-    progress: Progress | None = None,
-    backup_workers: int = 0,
-) -> Simulated:
-    """Estimate costs of a Program, and simulate it.
+    estimated: ProgramCosts,
+    context: StepContext,
+    engine: Engine,
+    sharing: CoreUse | None,
+    effects: Collection[Effect] = EFFECTS,
+) -> AffectedCosts:
+    """Cost estimates with the effects that the context has, one after the other.
+
+    Links and jitter take part at Level 2.
 
     Args:
-        program: A checked Program.
-        cost: Cost model of the cluster.
-        cluster: Cluster of the Program's ranks.
-        plan: Plan of the Program; needed for a cluster with a topology or stragglers, and with backup workers.
-        progress: See ``simulate``.
-        backup_workers: See ``TrainingSpec``; needs a Program of all ranks.
+        program, estimated: A Program, and its cost estimates.
+        engine, sharing: See ``Simulated``.
+        effects: Effects that take part.
     """
-    sharing = sharing_of(program, cluster, cost)
-    engine = engine_of(program, sharing)
-    slowed = apply_stragglers(program, estimate_program(program, cost), cluster, plan)
-    alone, replicas = drop_slowest(program, slowed, plan, backup_workers, engine.times)
-    program_costs = apply_overlap_slowdown(program, alone, engine.times)
-    contention = None
-    if program.level == 2 and not is_static(cluster):
-        from simplan.predict.contention import apply_contention
+    cluster, plan, alone, replicas = context.cluster, context.plan, estimated, None
+    if Effect.STRAGGLERS in effects and cluster.stragglers:
+        alone = apply_stragglers(program, alone, cluster, plan)
+    if Effect.DROPPED_GRADIENTS in effects and context.backup_workers:
+        alone, replicas = drop_slowest(program, alone, plan, context.backup_workers, engine.times)
+    program_costs = alone
+    if Effect.OVERLAP_SLOWDOWN in effects:
+        program_costs = apply_overlap_slowdown(program, alone, engine.times)
+    contention = jitter = factors = None
+    if Effect.LINKS in effects and program.level == 2 and not is_static(cluster):
+        from simplan.predict.contention import apply_contention  # imports numba
 
-        assert plan is not None, "the mesh says which groups communicate at the same time"
-        program_costs, contention = apply_contention(program, program_costs, cluster, plan, sharing, progress)
-    jitter = factors = None
-    if program.level == 2 and cluster.jitter is not None:
+        program_costs, contention = apply_contention(
+            program, program_costs, cluster, plan, sharing, context.background, context.progress
+        )
+    if Effect.JITTER in effects and program.level == 2 and cluster.jitter is not None:
         from simplan.predict.jitter import apply_jitter  # imports numba
 
         program_costs, jitter, factors = apply_jitter(program, program_costs, cluster.jitter, replicas)
-    times = engine.times(program_costs.durations_s)
-    return Simulated(program, alone, program_costs, times, engine, sharing, contention, jitter, factors)
+    return AffectedCosts(alone, program_costs, contention, jitter, factors)
 
 
 def moved_durations_s(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:

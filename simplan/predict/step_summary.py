@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
+from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import folding_of
 from simplan.predict.memory import device_memory
@@ -112,7 +113,7 @@ def evaluate_step(
     simulates_all = whole or job.cluster.cores_per_node is not None
     extent = predicted_extent(job, folding) if simulates_all else extent_of(job)
     refuse_many_actions(job, len(folding.ranks), extent.simulated)
-    step = TruncatedStep(job, extent, calibration, folding=folding)
+    step = TruncatedStep(job, extent, calibration, folding=folding, background=background_steps(job.cluster))
     if job.cluster.is_mixed:
         num_bytes = max(_as_of_largest(device_memory(each, job, rank=rank), job) for rank, each in step.peaks().items())
     else:
@@ -175,4 +176,5 @@ def summarized_step(job: Job, *, steps_overlap: bool) -> TruncatedStep:
     job = balanced(job)
     whole = job.num_microbatches
     folding = folding_of(job, dealt_alike=True)
-    return TruncatedStep(job, Extent(whole, 0, whole) if steps_overlap else extent_of(job), folding=folding)
+    extent = Extent(whole, 0, whole) if steps_overlap else extent_of(job)
+    return TruncatedStep(job, extent, folding=folding, background=background_steps(job.cluster))

@@ -27,8 +27,6 @@ def slowdowns(cluster: ClusterSpec, plan: ParallelPlan) -> dict[int, float]:
 
     A rank that is named and is on a node that is named has both slowdowns, multiplied.
     """
-    if not cluster.stragglers:
-        return {}
     placement, found = Placement.of(plan), dict.fromkeys(range(plan.num_devices), 1.0)
     nodes = cluster.fabric_nodes
     for straggler in cluster.stragglers:
@@ -40,18 +38,14 @@ def slowdowns(cluster: ClusterSpec, plan: ParallelPlan) -> dict[int, float]:
 
 
 def apply_stragglers(
-    program: Program, program_costs: ProgramCosts, cluster: ClusterSpec, plan: ParallelPlan | None
+    program: Program, program_costs: ProgramCosts, cluster: ClusterSpec, plan: ParallelPlan
 ) -> ProgramCosts:
     """Lengthen the computing of slow ranks; communication and waits for the host take as long as before.
 
     Args:
         program, program_costs: Program, and its estimates.
-        cluster: Cluster, with its stragglers.
-        plan: Plan of the Program; needed for a cluster with stragglers.
+        cluster, plan: Cluster with stragglers, and plan of the Program.
     """
-    if not cluster.stragglers:
-        return program_costs
-    assert plan is not None, "the plan says which rank is on which device"
     columns, of_rank = program.columns, np.ones(1 + max(program.ranks))
     for rank, slowdown in slowdowns(cluster, plan).items():
         if rank < len(of_rank):
@@ -116,7 +110,7 @@ class BackupWorkers:
 def drop_slowest(
     program: Program,
     program_costs: ProgramCosts,
-    plan: ParallelPlan | None,
+    plan: ParallelPlan,
     num_dropped: int,
     times: Callable[[_Floats], Times],
 ) -> tuple[ProgramCosts, BackupWorkers | None]:
@@ -124,12 +118,11 @@ def drop_slowest(
 
     Args:
         program, program_costs, plan: See ``apply_stragglers``.
-        num_dropped: Dropped gradients per step; 0 for none.
+        num_dropped: Dropped gradients per step.
         times: Simulates the Program with given durations.
     """
-    if not num_dropped or len(program.ranks) < len(program.stands_for):  # replicas of folded ranks are alike
+    if len(program.ranks) < len(program.stands_for):  # replicas of folded ranks are alike
         return program_costs, None
-    assert plan is not None, "the plan says which ranks are a replica"
     replicas, before_s = BackupWorkers.of(program, plan, num_dropped), program_costs.durations_s
     sources = replicas.sources(times(before_s).end_s)
     after_s = before_s[sources]

@@ -17,7 +17,7 @@ tensors that are not waited for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -33,7 +33,7 @@ from simplan.plan.plan import StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.build import assign_layers, balances_unequal_stages, cost_model, expands_for_links, table_of
 from simplan.predict.memory import RankPeaks, device_memory, rank_memory, rank_peaks
-from simplan.predict.simulated import Simulated, simulate_program
+from simplan.predict.simulated import Simulated, StepContext, simulate_program
 from simplan.prediction import RankMemory
 from simplan.program.action import ActionKind, Table
 from simplan.program.folding import Folding
@@ -44,6 +44,7 @@ from simplan.sim.compiled import CompiledProgram, compile_program
 from simplan.sim.engine import Times
 
 if TYPE_CHECKING:
+    from simplan.network.background import BackgroundStep
     from simplan.network.load import Network
     from simplan.sim.links import Progress
 
@@ -124,7 +125,7 @@ class TruncatedStep:
         level: Level of the Program: 1 for actions, 2 for kernels.
         folding: Folding of ranks; None for all ranks.
         expand_all: See ``Lowering``.
-        progress: Called with the number of ended and of all communications on shared links; None for no calls.
+        background, progress: See ``StepContext``.
     """
 
     job: Job
@@ -133,6 +134,7 @@ class TruncatedStep:
     level: int = 2
     folding: Folding | None = None
     expand_all: bool = False
+    background: Sequence[BackgroundStep] = ()
     progress: Progress | None = None
 
     @cached_property
@@ -208,8 +210,8 @@ class TruncatedStep:
     @cached_property
     def simulated(self) -> tuple[Simulated, ...]:
         """Programs with cost estimates and simulated times."""
-        cluster, plan, dropped = self.job.cluster, self.job.plan, self.job.training.backup_workers
-        return tuple(simulate_program(each, self.cost, cluster, plan, self.progress, dropped) for each in self.programs)
+        context = StepContext.of(self.job, self.background, self.progress)
+        return tuple(simulate_program(each, self.cost, context) for each in self.programs)
 
     def _extrapolated(self, longer: _Growing, shorter: _Growing) -> _Growing:
         """Value of the full step from values of both simulated steps; it grows by the same amount with every period."""

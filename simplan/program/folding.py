@@ -8,13 +8,14 @@ well (color refinement).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.plan.plan import RankMapping
+from simplan.plan.plan import STAGE_GROUPS, RankMapping, mesh_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +73,17 @@ def fold(
 
 
 def _groups(mapping: RankMapping) -> list[NDArray[np.integer]]:
-    """Groups of several ranks of the first stage, ``(num_groups, num_members)`` for each kind of ``group_kinds``."""
-    _, replicas, shards, cp, tp = mapping.sizes
-    ranks, size = np.arange(mapping.ranks_per_stage), mapping.ep * mapping.etp
-    mesh, experts = ranks.reshape(replicas, shards, cp, tp), ranks.reshape(-1, mapping.ep, mapping.etp)
-    replica = shards * cp * tp
-    found = [
-        mesh,
-        mesh.transpose(0, 3, 1, 2).reshape(-1, shards * cp),
-        mesh.transpose(1, 2, 3, 0),
-        mesh.transpose(0, 1, 3, 2),
-        mesh.transpose(3, 0, 1, 2).reshape(tp, -1),
-        experts,
-        experts.transpose(0, 2, 1),
-        experts.transpose(1, 2, 0),
-        *([] if replica % size else [ranks.reshape(replicas, -1, size).transpose(0, 2, 1)]),
-    ]
-    kinds = [each.reshape(-1, each.shape[-1]) for each in found]
+    """Groups of several ranks of the first stage, ``(num_groups, num_members)`` for each kind, members ascending."""
+    kinds = [_groups_of(*mesh_of(mapping, kind)) for kind in STAGE_GROUPS]
     return [*{(kind.shape[1], kind.tobytes()): kind for kind in kinds if kind.shape[1] > 1}.values()]
+
+
+def _groups_of(sizes: Sequence[int], varies: Sequence[bool]) -> NDArray[np.integer]:
+    """All groups along some axes of a mesh, in its first stage."""
+    ranks = np.arange(math.prod(sizes[1:])).reshape(sizes[1:])
+    inside = [axis for axis, free in enumerate(varies[1:]) if free]
+    last = np.moveaxis(ranks, inside, range(-len(inside), 0))
+    return last.reshape(-1, math.prod(last.shape[len(last.shape) - len(inside) :]))
 
 
 def _spread(groups: NDArray[np.integer], domain: NDArray[np.integer]) -> NDArray[np.integer]:

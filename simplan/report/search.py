@@ -139,12 +139,13 @@ def switch_text(switch: PlanSwitch, reason: str = "") -> str:
     ]
     for number, each in enumerate(switch.changes):
         place = f"  (line {each.line})" if each.line is not None else ""
-        lines.append(f"  {'' if number else 'change':11}  {_change_words(each)}{place}")
+        lines.append(f"  {'' if number else 'change':11}  {change_words(each)}{place}")
     lines += [f"  {'' if number else 'cost':11}  {cost}" for number, cost in enumerate(switch.costs)]
     return "\n".join(lines)
 
 
-def _change_words(change: ChangedSetting) -> str:
+def change_words(change: ChangedSetting) -> str:
+    """``plan.tp 8 -> 4``, ``add --sequence-parallel``."""
     if change.before is None or change.after is None:
         value = change.after if change.before is None else change.before
         shown = "" if value is True else f" {_word(value)}"  # a flag has no value
@@ -272,7 +273,7 @@ def _ranked_table(result: SearchResult) -> str:
             *_numbers(plan, result),
             "" if rank == 1 else f"{100 * (plan.step_time_s / best.step_time_s - 1):+.1f} %",
             "" if why is None else why.memory_verdict or "",
-            _main_difference(plan, best),
+            main_difference_words(plan, best),
             "" if why is None else f"{why.limit.replace('_', ' ')} {100 * why.shares[why.limit]:.0f} %",
             "" if why is None or why.help is None else RESOURCES[why.help],
             search_plan_words(plan.plan, plan.software)
@@ -293,7 +294,7 @@ def _ranked_table(result: SearchResult) -> str:
     return "Ranked\n" + format_table_text(headers, rows, words_last=True)
 
 
-def _main_difference(plan: RankedPlan, best: RankedPlan) -> str:
+def main_difference_words(plan: RankedPlan, best: RankedPlan) -> str:
     """``+3.1 % exposed communication``: of the best plan's step; empty where the plan is not slower."""
     difference = plan.main_difference(best)
     if difference is None:

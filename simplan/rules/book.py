@@ -6,9 +6,9 @@ option that is not modeled yet raises ``NotModelledError``, which names the opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from simplan.cluster.background import BackgroundJob
 from simplan.errors import NotModelledError, Problem, SpecError
@@ -87,6 +87,32 @@ SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node, cluster.placed_tp_in_node)
 BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RULES, *SEARCH_RULES)})
 
 
+_ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
+    {
+        collectives: lambda job: job.plan.collectives is not None,
+        experts: lambda job: (
+            job.model.num_experts > 0 or job.software.expert_overlap or job.plan.ep > 1 or job.plan.etp > 1
+        ),
+        mixed: lambda job: bool(job.cluster.node_groups) or job.plan.microbatch_sizes is not None,
+        parallel: lambda job: (
+            job.plan.tp > 1 or job.plan.cp > 1 or job.plan.sequence_parallel or job.plan.cp_comm != "ring"
+        ),
+        recompute: lambda job: (
+            job.plan.recompute != "none"
+            or job.plan.recompute_layers is not None
+            or job.plan.recompute_modules is not None
+        ),
+        schedule: lambda job: (
+            job.plan.pp > 1
+            or job.plan.schedule != "none"
+            or job.plan.virtual_stages > 1
+            or job.plan.stage_layers is not None
+        ),
+    }
+)
+"""Whether a job has what the rules of a module are about; without it, none of them can be violated."""
+
+
 def violations(job: Job, rules: Sequence[Rule] = RULES) -> list[Problem]:
     """Problems of a job, in the order of the rules."""
     return [problem for _, problem in _violated(job, rules)]
@@ -109,6 +135,8 @@ def check_job(job: Job, rules: Sequence[Rule] = RULES) -> None:
 
 
 def _violated(job: Job, rules: Sequence[Rule]) -> list[tuple[Rule, Problem]]:
+    without = {module.__name__ for module, has in _ABOUT.items() if not has(job)}
+    rules = [rule for rule in rules if rule.problems.__module__ not in without]
     first = [(rule, problem) for rule in rules if not rule.after_others for problem in rule.problems(job)]
     return first or [(rule, problem) for rule in rules if rule.after_others for problem in rule.problems(job)]
 

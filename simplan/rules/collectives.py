@@ -80,14 +80,14 @@ Groups = Iterator[tuple[str, tuple[int, ...]]]
 
 def _reducing(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> Groups:
     sharded = plan.shards_parameters or plan.shards_optimizer_only
-    yield "data-parallel", mapping.replicate_group(rank) if plan.shards_parameters else mapping.dp_group(rank)
+    yield "data-parallel", mapping.group("replicate", rank) if plan.shards_parameters else mapping.group("dp", rank)
     if sharded:
-        yield "shard", mapping.shard_group(rank)
-        yield "replicate", mapping.replicate_group(rank)
-    yield "tensor-parallel", mapping.tp_group(rank)
+        yield "shard", mapping.group("shard", rank)
+        yield "replicate", mapping.group("replicate", rank)
+    yield "tensor-parallel", mapping.group("tp", rank)
     if plan.ep > 1:
-        yield "expert-data-parallel", mapping.expert_group(rank)
-    pipeline = mapping.pp_group(rank)
+        yield "expert-data-parallel", mapping.group("expert", rank)
+    pipeline = mapping.group("pp", rank)
     if job.training.clip_grad_norm is not None:
         yield "pipeline", pipeline
     if job.model.tied_embeddings and plan.pp > 1:
@@ -96,25 +96,25 @@ def _reducing(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> 
 
 def _sharding(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> Groups:
     if plan.shards_parameters or plan.shards_optimizer_only:
-        yield "shard", mapping.shard_group(rank)
+        yield "shard", mapping.group("shard", rank)
     if plan.ep > 1 and plan.shards_parameters:
-        yield "expert-shard", mapping.expert_shard_group(rank)
+        yield "expert-shard", mapping.group("expert_shard", rank)
     elif plan.ep > 1 and plan.shards_optimizer_only and job.software.optimizer_shards == "elements":
-        yield "expert-data-parallel", mapping.expert_group(rank)
+        yield "expert-data-parallel", mapping.group("expert", rank)
     if plan.sequence_parallel:
-        yield "tensor-parallel", mapping.tp_group(rank)
+        yield "tensor-parallel", mapping.group("tp", rank)
     if plan.cp_comm == "all_gather":
-        yield "context-parallel", mapping.cp_group(rank)
+        yield "context-parallel", mapping.group("cp", rank)
     if plan.etp > 1:
-        yield "expert-tensor-parallel", mapping.etp_group(rank)
+        yield "expert-tensor-parallel", mapping.group("etp", rank)
 
 
 def _trading(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> Groups:
     del job
     if plan.ep > 1:
-        yield "expert-parallel", mapping.ep_group(rank)
+        yield "expert-parallel", mapping.group("ep", rank)
     if plan.cp_comm == "a2a":
-        yield "context-parallel", mapping.cp_group(rank)
+        yield "context-parallel", mapping.group("cp", rank)
 
 
 def _refusal(algorithm: str, kind: str, ranks: Sequence[int], job: Job) -> tuple[str, str] | None:

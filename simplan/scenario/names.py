@@ -13,7 +13,7 @@ from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.problems import render_value
 from simplan.units import counted
 
-_LARGEST_NODE = 8
+LARGEST_NODE = 8
 """Devices of a node of today's machines."""
 _OF_CLUSTER: dict[str, catalog.Kind] = {"intra_link": "links", "inter_link": "links", "topology": "topologies"}
 _MAX_FILES = 1000
@@ -80,20 +80,30 @@ def looks_like_path(source: str) -> bool:
     return has_suffix or is_in_folder or source[:1] in ("/", ".", "~") or len(path.parts) > len(Path("a/b").parts)
 
 
-def unknown_source(source: str) -> SpecError:
-    """Error about a word that names neither a file nor a model."""
+def unknown_source(source: str, *, has_files: bool = True) -> SpecError:
+    """Error about a word that names neither a file nor a model.
+
+    Args:
+        has_files: False for a word that can name no file, such as one that was pasted: no file is suggested.
+    """
     try:
         catalog.model_fields(source)
     except NotModelledError as error:
         return error
     except SpecError:
         rule, fix = refusal("models", source)
+    instead = "`simplan show models` lists the models"
     if len(find("models", source).candidates) < 2:
-        files = [entry.name for pattern in ("*.yaml", "*.yml") for entry in sorted(Path().glob(pattern))[:_MAX_FILES]]
+        files: list[str] = []
         rule = "is neither a file nor a model of the catalog"
+        if has_files:
+            found = (entry for pattern in ("*.yaml", "*.yml") for entry in sorted(Path().glob(pattern))[:_MAX_FILES])
+            files = [entry.name for entry in found]
+        else:
+            rule, instead = "is no model of the catalog", "give its config.json"
         near = did_you_mean(source, [*files, *catalog.names("models")])
         fix = fix or near or did_you_mean(source.rpartition("/")[2], catalog.names("models"))
-    return SpecError(Problem(field="", rule=rule, fix=fix or "`simplan show models` lists the models"), file=source)
+    return SpecError(Problem(field="", rule=rule, fix=fix or instead), file=source)
 
 
 def _with_name(section: dict[str, Any], key: str, kind: catalog.Kind, say: _Say) -> dict[str, Any]:
@@ -174,8 +184,8 @@ def _numbers(others: dict[str, Any], nodes: Nodes, *, is_group: bool) -> dict[st
         each = number
     elif number is not None:
         numbers["num_devices"] = number
-        in_full_nodes = number <= _LARGEST_NODE or number % _LARGEST_NODE == 0
+        in_full_nodes = number <= LARGEST_NODE or number % LARGEST_NODE == 0
         if nodes.device and in_full_nodes and "devices_per_node" not in others:
-            each = min(number, _LARGEST_NODE)
+            each = min(number, LARGEST_NODE)
     usual = catalog.node(nodes.preset).devices_per_node if nodes.preset not in ("", THIS_MACHINE) else None
     return numbers if each in (None, others.get("devices_per_node", usual)) else numbers | {"devices_per_node": each}

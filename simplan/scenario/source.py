@@ -36,7 +36,14 @@ from simplan.rules import violations
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.collecting import Sections
 from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
-from simplan.scenario.names import looks_like_path, model_named, says_numbers, unknown_source, with_catalog_names
+from simplan.scenario.names import (
+    LARGEST_NODE,
+    looks_like_path,
+    model_named,
+    says_numbers,
+    unknown_source,
+    with_catalog_names,
+)
 from simplan.scenario.nodes import check_ranks_per_node
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
@@ -56,11 +63,8 @@ _NOT_YAML = {".toml": "TOML file", ".json": "JSON file"}
 """Suffix of files that are no scenarios -> what they are."""
 _SECTIONS = frozenset(("name", "model", "cluster", "training", "software", "plan", "search", "expect"))
 _WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
-_WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
-_LARGEST_NODE = 8
-"""Devices that one node of today's machines holds."""
 _MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
 _NETWORKS = (
     ("inter_link",),
@@ -455,8 +459,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     document = file.yaml or parse_yaml(file.text, file.name)
     if isinstance(document.data, str):
-        known = ", ".join(each.title for each in formats().values() if each.read is not None)
-        rule = f"is text that simplan does not know; it looked for a scenario, a config.json of Hugging Face, {known}"
+        rule = f"is text that simplan does not know; it looked for {known_files()}"
         fix = "`simplan compare PREDICTION LOG` reads logs, and `simplan init` writes a scenario"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
@@ -466,6 +469,12 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
         rule = "is no file of a framework that simplan knows, and has no section of a scenario (model, cluster, ...)"
         raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
     return document, file.name, True, None
+
+
+def known_files() -> str:
+    """Files that scenarios are read from, in words."""
+    titles = [each.title for each in formats().values() if each.read is not None]
+    return ", ".join(("a scenario", "a config.json of Hugging Face", *titles))
 
 
 def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[str, str], file: str) -> dict[str, Any]:
@@ -555,7 +564,7 @@ def _completed(
     if not isinstance(cluster, dict) or not {"preset", "device", "nodes"} & cluster.keys():
         assume("cluster", "preset", _DEFAULT_CLUSTER, "")
     devices = found["cluster"].get("num_devices")
-    if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, _LARGEST_NODE + 1):
+    if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, LARGEST_NODE + 1):
         assume("cluster", "devices_per_node", devices, "all in one node")
     if not {"num_nodes", "num_devices", "nodes"} & found["cluster"].keys():
         is_one = "preset" not in found["cluster"] and "devices_per_node" not in found["cluster"]

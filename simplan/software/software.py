@@ -186,14 +186,6 @@ class SoftwareSpec(Spec):
         rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and the
             reserve of the allocator are that profile's, fitted on the runs of both; the uncertainty is not. None for
             a profile with its own.
-        compiled: Blocks are compiled, which fuses memory-bound kernels. With ``runtime`` torch, blocks save for
-            backward what torch.compile saves.
-        channels_last: Images and activations of convolutions are stored with channels as the fastest dimension (NHWC),
-            as kernels for tensor cores need them. Else cuDNN transposes them before and after (NCHW, torch's default).
-        loss: ``whole``: logits of all tokens exist at once. ``chunked``: output projection and loss run chunk by chunk,
-            as the framework does it, and only one chunk's logits exist. ``recomputed``: backward recomputes the logits
-            of each chunk; else forward computes all gradients. ``fused``: one kernel replaces a chunk's logits by their
-            gradients (Liger's fused linear cross-entropy).
         chunked_losses: Values of ``loss`` other than ``whole`` that the framework has, and what they mean in it.
         options: Fields that a scenario may set.
         runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
@@ -207,12 +199,6 @@ class SoftwareSpec(Spec):
             per unit, as it does elsewhere.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
-        grad_overlap: Reduction of buckets overlaps backward.
-        gradient_as_bucket_view: Under DDP of ``runtime`` torch, gradients are views of its buckets (the argument of
-            DistributedDataParallel). Else gradients and buckets both exist (torch's default).
-        zero_grad_set_to_none: Under DDP of ``runtime`` torch, gradients are freed after the update (torch's default),
-            and exist from the first backward on. Those accumulated without a reduction are then outside of the
-            buckets. Else gradients are zeroed in place. Without DDP, gradients count for the whole step.
         waits_for_gradients: Point at which DDP waits for reductions: at the end of a stage's last ``backward``, before
             its sends (torch), or in the ``step``, after all backwards. Reductions without overlap begin there.
         waits_for_batch: Before each forward of a stage the GPU starves while it waits for the microbatch from the host.
@@ -244,16 +230,6 @@ class SoftwareSpec(Spec):
             broadcast after the update (torch's ZeroRedundancyOptimizer). ``elements``: equal numbers of elements of
             flat buffers, with a reduce-scatter of gradients and an all-gather of updated parameters (Megatron's
             distributed optimizer, DeepSpeed).
-        overlap_param_gather: With ``elements``, the all-gather of updated parameters overlaps the next forward bucket
-            by bucket, instead of running at the end of the step.
-        tp_overlap: Tensor-parallel collectives that overlap the matmuls next to them in a block: ``none``; in
-            ``backward``, those before and after matrices split by columns; ``gathers``, in both directions except sums;
-            or ``all``, in both directions.
-        expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``).
-        expert_overlap: The expert all-to-all of a microbatch overlaps the compute of another microbatch, whose backward
-            is next to its forward in the schedule (Megatron Core's overlap_moe_expert_parallel_comm).
-        fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them.
-        fp8_dot_product_attention: The attention core is in FP8 where linear layers are in FP8 or MXFP8.
         grad_dtypes: Gradient precisions that a plan may request in addition to the framework's own
             (``plan.grad_dtype``).
         separate_grad_accumulator: Gradients wider than the framework's own are accumulated in separate buffers, and
@@ -262,10 +238,6 @@ class SoftwareSpec(Spec):
         recompute_modules: Modules of a block that can be recomputed separately, in addition to the attention core.
         recompute_layers: Recomputation can be limited to the first blocks of every stage.
         mtp: Multi-token prediction is supported.
-        vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 for no padding, where ``tp`` has
-            to divide them. Padding rows are stored, computed and communicated like other rows. The model keeps its
-            ``vocab_size``. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own
-            num_floating_point_operations includes.
         reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
         memory_spread: Uncertainty of peak memory.
         compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None
@@ -286,17 +258,51 @@ class SoftwareSpec(Spec):
     layers: LayerImplementation = LayerImplementation()
     rates: FrameworkRates = FrameworkRates()
     rates_of: str | None = None
-    compiled: bool = False
-    channels_last: bool = False
-    loss: LossMode = "whole"
+    compiled: bool = Field(
+        False,
+        description=(
+            "Blocks are compiled (torch.compile), which fuses memory-bound kernels. With runtime torch, blocks save "
+            "for backward what torch.compile saves."
+        ),
+    )
+    channels_last: bool = Field(
+        False,
+        description=(
+            "Images and activations of convolutions are stored with channels as the fastest dimension (NHWC), as "
+            "kernels for tensor cores need them. Else cuDNN transposes them before and after (NCHW, torch's "
+            "default)."
+        ),
+    )
+    loss: LossMode = Field(
+        "whole",
+        description=(
+            "whole: logits of all tokens exist together. chunked: output projection and loss run chunk by chunk, "
+            "as the framework does it, and only one chunk's logits exist. recomputed: backward recomputes the "
+            "logits of each chunk; else forward computes all gradients. fused: one kernel replaces a chunk's "
+            "logits by their gradients (Liger's fused linear cross-entropy)."
+        ),
+    )
     chunked_losses: dict[LossMode, ChunkedLoss] = Field(default_factory=dict)
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
     bucket_bytes: Count
     first_bucket_bytes: Count
-    grad_overlap: bool = True
-    gradient_as_bucket_view: bool = False
-    zero_grad_set_to_none: bool = True
+    grad_overlap: bool = Field(True, description="Reduction of buckets overlaps backward.")
+    gradient_as_bucket_view: bool = Field(
+        False,
+        description=(
+            "Under DDP of runtime torch, gradients are views of its buckets (the argument of "
+            "DistributedDataParallel). Else gradients and buckets both exist (torch's default)."
+        ),
+    )
+    zero_grad_set_to_none: bool = Field(
+        True,
+        description=(
+            "Under DDP of runtime torch, gradients are freed after the update (torch's default), and exist from "
+            "the first backward on. Those accumulated without a reduction are then outside of the buckets. Else "
+            "gradients are zeroed in place. Without DDP, gradients count for the whole step."
+        ),
+    )
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: bool = False
     reduces_each_microbatch: bool = False
@@ -313,19 +319,56 @@ class SoftwareSpec(Spec):
     zero2_whole_weights: bool = False
     sequence_parallelism: bool = True
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
-    overlap_param_gather: bool = False
-    tp_overlap: TensorOverlap = "none"
-    expert_dispatch: ExpertDispatch = "copies"
-    expert_overlap: bool = False
-    fused_experts: bool = False
-    fp8_dot_product_attention: bool = False
+    overlap_param_gather: bool = Field(
+        False,
+        description=(
+            "With optimizer_shards elements, the all-gather of updated parameters overlaps the next forward bucket by "
+            "bucket, instead of running at the end of the step."
+        ),
+    )
+    tp_overlap: TensorOverlap = Field(
+        "none",
+        description=(
+            "Tensor-parallel collectives that overlap the matmuls next to them in a block: none; in backward, "
+            "those before and after matrices split by columns; gathers, in both directions except sums; or all, "
+            "in both directions."
+        ),
+    )
+    expert_dispatch: ExpertDispatch = Field(
+        "copies",
+        description=(
+            "Dispatch of tokens to experts: copies by eager torch modules, all_to_all with fused permutation, or the "
+            "libraries deepep and hybridep, which send a token once to each rank."
+        ),
+    )
+    expert_overlap: bool = Field(
+        False,
+        description=(
+            "The expert all-to-all of a microbatch overlaps the compute of another microbatch, whose backward is "
+            "next to its forward in the schedule (Megatron Core's overlap_moe_expert_parallel_comm)."
+        ),
+    )
+    fused_experts: bool = Field(
+        False, description="Activations of experts, and their casts to FP8, are fused into the matmuls before them."
+    )
+    fp8_dot_product_attention: bool = Field(
+        False, description="The attention core is in FP8 where linear layers are in FP8 or MXFP8."
+    )
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
     separate_grad_accumulator: bool = False
     flat_updates: bool = False
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(strict=False)] = ()
     recompute_layers: bool = False
     mtp: bool = False
-    vocab_multiple: Annotated[int, Field(ge=1, le=100_000)] = 1
+    vocab_multiple: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        1,
+        description=(
+            "Vocabularies are padded to a multiple of this times tp; 1 for no padding, where tp has to divide "
+            "them. Padding rows are stored, computed and communicated like other rows. The model keeps its "
+            "vocab_size. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own "
+            "num_floating_point_operations includes."
+        ),
+    )
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     memory_spread: MemorySpread = MemorySpread()
     compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None

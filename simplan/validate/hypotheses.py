@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,11 @@ _SLOWER = (1.1, 1.2, 1.3, 1.4, 1.5)
 _MORE_HOST_WORK = (2, 5, 10, 20)
 _RECOMPUTE = ("none", "selective", "selective_op", "full")
 _MICROBATCHES = (2, 4, 8, 16)  # times as large, or as small
+_OTHER_NETWORK: dict[str, Any] = {
+    f"cluster.{key}": None
+    for key in ("inter_link_gbit_per_device", "inter_link_gbit_per_node", "nics_per_node", "nic_gbit")
+}
+"""Settings that remove the keys of a network which ``cluster.inter_link`` replaces."""
 _TCP_GBIT = (100, 50, 25, 10)  # of one card per node
 _PARTS = {
     "compute": ("compiled", "attention", "plan.recompute", "training.fused_optimizer"),
@@ -68,6 +73,7 @@ class Hypothesis:
         peak_gib: Predicted peak with the change, in the compared column of memory, GiB; None if none is compared.
         peak_error: (predicted - measured) / measured peak; None without a measured one.
         explains: True if all measured quantities lie in the 90% intervals of the changed prediction.
+        settings: New values by key of a scenario, None to remove a key; empty for what no scenario says.
     """
 
     change: str
@@ -77,6 +83,7 @@ class Hypothesis:
     peak_gib: float | None
     peak_error: float | None
     explains: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def distance(self) -> float:
@@ -137,9 +144,10 @@ def hypotheses(job: Job, predicted_s: float, measured: MeasuredTotals) -> tuple[
     base = summarize_step(job)
     if abs(base.step_time_s / predicted_s - 1) > _SAME:
         return None
-    error = _compared("", base, measured).distance
+    error = _compared(_Change("", ""), base, measured).distance
     found: dict[str, Hypothesis] = {}
-    for kind, change, summary in _changed(job, base):
+    for change, summary in _changed(job, base):
+        kind = change.kind
         longer_s = measured.longer_s.get(_PART_OF.get(kind, ""))
         if longer_s is not None and longer_s * (summary.step_time_s - base.step_time_s) < 0:
             continue
@@ -151,7 +159,22 @@ def hypotheses(job: Job, predicted_s: float, measured: MeasuredTotals) -> tuple[
     return tuple(found[kind] for kind in kinds)
 
 
-def _compared(change: str, summary: StepSummary, measured: MeasuredTotals) -> Hypothesis:
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One change of a job.
+
+    Attributes:
+        kind: Kind of change, of which the best is a hypothesis.
+        words: ``Hypothesis.change``.
+        settings: ``Hypothesis.settings``.
+    """
+
+    kind: str
+    words: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _compared(change: _Change, summary: StepSummary, measured: MeasuredTotals) -> Hypothesis:
     low_s, high_s = summary.step_time_interval_s
     explains, step_error, peak_gib, peak_error = True, None, None, None
     if measured.step_time_s is not None:
@@ -163,13 +186,14 @@ def _compared(change: str, summary: StepSummary, measured: MeasuredTotals) -> Hy
         low, high = summary.peak_interval_bytes[measured.column]
         explains = explains and low <= measured.peak_gib * GIB <= high
     return Hypothesis(
-        change=change,
+        change=change.words,
         step_time_s=summary.step_time_s,
         step_time_interval_s=summary.step_time_interval_s,
         step_error=step_error,
         peak_gib=peak_gib,
         peak_error=peak_error,
         explains=explains,
+        settings=change.settings,
     )
 
 
@@ -178,38 +202,39 @@ def _distance(step_error: float | None, peak_error: float | None) -> float:
     return math.hypot(*(math.log1p(error) for error in (step_error, peak_error) if error is not None))
 
 
-def _changed(job: Job, base: StepSummary) -> Iterator[tuple[str, str, StepSummary]]:
-    """Yield kind of change, change in words, and the changed prediction."""
-    for kind, change, changed in _jobs(job):
+def _changed(job: Job, base: StepSummary) -> Iterator[tuple[_Change, StepSummary]]:
+    """Yield changes, and the changed prediction."""
+    for change, changed in _jobs(job):
         if violations(changed):
             continue
         try:
-            yield kind, change, summarize_step(changed)
+            yield change, summarize_step(changed)
         except SpecError:  # a cost of it is unknown
             continue
-    for kind, change, step_time_s in _slowed(job):
+    for change, step_time_s in _slowed(job):
         ratio = step_time_s / base.step_time_s
         low_s, high_s = base.step_time_interval_s
-        yield kind, change, replace(base, step_time_s=step_time_s, step_time_interval_s=(low_s * ratio, high_s * ratio))
+        yield change, replace(base, step_time_s=step_time_s, step_time_interval_s=(low_s * ratio, high_s * ratio))
 
 
-def _jobs(job: Job) -> Iterator[tuple[str, str, Job]]:
+def _jobs(job: Job) -> Iterator[tuple[_Change, Job]]:
     """Yield jobs with another setting, or on slower links."""
     yield from _software_changes(job)
     for change in _setting_changes(job):
         (setting, value), *_ = change.items()
         shown = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
         try:
-            yield setting, f"{setting}: {shown}", job.with_changes(change)
+            yield _Change(setting, f"{setting}: {shown}", change), job.with_changes(change)
         except SpecError:
             continue
     if (slower := improved(job.cluster, Resource.INTRA_LINK, 0.5)) is not None and slower.num_devices > 1:
-        yield Resource.INTRA_LINK, "half of the bandwidth inside nodes", replace(job, cluster=slower)
-    for words, cluster in _slower_networks(job.cluster):
-        yield Resource.INTER_LINK, words, replace(job, cluster=cluster)
+        words = "half of the bandwidth inside nodes"
+        yield _Change(Resource.INTRA_LINK, words, _link_settings(slower, "intra_link")), replace(job, cluster=slower)
+    for words, settings, cluster in _slower_networks(job.cluster):
+        yield _Change(Resource.INTER_LINK, words, settings), replace(job, cluster=cluster)
 
 
-def _slower_networks(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
+def _slower_networks(cluster: ClusterSpec) -> Iterator[tuple[str, dict[str, Any], ClusterSpec]]:
     """Yield what runs between nodes instead of a full network: half of it, one card of a node, or TCP on one card.
 
     A collective library that finds no RDMA takes TCP without an error.
@@ -223,12 +248,22 @@ def _slower_networks(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
         factors.append((1 / cards, f"1/{cards} of the bandwidth between nodes (one network card of {cards})"))
     for factor, change in factors:
         if (slower := improved(cluster, Resource.INTER_LINK, factor)) is not None:
-            yield change, slower
+            yield change, _link_settings(slower, "inter_link"), slower
     for gbit in _TCP_GBIT:
         name = f"tcp-{gbit}gbit"
         slower_link = catalog.network_of_node(name, per_node)
         if slower_link is not None and slower_link.bytes_per_s < link.bytes_per_s:
-            yield f"cluster.inter_link: {name}", _with_network(cluster, slower_link)
+            settings = {} if cluster.node_groups else _OTHER_NETWORK | {"cluster.inter_link": name}
+            yield f"cluster.inter_link: {name}", settings, _with_network(cluster, slower_link)
+
+
+def _link_settings(cluster: ClusterSpec, key: Literal["intra_link", "inter_link"]) -> dict[str, Any]:
+    """Settings of a scenario that give equal nodes their link, in place of any other keys of it; none for groups."""
+    link: LinkSpec | None = getattr(cluster, key)
+    if link is None or cluster.node_groups:
+        return {}
+    fields = link.model_dump(mode="json", exclude={"sources", "fitted_on"}, exclude_defaults=True)
+    return (_OTHER_NETWORK if key == "inter_link" else {}) | {f"cluster.{key}": fields}
 
 
 def _with_network(cluster: ClusterSpec, link: LinkSpec) -> ClusterSpec:
@@ -237,21 +272,23 @@ def _with_network(cluster: ClusterSpec, link: LinkSpec) -> ClusterSpec:
     return cluster.model_copy(update={"inter_link": link, "nics_per_node": 1, "node_groups": groups})
 
 
-def _software_changes(job: Job) -> Iterator[tuple[str, str, Job]]:
+def _software_changes(job: Job) -> Iterator[tuple[_Change, Job]]:
     software = job.software
     if "compiled" in software.options:
         flipped = not software.compiled
         words = f"software.compiled: {'true' if flipped else 'false'}"
-        yield "compiled", words, replace(job, software=software.model_copy(update={"compiled": flipped}))
+        compiled = replace(job, software=software.model_copy(update={"compiled": flipped}))
+        yield _Change("compiled", words, {"software.compiled": flipped}), compiled
     other = "unfused" if software.layers.attention == "fused" else "fused"
     layers = software.layers.model_copy(update={"attention": other})
-    yield "attention", f"{other} attention", replace(job, software=software.model_copy(update={"layers": layers}))
+    unfused = replace(job, software=software.model_copy(update={"layers": layers}))
+    yield _Change("attention", f"{other} attention"), unfused
     if software.layers.attention == "fused":
         for kernel in get_args(AttentionKernel):
             if kernel != software.rates.attention_kernel:
                 rates = software.rates.model_copy(update={"attention_kernel": kernel})
                 changed = replace(job, software=software.model_copy(update={"rates": rates}))
-                yield "attention", f"attention kernel of FlashAttention {kernel[-1]}", changed
+                yield _Change("attention", f"attention kernel of FlashAttention {kernel[-1]}"), changed
 
 
 def _setting_changes(job: Job) -> Iterator[dict[str, Any]]:
@@ -278,7 +315,7 @@ def _setting_changes(job: Job) -> Iterator[dict[str, Any]]:
         yield {"training.fused_optimizer": training.fused_optimizer is False}
 
 
-def _slowed(job: Job) -> Iterator[tuple[str, str, float]]:
+def _slowed(job: Job) -> Iterator[tuple[_Change, float]]:
     """Yield steps of the same Program with slower compute of one rank, or with more work of the host."""
 
     def others(program: Program, costs: ProgramCosts) -> list[NDArray[np.float64]]:
@@ -291,7 +328,10 @@ def _slowed(job: Job) -> Iterator[tuple[str, str, float]]:
 
     unchanged_s, *found_s = summarized_step(job, steps_overlap=False).seconds(others).tolist()
     for factor, step_time_s in zip(_SLOWER, found_s, strict=False):
-        yield "rank", f"a rank that computes {factor:g} times as slowly (clock, power cap)", step_time_s
+        words = f"a rank that computes {factor:g} times as slowly (clock, power cap)"
+        settings = {} if job.cluster.stragglers else {"cluster.stragglers": [{"rank": 0, "slowdown": factor}]}
+        yield _Change("rank", words, settings), step_time_s
     for factor, step_time_s in zip(_MORE_HOST_WORK, found_s[len(_SLOWER) :], strict=True):
         if step_time_s > unchanged_s:
-            yield "host", f"{factor} times the host work between steps (data loading, logging)", step_time_s
+            words = f"{factor} times the host work between steps (data loading, logging)"
+            yield _Change("host", words), step_time_s

@@ -64,25 +64,26 @@ def stream_of(communication: MeasuredCollective, rank: int, mapping: RankMapping
         return Stream(action.kind.value.lower())
     members = tuple(sorted(communication.ranks))
     groups = {
-        Stream.TENSOR: mapping.tp_group(rank),
-        Stream.CONTEXT: mapping.cp_group(rank),
-        Stream.SHARD: mapping.shard_group(rank),
-        Stream.REPLICATE: mapping.replicate_group(rank),
-        Stream.DATA: mapping.dp_group(rank),
+        Stream.TENSOR: mapping.group("tp", rank),
+        Stream.CONTEXT: mapping.group("cp", rank),
+        Stream.SHARD: mapping.group("shard", rank),
+        Stream.REPLICATE: mapping.group("replicate", rank),
+        Stream.DATA: mapping.group("dp", rank),
     }
     if action.kind is ActionKind.OPTIM and communication.kind == "all_reduce":
-        if set(members) <= set(mapping.pp_group(rank)):  # with two stages, a tied embedding has the group of the norm
+        # with two stages, a tied embedding has the group of the norm
+        if set(members) <= set(mapping.group("pp", rank)):
             return Stream.PIPELINE if communication.num_bytes == NORM_BYTES else Stream.TIED
-        if mapping.ep > 1 and members == mapping.ep_group(rank) != groups[Stream.SHARD]:
+        if mapping.ep > 1 and members == mapping.group("ep", rank) != groups[Stream.SHARD]:
             return Stream.EXPERT
-    if mapping.ep > 1 and communication.kind == "all_to_all" and members == mapping.ep_group(rank):
+    if mapping.ep > 1 and communication.kind == "all_to_all" and members == mapping.group("ep", rank):
         return Stream.EXPERT
     splits_layers = members in (groups[Stream.TENSOR], groups[Stream.CONTEXT])
     is_of_shards = communication.kind in ("all_gather", "reduce_scatter") and not splits_layers
-    if is_of_shards and members == mapping.expert_shard_group(rank):
+    if is_of_shards and members == mapping.group("expert_shard", rank):
         return Stream.SHARD
     completes = action.kind is ActionKind.REDUCE_GRAD and communication.kind == "all_reduce"
-    if mapping.ep > 1 and completes and members == mapping.expert_group(rank):
+    if mapping.ep > 1 and completes and members == mapping.group("expert", rank):
         return Stream.EXPERT_DATA
     if communication.kind == "all_reduce" and members == groups[Stream.DATA] and members != groups[Stream.REPLICATE]:
         return Stream.DATA

@@ -11,7 +11,7 @@ import pytest
 from app.figures.plan import BETWEEN, WITHIN, plan_result, waterfall_figure
 from app.fitting import document_text
 from app.predictions import headline_of_prediction, idle_memory_words, prediction_text, quick_headline
-from app.state import START
+from app.state import USUAL
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
 from simplan.training import TrainingBudget
@@ -115,7 +115,7 @@ def test_results_travel_between_processes() -> None:
 
 def test_idle_memory_of_a_plan_that_recomputes_is_told() -> None:
     """The first plan leaves three quarters free; the best plan of the same question leaves a tenth."""
-    first = parse_scenario(document_text(START)).job
+    first = parse_scenario(document_text(USUAL)).job
     assert idle_memory_words(predict(first)).startswith(
         "73% of the device memory is free, and the plan recomputes every"
     )

@@ -70,6 +70,18 @@ def test_unknown_page_names_the_pages() -> None:
     assert b"Streamlit" not in body_of(rest)
 
 
+async def _report(scope: Any, receive: Any, send: Any) -> None:
+    headers = [(b"content-type", b"text/html"), (b"content-disposition", b'attachment; filename="report.html"')]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"<h1>simplan report</h1>"})
+
+
+def test_report_that_a_page_offers_is_downloaded() -> None:
+    start, *rest = answered("/media/1.html", _report)
+    assert start["status"] == 200
+    assert body_of(rest) == b"<h1>simplan report</h1>"
+
+
 def test_files_of_streamlit_are_served_as_they_are_and_no_others() -> None:
     static = Path(streamlit.__file__).parent / "static"
     file = min(static.glob("static/js/*.js"), key=lambda file: file.stat().st_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -17,13 +18,19 @@ from app.figures.validation import MeasuredResult, predict_published, result_of_
 from app.fitting import document_text
 from app.jobs.job import Update
 from app.jobs.run import Runs, may_run
+from app.state import USUAL
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.errors import SpecError
+from simplan.interop.formats import formats
 from simplan.predict import predict
-from simplan.scenario import load_scenario, parse_scenario
+from simplan.predict.step_summary import summarize_step
+from simplan.scenario import load_scenario, parse_scenario, scenario_from
+from simplan.scenario.names import model_named
+from simplan.validate.logged_run import LoggedRun
 from tests.accuracy.runs import run_data
 from tests.app.figures.drawn import checked
 from tests.app.views.pages import SMALL, assert_no_bug, opened
+from tests.interop.public import cases, written
 from tests.validate.measuring import measure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,3 +252,140 @@ def test_an_upload_opens_no_file_of_the_server() -> None:
         uploads.as_scenario("train.sh", script.encode(), {"cluster": {"preset": "dgx-h100", "num_nodes": 1}})
     assert "root:" not in refusal.value.text()
     assert "/etc/passwd, which is not next to it" in refusal.value.text()
+
+
+def cut(text: str) -> st.SearchStrategy[str]:
+    """A text with a part left out."""
+    ends = st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))
+    return ends.map(lambda pair: text[: min(pair)] + text[max(pair) :])
+
+
+MEGATRON = (
+    "torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-layers 32 --hidden-size 4096 "
+    "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 "
+    "--global-batch-size 128 --bf16 --tensor-model-parallel-size 4 --use-distributed-optimizer"
+)
+SCRIPT = f"""cat > train.toml <<EOF
+{TORCHTITAN}EOF
+torchrun --nproc_per_node 8 -m torchtitan.train --job.config_file train.toml --parallelism.tensor_parallel_degree 4
+"""
+FROM_FILES = ("bridge", "nemo", "accelerate", "trainer", "deepspeed")
+
+
+@pytest.mark.parametrize("framework", [*FROM_FILES, "megatron", "torchtitan-toml", "torchtitan"])
+def test_pasted_text_of_every_reader_is_recognized(framework: str, tmp_path: Path) -> None:
+    """By content alone, and read to a valid scenario with the values of the session for what it does not say."""
+    texts = {"megatron": MEGATRON, "torchtitan-toml": TORCHTITAN, "torchtitan": SCRIPT}
+    texts |= {name: written(cases(name)[0], tmp_path).read_text() for name in FROM_FILES}
+    assert {*texts} >= {name for name, each in formats().items() if each.read is not None} - {"chakra"}
+    found = uploads.recognized("", texts[framework].encode(), USUAL)
+    assert found.configuration is not None
+    assert found.configuration.format.partition("-")[0] == framework.partition("-")[0]
+    assert found.document is not None
+    assert parse_scenario(document_text(found.document)).job.cluster.id == "dgx-h100"
+    assert any(note.startswith("read from pasted") for note in found.notes)
+    assert pickle.loads(pickle.dumps(found)) == found, "it comes from a worker"
+
+
+def test_pasted_script_is_the_job_of_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(MEGATRON)
+    job = scenario_from(file, {"cluster.preset": "dgx-h100"}).job
+    document = uploads.recognized("", MEGATRON.encode(), USUAL).document
+    assert document is not None
+    read = parse_scenario(document_text(document)).job
+    assert (read.plan, read.cluster, read.training, read.software) == (
+        job.plan,
+        job.cluster,
+        job.training,
+        job.software,
+    )
+    assert uploads.recognized("train.sh", MEGATRON.encode(), USUAL).document == {**document, "name": "train"}
+
+
+@pytest.mark.parametrize(
+    ("text", "preset"),
+    [("meta-llama/Llama-3.1-8B", "llama3.1-8b"), ("Llama 3 70B", "llama3-70b"), ("gpt2-1.5b\n", "gpt2-1.5b")],
+)
+def test_pasted_name_is_the_model_that_the_command_line_finds(text: str, preset: str) -> None:
+    document = uploads.recognized("", text.encode(), USUAL).document
+    assert document is not None
+    job = parse_scenario(document_text(document)).job
+    assert document["model"] == {"preset": preset} == {"preset": model_named(text.strip())}
+    assert job.model.name == preset
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "epoch 1 loss 3.2\nepoch 2 loss 2.9\n",
+            '"epoch 1 loss 3.2": is nothing that simplan knows; it looked for a scen',
+        ),
+        ("hello", "the name of a model"),
+        ("", "it looked for"),
+        ("meta-llama/Llama-3.1-9B", "is no model of the catalog; did you mean llama3.1-8b"),
+        ("llama3", "may be several models; name one of"),
+        ('{"model_type": "banana"}', "is a family that is not modeled yet"),
+        ("torchrun --nproc_per_node 8 train.py --foo 3", "starts train.py, whose arguments are of no framework"),
+        ("tune run full_finetune", "looks like a file of torchtune"),
+        ("model: {preset: gpt2}\nplan: {tp: 3}", "plan.tp"),
+    ],
+)
+def test_pasted_text_that_is_wrong_or_unknown_gets_a_sentence(text: str, said: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        uploads.recognized("", text.encode(), USUAL)
+    assert said in str(refusal.value)
+
+
+LINE = " iteration {}/ 100 | consumed samples: 128 | elapsed time per iteration (ms): {} | global batch size: 128 |"
+LOG = "\n".join([f"+ {MEGATRON}", *(LINE.format(step, time) for step, time in ((10, 2152.2), (20, 2400), (30, 2500)))])
+
+
+@pytest.mark.parametrize(
+    ("text", "file"),
+    [("step_times_s: [2.4, 2.5]", "log.yaml"), (json.dumps({"step_time_s": 2.4}), "log.json"), (LOG, "log.txt")],
+)
+def test_pasted_measurement_leads_to_validate(text: str, file: str) -> None:
+    """Also a log that begins with the command of its run, which is a launch script by itself."""
+    found = uploads.recognized("", text.encode(), USUAL)
+    assert found.document is None
+    measured = uploads.measured_of(found.file, text.encode())
+    assert measured == uploads.measured_of(file, text.encode())
+    assert isinstance(measured, LoggedRun)
+    assert measured.has_time
+
+
+def test_part_of_a_scenario_keeps_the_rest_of_the_session() -> None:
+    found = uploads.recognized("", b"training: {global_batch_size: 256}", USUAL)
+    assert found.document is not None
+    assert found.document == {**USUAL, "training": {"global_batch_size": 256}, "plan": found.document["plan"]}
+    assert found.notes[0] == "from the scenario in the sidebar: model, cluster, software, plan"
+
+
+@given(st.one_of(st.text(max_size=200), st.sampled_from([MEGATRON, TORCHTITAN, SCRIPT]).flatmap(cut)))
+def test_any_pasted_text_is_read_or_refused(text: str) -> None:
+    with suppress(SpecError):
+        uploads.recognized("", text.encode("utf-8", errors="replace"), USUAL)
+
+
+def test_pasted_script_is_answered_on_the_page() -> None:
+    page = opened("plan")
+    page.session_state["details paste"] = True
+    page.run()
+    page.text_area(key="paste text").set_value(MEGATRON.replace("--micro-batch-size 1", "--micro-batch-size 16"))
+    page.button(key="paste read").click().run()
+    assert_no_bug(page)
+    assert page.error[0].value.startswith("**Does not fit**")
+    words = [text.value.replace("\\", "") for text in page.markdown]
+    assert any(text.startswith("--micro-batch-size 16 -> ") for text in words), "in the words of the script"
+    page.button(key="fix 0").click().run()
+    assert_no_bug(page)
+    assert page.success[0].value.startswith("**Fits**")
+    assert "Changes that make it faster" in [header.value for header in page.subheader]
+    before = page.session_state["simplan document"]
+    faster = page.button(key="faster 0").click().run()
+    assert_no_bug(faster)
+    after = page.session_state["simplan document"]
+    shorter, longer = (summarize_step(parse_scenario(document_text(one)).job).step_time_s for one in (after, before))
+    assert shorter < longer

@@ -27,7 +27,7 @@ SMALL = (
 """A scenario that is answered in a moment."""
 LARGE = (
     "model.preset=llama3-70b&model.seq_len=8192&cluster.preset=dgx-h100&cluster.num_devices=64"
-    "&training.global_batch_size=128&software=torch&plan.tp=8&plan.dp_shard=8&plan.recompute=full"
+    "&training.global_batch_size=128&software=torch&plan.dp_shard=64&plan.microbatch_size=2&plan.recompute=full"
 )
 """What a session starts with: its best plans take seconds to explain."""
 DRAWN = """

@@ -55,6 +55,21 @@ def test_a_download_is_the_scenario_that_was_asked(page: Any, served: str, tmp_p
     assert (scenario.job.plan.pp, scenario.job.plan.dp_replicate, scenario.job.cluster.num_devices) == (2, 2, 4)
 
 
+@pytest.mark.parametrize("name", ["plan", "timeline", "network", "scale"])
+def test_report_is_one_file_that_loads_nothing(page: Any, served: str, tmp_path: Path, name: str) -> None:
+    opened(page, address(served, name))
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Report", exact=True).click()
+    file = tmp_path / "report.html"
+    waiting.value.save_as(file)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(file.as_uri())
+    assert page.get_by_role("heading", level=1).inner_text() == "simplan report"
+    assert page.locator("section .verdict, section .figures").count()
+    assert asked == [file.as_uri()]
+
+
 @pytest.mark.parametrize(("format_", "starts"), [("SVG", b"<svg"), ("PNG", b"\x89PNG")])
 def test_a_figure_is_saved_as_it_is_drawn(page: Any, served: str, tmp_path: Path, format_: str, starts: bytes) -> None:
     opened(page, address(served, "plan"))
@@ -103,12 +118,12 @@ def test_a_click_on_a_point_or_a_row_selects_its_plan(page: Any, served: str) ->
 
 def test_back_leaves_a_page_with_one_press(page: Any, served: str) -> None:
     opened(page, served)
-    page.wait_for_url(lambda url: "plan.tp=8" in url)
+    page.wait_for_url(lambda url: "plan.dp_shard=64" in url)
     page.get_by_role("link", name="Timeline").click()
     page.wait_for_url(lambda url: "/timeline?" in url)
     settled(page)
     page.go_back()
-    page.wait_for_url(lambda url: "/timeline" not in url and "plan.tp=8" in url)
+    page.wait_for_url(lambda url: "/timeline" not in url and "plan.dp_shard=64" in url)
     page.get_by_role("heading", name="Downloads").wait_for()
 
 

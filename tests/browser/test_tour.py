@@ -71,7 +71,7 @@ def test_the_tour_ends_with_a_plan_that_predict_confirms(page: Any, served: str,
 def test_a_plan_is_opened_while_others_are_explained_and_answers_are_slow(page: Any, served: str) -> None:
     """Requests of the page that is left, still on their way, must not clear the next one."""
     page.set_default_timeout(240_000)
-    scenario = LARGE.replace("batch_size=128", "batch_size=192")
+    scenario = LARGE.replace("batch_size=128", "batch_size=384")
     with slow_link(served) as link:
         opened(page, f"{link.address}/search?{scenario}")
         page.get_by_role("button", name="Search", exact=True).click()

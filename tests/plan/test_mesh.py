@@ -21,12 +21,12 @@ def test_groups_are_those_of_a_device_mesh(rank: int) -> None:
     """A DeviceMesh is a tensor of ranks; a group is what is left of it when all other coordinates are fixed."""
     mesh = torch.arange(48).view(MAPPING.sizes)
     pp, rep, shard, cp, tp = MAPPING.place(rank)
-    assert list(MAPPING.tp_group(rank)) == mesh[pp, rep, shard, cp, :].tolist()
-    assert list(MAPPING.cp_group(rank)) == mesh[pp, rep, shard, :, tp].tolist()
-    assert list(MAPPING.shard_group(rank)) == mesh[pp, rep, :, :, tp].flatten().tolist()
-    assert list(MAPPING.replicate_group(rank)) == mesh[pp, :, shard, cp, tp].tolist()
-    assert list(MAPPING.dp_group(rank)) == mesh[pp, :, :, :, tp].flatten().tolist()
-    assert list(MAPPING.pp_group(rank)) == mesh[:, rep, shard, cp, tp].tolist()
+    assert list(MAPPING.group("tp", rank)) == mesh[pp, rep, shard, cp, :].tolist()
+    assert list(MAPPING.group("cp", rank)) == mesh[pp, rep, shard, :, tp].tolist()
+    assert list(MAPPING.group("shard", rank)) == mesh[pp, rep, :, :, tp].flatten().tolist()
+    assert list(MAPPING.group("replicate", rank)) == mesh[pp, :, shard, cp, tp].tolist()
+    assert list(MAPPING.group("dp", rank)) == mesh[pp, :, :, :, tp].flatten().tolist()
+    assert list(MAPPING.group("pp", rank)) == mesh[:, rep, shard, cp, tp].tolist()
 
 
 def test_data_ranks_number_the_parts_of_the_batch() -> None:
@@ -42,8 +42,8 @@ def test_experts_have_a_mesh_of_their_own(ep: int, etp: int) -> None:
     grid = np.arange(mapping.world_size).reshape(2, alike, ep, etp)
     for rank in range(mapping.world_size):
         stage, copy, expert, part = (int(place[0]) for place in np.nonzero(grid == rank))
-        assert mapping.expert_group(rank) == tuple(grid[stage, :, expert, part])
-        assert mapping.ep_group(rank) == tuple(grid[stage, copy, :, part])
-        assert mapping.etp_group(rank) == tuple(grid[stage, copy, expert, :])
+        assert mapping.group("expert", rank) == tuple(grid[stage, :, expert, part])
+        assert mapping.group("ep", rank) == tuple(grid[stage, copy, :, part])
+        assert mapping.group("etp", rank) == tuple(grid[stage, copy, expert, :])
         if etp == mapping.tp:
-            assert mapping.etp_group(rank) == mapping.tp_group(rank)
+            assert mapping.group("etp", rank) == mapping.group("tp", rank)

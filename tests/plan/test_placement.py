@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,9 +48,12 @@ def test_devices_are_those_of_a_walk_over_the_mesh(sizes: dict[str, int], order:
 def test_groups_of_the_innermost_axes_are_consecutive_devices(sizes: dict[str, int], order: list[Axis]) -> None:
     plan = ParallelPlan.model_validate({**sizes, "placement": order})
     devices, mapping = devices_of(plan), RankMapping.of(plan)
+    ranks = np.arange(plan.num_devices).reshape(mapping.sizes)
     for number in range(1, len(order) + 1):
         for rank in range(0, plan.num_devices, 7):
-            group = sorted(devices[member] for member in mapping.group(rank, *order[:number]))
+            free, place = order[:number], mapping.place(rank)
+            members = ranks[tuple(slice(None) if axis in free else getattr(place, axis) for axis in place._fields)]
+            group = sorted(devices[member] for member in members.ravel())
             assert group == list(range(group[0], group[0] + len(group)))
             assert group[0] % len(group) == 0
 

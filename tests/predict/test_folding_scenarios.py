@@ -12,7 +12,7 @@ from simplan import catalog
 from simplan.cost.program_costs import estimate_program
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.predict import build_program, cost_model, simulate_program
+from simplan.predict import StepContext, build_program, cost_model, simulate_program
 from simplan.predict.build import folding_of
 from simplan.predict.truncated import TruncatedStep, predicted_extent
 from simplan.scenario import load_scenario
@@ -39,7 +39,7 @@ def test_folded_is_unfolded_and_compiled_is_simulated(file: Path) -> None:
         folded, level = build_program(prediction, level=1), 1
     whole = build_program(prediction, level=level, folded=False)
     once, every = (
-        simulate_program(program, cost, scenario.job.cluster).times.step_time_s for program in (folded, whole)
+        simulate_program(program, cost, StepContext.of(scenario.job)).times.step_time_s for program in (folded, whole)
     )
     assert once == pytest.approx(every, rel=1e-9)
     peaks = [memory_peak(whole, rank).total_bytes for rank in whole.ranks]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simplan.model.layer import CollectiveKind
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
-from simplan.predict import build_program, cost_model, predict, simulate_program
+from simplan.predict import StepContext, build_program, cost_model, predict, simulate_program
 from simplan.program.program import Communication
 from simplan.report.drawings.drawing import draw_pipeline, notes
 from simplan.report.text import prediction_text
@@ -46,7 +46,7 @@ def test_folded_is_unfolded_and_lists_are_orders(plan: ParallelPlan, order: tupl
     job = job.with_plan(plan.model_copy(update={"placement": order}))
     prediction, cost = predict(job), cost_model(job, None)
     folded, whole = (
-        simulate_program(build_program(prediction, folded=is_folded), cost, job.cluster).times.step_time_s
+        simulate_program(build_program(prediction, folded=is_folded), cost, StepContext.of(job)).times.step_time_s
         for is_folded in (True, False)
     )
     assert folded == pytest.approx(whole, rel=1e-9)
@@ -62,8 +62,8 @@ def test_collectives_take_the_links_of_the_devices() -> None:
         cost, mapping = cost_model(placed_job, None), RankMapping.of(placed_job.plan)
         inside = order.index("tp") < order.index("dp")
         for group, devices in (
-            (mapping.tp_group(0), (0, 1) if inside else (0, 4)),
-            (mapping.dp_group(0), (0, 2, 4, 6) if inside else (0, 1, 2, 3)),
+            (mapping.group("tp", 0), (0, 1) if inside else (0, 4)),
+            (mapping.group("dp", 0), (0, 2, 4, 6) if inside else (0, 1, 2, 3)),
         ):
             seconds = cost.communication(Communication(CollectiveKind.ALL_REDUCE, 2**20, group)).seconds
             there = cost_model(job, None).communication(Communication(CollectiveKind.ALL_REDUCE, 2**20, devices))

@@ -15,7 +15,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import build, build_program, cost_model, predict
-from simplan.predict.simulated import simulate_program
+from simplan.predict.simulated import StepContext, simulate_program
 from simplan.prediction import Prediction
 from simplan.program.program import Communication, MemoryCategory, Stream
 from simplan.units import GIB
@@ -155,7 +155,7 @@ def test_one_replica_stands_for_those_that_use_the_same_links(num_devices: int, 
     prediction = ask(plan, batch=2 * num_devices, cluster="dgx-a100-80gb")
     whole = build_program(prediction, folded=False)
     cost = cost_model(prediction.job, None)
-    step_time_s = simulate_program(whole, cost, prediction.job.cluster).times.step_time_s
+    step_time_s = simulate_program(whole, cost, StepContext.of(prediction.job)).times.step_time_s
     assert prediction.step_time_s == pytest.approx(step_time_s, rel=1e-9)
     assert len(build_program(prediction).ranks) == 2 * written_out
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from simplan.plan.plan import RankMapping
+from simplan.plan.plan import GROUP_AXES, RankMapping
 from simplan.program.folding import Folding, fold, unfolded
 
 
@@ -57,8 +57,8 @@ def test_groups_of_equal_ranks_have_equal_members(
     for rank, leader in enumerate(folding.stands_for):
         assert folding.stands_for[leader] == leader
         assert mapping.place(rank).pp == mapping.place(leader).pp
-        for group in (*mapping.group_kinds, mapping.pp_group):
-            assert folding.members(group(rank)) == folding.members(group(leader))
+        for kind in GROUP_AXES:
+            assert folding.members(mapping.group(kind, rank)) == folding.members(mapping.group(kind, leader))
 
 
 def test_unfolded_writes_everyone_out() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from app.figures import scale
 from simplan.errors import SpecError
 from simplan.explain import difference, explain
 from simplan.report.html import KINDS, html_report
 from simplan.scenario import load_scenario
 from simplan.search import search
-from simplan.units import format_time
+from simplan.units import format_bytes, format_percent, format_time
 from simplan.validate.logged import compare_logged
 from simplan.validate.logged_run import LoggedRun, parse_measured
 
@@ -58,10 +59,14 @@ def documents() -> dict[str, dict[str, Any]]:
     measured = parse_measured("step_times_s: [0.5, 0.6, 0.5]", "log.yaml")
     assert isinstance(measured, LoggedRun)
     logged = compare_logged(prediction.to_json(), measured)
+    text = (SCENARIOS / "fsdp.yaml").read_text()
+    points = scale.sweep(text, "devices", False)
+    swept = (points, scale.scale_rows(points), scale.worth(text), (0.1, scale.slow_ranks(text, 0.1)))
     found = {
         "prediction": prediction.to_json(),
         "search": search(first.job, {"tp": [1], "pp": [1, 4], "schedule": ["1f1b"], "top": 2}).to_json(),
         "explanation": explanations[0].to_json(),
+        "sweep": scale.scale_document(second, "devices", *swept),
         "difference": difference(*explanations).to_json(),
         "logged_comparison": logged.to_json(),
     }
@@ -81,11 +86,27 @@ def test_every_kind_is_shown_with_its_numbers(documents: dict[str, dict[str, Any
     prediction, best = documents["prediction"], documents["search"]["best"]
     for seconds in (prediction["step_time_s"], best["step_time_s"], documents["difference"]["second"]["step_time_s"]):
         assert format_time(seconds) in shown.text
+    swept = [point["step_time_s"] for point in documents["sweep"]["points"] if point["step_time_s"] is not None]
+    assert len(swept) > 1
+    assert all(format_time(seconds) in shown.text for seconds in swept)
+    assert all(point["refused"] in shown.text for point in documents["sweep"]["points"])
     for term in documents["explanation"]["time"]:
         assert term["formula"] in shown.text
     for rule in documents["search"]["space"]["rejected"]:
         assert rule in shown.text
     assert shown.tags.count("svg") == 1
+
+
+def test_prediction_with_a_topology_shows_its_fabric_and_the_load_of_its_links() -> None:
+    prediction = load_scenario(SCENARIOS / "network" / "leaf-spine.yaml").predict()
+    network = prediction.network
+    assert network is not None
+    shown = Page(html_report([("x", json.loads(json.dumps(prediction.to_json())))], written="today"))
+    assert shown.tags.count("svg") == 2
+    slowest = network.links[0]
+    for text in (slowest.name, format_bytes(slowest.num_bytes), format_percent(slowest.busy_share)):
+        assert text in shown.text
+    assert f"Contention costs {format_time(network.contention_s)} of the step." in shown.text
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_a_filter_names_the_first_rule_that_a_plan_violates(
 @settings(max_examples=75, deadline=None)
 def test_a_job_is_refused_for_all_that_it_violates(asked: Job) -> None:
     told = violations(asked)
+    assert told == [problem for rule in violated_by(asked) for problem in rule.problems(asked)]
     if not told:
         check_job(asked)
         return

@@ -15,7 +15,8 @@ from simplan.runs.measurement import Measurement
 from simplan.validate.logged_run import YAML_SUFFIXES, LoggedRun, parse_measured
 
 MAX_TRACE_BYTES = 256 * 2**20
-_KNOWN = "Megatron-LM, Megatron Bridge, NeMo, torchtitan, DeepSpeed and the Hugging Face Trainer"
+KNOWN_LOGS = "Megatron-LM, Megatron Bridge, NeMo, torchtitan, DeepSpeed and the Hugging Face Trainer"
+"""Programs whose logs are read, in words."""
 _GZIP = b"\x1f\x8b"
 _PEAKS = ("peak_allocated_gib", "peak_reserved_gib", "peak_device_gib")
 
@@ -50,6 +51,11 @@ def parse_run(content: bytes, file: str) -> Measurement | LoggedRun:
     return _parse_text(content, file)
 
 
+def is_log(text: str) -> bool:
+    """True for text with lines of steps, or of memory, that a framework writes."""
+    return any(reader(plain_text(text)) is not None for reader in frameworks.READERS)
+
+
 def _parse_json(content: bytes, file: str) -> Measurement | LoggedRun:
     text = content.decode("utf-8", errors="replace")
     if text.lstrip().startswith("{'"):  # a dictionary that the Trainer printed
@@ -81,7 +87,7 @@ def _parse_text(content: bytes, file: str) -> LoggedRun:
     text = plain_text(content.decode("utf-8", errors="replace"))  # a progress bar may be cut inside a character
     readings = [reading for reader in frameworks.READERS if (reading := reader(text)) is not None]
     if not readings:
-        rule = f"has no lines of steps that simplan knows; it knows those of {_KNOWN}"
+        rule = f"has no lines of steps that simplan knows; it knows those of {KNOWN_LOGS}"
         fix = "write YAML: step_times_s: [2.41, 2.39, ...]"
         raise file_error(file, rule, fix)
     main = next((reading for reading in readings if reading.has_time), readings[0])

@@ -14,13 +14,13 @@ labels and losses, and its hit counts for the log, are not modeled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from simplan.model.kernel import CollectiveKind, LayerCollective, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
-from simplan.model.parts.embedding_and_head import output_distribution, token_lookup
+from simplan.model.parts.embedding_and_head import head_layer, output_distribution, token_lookup
 from simplan.model.parts.part import Block, LayerPart, NormKind, hidden_input, joined, layer_of, linear, norm, rewired
 from simplan.model.share import RankShare, for_columns
 
@@ -83,20 +83,23 @@ def _later_tokens(kind: NormKind, share: RankShare) -> Iterator[LayerPart | Oper
     yield Operator(kernel=gather, reads=(parts,), makes=(projected,))
 
 
-def depth_heads(model: ModelSpec, share: RankShare, kind: NormKind) -> tuple[list[LayerPart], list[LayerPart]]:
-    """Parts that multi-token prediction adds before and after the head's own; empty without it.
+def depth_head(model: ModelSpec, share: RankShare, kind: NormKind, own: Sequence[LayerPart]) -> LayerSpec:
+    """The model's head with that of each depth.
 
-    Before: the copy of the embedding, unless the output projection is tied to it. The copy counts where the model's
-    embedding is on another stage, and its gradient comes last. After: the head, once for each depth.
+    It holds a copy of the embedding, unless the output projection is tied to it: the copy counts where the model's
+    embedding is on another stage, and its gradient comes last. It saves only the last of its inputs: earlier layers
+    make the others and save them.
+
+    Args:
+        kind: Kind of the norms.
+        own: Parts of the model's head.
     """
-    if not model.mtp_num_layers:
-        return [], []
     copy = ParameterSpec("mtp_wte.weight", (share.vocab, share.hidden))
-    held = Operator(parameters=(copy.name,))
-    before = [] if model.tied_embeddings else [LayerPart(parameters=(copy,), operators=(held,))]
-    after = []
-    for depth in range(1, model.mtp_num_layers + 1):
+    held = LayerPart(parameters=(copy,), operators=(Operator(parameters=(copy.name,)),))
+    parts = [*own] if model.tied_embeddings else [held, *own]
+    depths = model.mtp_num_layers
+    for depth in range(1, depths + 1):
         name = f"mtp_norm{depth}"
         source = f"hidden states of depth {depth - 1}"
-        after += [norm(name, source, kind, share), output_distribution(f"{name} output", share, again=f"{name} ")]
-    return before, after
+        parts += [norm(name, source, kind, share), output_distribution(f"{name} output", share, again=f"{name} ")]
+    return head_layer(model, share, parts, f"mtp{depths}", inputs=later_inputs(share, depths), tied=(copy.name,))

@@ -52,15 +52,15 @@ _BIAS_KERNELS = (2, 7)  # per expert, in forward and in backward
 def dispatched(
     operators: tuple[Operator, ...], way: ExpertDispatch, *, weighted_activations: bool = False
 ) -> tuple[Operator, ...]:
-    """Operators of a layer, perhaps without experts, with one dispatch algorithm.
+    """Operators of a layer with experts, with one dispatch algorithm.
 
     Args:
         weighted_activations: ``copies`` multiplies by the weights of experts in the activation.
     """
     kernels = {operator.kernel.name: operator.kernel for operator in operators if operator.kernel is not None}
-    router, gate = kernels.get("router"), kernels.get(GATE_AND_UP[0])
-    if not isinstance(router, Gemm) or not isinstance(gate, Gemm):
-        return operators
+    router, gate = kernels["router"], kernels[GATE_AND_UP[0]]
+    assert isinstance(router, Gemm)
+    assert isinstance(gate, Gemm)
     if way == "copies":
         return tuple(_summed(operators)) if weighted_activations else operators
     tokens, whole = router.m, router.m * router.k

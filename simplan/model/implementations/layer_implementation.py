@@ -36,6 +36,7 @@ from simplan.model.implementations.transformers_code import as_transformers
 from simplan.model.kernel import LOSS, LayerCollective
 from simplan.model.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.parts.attention import MASK
+from simplan.model.parts.experts import GATE_AND_UP
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
 from simplan.model.share import biases_after_sums, regathered
 
@@ -58,9 +59,8 @@ class LayerImplementation(Spec):
     Attributes:
         model_code: Source of the model's modules: the framework (for torch, simplan's executor), or Hugging Face
             transformers (``simplan.model.implementations.transformers_code``).
-        attention: ``unfused``: scores are materialized; scaling, mask and softmax are one kernel, which saves its
-            result in the precision of activations (Megatron-LM's masked_softmax_fusion).
-        fused_softmax: False if these are single operations after all, the softmax in FP32 as under torch's autocast.
+        fused_softmax: False if scaling, mask and softmax of unfused attention are single operations, the softmax in
+            FP32 as under torch's autocast.
         dropout: Families whose models train with dropout after the embedding, after both branches of a block and, in
             unfused attention, on its weights. Masks of one byte per element are saved. A fused kernel samples them
             again.
@@ -109,7 +109,14 @@ class LayerImplementation(Spec):
     """
 
     model_code: ModelCode = "framework"
-    attention: Literal["fused", "unfused"] = "fused"
+    attention: Literal["fused", "unfused"] = Field(
+        "fused",
+        description=(
+            "fused: one kernel without materialized scores (FlashAttention). unfused: scores are materialized; "
+            "scaling, mask and softmax are one kernel, which saves its result in the precision of activations "
+            "(Megatron-LM's masked_softmax_fusion)."
+        ),
+    )
     fused_softmax: bool = True
     dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
     fused_gemms: bool = False
@@ -154,9 +161,10 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         operators = tuple(regathered(operators))
     as_megatron = operators != layer.operators
     saved = operators
-    operators = dispatched(
-        operators, implementation.expert_dispatch, weighted_activations=implementation.weighted_activations
-    )
+    if any(kernel.name == GATE_AND_UP[0] for kernel in layer.kernels):
+        operators = dispatched(
+            operators, implementation.expert_dispatch, weighted_activations=implementation.weighted_activations
+        )
     if implementation.fused_experts:
         operators = with_fused_experts(operators)
     elif implementation.expert_streams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from simplan.model.families.mtp import depth_heads, depth_layers, later_inputs
+from simplan.model.families.mtp import depth_head, depth_layers
 from simplan.model.layer import LayerSpec
 from simplan.model.parts.attention import AttentionForm, self_attention
 from simplan.model.parts.embedding_and_head import embedding_layer, head_layer, output_distribution
@@ -36,26 +36,15 @@ def decoder_layers(
     return (
         embedding_layer(model, share, positions, *more),
         *(made[key] for key, _ in blocks),
-        *depth_layers(model, share, kind, blocks[-1]),
+        *(depth_layers(model, share, kind, blocks[-1]) if model.mtp_num_layers else ()),
         _head(model, share, kind),
     )
 
 
 def _head(model: ModelSpec, share: RankShare, kind: NormKind) -> LayerSpec:
-    """Norm and output distribution over the vocabulary, perhaps with the embedding's weights, also for later tokens.
-
-    The head saves only the last of its inputs: earlier layers make the others and save them.
-    """
-    before, after = depth_heads(model, share, kind)
-    depths = model.mtp_num_layers
-    return head_layer(
-        model,
-        share,
-        [*before, norm("norm", "input", kind, share), output_distribution("norm output", share), *after],
-        *[f"mtp{depths}"] * bool(depths),
-        inputs=later_inputs(share, depths),
-        tied=("mtp_wte.weight",) if depths else (),
-    )
+    """Norm and output distribution over the vocabulary, perhaps with the embedding's weights, also for later tokens."""
+    parts = [norm("norm", "input", kind, share), output_distribution("norm output", share)]
+    return depth_head(model, share, kind, parts) if model.mtp_num_layers else head_layer(model, share, parts)
 
 
 def gelu_block(model: ModelSpec, share: RankShare, kind: NormKind, form: AttentionForm) -> Block:

@@ -60,9 +60,9 @@ class FsdpHooks(Hooks):
         plan, state = stages.plan, stages.state
         self._in_pipeline = plan.pp > 1
         self._reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
-        self.shard_group = stages.mapping.shard_group(writer.rank)
-        self._expert_group = stages.mapping.expert_shard_group(writer.rank)
-        self._replicate_group = stages.mapping.replicate_group(writer.rank)
+        self.shard_group = stages.mapping.group("shard", writer.rank)
+        self._expert_group = stages.mapping.group("expert_shard", writer.rank)
+        self._replicate_group = stages.mapping.group("replicate", writer.rank)
         self.num_shards = len(self.shard_group)
         self._casts = state.gathered != state.parameter
         self._copies_to_host = plan.offload_optimizer and not host_waits

@@ -12,7 +12,7 @@ import numpy as np
 from simplan.job import Job
 from simplan.model.implementations.expert_dispatch import SM_FRACTION
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import Place, StageAssignment
+from simplan.plan.plan import Place, RankGroup, StageAssignment
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.lowering.fsdp import FsdpHooks, FsdpListHooks
@@ -239,7 +239,9 @@ class _RankLowering:
             group=group,
         )
         self.hooks = _hooks(stages, self.writer, how)
-        self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
+        self.offload = None
+        if stages.plan.offload_activations:
+            self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
         self.states = RankStates(stages, rank)
         self.groups = stages.mapping.layer_collective_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
@@ -250,7 +252,8 @@ class _RankLowering:
         self.new_received: list[int] = []
         self.sent: list[int] = []
         self.sent_bytes = 0
-        self.common = [(each, name) for each in (self.writer, self.hooks, self.offload) for name in each.STATE]
+        stateful = (self.writer, self.hooks) if self.offload is None else (self.writer, self.hooks, self.offload)
+        self.common = [(each, name) for each in stateful for name in each.STATE]
         self.of_stage = [(self.hooks, name) for name in self.hooks.STAGE_STATE]
         self.shapes_of_stage: dict[Hashable, int] = defaultdict(count().__next__)
         self.first_shapes = (
@@ -272,11 +275,12 @@ class _RankLowering:
         actions, stage, microbatch, variant, needs, variants = row_of_actions(
             row, synchronous=self.synchronous, overlaps_experts=overlaps
         )
-        self.offload.start(row)
+        if self.offload is not None:
+            self.offload.start(row)
         leaders = [each.at_stage(leading) for each in variants]
         numbers = [self.numbers[self._template_key(each)] for each in leaders]
         kinds = np.array(numbers, np.int64)[variant]
-        if self.offload.expands:  # offloads are identified by their microbatch
+        if self.offload is not None:  # offloads are identified by their microbatch
             kinds = np.array([self.numbers[pair] for pair in zip(kinds.tolist(), microbatch.tolist(), strict=True)])
 
         def lowered(place: int, shape: int, of_stage: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
@@ -298,7 +302,7 @@ class _RankLowering:
 
         Stages are distinct if activation offload depends on the stage.
         """
-        stages, apart = self.stages, self.offload.expands
+        stages, apart = self.stages, self.offload is not None
         keys = {stage: stage if apart else _stage_key(stages, stage) for stage in stages.stages_of(self.pp_rank)}
         first: dict[Hashable, int] = {}
         return {stage: first.setdefault(key, stage) for stage, key in keys.items()}
@@ -397,11 +401,13 @@ class _RankLowering:
         if self.stages.software.waits_for_batch:
             self.writer.compute(action, "{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
         for part in self._parts(action):
-            self.offload.before_forward(action)
+            if self.offload is not None:
+                self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
             self._layers(action, part, Phase.FORWARD)
             self.hooks.after_forward(action, part)
-            self.offload.after_forward(action, part)
+            if self.offload is not None:
+                self.offload.after_forward(action, part)
 
     def _backward(self, action: Action) -> None:
         if action.kind is not _K.BACKWARD_WEIGHT:
@@ -414,7 +420,8 @@ class _RankLowering:
             phase = Phase.BACKWARD
         for part in in_order(self._parts(action), phase):
             self.hooks.before_backward(action, part)
-            self.offload.before_backward(action, part)
+            if self.offload is not None:
+                self.offload.before_backward(action, part)
             self._layers(action, part, phase)
             self.hooks.after_backward(action, part, phase)
         if phase is not Phase.BACKWARD_INPUT:
@@ -497,7 +504,7 @@ class _RankLowering:
         assert other_end is not None
         sends = action.kind in (_K.SEND_F, _K.SEND_B)
         other = self.rank + (stages.placement[other_end.stage] - self.pp_rank) * stages.mapping.ranks_per_stage
-        ends = (self.rank, other) if sends else (other, self.rank)
+        ends = RankGroup.of("send", (self.rank, other) if sends else (other, self.rank))
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_end.stage)]):
             # a send keeps its tensor alive until its wait; a tensor that only passes through is in a receive buffer
             sent = 0 if action.kind is _K.SEND_F and tensor.passes else tensor.num_bytes
@@ -537,7 +544,8 @@ class _RankLowering:
 
     def _expands(self, action: Action) -> bool:
         """Returns True if each layer of the action has separate operations."""
-        needed = self.how.expand_all or self.overlaps or self.offload.expands or self.hooks.expands(action)
+        offloads = self.offload is not None  # copies happen between layers
+        needed = self.how.expand_all or self.overlaps or offloads or self.hooks.expands(action)
         return self.how.level == 2 and needed
 
 

@@ -72,7 +72,6 @@ class OffloadedActivations:
 
     def __init__(self, stages: Stages, writer: RankWriter, *, host_waits: bool) -> None:
         self._stages, self._writer, self._host_waits = stages, writer, host_waits
-        self._is_on = stages.plan.offload_activations
         num_blocks = sum(layer.kind is LayerKind.BLOCK for layers in stages.layers for layer in layers)
         self._moved = stages.plan.offload_layers or num_blocks
         stays = max(1, num_blocks - self._moved)
@@ -84,12 +83,7 @@ class OffloadedActivations:
 
     def start(self, row: Sequence[Action]) -> None:
         """Begins a step of the rank with the actions of its row."""
-        self._at_once = backward_follows(row) if self._is_on else frozenset()
-
-    @property
-    def expands(self) -> bool:
-        """True if actions must be lowered layer by layer, because copies happen between layers."""
-        return self._is_on
+        self._at_once = backward_follows(row)
 
     def before_forward(self, action: Action) -> None:
         """Frees offloaded activations of earlier layers, except of the newest ones, which may stay on the device."""
@@ -98,8 +92,6 @@ class OffloadedActivations:
 
     def after_forward(self, action: Action, part: range) -> None:
         """Starts the copy of some layers' saved activations to the host."""
-        if not self._is_on:
-            return
         num_bytes = self._kept_bytes(action, part)
         if not num_bytes:
             self._leaving.append(None)
@@ -112,7 +104,7 @@ class OffloadedActivations:
     def before_backward(self, action: Action, part: range) -> None:
         """Waits for some layers' saved activations, and prefetches the next ones."""
         layers = self._stages.layers[action.stage]
-        if not self._is_on or all(layers[position].kind is not LayerKind.BLOCK for position in part):
+        if all(layers[position].kind is not LayerKind.BLOCK for position in part):
             return
         key = (action.stage, action.microbatch, part.start)
         while self._leaving:

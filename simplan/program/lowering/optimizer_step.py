@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import RankGroup
 from simplan.program.action import Action
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
@@ -22,7 +23,7 @@ def step_optimizer(action: Action, states: RankStates, writer: RankWriter, relea
     stages, mapping = states.stages, states.stages.mapping
     place = mapping.place(writer.rank)
     if stages.tied_ends and place.pp in stages.tied_ends:
-        ends = tuple(mapping.rank(place._replace(pp=end)) for end in stages.tied_ends)
+        ends = RankGroup.of("ends", (mapping.rank(place._replace(pp=end)) for end in stages.tied_ends))
         communication = Communication(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
         waits = [*writer.blocking, writer.last_compute]
         writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", communication, waits))
@@ -36,7 +37,7 @@ def step_optimizer(action: Action, states: RankStates, writer: RankWriter, relea
         writer.collective(action, Stream.SHARD, "broadcast parameters", broadcasts, [updated])
     for members, num_bytes in states.gathers():
         communication = Communication(CollectiveKind.ALL_GATHER, num_bytes, members)
-        stream = Stream.SHARD if members == mapping.shard_group(writer.rank) else Stream.EXPERT_DATA
+        stream = Stream.SHARD if members.kind == "shard" else Stream.EXPERT_DATA
         writer.collective(action, stream, "all_gather parameters", communication, [updated])
 
 
@@ -71,7 +72,7 @@ def _clip_gradients(action: Action, states: RankStates, writer: RankWriter) -> N
     works = states.updated_work if states.shares_evenly else states.work
     norm, scale = (tuple(work for stage in mine for work in works(stage, phase)) for phase in (Phase.NORM, Phase.SCALE))
     writer.compute(action, "gradient norm", norm)
-    groups = (*_groups_with_parts(states, writer.rank), (Stream.PIPELINE, mapping.pp_group(writer.rank)))
+    groups = (*_groups_with_parts(states, writer.rank), (Stream.PIPELINE, mapping.group("pp", writer.rank)))
     _reduce_norms(action, groups, NORM_BYTES, writer)
     writer.compute(action, "clip gradients", scale)
 
@@ -91,10 +92,10 @@ def _groups_with_parts(states: RankStates, rank: int) -> Iterator[tuple[Stream, 
     """Yields the groups whose ranks hold different parts of the same tensors, with their streams."""
     plan, mapping = states.stages.plan, states.stages.mapping
     if plan.shards_parameters or states.shares_evenly:
-        yield Stream.SHARD, mapping.shard_group(rank)
+        yield Stream.SHARD, mapping.group("shard", rank)
     if plan.ep > 1:
-        yield Stream.EXPERT, mapping.ep_group(rank)
-    yield Stream.TENSOR, mapping.tp_group(rank)
+        yield Stream.EXPERT, mapping.group("ep", rank)
+    yield Stream.TENSOR, mapping.group("tp", rank)
 
 
 def _reduce_norms(
@@ -113,7 +114,7 @@ def complete_gradients(action: Action, states: RankStates, writer: RankWriter) -
     """Completes the gradients of a stage; divides them by the number of microbatches unless the loss was divided."""
     stages, partial = states.stages, states.partial_elements(action.stage)
     if partial:
-        group = stages.mapping.tp_group(writer.rank)
+        group = stages.mapping.group("tp", writer.rank)
         communication = Communication(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)
         waits = [writer.last_compute, *writer.blocking]
         writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", communication, waits))
@@ -134,7 +135,7 @@ def _average_experts(action: Action, states: RankStates, writer: RankWriter) -> 
     own = zip(stages.layers[action.stage], stages.experts[action.stage], strict=True)
     work = tuple(LayerWork(layer, Phase.SCALE, plan.microbatch_size, number) for layer, number in own if number)
     divided = writer.compute(action, "divide experts", work if plan.dp * plan.cp > 1 else ())
-    group = stages.mapping.expert_group(writer.rank)
+    group = stages.mapping.group("expert", writer.rank)
     if len(group) == 1:
         return
     kind = CollectiveKind.REDUCE_SCATTER if states.shares_evenly else CollectiveKind.ALL_REDUCE

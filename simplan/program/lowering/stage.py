@@ -84,7 +84,9 @@ class Stages:
         self.num_stages = assignment.num_stages
         self.num_microbatches = job.num_microbatches
         built, joined = software.layers_of(model, plan), software.layers.fused_gemms
-        made = {layer: keeping_quantized(layer, self.state.linear, joined=joined) for layer in {*built}}
+        made = {layer: layer for layer in {*built}}
+        if self.state.linear is not None:
+            made = {layer: keeping_quantized(layer, self.state.linear, joined=joined) for layer in made}
         if not software.executable:  # the executor's RMSNorm has no kernel on CPUs
             made = {layer: _with_kernels(quantized) for layer, quantized in made.items()}
         model_layers = [made[layer] for layer in built]

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import RankMapping
+from simplan.plan.plan import GroupKind, RankGroup, RankMapping
 from simplan.program.action import ActionKind
 from simplan.program.lowering.walk import Integers, RowWalk
 from simplan.program.program import ACTION_KINDS, Communication, MemoryEffect, OpColumns, OverlapRemainder, Work
@@ -47,12 +46,10 @@ class RendezvousPoint(NamedTuple):
     Attributes:
         what: The stream of a collective; for a P2P transfer its direction and number.
         ranks: Simulated ranks that take part.
-        sends: True for a P2P transfer.
     """
 
     what: Hashable
-    ranks: tuple[int, ...]
-    sends: bool = False
+    ranks: RankGroup
 
 
 class TemplateRow(NamedTuple):
@@ -97,7 +94,7 @@ class ProgramBuilder:
         self._met: list[RendezvousPoint] = []
         self._moved: dict[tuple[int, ...], int] = {}  # work and identity of its groups -> work of the rank
         self._moved_meetings: dict[tuple[int, int], int] = {}  # the same of meetings
-        self._kept: dict[tuple[int, ...], tuple[int, ...]] = {}  # groups, each as one object
+        self._kept: dict[tuple[GroupKind, RankGroup], RankGroup] = {}  # groups, each as one object
         self._shapes: dict[Hashable, int] = {}
         self.structures: list[Hashable] = []
         self._rows: list[TemplateRow] = []
@@ -130,7 +127,7 @@ class ProgramBuilder:
         """Returns the number of a meeting: even for collectives, matched by order of issue, odd for P2P transfers."""
         found = self._meetings.get(meeting)
         if found is None:
-            found = self._meetings[meeting] = 2 * len(self._met) + meeting.sends
+            found = self._meetings[meeting] = 2 * len(self._met) + (meeting.ranks.kind == "send")
             self._met.append(meeting)
         return found
 
@@ -212,7 +209,7 @@ class ProgramBuilder:
     def _moved_work(self, start: _RankStart, entry: int) -> int:
         """Number of the rank's work; members of a group share it."""
         work = self.works[entry]
-        groups = [id(start.moved(each.ranks, sends=each.kind is CollectiveKind.SEND)) for each in _communications(work)]
+        groups = [id(start.moved(each.ranks)) for each in _communications(work)]
         if not groups:
             return entry
         found = self._moved.get((entry, *groups))
@@ -224,7 +221,7 @@ class ProgramBuilder:
         if number < 0:
             return number
         meeting = self._met[number // 2]
-        ranks = start.moved(meeting.ranks, sends=meeting.sends)
+        ranks = start.moved(meeting.ranks)
         found = self._moved_meetings.get((number, id(ranks)))
         if found is None:
             found = self._moved_meetings[number, id(ranks)] = self.meeting(meeting._replace(ranks=ranks))
@@ -255,35 +252,24 @@ class _RankStart:
         rank: int,
         leader: int,
         mapping: RankMapping,
-        kept: dict[tuple[int, ...], tuple[int, ...]],
+        kept: dict[tuple[GroupKind, RankGroup], RankGroup],
     ) -> None:
         self.first_op, self.rank, self.leader = first_op, rank, leader
         self._mapping, self._kept = mapping, kept
-        self._width = mapping.ranks_per_stage
-        self._across = rank % self._width - leader % self._width  # rank minus leader within their stages
-        self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}  # groups of the leader -> groups of the rank
+        self._groups: dict[tuple[GroupKind, RankGroup], RankGroup] = {}  # groups of the leader -> groups of the rank
 
-    def moved(self, ranks: tuple[int, ...], *, sends: bool) -> tuple[int, ...]:
+    def moved(self, ranks: tuple[int, ...]) -> RankGroup:
         """Returns the rank's group for one of the leader, the same object for all its members."""
-        found = self._groups.get(ranks)
+        assert isinstance(ranks, RankGroup), "groups of a Program have a kind"
+        found = self._groups.get((ranks.kind, ranks))
         if found is None:
-            moved = self._shifted(ranks, sends=sends)
-            found = self._groups[ranks] = self._kept.setdefault(moved, moved)
+            moved = self._mapping.like(ranks, self.leader, self.rank)
+            found = self._groups[ranks.kind, ranks] = self._kept.setdefault((moved.kind, moved), moved)
         return found
-
-    def _shifted(self, ranks: tuple[int, ...], *, sends: bool) -> tuple[int, ...]:
-        if sends:
-            return tuple([rank + self.rank - self.leader for rank in ranks])
-        if len({rank // self._width for rank in ranks}) > 1:  # along the pipeline
-            return tuple([rank + self._across for rank in ranks])
-        if self._across:
-            return next(group_of(self.rank) for group_of in self._mapping.group_kinds if group_of(self.leader) == ranks)
-        return tuple([rank + self.rank - self.leader for rank in ranks])
 
     def moved_communication(self, communication: Communication) -> Communication:
         """Returns the communication of the rank for one of the leader."""
-        ranks = self.moved(communication.ranks, sends=communication.kind is CollectiveKind.SEND)
-        return communication._replace(ranks=ranks)
+        return communication._replace(ranks=self.moved(communication.ranks))
 
     def moved_work(self, work: Work) -> Work:
         """Returns the work of the rank for one of the leader; only communication differs."""

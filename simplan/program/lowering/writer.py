@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import RankGroup
 from simplan.program.action import Action
 from simplan.program.folding import Folding
 from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, RendezvousPoint, TemplateRow
@@ -67,7 +68,7 @@ class RankWriter:
         self.blocking: list[int] = []
         self._sending: list[int] = []  # operations that the next compute waits for, but no P2P transfer
         self._works: dict[tuple[Work, ...], tuple[Work, ...]] = {}
-        self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._members: dict[tuple[int, ...], RankGroup] = {}
 
     def take_rows(self) -> list[TemplateRow]:
         """Returns the operations written since the last call."""
@@ -113,7 +114,8 @@ class RankWriter:
         ranks = (communications if isinstance(communications, Communication) else communications[0]).ranks
         members = self._members.get(ranks)
         if members is None:
-            members = self._members[ranks] = self._folding.members(ranks)
+            assert isinstance(ranks, RankGroup)
+            members = self._members[ranks] = RankGroup.of(ranks.kind, self._folding.members(ranks))
         meeting = RendezvousPoint(stream, members) if len(members) > 1 else None
         work = self._shared(communications) if isinstance(communications, Communication) else tuple(communications)
         return self._add(action, stream, name, work, waits, meeting, memory)
@@ -129,7 +131,7 @@ class RankWriter:
         action: Action,
         stream: Stream,
         num_bytes: int,
-        ends: tuple[int, int],
+        ends: RankGroup,
         memory: Sequence[MemoryEffect],
         *,
         number: int,
@@ -143,9 +145,7 @@ class RankWriter:
             gathered: All-gather that follows if only a part of a tensor is transferred; None for none.
         """
         forward = stream in (Stream.SEND_F, Stream.RECV_F)
-        meeting = RendezvousPoint(
-            (forward, number), ends, sends=True
-        )  # and the microbatch, and the stage it comes from
+        meeting = RendezvousPoint((forward, number), ends)  # and the microbatch, and the stage it comes from
         communication = Communication(CollectiveKind.SEND, num_bytes, ends)
         peer = ends[1] if ends[0] == self.rank else ends[0]
         received = self._ahead and ends[1] == self.rank

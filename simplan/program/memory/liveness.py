@@ -341,7 +341,7 @@ class _Backward:
         fresh += tensors.scratch_bytes(operator, forward=False)
         waiting = self._waiting_gradients
         yield memory.point(scratch=fresh, logits=logits, gradients=waiting + self._weight_gradient(operator))
-        if isinstance(kernel, Gemm):
+        if isinstance(kernel, Gemm) and self._state.linear is not None:
             for scratch, weight in backward_scratch(self._layer, kernel, tensors.microbatch_size, self._state):
                 yield memory.point(scratch=fresh + scratch, gradients=waiting + weight)
 

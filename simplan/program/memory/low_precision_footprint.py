@@ -53,22 +53,6 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
     return replace(layer, operators=tuple(operators))
 
 
-def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
-    """Returns the bytes of the copy of a matrix that forward creates in the activation dtype and saves for backward.
-
-    FSDP all-gathers weights in that dtype; experts that it does not shard are copied. Frozen weights are stored in that
-    dtype. A copy that backward does not need for a gradient is not saved. Low-precision linear layers quantize the
-    weights directly.
-    """
-    if state.linear is not None and kernel in quantized_linears(layer, state.linear):
-        return kept_weight_bytes(state.linear, kernel)
-    if not (kernel.trained and kernel.propagates):
-        return 0
-    spread = not state.gathers_experts and any(p.expert and p.name == f"{kernel.name}.weight" for p in layer.parameters)
-    narrows = spread and state.gathered != state.parameter
-    return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))
-
-
 def kept_weight_bytes(form: LinearFormat, gemm: Gemm) -> int:
     """Returns the bytes saved of a weight per microbatch: its quantized copy along columns, or 0."""
     keeps = form.kept == "quantized" and form.weights == "microbatch" and gemm.propagates

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from simplan.model.layer import CollectiveKind, ParameterSpec
+from simplan.plan.plan import RankGroup
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
 from simplan.program.program import Communication, LayerWork, Phase
@@ -63,13 +64,13 @@ class RankStates:
     def __init__(self, stages: Stages, rank: int) -> None:
         self.stages, self._rank = stages, rank
         plan, mapping = stages.plan, stages.mapping
-        self._group, self._pp_rank = mapping.shard_group(rank), mapping.place(rank).pp
+        self._group, self._pp_rank = mapping.group("shard", rank), mapping.place(rank).pp
         self._mine = stages.stages_of(self._pp_rank)
         self._shards = (len(self._group) if plan.shards_parameters else 1, plan.expert_shards)
         self._shard = self._group.index(rank)
         self.shares_evenly = plan.shards_optimizer_only and stages.software.optimizer_shards == "elements"
         self._deals = plan.shards_optimizer_only and not self.shares_evenly
-        self._num_same_experts = len(mapping.expert_group(rank))
+        self._num_same_experts = len(mapping.group("expert", rank))
         self._held = {stage: self._layers(stage) for stage in self._mine}
         every = [each for layers in self._held.values() for each in layers]
         self.elements = LayerStates(*map(sum, zip(*every, strict=True)))
@@ -147,13 +148,13 @@ class RankStates:
         sizes = [size for *_, size in self._trained_tensors()]
         return partition_states(sizes, len(self._group)).count(self._shard) if self._deals else len(sizes)
 
-    def gathers(self) -> Iterator[tuple[tuple[int, ...], int]]:
+    def gathers(self) -> Iterator[tuple[RankGroup, int]]:
         """Yields all-gathers of updated parameters after an evenly sharded update: (group, bytes)."""
         if not self.shares_evenly:
             return
         experts = self.elements.experts
         dense = self.elements.trained - experts
-        same = self.stages.mapping.expert_group(self._rank)
+        same = self.stages.mapping.group("expert", self._rank)
         ahead = self.stages.software.overlap_param_gather  # then the others are all-gathered when forward needs them
         for group, elements in ((self._group, 0 if ahead else dense), (same, experts)):
             if elements and len(group) > 1:
@@ -170,7 +171,9 @@ class RankStates:
             sizes = [width * sum(owned.values()) for owned in dealt]
             communications = self.stages.broadcasts[self._group] = tuple(
                 Communication(
-                    CollectiveKind.BROADCAST, size or 4, (owner, *(rank for rank in self._group if rank != owner))
+                    CollectiveKind.BROADCAST,
+                    size or 4,
+                    RankGroup.of("shard", (owner, *(rank for rank in self._group if rank != owner))),
                 )
                 for owner, size in zip(self._group, sizes, strict=False)
                 if any(sizes)

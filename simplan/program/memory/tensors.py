@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.model.layer import CollectiveKind, Gemm, LayerCollective, LayerSpec, Operator, Tensor
+from simplan.model.low_precision import quantized_linears
 from simplan.model.operator import saved_by, storages
 from simplan.model.recompute import Recomputation
-from simplan.program.memory.low_precision_footprint import copied_weight_bytes, forward_scratch_bytes
+from simplan.program.memory.low_precision_footprint import forward_scratch_bytes, kept_weight_bytes
 from simplan.software.software import StateBytes
 
 _REORDERED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
@@ -46,7 +47,7 @@ class LayerTensors:
         counted = self._counted_elsewhere()
         kept = {self.roots[name] for name in recomputation.saved}
         self.saved = {root: self.bytes_of(root) for root in sorted(kept) if root not in counted}
-        copies = {k.name: copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm)}
+        copies = {k.name: _copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm)}
         self.weight_copies = {name: num_bytes for name, num_bytes in copies.items() if num_bytes}
         chunked = {k.name for k in layer.kernels if isinstance(k, Gemm) and k.chunks is not None}
         self.saved_copies = {name: size for name, size in self.weight_copies.items() if name not in chunked}
@@ -100,7 +101,7 @@ class LayerTensors:
         kernel = operator.kernel
         if isinstance(kernel, LayerCollective):
             found += self._reordered_bytes(kernel, kernel.forward if forward else kernel.backward, forward=forward)
-        elif isinstance(kernel, Gemm) and forward:
+        elif isinstance(kernel, Gemm) and forward and self.state.linear is not None:
             found += forward_scratch_bytes(self.layer, kernel, self.microbatch_size, self.state)
         return found
 
@@ -124,3 +125,19 @@ class LayerTensors:
             return 2 * whole if kernel.axis == "cp" and forward else 0  # autograd frees sources of copied gradients
         along_tokens = kernel.axis in ("tp", "cp") and kind in _REORDERED and self.microbatch_size > 1
         return whole if along_tokens else 0
+
+
+def _copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
+    """Returns the bytes of the copy of a matrix that forward creates in the activation dtype and saves for backward.
+
+    FSDP all-gathers weights in that dtype; experts that it does not shard are copied. Frozen weights are stored in that
+    dtype. A copy that backward does not need for a gradient is not saved. Low-precision linear layers quantize the
+    weights directly.
+    """
+    if state.linear is not None and kernel in quantized_linears(layer, state.linear):
+        return kept_weight_bytes(state.linear, kernel)
+    if not (kernel.trained and kernel.propagates):
+        return 0
+    spread = not state.gathers_experts and any(p.expert and p.name == f"{kernel.name}.weight" for p in layer.parameters)
+    narrows = spread and state.gathered != state.parameter
+    return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))

@@ -28,13 +28,14 @@ _MAX_LINE_PX, _MIN_LINE_PX = 4.0, 1.0
 _MAX_AXIS, _STEP = 8, 46  # of a torus: devices drawn along an axis, and their distance in px
 
 
-def fabric_svg(drawing: FabricDrawing, busy_shares: Mapping[str, float] | None = None) -> str:
+def fabric_svg(drawing: FabricDrawing, busy_shares: Mapping[str, float] | None = None, *, has_all: bool = True) -> str:
     """The drawing as an SVG document with a background, for light and dark pages.
 
     Args:
         drawing: The drawing.
         busy_shares: Mean busy share of each loaded link by name, as the color of its cable (a torus has no colors);
             None for cables of one color.
+        has_all: False if other links may have a load as well; their cables have no color.
     """
     if drawing.shape:
         return _torus(drawing)
@@ -48,7 +49,7 @@ def fabric_svg(drawing: FabricDrawing, busy_shares: Mapping[str, float] | None =
     width, height = _LEFT + content + _RIGHT, bottom + _NODE_HEIGHT + _BOTTOM
     root = _page(drawing, width, height)
     places = _places(drawing, nodes_at, content, bottom)
-    root.extend(_cables(drawing.links, places, busy_shares))
+    root.extend(_cables(drawing.links, places, busy_shares, has_all=has_all))
     for number, layer in enumerate(drawing.layers):
         y = bottom - _LAYER * (number + 1)
         for switch in layer.switches:
@@ -133,7 +134,11 @@ def _apart(wanted: Sequence[float], distance: float, low: float, high: float) ->
 
 
 def _cables(
-    links: Sequence[DrawnLink], places: Mapping[int, tuple[float, float]], busy_shares: Mapping[str, float] | None
+    links: Sequence[DrawnLink],
+    places: Mapping[int, tuple[float, float]],
+    busy_shares: Mapping[str, float] | None,
+    *,
+    has_all: bool,
 ) -> Iterator[Element]:
     """Links as lines; those within a layer as arcs above it."""
     rates = [link.bytes_per_s for link in links]
@@ -142,8 +147,10 @@ def _cables(
         color, words = _WIRE, ""
         if busy_shares is not None:
             lower, _, upper = link.name.partition(" -> ")
-            busy = max(busy_shares.get(name, 0.0) for name in (link.name, f"{upper} -> {lower}"))
-            color, words = load_color(min(1.0, busy)), f", {format_percent(busy)} busy"
+            known = [busy_shares[name] for name in (link.name, f"{upper} -> {lower}") if name in busy_shares]
+            if known or has_all:
+                busy = max(known, default=0.0)
+                color, words = load_color(min(1.0, busy)), f", {format_percent(busy)} busy"
         if y1 == y2:
             lift = 26 + min(34.0, abs(x2 - x1) / 12)
             path = f"M{x1:.1f} {y1 - 13:.1f}Q{(x1 + x2) / 2:.1f} {y1 - 13 - lift:.1f} {x2:.1f} {y2 - 13:.1f}"

@@ -92,6 +92,20 @@ def bar(shares: Iterable[Share], whole: float, label: str = "") -> str:
     return f'<figure class="bar">{title}<div>{parts}</div><ul>{legend}</ul></figure>'
 
 
+def bars(rows: Iterable[Share], label: str) -> str:
+    """Values as bars below each other, each as long as its fraction of the largest; empty for none."""
+    shown = [*rows]
+    if not shown:
+        return ""
+    most = max(row.value for row in shown) or 1.0
+    lines = "".join(
+        f'<tr><th>{escape(row.name)}</th><td><i style="width:{100 * row.value / most:.2f}%;background:{_COLOURS[0]}">'
+        f"</i>{escape(row.text)}</td></tr>"
+        for row in shown
+    )
+    return f'<figure class="bars"><figcaption>{escape(label)}</figcaption><table>{lines}</table></figure>'
+
+
 def folded(summary: str, content: str) -> str:
     """Content that a reader unfolds; empty for no content."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>" if content else ""

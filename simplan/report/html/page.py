@@ -13,12 +13,14 @@ from simplan.report.html.sections import (
     explanation_section,
     prediction_section,
     search_section,
+    sweep_section,
 )
 
 _SECTIONS: Mapping[str, tuple[int, str, Callable[[Mapping[str, Any]], str]]] = {
     "prediction": (2, "Prediction", prediction_section),
     "search": (1, "Search", search_section),
     "explanation": (1, "Explanation", explanation_section),
+    "sweep": (1, "Sweep", sweep_section),
     "difference": (1, "Difference", difference_section),
     "comparison": (1, "Comparison with a run", comparison_section),
     "logged_comparison": (1, "Comparison with a log", comparison_section),
@@ -56,6 +58,10 @@ figure{margin:1.25rem 0}
 overflow:hidden}
 .bar ul{list-style:none;display:flex;flex-wrap:wrap;gap:.15rem 1.1rem;padding:0;margin:.35rem 0 0;font-size:.85rem}
 .bar i{display:inline-block;width:.75rem;height:.75rem;margin-right:.35rem;border-radius:2px}
+.bars table{width:100%;margin:.35rem 0}
+.bars th{font-weight:400;text-align:right;white-space:nowrap;width:1%;border:0;padding:.1rem .9rem .1rem 0}
+.bars td{border:0;padding:.1rem 0;white-space:nowrap}
+.bars i{display:inline-block;height:.9rem;max-width:75%;margin-right:.5rem;border-radius:2px;vertical-align:middle}
 .picture{overflow-x:auto}
 .picture svg{max-width:100%;height:auto;min-width:44rem}
 details{margin:1rem 0}

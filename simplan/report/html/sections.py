@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from itertools import groupby
 from typing import Any
 
+from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import SpecError
 from simplan.plan.plan import ParallelPlan
+from simplan.problems import parse_model
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.drawings.drawing import draw_timeline
 from simplan.report.drawings.drawing_svg import drawing_svg
-from simplan.report.html.elements import Share, bar, figures, folded, listing, number_text, paragraph, table, words
+from simplan.report.drawings.fabric_drawing import draw_fabric
+from simplan.report.drawings.fabric_svg import fabric_svg
+from simplan.report.html.elements import (
+    Share,
+    bar,
+    bars,
+    figures,
+    folded,
+    listing,
+    number_text,
+    paragraph,
+    table,
+    words,
+)
 from simplan.report.text import plan_words
-from simplan.units import format_percent, format_time
+from simplan.units import format_bytes, format_percent, format_rate, format_time
 
+_FEWEST_NODES = 2
+"""Nodes of a cluster whose network is drawn."""
 _MOST_ROWS = 16
 """Pipeline ranks of a drawing, and rows of a table before the rest is folded."""
 
@@ -56,6 +74,7 @@ def prediction_section(document: Document) -> str:
                 f"Memory of rank {worst['rank']} at its peak{' and capacity of the device' if capacity else ''}",
             ),
             _picture(document),
+            *_fabric(document),
             _terms(document["terms"]),
             folded("Assumptions", listing(document["assumptions"])),
         ]
@@ -101,6 +120,35 @@ def _picture(document: Document) -> str:
     timeline = Timeline(spans, len(document["ranks"]), document["step_time_s"])
     drawing = draw_timeline(document["name"], timeline, rows, ranks_per_row=width, activations_in_flight=in_flight)
     return f'<figure class="picture">{drawing_svg(drawing)}</figure>'
+
+
+def _fabric(document: Document) -> Iterator[str]:
+    """Nodes and switches with the load of their links; nothing for a single node."""
+    cluster, network = parse_model(ClusterSpec, document["inputs"]["cluster"]), document.get("network")
+    if cluster.cores_per_node is not None or cluster.num_nodes < _FEWEST_NODES:
+        return
+    links = network["links"] if network else []
+    drawing = draw_fabric(cluster)
+    has_all = not network or network["num_loaded_links"] <= len(links)
+    svg = fabric_svg(drawing, {link["name"]: link["busy_share"] for link in links} or None, has_all=has_all)
+    yield f'<figure class="picture"><figcaption>{escape(drawing.words)}</figcaption>{svg}</figure>'
+    if network:
+        words = "Color of a cable: mean load of its busier direction; gray for links that are not listed. "
+        yield paragraph(f"{words}Contention costs {format_time(network['contention_s'])} of the step.")
+    rows = [
+        [
+            link["name"],
+            format_rate(link["bytes_per_s"]),
+            format_percent(link["busy_share"]),
+            format_bytes(link["num_bytes"]),
+            format_time(link["lost_s"]),
+            "; ".join(part["name"] for part in link["communications"]),
+        ]
+        for link in links
+    ]
+    columns = ["link", "bandwidth", "busy", "a step", "delays", "communications"]
+    yield table(columns, rows[:_MOST_ROWS], "Links that delay communications most, then the busiest")
+    yield folded(f"{len(rows) - _MOST_ROWS} more", table(columns, rows[_MOST_ROWS:]))
 
 
 def _terms(terms: Iterable[Document]) -> str:
@@ -172,6 +220,39 @@ def search_section(document: Document) -> str:
     parts.append(table(["needs", "plan"], misses, "Near misses"))
     parts.append(folded("Assumptions", listing(document["assumptions"])))
     return "".join(parts)
+
+
+def sweep_section(document: Document) -> str:
+    """One plan over an axis, its sensitivity to resources and the cost of a slow rank."""
+    points = document["points"]
+    shown = [point for point in points if point["step_time_s"] is not None]
+    curves = {"step_time_s": "step time", "per_s": document["rate"], "device_gib": "peak device memory", "cost": "cost"}
+    parts = [paragraph(document["words"], "verdict")]
+    for key, title in curves.items():
+        values = (
+            Share(number_text(point["value"]), point[key], number_text(point[key], _UNITS.get(key, "")) + _unfit(point))
+            for point in shown
+            if point.get(key) is not None
+        )
+        parts.append(bars(values, f"{title[:1].upper()}{title[1:]}, by {document['axis']}"))
+    refused = [[number_text(point["value"]), point["refused"]] for point in points if point["step_time_s"] is None]
+    parts.append(table([document["axis"], "why there is no prediction"], refused))
+    changes = [[each["resource"], f"{100 * each['step_time_change']:+.3f} %"] for each in document["sensitivity"]]
+    parts.append(table(["1 % more", "step time"], changes, "Sensitivity"))
+    slow = document["slow_ranks"]
+    slow_rows = [[each["ranks"], f"{100 * each['step_time_change']:+.1f} %"] for each in slow["ranks"]]
+    columns = [f"one of these ranks takes {format_percent(slow['slowdown'])} more compute time", "step time"]
+    parts.append(table(columns, slow_rows, "Slow rank"))
+    return "".join(parts)
+
+
+_UNITS = {"step_time_s": "s", "device_gib": "GiB"}
+"""Key of a point of a sweep -> unit."""
+
+
+def _unfit(point: Document) -> str:
+    """Words for a point that needs more memory than a device has; empty for others."""
+    return "" if point["fits"] is not False else ", does not fit"
 
 
 def explanation_section(document: Document) -> str:

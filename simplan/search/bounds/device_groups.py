@@ -8,22 +8,20 @@ from functools import lru_cache
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.plan.placement import Placement
-from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.plan.plan import GroupKind, ParallelPlan, RankMapping
 
 Groups = tuple[tuple[int, ...], ...]
 """Devices of groups of one kind: one group for each way in which the groups spread over nodes."""
-LAYER_AXES = ("tp", "cp", "ep", "etp")
-"""Axes of the collectives inside layers."""
 
 
-def groups_of(plan: ParallelPlan, cluster: ClusterSpec, kind: str, node_group: int | None = None) -> Groups:
+def groups_of(plan: ParallelPlan, cluster: ClusterSpec, kind: GroupKind, node_group: int | None = None) -> Groups:
     """Devices of the groups of one kind; groups with the same spread over nodes count once.
 
     On equal nodes, a collective takes as long in every stage unless nodes hold different parts of its groups. A bound
     for any rank is then the time in the fastest of these groups.
 
     Args:
-        kind: Name of the group in ``RankMapping``, e.g. ``shard``.
+        kind: See ``GROUP_AXES``.
         node_group: Only groups with a device of this node group; None for all.
     """
     return _groups(RankMapping.of(plan), Placement.of(plan), cluster, kind, node_group)
@@ -31,16 +29,15 @@ def groups_of(plan: ParallelPlan, cluster: ClusterSpec, kind: str, node_group: i
 
 @lru_cache(maxsize=4096)
 def _groups(
-    mapping: RankMapping, placement: Placement | None, cluster: ClusterSpec, kind: str, node_group: int | None
+    mapping: RankMapping, placement: Placement | None, cluster: ClusterSpec, kind: GroupKind, node_group: int | None
 ) -> Groups:
-    group_of = getattr(mapping, f"{kind}_group")
     if placement is None and _is_aligned(mapping, cluster):
-        return (group_of(0),)
+        return (mapping.group(kind, 0),)
     found: dict[Hashable, tuple[int, ...]] = {}
     seen: set[int] = set()
     for first in range(0, mapping.world_size, 1 if cluster.is_mixed else mapping.ranks_per_stage):
         if first not in seen:
-            ranks = group_of(first)
+            ranks = mapping.group(kind, first)
             seen.update(ranks)
             devices = ranks if placement is None else placement.devices_of(ranks)
             nodes = Counter((cluster.group_of(device), cluster.node_of(device)) for device in devices)

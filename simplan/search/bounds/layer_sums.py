@@ -15,7 +15,7 @@ from simplan.cost.model import CostModel
 from simplan.cost.program_costs import pass_time_s
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import ParallelPlan, StageAssignment
+from simplan.plan.plan import LAYER_AXES, ParallelPlan, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.predict.build import balances_unequal_stages, cost_model, given_stage_layers
 from simplan.program.action import Action, ActionKind
@@ -29,7 +29,7 @@ from simplan.program.tables.partition import (
     balanced_assignment,
     balanced_unequal_assignment,
 )
-from simplan.search.bounds.device_groups import LAYER_AXES, Groups, groups_of
+from simplan.search.bounds.device_groups import Groups, groups_of
 from simplan.training import LAYERWISE
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
@@ -286,7 +286,7 @@ class LayersCache:
         """Layer configuration of a plan, on the devices of a node group."""
         facts, cluster = SCHEDULE_FACTS.get(plan.schedule), self._job.cluster
         splits = facts is not None and facts.splits_backward
-        groups = {axis: groups_of(plan, cluster, axis, node_group) for axis in LAYER_AXES}
+        groups: dict[str, Groups] = {axis: groups_of(plan, cluster, axis, node_group) for axis in LAYER_AXES}
         of_plan = plan.shard, microbatch_size, plan.shards_parameters, plan.recompute, plan.recompute_modules
         # low-precision weights may be quantized once for all microbatches
         many = self._job.with_plan(plan).num_microbatches if self.in_low_precision else 0

@@ -50,7 +50,7 @@ def replicas_of(job: Job) -> tuple[Replica, ...]:
 @lru_cache(maxsize=1024)
 def _pipelines(mapping: RankMapping, placement: Placement | None, number: int) -> tuple[tuple[int, ...], ...]:
     """Devices of one pipeline of each of the first data-parallel ranks."""
-    pipelines = (mapping.pp_group(mapping.tp * mapping.cp * place) for place in range(number))
+    pipelines = (mapping.group("pp", mapping.tp * mapping.cp * place) for place in range(number))
     return tuple(ranks if placement is None else placement.devices_of(ranks) for ranks in pipelines)
 
 

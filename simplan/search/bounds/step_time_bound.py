@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import ParallelPlan
+from simplan.plan.plan import GroupKind, ParallelPlan
 from simplan.search.bounds.device_groups import Groups, groups_of
 from simplan.search.bounds.layer_sums import CostCache, Floats, Pipeline
 from simplan.search.bounds.sharding_times import ShardingTimes
@@ -211,7 +211,7 @@ class StepTimeBound:
             CollectiveKind.ALL_REDUCE, num_bytes / len(groups[0]), self._groups(plan, "replicate")
         )
 
-    def _groups(self, plan: ParallelPlan, kind: str) -> Groups:
+    def _groups(self, plan: ParallelPlan, kind: GroupKind) -> Groups:
         return groups_of(plan, self._job.cluster, kind)
 
     def _update_s(self, rows: Candidates, pipeline: Pipeline, ways: Column, trained: Floats, experts: Floats) -> Floats:

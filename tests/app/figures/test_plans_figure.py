@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from app.components.elements import csv_text
-from app.components.plans import selected_plan
 from app.figures.plans import (
     AXES,
     COLOURS,
+    SettingEffect,
+    importance_figure,
     plan_rows,
     plans_figure,
     shares_figure,
+    shown_plans,
     space_figure,
     space_table,
 )
@@ -43,7 +46,7 @@ def test_every_plan_is_a_row_and_a_point(result: SearchResult) -> None:
     assert [row["rank"] for row in rows[:3]] == [1, 2, 3]
     assert sum(row["on_front"] for row in rows) == len(result.pareto)
     assert len(rows) > len(result.ranked), "plans of the front are rows, too"
-    assert [selected_plan(result, row).step_time_s for row in range(len(rows))] == [row["step_time_s"] for row in rows]
+    assert [plan.step_time_s for plan in shown_plans(result)] == [row["step_time_s"] for row in rows]
     figure = checked(plans_figure(rows, "step_time_s", "device_gib", "schedule"))
     expected = sorted((plan.step_time_s, plan.device_bytes / GIB) for plan in plans.values())
     assert sorted(points(figure)) == expected
@@ -96,3 +99,32 @@ def test_every_plan_of_the_space_went_somewhere(result: SearchResult) -> None:
     assert sum(bars.x) == result.space.total
     reasons = {label.replace("<br>", " ").strip() for label in bars.y}
     assert all(reason.count(" ") >= 2 or reason == "feasible" for reason in reasons), "sentences, not names of rules"
+
+
+def effect(key: str, value: object, change: float) -> SettingEffect:
+    return SettingEffect(key, value, 1 + change, change, GIB, True, True)
+
+
+def test_slow_values_leave_room_for_the_others_and_labels_do_not_overlap() -> None:
+    """As with the default question, where one value of ``cp`` takes seven times as long."""
+    effects = [effect("cp", size, size / 9) for size in (2, 4, 8, 16, 32, 64)]
+    effects += [effect("tp", size, 0.01 * size) for size in (1, 2, 4, 8)]
+    effects += [effect("recompute", f"a_long_word_{number}", 0.02 * number - 0.2) for number in range(12)]
+    figure = checked(importance_figure(effects))
+    low, high = figure.layout.xaxis.range
+    assert high < 110, "twice the step time, and not seven times"
+    per_char = (high - low) / 120
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for trace in figure.data:
+        for x, row, text, position in zip(trace.x, trace.y, trace.text, trace.textposition, strict=True):
+            assert low <= x <= high
+            width = len(text) * per_char
+            if text:
+                start = x - width if position == "top left" else x - width / 2
+                rows.setdefault(row, []).append((start, start + width))
+    for spans in rows.values():
+        assert all(end <= start for (_, end), (start, _) in pairwise(sorted(spans)))
+    texts = [text for trace in figure.data for text in trace.text]
+    assert "64 +711%" in texts, "what is beyond the axis names its change"
+    hovers = [change for trace in figure.data for *_, change, _ in trace.customdata]
+    assert "+711.1%" in hovers

@@ -49,7 +49,7 @@ def test_reason_of_a_difference_is_named() -> None:
     page = opened("compare", view={"scenarios": [slow]})
     assert_no_bug(page)
     [sentence] = [shown.value for shown in page.markdown if "mainly because of" in shown.value]
-    assert sentence.startswith("- The step of B is **")
+    assert sentence.startswith("- Each step of B is **")
     assert "longer** than that of A" in sentence
     [settings_] = [shown.value.replace("\\", "") for shown in page.markdown if "| setting" in shown.value]
     assert [line.split("|")[1].strip() for line in settings_.splitlines()[2:]] == ["cluster.intra_link"]

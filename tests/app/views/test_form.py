@@ -6,32 +6,40 @@ import copy
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from streamlit.testing.v1 import AppTest
 
 from app.fitting import document_text, mended
-from app.state import START
+from app.state import USUAL
+from simplan import catalog
+from simplan.cluster.topology import FatTree, LeafSpine, Rail
 from simplan.errors import SpecError
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.predict.step_summary import evaluate_step
 from simplan.scenario import parse_scenario
+from simplan.scenario.clusters import ClusterSection
+from simplan.software.software import SoftwareSpec
+from simplan.training import TrainingSection
 from tests.app.views.pages import SMALL, assert_no_bug, opened_in_session
 
 QWEN = {"model": {"preset": "qwen3-30b-a3b", "seq_len": 4096}, "training": {"global_batch_size": 64}}
 ON_32 = {"cluster": {"preset": "dgx-h100", "num_devices": 32}}
 DOCUMENTS: dict[str, dict[str, Any]] = {
-    "fsdp": {**START, "plan": {"dp_shard": 64}},
-    "ddp": {**START, "plan": {"dp_replicate": 64}},
-    "zero 1 of replicas": {**START, "plan": {"dp_shard": 8, "dp_replicate": 8, "zero_stage": 1}},
-    "tensor": START,
-    "context of torchtitan": {**START, "software": "torchtitan", "plan": {"cp": 2, "tp": 8, "pp": 4}},
-    "pipeline": {**START, "plan": {"pp": 8, "tp": 8}},
-    "interleaved": {**START, "plan": {"pp": 8, "tp": 8, "virtual_stages": 2}},
-    "zb-v": {**START, "plan": {"pp": 8, "tp": 8, "schedule": "zb-v"}},
-    "own sizes": {**START, "plan": {"tp": 8, "dp_shard": 8, "microbatch_sizes": [4, 4, 4, 4, 4, 4, 4, 4]}},
+    "fsdp": {**USUAL, "plan": {"dp_shard": 64}},
+    "ddp": {**USUAL, "plan": {"dp_replicate": 64}},
+    "zero 1 of replicas": {**USUAL, "plan": {"dp_shard": 8, "dp_replicate": 8, "zero_stage": 1}},
+    "tensor": USUAL,
+    "context of torchtitan": {**USUAL, "software": "torchtitan", "plan": {"cp": 2, "tp": 8, "pp": 4}},
+    "pipeline": {**USUAL, "plan": {"pp": 8, "tp": 8}},
+    "interleaved": {**USUAL, "plan": {"pp": 8, "tp": 8, "virtual_stages": 2}},
+    "zb-v": {**USUAL, "plan": {"pp": 8, "tp": 8, "schedule": "zb-v"}},
+    "own sizes": {**USUAL, "plan": {"tp": 8, "dp_shard": 8, "microbatch_sizes": [4, 4, 4, 4, 4, 4, 4, 4]}},
     "experts": {**QWEN, **ON_32, "software": {"preset": "megatron-core"},
                 "plan": {"ep": 8, "dp_shard": 32, "zero_stage": 1}},
     "one node of no number": {"model": {"preset": "gpt2-124m"}, "cluster": {"preset": "dgx-h100"},
                               "training": {"global_batch_size": 8}, "plan": {"dp_replicate": 8}},
-    "nodes": {**START, "cluster": {"preset": "dgx-h100", "num_nodes": 8}, "software": {"compiled": True}},
+    "nodes": {**USUAL, "cluster": {"preset": "dgx-h100", "num_nodes": 8}, "software": {"compiled": True}},
 }  # fmt: skip
 
 
@@ -43,7 +51,7 @@ def shown(document: dict[str, Any]) -> AppTest:
 
         from app.components.scenario_form import show_scenario_form
 
-        st.session_state["details options"] = True
+        st.session_state["details options"] = st.session_state["details training options"] = True
         show_scenario_form(budget=True)
 
     test = AppTest.from_function(form, default_timeout=600)
@@ -71,9 +79,12 @@ def test_value_shown_is_the_value_in_effect(name: str) -> None:
         section = widget.key.removeprefix("document:").split(".")[0]
         if key in ("num_tokens", "price_per_device_hour") or widget.value is None:
             continue
+        if section == "software" and widget.disabled:  # no option of the framework, so no scenario may write it
+            wrong += [key] * (widget.value != getattr(job.software, key))
+            continue
         own = document.get(section, {})
-        keys = own if isinstance(own, dict) else {}
-        chosen = {**document, section: widget.value if section == key else {**keys, key: widget.value}}
+        keys = {"preset": own} if isinstance(own, str) else own
+        chosen = {**document, section: {**keys, key: widget.value}}
         other = parse_scenario(document_text(chosen)).job
         if other != job and evaluate_step(other) != evaluate_step(job):
             wrong.append(f"{key} = {widget.value}")
@@ -81,15 +92,17 @@ def test_value_shown_is_the_value_in_effect(name: str) -> None:
 
 
 BUDGET = {"document:training.num_tokens", "document:cluster.price_per_device_hour"}
-NUMBERS = ("model.seq_len", "model.vocab_size", "cluster.num_devices", "training.global_batch_size")
+SIZES = ("cluster.num_nodes", "cluster.devices_per_node", "cluster.num_devices")
+NUMBERS = ("model.seq_len", "model.vocab_size", *SIZES, "training.global_batch_size")
+MORE_NUMBERS = ("model.lora_rank",)
 
 
 @pytest.mark.parametrize("value", [0, -3, 10**400, "many"], ids=["0", "-3", "huge", "text"])
 def test_no_number_takes_a_field_away(value: Any) -> None:
     whole = fields(shown(dict(SMALL)))
-    assert whole == BUDGET | {f"document:{name}" for name in NUMBERS}
-    every = (*NUMBERS, "training.num_tokens", "cluster.price_per_device_hour")
-    for names in (every, NUMBERS[2:3], NUMBERS[3:4]):
+    assert whole == BUDGET | {f"document:{name}" for name in (*NUMBERS, *MORE_NUMBERS)}
+    every = (*NUMBERS, *MORE_NUMBERS, "training.num_tokens", "cluster.price_per_device_hour")
+    for names in (every, SIZES[:1], SIZES[1:2], SIZES[2:], NUMBERS[-1:], MORE_NUMBERS):
         document: dict[str, Any] = copy.deepcopy(dict(SMALL))
         for section, key in (name.split(".") for name in names):
             document[section][key] = value
@@ -109,15 +122,155 @@ def test_wrong_scenario_keeps_the_fields_of_every_page(name: str) -> None:
     assert fields(page) == expected | (BUDGET if name in ("plan", "compare", "scale", "search") else set())
 
 
+def typed(page: AppTest, key: str, text: str) -> AppTest:
+    """The page after a text that is none of a box's labels was typed into the box."""
+    box = page.selectbox(key=key)
+    box.options.append(text)
+    return box.set_value(text).run()
+
+
+def captions(page: AppTest) -> str:
+    return "\n".join(str(caption.value).replace("\\", "") for caption in page.caption)
+
+
+@pytest.mark.parametrize(
+    ("box", "text", "path", "value"),
+    [
+        ("model", "meta-llama/Llama-3.1-8B", ("model",), {"preset": "llama3.1-8b"}),
+        ("hardware", "2x8 H100", ("cluster",), {"preset": "dgx-h100", "num_nodes": 2}),
+        ("hardware", "8x 4090", ("cluster",), {"device": "rtx-4090", "num_devices": 8, "devices_per_node": 8}),
+        ("framework", "Megatron Core", ("software",), "megatron-core"),
+        ("model", "llama-3", ("model",), USUAL["model"]),
+        ("hardware", "a100", ("cluster",), USUAL["cluster"]),
+        ("framework", "megatron", ("software",), "torch"),
+    ],
+)
+def test_typed_name_is_taken_or_told_to_be_unclear(box: str, text: str, path: tuple[str, ...], value: Any) -> None:
+    page = typed(shown(USUAL), f"form {box}", text)
+    assert_no_bug(page)
+    document = page.session_state["simplan document"]
+    assert document[path[0]] == value
+    is_unclear = USUAL[path[0]] == value
+    assert ("name one of" in captions(page)) is is_unclear
+    assert page.selectbox(key=f"form {box}").value == (value if isinstance(value, str) else next(iter(value.values())))
+    assert "name one of" not in captions(page.run()), "told once"
+
+
+def test_names_of_a_link_are_shown_as_in_the_catalog() -> None:
+    document = {**USUAL, "model": {"preset": "Llama 3 70B", "seq_len": 8192}, "software": "FSDP2"}
+    page = shown(document | {"cluster": {"preset": "8x8 H100"}})
+    names = {box: page.selectbox(key=f"form {box}").value for box in ("model", "hardware", "framework")}
+    assert names == {"model": "llama3-70b", "hardware": "dgx-h100", "framework": "torch"}
+
+
+def test_button_sets_a_batch_that_the_ranks_can_share() -> None:
+    page = shown(USUAL)
+    page.number_input(key="document:cluster.num_devices").set_value(12).run()
+    assert "3 data-parallel ranks cannot share a global batch of 128" in captions(page)
+    page.button(key="form batch 126").click().run()
+    document = page.session_state["simplan document"]
+    assert document["training"]["global_batch_size"] == 126
+    assert parse_scenario(document_text(document)).job.cluster.num_devices == 12
+    assert "cannot share" not in captions(page)
+
+
+SPECS: dict[str, type[BaseModel]] = {
+    "model": ModelSpec, "cluster": ClusterSection, "training": TrainingSection, "plan": ParallelPlan,
+    "software": SoftwareSpec, "topology": LeafSpine,
+}  # fmt: skip
+OVERSUBSCRIBED = {"kind": "leaf_spine", "nodes_per_leaf": 4, "oversubscription": 2.0}
+HELPED = DOCUMENTS | {
+    "bare devices": {**USUAL, "cluster": {"device": "gaudi3", "devices_per_node": 8, "num_nodes": 8}},
+    "fp8": {**USUAL, "training": USUAL["training"] | {"precision": "fp8"}, "plan": {"dp_shard": 64}},
+    "topology": {**USUAL, "cluster": USUAL["cluster"] | {"topology": OVERSUBSCRIBED}},
+    "bridge": {**USUAL, **QWEN, "software": "megatron-bridge"},
+}
+
+
+@pytest.mark.parametrize("name", HELPED)
+def test_help_of_every_field_is_the_description_of_its_key(name: str) -> None:
+    page = shown(HELPED[name])
+    wrong, helped = [], set()
+    for widget in (*page.number_input, *page.selectbox, *page.select_slider, *page.toggle):
+        if not str(widget.key).startswith("document:") or widget.key in BUDGET:
+            continue
+        path = str(widget.key).removeprefix("document:")
+        *_, section, key = path.split(".")
+        description = SPECS[section].model_fields[key].description or ""
+        first = description.split(". ")[0].split("; ")[0].rstrip(".")
+        plain = widget.help.replace("\\", "")
+        if not first or not plain.casefold().startswith(f"`{path}`: {first}".casefold()):
+            wrong.append((path, plain))
+        helped.add(path)
+    assert wrong == []
+    assert helped >= {"plan.tp", "model.lora_rank", "software.compiled", "cluster.num_nodes"}
+
+
+@pytest.mark.parametrize("name", catalog.names("software"))
+def test_options_are_those_of_the_framework(name: str) -> None:
+    profile = catalog.software(name)
+    precision = "fp8" if "fp8" in profile.low_precision else "bf16"
+    page = shown({**USUAL, "software": name, "training": USUAL["training"] | {"precision": precision}})
+    options = {
+        key.removeprefix("document:software."): widget
+        for widget in (*page.selectbox, *page.toggle, *page.number_input)
+        if (key := str(widget.key)).startswith("document:software.")
+    }
+    assert options.keys() == {"compiled", "loss", *profile.options}
+    for option in options.keys() - set(profile.options):
+        assert options[option].disabled
+        assert "option of" in options[option].help.replace("\\", ""), "the reason"
+    assert page.selectbox(key="form attention").value == profile.layers.attention
+    recipes = [box for box in page.selectbox if box.key == "document:training.fp8_recipe"]
+    assert len(recipes) == (precision == "fp8")
+    for box in recipes:
+        labels = {label.removesuffix(" (default)") for label in box.options}
+        assert labels == {"tensorwise", *profile.low_precision["fp8"].recipes}
+
+
+def test_options_of_the_framework_are_written_and_left_out() -> None:
+    page = shown({**USUAL, "plan": {"dp_shard": 64}})
+    page.toggle(key="document:software.compiled").set_value(True).run()
+    page.selectbox(key="document:software.loss").set_value("chunked").run()
+    page.number_input(key="document:model.lora_rank").set_value(8).run()
+    document = page.session_state["simplan document"]
+    assert document["software"] == {"preset": "torch", "compiled": True, "loss": "chunked"}
+    assert (document["model"]["lora_rank"], document["training"]["task"]) == (8, "lora")
+    job = parse_scenario(document_text(document)).job
+    assert (job.software.compiled, job.software.loss, job.model.lora_rank) == (True, "chunked", 8)
+    page.toggle(key="document:software.compiled").set_value(False).run()
+    page.selectbox(key="document:software.loss").set_value("whole").run()
+    page.number_input(key="document:model.lora_rank").set_value(None).run()
+    document = page.session_state["simplan document"]
+    assert (document["software"], document["model"], document["training"]) == (
+        "torch", USUAL["model"], USUAL["training"],
+    )  # fmt: skip
+
+
+def test_oversubscription_is_that_of_the_topology() -> None:
+    assert shown(USUAL).number_input(key="form oversubscription").disabled
+    page = shown({**USUAL, "cluster": USUAL["cluster"] | {"topology": "superpod-h100"}})
+    box = page.number_input(key="document:cluster.topology.oversubscription")
+    before = box.value
+    assert before == catalog.topology_fields("superpod-h100").get("oversubscription", 1.0)
+    box.set_value(3.0).run()
+    document = page.session_state["simplan document"]
+    topology = parse_scenario(document_text(document)).job.cluster.topology
+    assert isinstance(topology, LeafSpine | Rail | FatTree)
+    assert topology.oversubscription == 3.0
+    page.number_input(key=str(box.key)).set_value(before).run()
+    assert page.session_state["simplan document"]["cluster"]["topology"] == "superpod-h100"
+
+
 @pytest.mark.parametrize("devices", [7, 12, 24, 48])
 def test_devices_that_do_not_divide_the_batch_are_told_so(devices: int) -> None:
     """The sentence names the batch, and the batch that it names makes the scenario valid."""
-    document, _ = mended({**START, "cluster": {"preset": "dgx-h100", "num_devices": devices}})
+    document, _ = mended({**USUAL, "cluster": {"preset": "dgx-h100", "num_devices": devices}})
     with pytest.raises(SpecError) as error:
         parse_scenario(document_text(document))
     [problem] = error.value.problems
     assert problem.field == "training.global_batch_size"
     assert problem.fix is not None
     for batch in problem.fix.removeprefix("use ").split(" or "):
-        training = {**START["training"], "global_batch_size": int(batch)}
+        training = {**USUAL["training"], "global_batch_size": int(batch)}
         parse_scenario(document_text({**document, "training": training}))

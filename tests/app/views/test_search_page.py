@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ from app.figures.plans import AXES, COLOURS, search_plans
 from app.fitting import with_plan
 from app.jobs.job import Jobs, StartedJob, State, TaskRequest, Update, searches
 from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
 from simplan.scenario import parse_scenario
+from simplan.search import search
 from simplan.search.result import NearestMiss, RankedPlan
 from simplan.search.space import OBJECTIVES
 from simplan.units import format_time
@@ -81,10 +83,50 @@ def test_plans_are_found_filtered_pinned_and_opened() -> None:
     assert page.session_state["simplan document"] == pinned
 
 
+def test_current_plan_is_shown_beside_the_best() -> None:
+    """Its numbers are those of ``predict``; where it differs is the split of the rank that waits least."""
+    document = {**TWO, "plan": {"dp_shard": 2, "recompute": "full"}}
+    page = opened_in_session("search", document, {})
+    page = button(page, "Search").click().run(timeout=600)
+    assert complaints(page) == []
+    table = page.dataframe[0].value.set_index("rank")
+    job = parse_scenario(yaml.safe_dump(document)).job
+    found = search(job, {"top": 1}, explain=False).best
+    assert found is not None
+    prediction, of_best = (predict(job.with_plan(plan)) for plan in (job.plan, found.plan))
+    mine, its = (asdict(min(each.splits, key=lambda split: split.wait_s)) for each in (prediction, of_best))
+    name = max((name for name in mine if name.endswith("_s")), key=lambda name: mine[name] - its[name])
+    more = f"{100 * (mine[name] - its[name]) / of_best.step_time_s:+.1f} % {name.removesuffix('_s').replace('_', ' ')}"
+    current, best = table.loc["current"], table.loc["1"]
+    assert current["step_time_s"] == pytest.approx(prediction.step_time_s)
+    assert current["memory_verdict"] == prediction.memory_verdict
+    assert current["vs_best"] == pytest.approx(prediction.step_time_s / best["step_time_s"] - 1)
+    assert current["main_difference"] == more
+    [told] = [caption.value for caption in page.caption if "current plan" in caption.value]
+    assert f"{100 * current['vs_best']:.1f} % slower than the best" in told
+    assert best["main_difference"] == ""
+    unexplained = [column for column in ("mfu", "memory_verdict", "limit") if table[column].isna().any()]
+    assert unexplained == [], "plans of the front have them, too"
+    assert any("current plan" in chart.proto.spec for chart in page.get("plotly_chart")), "its point has a ring"
+    page.selectbox(key="view:plan").set_value(len(table) - 1).run()
+    [words] = [text.value for text in page.markdown if "Compared with the best plan" in text.value]
+    assert f"mainly {more}" in words
+
+
+def test_current_plan_that_is_ranked_is_one_row() -> None:
+    page = button(opened(), "Search").click().run(timeout=600)
+    ranks = list(page.dataframe[0].value["rank"])
+    page.selectbox(key="view:plan").set_value(0).run()
+    button(page, "Open as the plan").click().run()
+    again = opened_in_session("search", page.session_state["simplan document"], {})
+    assert [*again.dataframe[0].value["rank"]] == ["1, current", *(rank for rank in ranks[1:] if rank != "current")]
+
+
 def test_compiled_plans_are_searched_pinned_and_opened() -> None:
     page = button(opened({"compiled": True}), "Search").click().run(timeout=600)
     assert complaints(page) == []
-    assert set(page.dataframe[0].value["compiled"]) == {"true"}, "faster, and it needs less memory"
+    table = page.dataframe[0].value
+    assert set(table["compiled"][table["rank"] != "current"]) == {"true"}, "faster, and it needs less memory"
     assert any("With compiled false" in markdown.value for markdown in page.markdown)
     button(page, "Pin").click().run()
     [pinned] = page.session_state["simplan view"]["scenarios"]

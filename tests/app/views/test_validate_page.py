@@ -18,14 +18,20 @@ from streamlit.testing.v1 import AppTest
 
 from app.components import published
 from app.figures.validation import predict_published
+from app.fitting import document_text
 from app.jobs.job import Jobs, StartedJob, TaskRequest, searches
 from app.jobs.run import Run, runs
+from app.views.validate import with_settings
 from simplan.cli.dashboard import RUN_FLAG
+from simplan.predict.step_summary import summarize_step
+from simplan.scenario import load_scenario, parse_scenario
 from simplan.units import format_time
+from simplan.validate.hypotheses import MeasuredTotals, hypotheses
 from tests.app.questions import SCENARIOS
 from tests.app.test_uploads import made
 from tests.app.views.pages import SMALL, assert_no_bug, opened
 
+DEMO = Path(__file__).resolve().parents[3] / "simplan" / "data" / "demo" / "1f1b.yaml"
 HERE = {**SMALL, "cluster": {"preset": "this-machine", "num_devices": 4}}
 
 
@@ -152,11 +158,16 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     assert_no_bug(shown)
     assert {metric.label: metric.value for metric in shown.metric}["Measured step"] == "400 ms"
     tables = [table.value for table in shown.dataframe]
-    assert [table.columns[0] for table in tables] == ["change", "part"]
-    assert {"step error, %", "peak error, %"} < {*tables[0].columns}
-    parts = tables[-1]
-    assert all(words == "" or "x " in words for words in parts["slowdown alone"])
+    assert [table.columns[0] for table in tables] == ["part"]
+    [words] = [info.value for info in shown.info]
     prediction_s = json.loads(made()[0])["step_time_s"]
+    assert words.startswith(f"**Your run is {100 * (1 - 0.4 / prediction_s):.1f} % faster than predicted**")
+    changes = [text.value for text in shown.markdown if "than predicted" in text.value]
+    assert changes
+    assert all("a step: your run is" in text and "GiB, measured 20.00" in text for text in changes)
+    assert not shown.button, "the prediction is a file, so that there is no scenario to change"
+    [parts] = tables
+    assert all(words == "" or "x " in words for words in parts["slowdown alone"])
     assert parts["predicted, ms"].sum() == pytest.approx(1e3 * prediction_s, rel=0.02)
 
 
@@ -175,6 +186,79 @@ def test_measurement_is_compared_with_the_current_scenario() -> None:
     page = opened("validate", dict(SMALL), {"held": "measured"})
     page.file_uploader(key="measurement file").upload("m.json", measurement, "application/json").run()
     assert "differs between prediction and measurement" in page.warning[0].value
+
+
+JOB: dict[str, Any] = {
+    "model": {"preset": "llama3-8b", "seq_len": 4096},
+    "cluster": {"preset": "dgx-h100", "num_devices": 32, "nic_gbit": 200},
+    "training": {"global_batch_size": 128, "precision": "bf16", "optimizer": "adamw"},
+    "software": "torch",
+    "plan": {"dp_shard": 16, "pp": 2},
+}
+
+
+def step_time_s(document: Any) -> float:
+    return summarize_step(parse_scenario(document_text(document)).job).step_time_s
+
+
+@pytest.mark.parametrize(
+    ("change", "run"),
+    [
+        ("plan.recompute: full", {"plan": {**JOB["plan"], "recompute": "full"}}),
+        ("software.compiled: true", {"software": {"preset": "torch", "compiled": True}}),
+        (
+            "1/8 of the bandwidth between nodes (one network card of 8)",
+            {"cluster": {**JOB["cluster"], "nic_gbit": 25}},
+        ),
+    ],
+)
+def test_applied_explanation_predicts_the_run(change: str, run: dict[str, Any]) -> None:
+    """The log is that of the changed job: the button of its row makes the prediction equal to it."""
+    seconds = step_time_s({**JOB, **run})
+    page = opened("validate", JOB, {"held": "measured"})
+    log = f"step_times_s: [{seconds}, {seconds}]".encode()
+    page.file_uploader(key="measurement file").upload("log.yaml", log, "text/yaml").run()
+    assert_no_bug(page)
+    assert "is as predicted" not in page.info[0].value
+    page.button(key=f"explanation {change}").click().run()
+    assert_no_bug(page)
+    assert page.info[0].value == "**Your run is as predicted**, within the 90 % interval."
+
+
+def test_settings_of_explanations_are_the_predicted_changes() -> None:
+    """Each of them read from a scenario's text is the job of the hypothesis, by its step time."""
+    job = parse_scenario(document_text(JOB)).job
+    seen: set[str] = set()
+    for factor in (0.6, 0.9, 1.1, 1.3, 2.0, 10.0):
+        for each in hypotheses(job, step_time_s(JOB), MeasuredTotals(factor * step_time_s(JOB))) or ():
+            if each.settings:
+                assert step_time_s(with_settings(JOB, each.settings)) == pytest.approx(each.step_time_s, rel=1e-6)
+                seen |= each.settings.keys()
+    assert {"plan.recompute", "cluster.inter_link", "cluster.stragglers", "software.compiled"} <= seen
+
+
+def test_pasted_log_is_compared() -> None:
+    page = opened("plan")
+    page.session_state["details paste"] = True
+    page.run()
+    page.text_area(key="paste text").set_value("step_times_s: [0.05, 0.05]")
+    page.button(key="paste read").click().run()
+    assert_no_bug(page)
+    assert {metric.label: metric.value for metric in page.metric}["Measured step"] == "50 ms"
+    page.button(key="forget log").click().run()
+    assert_no_bug(page)
+    assert "pasted log" not in page.session_state
+
+
+def test_small_example_runs_on_this_machine() -> None:
+    """It is there with another cluster, and where the scenario has an error, such as 64 devices of this machine."""
+    for cluster in (SMALL["cluster"], {"preset": "this-machine", "num_devices": 4096}):
+        page = opened("validate", {**SMALL, "cluster": cluster}, {"held": "run"})
+        assert_no_bug(page)
+        page.button(key="small example").click().run()
+        assert_no_bug(page)
+        document = page.session_state["simplan document"]
+        assert parse_scenario(document_text(document)).job == load_scenario(DEMO).job
 
 
 def test_prediction_for_thousands_of_devices_needs_no_upload() -> None:

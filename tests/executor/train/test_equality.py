@@ -60,7 +60,7 @@ def own_part(job: RunSpec, rank: int, name: str, whole: torch.Tensor, found: tor
     """What a rank has of a gradient, where tensors are split or experts are dealt out."""
     plan, mapping = job.plan, RankMapping.of(job.plan)
     tp = Peers(plan.tp, mapping.place(rank).tp)
-    dims = ParallelDims(plan.shard, tp=tp, ep=Peers(plan.ep, mapping.ep_group(rank).index(rank)))
+    dims = ParallelDims(plan.shard, tp=tp, ep=Peers(plan.ep, mapping.group("ep", rank).index(rank)))
     return own_weight(whole, name, found, dims)
 
 

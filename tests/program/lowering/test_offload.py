@@ -12,7 +12,7 @@ from simplan.cost.communication.host_link import host_memory_rate
 from simplan.model.layer import CollectiveKind
 from simplan.predict import predict
 from simplan.predict.build import cost_model
-from simplan.predict.simulated import simulate_program
+from simplan.predict.simulated import StepContext, simulate_program
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.lower import Lowering
 from simplan.program.lowering.offload import backward_follows
@@ -302,7 +302,7 @@ def test_copies_are_priced_by_the_host_link() -> None:
     assert job.cluster.host_link is not None
     # PCIe 4 at four fifths of 31 GB/s, each way
     assert cost.host_copy(HostCopy(31 * 10**9, to_host=True)).seconds == pytest.approx(1.25, rel=1e-4)
-    simulated = simulate_program(program(**SHARDED), cost, job.cluster)
+    simulated = simulate_program(program(**SHARDED), cost, StepContext.of(job))
     priced = {term.name: term.count for term in simulated.program_costs.terms if term.name.startswith("copy")}
     assert set(priced) == {"copy to host", "copy from host"}
 
