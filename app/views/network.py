@@ -138,7 +138,8 @@ def _show_top(scenario: Scenario, result: NetworkResult) -> None:
         st.caption(escaped(f"Rings and trees follow the order of ranks: {_nodes_words(result.nodes)}."))
     if result.faster is not None:
         words = f"Order {_nodes_words(result.faster.nodes)}: {format_time(result.faster.step_time_s)} a step"
-        st.info(escaped(f"{words} ({format_percent(result.faster.saving)} less). Write plan.placement: network"))
+        how = "Write plan.placement: network" if result.faster.is_plain else "Start ranks with its hostfile"
+        st.info(escaped(f"{words} ({format_percent(result.faster.saving)} less). {how}"))
         with st.expander("Hostfile"):
             st.code("\n".join(result.faster.hostfile), language=None)
 
