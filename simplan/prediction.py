@@ -178,6 +178,31 @@ class JitteredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HashedStep:
+    """Times of steps with other seeds of the hash that picks paths (ECMP).
+
+    Attributes:
+        num_seeds: Predicted seeds.
+        mean_s, median_s: Mean and median seconds of a step.
+        range_s: Seconds of the fastest and the slowest step.
+    """
+
+    num_seeds: int
+    mean_s: float
+    median_s: float
+    range_s: tuple[float, float]
+
+    @property
+    def words(self) -> str:
+        """Mean and range of step times."""
+        low_s, high_s = map(format_time, self.range_s)
+        return (
+            f"{format_time(self.mean_s)} a step in the mean of {self.num_seeds} seeds of the hash (median "
+            f"{format_time(self.median_s)}, {low_s} to {high_s})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackupStep:
     """Effect of dropped gradients on a step (``TrainingSpec.backup_workers``).
 
@@ -346,6 +371,7 @@ class Prediction:
         training_run: The full training; None without a number of tokens.
         network: Load of the links of the cluster's topology, and what contention costs; None without a topology.
         jitter: Times of steps with jitter, of which the predicted one is the nearest to the mean; None without jitter.
+        hashing: Times of steps with other seeds of the hash of ECMP; None for one seed.
         backup_workers: Effect of dropped gradients, which count neither in throughput nor in MFU; None if none are.
     """
 
@@ -373,6 +399,7 @@ class Prediction:
     network: Network | None = None
     jitter: JitteredStep | None = None
     backup_workers: BackupStep | None = None
+    hashing: HashedStep | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -516,6 +543,7 @@ class Prediction:
             "links": job.cluster.links,
             **({} if self.network is None else {"network": self.network.to_json()}),
             **({} if self.jitter is None else {"jitter": asdict(self.jitter)}),
+            **({} if self.hashing is None else {"hashing": asdict(self.hashing)}),
             **({} if self.backup_workers is None else {"backup_workers": asdict(self.backup_workers)}),
             **({"node_groups": [group.to_json() for group in self.node_groups]} if job.cluster.is_mixed else {}),
             "stage_boundaries": list(self.assignment.boundaries),

@@ -31,14 +31,16 @@ from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, SlowLink
 from simplan.document import parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.explain.rank_order import FasterOrder, faster_order
 from simplan.job import Job
 from simplan.network.load import LinkLoad, Network
+from simplan.plan.hostfile import nodes_of
 from simplan.plan.placement import DEFAULT_ORDER, axes_of
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.step_summary import summarize_step
 from simplan.report.drawings.fabric_drawing import FabricDrawing, draw_fabric, kind_of
 from simplan.report.drawings.fabric_svg import fabric_svg
-from simplan.report.drawings.link_load import LoadRow, draw_link_load, load_color
+from simplan.report.drawings.link_load import LoadRow, draw_link_load, load_color, short_link_name
 from simplan.scenario import parse_scenario
 from simplan.units import format_bytes, format_percent, format_rate, format_time
 
@@ -56,6 +58,8 @@ class NetworkResult:
         rows: Links of equal load together: those that delay communications most first, then the busiest.
         num_hidden: Loaded links without a row.
         length_s: Length of the simulated step, over which the load of the rows is given.
+        nodes: Nodes in the order of the first rank on each.
+        faster: Order of nodes with which the step is shorter; None for none.
     """
 
     drawing: FabricDrawing
@@ -66,6 +70,8 @@ class NetworkResult:
     rows: tuple[LoadRow, ...] = ()
     num_hidden: int = 0
     length_s: float = 0.0
+    nodes: tuple[int, ...] = ()
+    faster: FasterOrder | None = None
 
 
 def network_result(text: str, calibrated_at: int) -> NetworkResult:
@@ -99,6 +105,8 @@ def network_result(text: str, calibrated_at: int) -> NetworkResult:
         rows=load.rows,
         num_hidden=load.num_hidden,
         length_s=load.step_time_s,
+        nodes=_nodes(job),
+        faster=faster_order(prediction),
     )
 
 
@@ -132,8 +140,14 @@ def topologies(text: str) -> tuple[Alternative, ...]:
 
 
 def placements(text: str) -> tuple[Alternative, ...]:
-    """Step time of a scenario with each order of its axes of several ranks, the shortest first."""
-    plan, data = parse_scenario(text).job.plan, parse_yaml(text, "scenario").data
+    """Step time of a scenario with each order of its axes of several ranks, the shortest first.
+
+    For a cluster with a topology, the order of nodes that follows the network is one more, if it is another one.
+    """
+    from simplan.network.order import nodes_by_network
+
+    job, data = parse_scenario(text).job, parse_yaml(text, "scenario").data
+    plan = job.plan
     axes = [axis for axis in DEFAULT_ORDER if getattr(plan, axis) > 1]
     now = _order(plan)
     found = []
@@ -141,7 +155,15 @@ def placements(text: str) -> tuple[Alternative, ...]:
         changed = {**data, "plan": {**data["plan"], "placement": list(order)}}
         one = _alternative(", ".join(order), "", changed)
         found.append(replace(one, is_current=order == now))
+    if job.cluster.topology is not None and _nodes(job) != nodes_by_network(job.cluster):
+        found.append(_alternative("network", "", {**data, "plan": {**data["plan"], "placement": "network"}}))
     return _in_order(found)
+
+
+def _nodes(job: Job) -> tuple[int, ...]:
+    """Nodes in the order of the first rank on each, which rings and trees follow."""
+    devices = range(job.plan.num_devices) if job.placement is None else job.placement.devices
+    return nodes_of(devices, job.cluster.devices_per_node)
 
 
 def _order(plan: ParallelPlan) -> tuple[str, ...] | None:
@@ -313,8 +335,7 @@ def load_figure(rows: Sequence[LoadRow], length_s: float, chosen: str) -> Figure
 
 
 def _row_name(row: LoadRow) -> str:
-    name = row.link.name
-    name = name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
+    name = short_link_name(row.link.name, _MAX_NAME)
     return f"{name} +{row.num_links - 1} " if row.num_links > 1 else f"{name} "
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import streamlit as st
@@ -37,6 +38,7 @@ from app.predictions import prediction_text
 from app.result_cache import awaited, handed_over
 from simplan import catalog
 from simplan.network.load import Network
+from simplan.plan.placement import listed_words
 from simplan.report.drawings.fabric_drawing import rate_words
 from simplan.report.text import links_words
 from simplan.scenario import Scenario
@@ -81,7 +83,10 @@ def show() -> None:
                 st.caption("The plan has one axis of several ranks, so that there is only one order.")
                 return
             _show_alternatives("placements", found, result)
-            st.caption("Axes of several ranks, the innermost first. The dashed line is the step of the scenario.")
+            st.caption(
+                "Axes of several ranks, the innermost first; network: nodes of one switch follow each other. "
+                "The dashed line is the step of the scenario."
+            )
 
 
 def _choose_topology() -> None:
@@ -129,6 +134,19 @@ def _show_top(scenario: Scenario, result: NetworkResult) -> None:
     )
     words = network.contention_words()
     st.caption(escaped(f"Contention {words}. Step time {change:+.2%} compared with no topology."))
+    if len(result.nodes) > 1:
+        st.caption(escaped(f"Rings and trees follow the order of ranks: {_nodes_words(result.nodes)}."))
+    if result.faster is not None:
+        words = f"Order {_nodes_words(result.faster.nodes)}: {format_time(result.faster.step_time_s)} a step"
+        how = "Write plan.placement: network" if result.faster.is_plain else "Start ranks with its hostfile"
+        st.info(escaped(f"{words} ({format_percent(result.faster.saving)} less). {how}"))
+        with st.expander("Hostfile"):
+            st.code("\n".join(result.faster.hostfile), language=None)
+
+
+def _nodes_words(nodes: Sequence[int]) -> str:
+    """Nodes in runs, such as ``nodes 0-3 8-11 4-7``."""
+    return f"nodes {listed_words(nodes)}"
 
 
 def _show_fabric(result: NetworkResult) -> None:

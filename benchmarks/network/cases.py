@@ -6,7 +6,8 @@ cables, what is predicted knows the scenario only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from simplan.model.layer import CollectiveKind
@@ -48,9 +49,10 @@ class ShapedNetwork:
         name: Name in file names.
         words: Description in the report.
         wires: Cables of the hosts.
-        cluster: YAML of the topology, slow links and background traffic in a scenario.
+        cluster: YAML of the topology and slow links in a scenario.
         mbit_per_s: Rate of a host's link.
         stream: Traffic of another job.
+        alike: Collectives that load the links of another network in the same way, so that neither is faster.
     """
 
     name: str
@@ -59,17 +61,21 @@ class ShapedNetwork:
     cluster: str
     mbit_per_s: float = BASE_MBIT_PER_S
     stream: Stream | None = None
+    alike: tuple[CollectiveKind, ...] = ()
 
     @property
     def num_hosts(self) -> int:
         """Hosts."""
         return len({end for wire in self.wires for end in wire.ends if end.startswith("node")})
 
-    def cluster_yaml(self) -> str:
-        """Cluster of a scenario, in YAML."""
+    def cluster_yaml(self, *, alone: bool = False) -> str:
+        """Cluster of a scenario, in YAML; alone without the traffic of another job, which a run refuses."""
         n, gbit = self.num_hosts, self.mbit_per_s / 1000
         preset = f"preset: this-machine, num_devices: {n}, num_nodes: {n}, inter_link_gbit_per_device: {gbit:g}"
-        return f"{{{preset}, {self.cluster}}}"
+        if alone or (stream := self.stream) is None:
+            return f"{{{preset}, {self.cluster}}}"
+        flow = f"from: node{stream.source}, to: node{stream.destination}, gbit: {stream.mbit_per_s / 1000:g}"
+        return f"{{{preset}, {self.cluster}, background: [{{{flow}}}]}}"
 
 
 def star(num_hosts: int, mbit_per_s: float = BASE_MBIT_PER_S) -> ShapedNetwork:
@@ -87,10 +93,15 @@ def two_tiers(name: str, oversubscription: int, *, stream: Stream | None = None)
     cluster = f"topology: {{kind: leaf_spine, nodes_per_leaf: 2, oversubscription: {oversubscription}}}"
     words = f"two tiers, {oversubscription}:1"
     if stream is not None:
-        cluster += f", background: [{{from: node{stream.source}, to: node{stream.destination}, "
-        cluster += f"gbit: {stream.mbit_per_s / 1000:g}}}]"
         words += f", another job sends {stream.mbit_per_s:.0f} Mbit/s"
     return ShapedNetwork(name, words, wires, cluster, stream=stream)
+
+
+def _shuffled() -> ShapedNetwork:
+    """The two tiers with hosts on leaves in turn, so that neighbors by rank are on different leaves."""
+    cables = [((f"node{k}", f"leaf{k % 2}"), BASE_MBIT_PER_S) for k in range(4)]
+    cables += [((f"leaf{k}", "spine"), BASE_MBIT_PER_S / 2) for k in range(2)]
+    return replace(_graph("shuffled", "two tiers, 4:1, hosts shuffled", cables), alike=(CollectiveKind.ALL_TO_ALL,))
 
 
 def _slow_link() -> ShapedNetwork:
@@ -105,15 +116,19 @@ def _ring() -> ShapedNetwork:
     n, base = 5, BASE_MBIT_PER_S
     cables = [((f"switch{k}", f"switch{(k + 1) % n}"), base / 4 if k == n - 1 else base) for k in range(n)]
     cables = [((f"node{k}", f"switch{k}"), base) for k in range(n)] + cables
+    return _graph("ring", "ring of five switches, one cable with a fourth", cables)
+
+
+def _graph(name: str, words: str, cables: Sequence[tuple[tuple[str, str], float]]) -> ShapedNetwork:
     links = ", ".join(f"{{between: [{a}, {b}], gbit: {mbit / 1000:g}}}" for (a, b), mbit in cables)
     wires = tuple(Wire(ends, mbit) for ends, mbit in cables)
-    cluster = f"topology: {{kind: graph, links: [{links}]}}"
-    return ShapedNetwork("ring", "ring of five switches, one cable with a fourth", wires, cluster)
+    return ShapedNetwork(name, words, wires, f"topology: {{kind: graph, links: [{links}]}}")
 
 
 NETWORKS = (
     star(4),
     two_tiers("uplink-4", 4),
+    _shuffled(),
     _slow_link(),
     _ring(),
     two_tiers("two-jobs", 2, stream=Stream(1, 3, 40.0)),
@@ -174,8 +189,8 @@ PLANS = (
 )
 
 
-def scenario_text(network: ShapedNetwork, plan: ShapedPlan) -> str:
-    """Scenario of a plan on a network, in YAML."""
+def scenario_text(network: ShapedNetwork, plan: ShapedPlan, *, alone: bool = False) -> str:
+    """Scenario of a plan on a network, in YAML; alone as in ``ShapedNetwork.cluster_yaml``."""
     n = network.num_hosts
     model, batch, size = (
         (_WIDE, 4 * n if "pp" in plan.degrees else 2 * n, 2) if plan.wide else (_LONG.format(n), 8 * 16, 16)
@@ -183,7 +198,7 @@ def scenario_text(network: ShapedNetwork, plan: ShapedPlan) -> str:
     return (
         f"name: {plan.name}-{network.name}\n"
         f"model: {model}\n"
-        f"cluster: {network.cluster_yaml()}\n"
+        f"cluster: {network.cluster_yaml(alone=alone)}\n"
         f"training: {{global_batch_size: {batch}, precision: fp32}}\n"
         f"plan: {{{plan.degrees.format(n=n)}, microbatch_size: {size}}}\n"
     )

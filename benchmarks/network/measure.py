@@ -57,11 +57,11 @@ class Measurements:
         """Output of ``simplan run --json``."""
         return self.folder / f"step-{network.name}-{plan.name}.json"
 
-    def scenario(self, network: ShapedNetwork, plan: ShapedPlan) -> Path:
-        """Scenario file, which is written."""
+    def scenario(self, network: ShapedNetwork, plan: ShapedPlan, *, alone: bool = False) -> Path:
+        """Scenario file, which is written; see ``scenario_text``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.step(network, plan).with_suffix(".yaml")
-        file.write_text(scenario_text(network, plan))
+        file = self.step(network, plan).with_suffix(".alone.yaml" if alone else ".yaml")
+        file.write_text(scenario_text(network, plan, alone=alone))
         return file
 
     def calibrate(self, mbit_per_s: float, steps: Sequence[tuple[ShapedNetwork, ShapedPlan]]) -> None:
@@ -71,7 +71,7 @@ class Measurements:
             return
         with _on(star(2, mbit_per_s)) as hosts:
             if not core.exists():
-                files = [self.scenario(network, plan) for network, plan in steps]
+                files = [self.scenario(network, plan, alone=True) for network, plan in steps]
                 args = ["--budget", _COMPUTE_BUDGET_S, "--calibration", core.with_suffix(".part")]
                 _finished(hosts[:1], [self._start(hosts[0], "simplan", ["calibrate", *files, "--ranks", 1, *args])])
                 core.with_suffix(".part").rename(core)
@@ -97,7 +97,7 @@ class Measurements:
         with _on(network) as hosts:
             for plan in left:
                 file = self.step(network, plan)
-                args = ["run", self.scenario(network, plan), "--json", *_STEPS]
+                args = ["run", self.scenario(network, plan, alone=True), "--json", *_STEPS]
                 args += ["--calibration", self.calibration(network.mbit_per_s), "-o"]
                 folders = [file.with_suffix(f".out{k}") for k in range(len(hosts))]
                 printed = self._on_all(hosts, [[*args, folder] for folder in folders])

@@ -172,7 +172,8 @@ def _collectives(network: ShapedNetwork, found: Measurements) -> Iterator[CaseRe
         kind, num_bytes, times_s = CollectiveKind(timed["kind"]), timed["num_bytes"], timed["seconds"]
         what = f"{kind} of {format_bytes(min(SIZES_BYTES, key=lambda size: abs(size - num_bytes)))}"
         predicted_s = seconds(Communication(kind, num_bytes, tuple(range(n))))
-        yield CaseResult(network.words, what, f"{what} over {n}", predicted_s, *_median_and_range(times_s))
+        group = f"{what}, {network.words}" if kind in network.alike else f"{what} over {n}"
+        yield CaseResult(network.words, what, group, predicted_s, *_median_and_range(times_s))
 
 
 def _median_and_range(times_s: Sequence[float]) -> tuple[float, float, float]:

@@ -597,7 +597,7 @@ def export(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="Target: slurm or kubernetes for the executor; or a framework.",
+            help="Target: slurm or kubernetes for the executor; a framework; hostfile or slurm-hostfile for the nodes.",
             autocompletion=completion.targets,
         ),
     ],

@@ -13,6 +13,7 @@ from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.formats import export_target, export_targets, formats, profile_for
+from simplan.interop.hostfiles import HOSTFILES
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, notes_for_pods, slurm_script
 from simplan.interop.writing import Exported
 from simplan.io import as_argument, write_text
@@ -38,7 +39,7 @@ def export_command(
     scenario = _with_profile(request, profile_for(target, named), named).scenario()
     refuse_what_is_only_predicted(scenario, "an export")
     _say_if_too_large(scenario)
-    write = formats()[target].export if target in formats() else None
+    write = formats()[target].export if target in formats() else HOSTFILES.get(target)
     if write is not None:
         exported = write(scenario.job, scenario.name)
         return _print_exported(exported, scenario.name, target, output=output, as_json=as_json)
@@ -133,7 +134,7 @@ def _print_exported(exported: Exported, name: str, target: str, *, output: Path 
         say(f"wrote {as_argument(output)}; start it with `{start}`")
     for note in exported.notes:
         say(f"note: {note}")
-    if formats()[target].settings is not None:  # a configuration, not traces
+    if target in formats() and formats()[target].settings is not None:  # a configuration, not traces
         say("note: learning rates, rope bases and all else without effect on time and memory have usual values")
     return 0
 

@@ -25,6 +25,7 @@ from simplan.scenario import Scenario
 from simplan.units import format_percent
 
 if TYPE_CHECKING:
+    from simplan.explain.rank_order import FasterOrder
     from simplan.search import Fix
 
 _MOST_OF_A_STEP = 0.5
@@ -52,11 +53,13 @@ def predict_command(
     scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
     calibration = calibration_for(scenario, calibration_file)
     prediction, simulated = predict_step(scenario, calibration)
-    found = _fixes(prediction, calibration)
+    found, order = _fixes(prediction, calibration), _faster_order(prediction, calibration)
     if as_json or output is not None:
         document = prediction.to_json()
         if found is not None:
             document["fixes"] = [fix.to_json() for fix in found]
+        if order is not None:
+            document["faster_order"] = order.to_json()
         if output is not None:
             write_json(output, document)
     if trace is not None:
@@ -66,7 +69,8 @@ def predict_command(
     if as_json:
         print_json(document)
         return 0
-    warning = _warning(scenario, request, prediction)
+    sentences = [_warning(scenario, request, prediction), "" if order is None else order.words()]
+    warning = "\n".join(sentence for sentence in sentences if sentence)
     steps, line = _next(scenario, request, found), verdict(prediction)
     assumed = {"plan": scenario.plan_is_assumed, "batch": scenario.batch_is_assumed}
     text = prediction_text(prediction, steps, found or (), warning, assumed={key for key in assumed if assumed[key]})
@@ -124,6 +128,16 @@ def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix
 
     with ProgressLine("does not fit; trying changes", quarters=False):
         return fixes(prediction, calibration)
+
+
+def _faster_order(prediction: Prediction, calibration: Calibration | None) -> FasterOrder | None:
+    """Order of nodes with which the step is shorter; None for none."""
+    if prediction.network is None:
+        return None
+    from simplan.explain.rank_order import faster_order
+
+    with ProgressLine("trying the order of the network", quarters=False):
+        return faster_order(prediction, calibration)
 
 
 def _warning(scenario: Scenario, request: ScenarioRequest, prediction: Prediction) -> str:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Oversubscription = Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
 """Bandwidth from below over bandwidth to above of a switch, or of a group of switches."""
 Routing = Literal["adaptive", "ecmp"]
+MAX_DEVICES_PER_FLOW = 64
+"""Devices of a cluster whose flows have rates of their own: an all-to-all has the square of it."""
 MAX_LINKS = 2_000_000
 """Directed links of a fabric; more are refused."""
 _NODE = re.compile(r"node(0|[1-9][0-9]{0,6})")
@@ -56,6 +58,13 @@ class _Topology(Spec):
         None,
         description=("Wiring of the devices of a node; None for a switch that joins all of them without contention."),
     )
+    rate_per: Literal["communication", "flow"] = Field(
+        "communication",
+        description=(
+            "What has one rate on links that are shared: a communication, as all of its flows wait for the slowest, "
+            f"or each flow between two devices, for at most {MAX_DEVICES_PER_FLOW} devices."
+        ),
+    )
 
     @property
     def hashes_flows(self) -> bool:
@@ -70,6 +79,16 @@ class _Topology(Spec):
         """Reasons why the cluster cannot have the topology."""
         if cluster.num_nodes > 1 or cluster.intra_link is not None:
             yield from self._problems_of_link(cluster)
+        if self.rate_per == "flow":
+            yield from self._problems_of_flows(cluster)
+
+    def _problems_of_flows(self, cluster: ClusterSpec) -> Iterator[Problem]:
+        field, fix = f"{_FIELD}.rate_per", "remove it, which gives a communication one rate"
+        if cluster.num_devices > MAX_DEVICES_PER_FLOW:
+            rule = f"simulates flows of at most {MAX_DEVICES_PER_FLOW} devices, and the cluster has "
+            yield Problem(field=field, value="flow", rule=f"{rule}{cluster.num_devices:,}", fix=fix)
+        if cluster.background_jobs:
+            yield Problem(field=field, value="flow", rule="is not modeled together with background jobs", fix=fix)
 
     def _problems_of_link(self, cluster: ClusterSpec) -> Iterator[Problem]:
         link = cluster.intra_link
@@ -87,14 +106,44 @@ class _Topology(Spec):
         return 8 * cluster.num_nodes * cluster.network_ports_per_node
 
 
-class LayeredTopology(_Topology):
+class _Hashing(_Topology):
+    """Topology in which a hash may decide about the path of a connection (ECMP).
+
+    By default two network cards have a connection for each channel of NCCL: two, each with one queue pair. Sources:
+    NVIDIA/nccl, src/graph/connect.cc, which doubles the channels of the rings found; NCCL's user guide,
+    ``NCCL_IB_QPS_PER_CONNECTION``, 1 by default.
+    """
+
+    connections: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None,
+        description=(
+            "Connections between two network cards, each with a path of its own: channels times queue pairs. "
+            "None for 2, as NCCL makes them by default."
+        ),
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="Seed of the hash of ecmp.")
+    num_seeds: Annotated[int, Field(ge=1, le=1000)] = Field(
+        1, description="Seeds of which a prediction says the range, from seed on."
+    )
+
+    def _problems_of_seeds(self, routing: Routing) -> Iterator[Problem]:
+        """Settings of a hash without one."""
+        for name in ("connections", "seed", "num_seeds"):
+            value = getattr(self, name)
+            if routing != "ecmp" and value != type(self).model_fields[name].default:
+                rule = "is of hashed flows, and adaptive routing has none"
+                fix = "write routing: ecmp, or remove it"
+                yield Problem(field=f"{_FIELD}.{name}", value=str(value), rule=rule, fix=fix)
+
+
+class LayeredTopology(_Hashing):
     """Topology with layers of switches, of which a flow has several to choose from."""
 
     routing: Routing = Field(
         "adaptive",
         description=(
             "adaptive, where the uplinks of a switch are one link of their total bandwidth, or ecmp, "
-            "where the hash of a flow picks one uplink."
+            "where the hash of a connection picks one uplink."
         ),
     )
 
@@ -102,6 +151,11 @@ class LayeredTopology(_Topology):
     def hashes_flows(self) -> bool:
         """True if a hash decides about the path of a flow."""
         return self.routing == "ecmp"
+
+    def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
+        """Reasons why the cluster cannot have the topology."""
+        yield from super().problems(cluster)
+        yield from self._problems_of_seeds(self.routing)
 
 
 class Switch(_Topology):
@@ -344,8 +398,15 @@ class Sites(_Topology):
     kind: Literal["sites"]
     nodes_per_site: NumDevices = Field(description="Nodes of a site.")
     gbit_per_site: Gbit = Field(description="Bandwidth between a site and all others in one direction, Gbit/s.")
-    latency_s: Seconds = Field(
-        0.0, description="Time from site to site, one way, in addition to that of the network of a site."
+    latency_s: Seconds | None = Field(
+        None, description="Time from site to site, one way, in addition to that of the network of a site; needed."
+    )
+    window_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = Field(
+        None,
+        description=(
+            "Bytes that two devices have in flight: they move at most so many per round trip. "
+            "None for the buffers of NCCL's channels, or of a TCP connection of gloo."
+        ),
     )
     inside: Inner | None = Field(
         None, description="Network of a site: switch, leaf_spine, rail or fat_tree; None for one switch."
@@ -361,11 +422,16 @@ class Sites(_Topology):
     def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
         """Reasons why the cluster cannot have the topology."""
         yield from super().problems(cluster)
+        if self.latency_s is None:
+            rule = "is missing: sites are apart, and the round trip limits what a connection moves"
+            fix = "give the time one way, about 5 us per km of fiber, e.g. latency_s: 0.01 for 2000 km"
+            yield Problem(field=f"{_FIELD}.latency_s", rule=rule, fix=fix)
         if self.inside is None:
             return
-        if self.inside.node is not None:
-            fix = "write node next to kind: sites"
-            yield Problem(field=f"{_FIELD}.inside.node", rule="belongs to the whole topology", fix=fix)
+        for name in ("node", "rate_per"):
+            if getattr(self.inside, name) != _Topology.model_fields[name].default:
+                fix = f"write {name} next to kind: sites"
+                yield Problem(field=f"{_FIELD}.inside.{name}", rule="belongs to the whole topology", fix=fix)
         nodes = min(cluster.num_nodes, self.nodes_per_site)
         devices = min(cluster.num_devices, nodes * cluster.devices_per_node)
         for problem in self.inside.problems(cluster.model_copy(update={"num_devices": devices})):
@@ -401,21 +467,30 @@ class GraphLink(Spec):
     latency_s: Seconds = Field(0.0, description="Time in addition to the latency of the network (LinkSpec.latency_s).")
 
 
-class Graph(_Topology):
-    """Any graph of nodes and switches. Flows take a path of the fewest links; a hash picks among several such paths."""
+class Graph(_Hashing):
+    """Any graph of nodes and switches. Flows take paths of the fewest links. Parallel cables are links of their own."""
 
     kind: Literal["graph"]
+    routing: Routing = Field(
+        "ecmp",
+        description=(
+            "ecmp, where the hash of a connection picks one of several such paths, or adaptive, where a flow is "
+            "divided among them by bandwidth."
+        ),
+    )
     links: Annotated[tuple[GraphLink, ...], Field(min_length=1, max_length=20_000)] = Field(description="Cables.")
 
     def words(self) -> str:
         """Description in a few words."""
         switches = {name for link in self.links for name in link.between if node_of_name(name) is None}
         text = f"graph of {counted(len(self.links), 'cable')} and {counted(len(switches), 'switch')}"
+        text += ", adaptive" if self.routing == "adaptive" else ""
         return _with_node(text.replace("switchs", "switches"), self)
 
     def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
         """Reasons why the cluster cannot have the topology."""
         yield from super().problems(cluster)
+        yield from self._problems_of_seeds(self.routing)
         last = f"node{cluster.num_nodes - 1}"
         joined: dict[str, set[str]] = {}
         for index, link in enumerate(self.links):
@@ -440,7 +515,7 @@ class Graph(_Topology):
             yield self._problem_of_unreachable(apart[0], len(apart), joined)
 
     def _problem_of_unreachable(self, name: str, number: int, joined: dict[str, set[str]]) -> Problem:
-        more = f", as are {number - 1} more nodes" if number > 1 else ""
+        more = f", as {'is 1 more node' if number == 2 else f'are {number - 1} more nodes'}" if number > 1 else ""
         if name in joined or "node0" not in joined:
             first = name if "node0" in joined else "node0"
             rule = f"{first} is not connected to {'node0' if first == name else 'the other nodes'}{more}"
@@ -468,6 +543,21 @@ TOPOLOGIES: dict[str, type[AnyTopology]] = {
 """Kind -> its fields."""
 INNER_KINDS = ("switch", "leaf_spine", "rail", "fat_tree")
 """Kinds of the network of one site."""
+
+
+def hashed(topology: AnyTopology | None) -> LeafSpine | Rail | FatTree | Graph | None:
+    """Topology, or the one inside each site, in which a hash decides about paths; None for none."""
+    inside = topology.inside if isinstance(topology, Sites) else topology
+    return inside if isinstance(inside, LeafSpine | Rail | FatTree | Graph) and inside.routing == "ecmp" else None
+
+
+def with_seed(topology: AnyTopology, seed: int) -> AnyTopology:
+    """The topology with another seed of its hash, and no range over seeds."""
+    found = hashed(topology)
+    if found is None:
+        return topology
+    other = found.model_copy(update={"seed": seed, "num_seeds": 1})
+    return topology.model_copy(update={"inside": other}) if isinstance(topology, Sites) else other
 
 
 def node_of_name(name: str) -> int | None:
@@ -514,14 +604,20 @@ def _quoted(topology: _Topology) -> str:
     return f'"{getattr(topology, "kind", "")}"'
 
 
-def _shape(number: int, axes: int) -> str:
-    """A shape of at most so many axes, as equal as possible, that makes a number of devices.
+def slice_shape(number: int, axes: int) -> tuple[int, ...]:
+    """Shape of at most so many axes, as equal as possible: that of a slice with this number of devices.
 
-    >>> _shape(256, 3), _shape(7, 2)
-    ('[4, 8, 8]', '[1, 7]')
+    Cloud TPU names its slices so: v5litepod-32 is 4x8, v4-64 (32 chips of two cores) is 2x4x4.
+
+    >>> slice_shape(32, 2), slice_shape(32, 3), slice_shape(256, 3), slice_shape(7, 2)
+    ((4, 8), (2, 4, 4), (4, 8, 8), (1, 7))
     """
     if axes == 1:
-        return f"[{number}]"
+        return (number,)
     side = round(number ** (1 / axes))
     first = next(size for size in range(max(1, side), 0, -1) if number % size == 0)
-    return f"[{first}, {_shape(number // first, axes - 1)[1:]}"
+    return (first, *slice_shape(number // first, axes - 1))
+
+
+def _shape(number: int, axes: int) -> str:
+    return str(list(slice_shape(number, axes)))

@@ -32,6 +32,7 @@ class Explanation:
         figures: Derived figures with their formulas.
         links: ``ClusterSpec.links``.
         contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
+        advice: Changes that shorten a step with contention, each predicted, as sentences.
         background: Cost of other jobs on these links, as a sentence; empty without any.
         placement: ``Job.placement_words``.
         stragglers: What slow ranks cost, as a sentence; empty without any.
@@ -55,6 +56,7 @@ class Explanation:
     jitter: str = ""
     backup_workers: str = ""
     background: str = ""
+    advice: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Step time and its largest term, in one line."""
@@ -104,7 +106,16 @@ def explain(
         jitter="" if prediction.jitter is None else f"jitter {prediction.jitter.words}",
         backup_workers="" if prediction.backup_workers is None else prediction.backup_workers.words,
         background="" if prediction.network is None else prediction.network.background_words(),
+        advice=_advice(prediction, calibration),
     )
+
+
+def _advice(prediction: Prediction, calibration: Calibration | None) -> tuple[str, ...]:
+    if prediction.network is None:
+        return ()
+    from simplan.explain.network_advice import network_advice  # imports numba
+
+    return tuple(each.sentence() for each in network_advice(prediction, calibration))
 
 
 def _stragglers(prediction: Prediction, calibration: Calibration | None) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.model import CostEstimate
-from simplan.explain.term import ExplainedTerm, counted_formula, exposed_s, parts_of, remainder_words
+from simplan.cost.model import CostEstimate, Limit
+from simplan.explain.term import ExplainedPart, ExplainedTerm, counted_formula, exposed_s, parts_of, remainder_words
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import Simulated
 from simplan.predict.overlap_slowdown import overlap_words
@@ -18,6 +18,10 @@ from simplan.prediction import Prediction
 from simplan.program.program import SPAN_KINDS, STREAMS, Program, Stream
 from simplan.program.timeline import SpanKind
 from simplan.units import format_percent
+
+_Sum = Literal["busy", "exposed", "waited"]
+_LEAST_WAIT = 1e-6
+"""Fraction of a communication below which it does not wait for links, except by rounding."""
 
 
 def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
@@ -111,37 +115,64 @@ def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     for label in dict.fromkeys(label for label, _ in found):
         counts = [(e, round(n)) for (own, e), n in found.items() if own == label and isinstance(e, CostEstimate)]
         counts.sort(key=lambda item: -item[0].seconds * item[1])
-        busy_s, exposed = found[label, "busy"], found[label, "exposed"]
-        first, _ = counts[0]
+        busy_s, exposed, waited_s = found[label, "busy"], found[label, "exposed"], found[label, "waited"]
+        alone_s, first = busy_s - waited_s, counts[0][0]
+        exposed_wait_s = exposed * waited_s / busy_s if waited_s > _LEAST_WAIT * busy_s else 0.0
+        exposed_alone_s = exposed - exposed_wait_s
+        parts = tuple(part for estimate, count in counts for part in parts_of(estimate, count))
         yield ExplainedTerm(
             "exposed communication",
             label,
-            exposed,
+            exposed_alone_s,
             "s",
-            remainder_words(busy_s, max(0.0, busy_s - exposed), "overlapped with other work"),
+            remainder_words(alone_s, max(0.0, alone_s - exposed_alone_s), "overlapped with other work"),
             provenance=str(first.provenance),
             relative_std=first.relative_std,
-            parts=tuple(part for estimate, count in counts for part in parts_of(estimate, count)),
+            parts=(*parts, *_over_distance(simulated, alone_s, parts)),
         )
+        if waited_s > _LEAST_WAIT * busy_s:
+            yield ExplainedTerm(
+                "exposed communication",
+                f"{label}, waiting for links",
+                exposed_wait_s,
+                "s",
+                remainder_words(waited_s, max(0.0, waited_s - exposed_wait_s), "overlapped with other work"),
+                "longer than alone, since links are full",
+            )
 
 
-def _moved(simulated: Simulated, rank: int) -> dict[tuple[str, CostEstimate | Literal["busy", "exposed"]], float]:
-    """Seconds of the communications of a rank by name, in all and exposed, and occurrences by cost estimate."""
-    program, times, by_work = simulated.program, simulated.times, simulated.program_costs.by_work
+def _over_distance(simulated: Simulated, alone_s: float, parts: Sequence[ExplainedPart]) -> Iterator[ExplainedPart]:
+    """Yield the latency of long-distance links, and the time that their round trips leave links idle."""
+    estimated_s = sum(part.value for part in parts)
+    if simulated.contention is not None and alone_s - estimated_s > _LEAST_WAIT * alone_s:
+        words = remainder_words(alone_s, estimated_s, "of the rows above")
+        yield ExplainedPart("long distance", str(Limit.LATENCY), alone_s - estimated_s, words)
+
+
+def _moved(simulated: Simulated, rank: int) -> dict[tuple[str, CostEstimate | _Sum], float]:
+    """Seconds of the communications of a rank by name, and occurrences by cost estimate.
+
+    The seconds are those of all, those exposed, and those by which waiting for links makes all of them longer.
+    """
+    program, times, costs = simulated.program, simulated.times, simulated.program_costs
+    by_work, alone_s = costs.by_work, costs.durations_s if costs.uncontended_s is None else costs.uncontended_s
     own = program.rank_indices[program.stands_for[rank]]
     own = own[times.end_s[own] > times.start_s[own]]
     on_compute = program.on_stream(Stream.COMPUTE, indices=own)
-    found: dict[tuple[str, CostEstimate | Literal["busy", "exposed"]], float] = defaultdict(int)
+    found: dict[tuple[str, CostEstimate | _Sum], float] = defaultdict(int)
     moving_s: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for alike in _alike(program, own[~on_compute]):
         # one operation may be several collectives in sequence
         op, start_s = program.op(int(alike[0])), times.start_s[alike]
         whole_s = times.end_s[alike] - start_s
+        waited_s = float((costs.durations_s[alike] - alone_s[alike]).sum())
         total_s = sum(by_work[work].cost_estimate.seconds for work in op.work)
         for work in op.work:
             term = by_work[work]
             label = f"{term.name} ({op.stream})"
-            seconds = whole_s * (term.cost_estimate.seconds / total_s if total_s else 1 / len(op.work))
+            share = term.cost_estimate.seconds / total_s if total_s else 1 / len(op.work)
+            seconds = whole_s * share
+            found[label, "waited"] += waited_s * share
             moving_s[label].append(np.array([start_s, start_s + seconds]))
             start_s = start_s + seconds
             found[label, term.cost_estimate] += len(alike)

@@ -207,4 +207,6 @@ def export_target(name: str) -> str:
 
 def export_targets() -> tuple[str, ...]:
     """Names of everything that a job can be exported to."""
-    return (*(name for name, each in formats().items() if each.export is not None), "kubernetes", "slurm")
+    from simplan.interop.hostfiles import HOSTFILES
+
+    return (*(name for name, each in formats().items() if each.export is not None), *HOSTFILES, "kubernetes", "slurm")

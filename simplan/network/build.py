@@ -14,6 +14,7 @@ from simplan.cluster.topology import (
     Dragonfly,
     FatTree,
     Graph,
+    LayeredTopology,
     LeafSpine,
     Rail,
     Sites,
@@ -27,6 +28,7 @@ from simplan.network.dragonfly import DragonflyInterconnect
 from simplan.network.fabric import Fabric, GraphBuilder, Interconnect, Level, Wiring
 from simplan.network.graph import GraphInterconnect
 from simplan.network.tree import SwitchTier, TreeInterconnect
+from simplan.network.window import CHANNELS
 from simplan.network.wiring import PcieWiring, SwitchWiring, TorusWiring
 
 Ints = NDArray[np.int64]
@@ -153,7 +155,7 @@ def _interconnect(builder: GraphBuilder, cluster: ClusterSpec) -> Interconnect:
             adaptive=topology.routing == "adaptive",
         )
     if isinstance(topology, Graph):
-        return _graph(builder, topology, cluster.num_nodes, ports, rate)
+        return _graph(builder, topology, cluster, rate)
     if isinstance(topology, Sites):
         tiers = _tiers_of_sites(topology, cluster.num_nodes, ports, rate)
     else:
@@ -161,7 +163,17 @@ def _interconnect(builder: GraphBuilder, cluster: ClusterSpec) -> Interconnect:
         tiers = _tiers(inside, cluster.num_nodes, ports, rate)
         while len(tiers) > 1 and len(tiers[-2].names) == 1:  # nothing is joined by the last tier
             tiers = tiers[:-1]
+    hashed = topology.inside if isinstance(topology, Sites) else topology
+    if isinstance(hashed, LayeredTopology) and hashed.hashes_flows:
+        return TreeInterconnect(builder, num_cards, tiers, _connections(hashed, cluster), hashed.seed)
     return TreeInterconnect(builder, num_cards, tiers)
+
+
+def _connections(topology: LayeredTopology | Graph, cluster: ClusterSpec) -> int:
+    """Connections between two network cards: by default a queue pair for each of NCCL's channels, or one of gloo's."""
+    link = cluster.intra_link or cluster.inter_link
+    default = CHANNELS if link is None or link.library == "nccl" else 1
+    return topology.connections or default
 
 
 def _card_bytes_per_s(cluster: ClusterSpec) -> float:
@@ -252,7 +264,7 @@ def _tiers_of_sites(topology: Sites, nodes: int, ports: int, rate: float) -> lis
     if np.prod([tier.planes for tier in one]) > 1:
         tiers.append(_tier("site", each, site_rate, suffix=".border")._replace(merges=True))
     wan = np.zeros(sites, dtype=np.int64)
-    return [*tiers, _tier("wan", wan, site_rate)._replace(latency_s=topology.latency_s / 2)]
+    return [*tiers, _tier("wan", wan, site_rate)._replace(latency_s=(topology.latency_s or 0.0) / 2)]
 
 
 def _tier(name: str, group_of: Ints, uplink_bytes_per_s: float, *, suffix: str = "", planes: int = 1) -> SwitchTier:
@@ -267,7 +279,8 @@ def _planes(topology: LeafSpine | Rail) -> int:
     return (topology.spines or 1) if topology.hashes_flows else 1
 
 
-def _graph(builder: GraphBuilder, topology: Graph, nodes: int, ports: int, rate: float) -> GraphInterconnect:
+def _graph(builder: GraphBuilder, topology: Graph, cluster: ClusterSpec, rate: float) -> GraphInterconnect:
+    nodes, ports = cluster.num_nodes, cluster.network_ports_per_node
     first_card, first_link = len(builder.vertices) - nodes * ports, len(builder.links)
     vertex: dict[str, int] = {f"node{node}": builder.add_vertex(f"node{node}") for node in range(nodes)}
     for name in _switches(topology):
@@ -277,7 +290,9 @@ def _graph(builder: GraphBuilder, topology: Graph, nodes: int, ports: int, rate:
     for link in topology.links:
         first, second = (vertex[name] for name in link.between)
         builder.add_cable(first, second, link.gbit * _BYTES_PER_GBIT, latency_s=link.latency_s)
-    return GraphInterconnect(builder, first_card, first_link)
+    adaptive = topology.routing == "adaptive"
+    connections = 1 if adaptive else _connections(topology, cluster)
+    return GraphInterconnect(builder, first_card, first_link, connections, topology.seed, adaptive=adaptive)
 
 
 def _switches(topology: Graph) -> Sequence[str]:

@@ -61,7 +61,7 @@ class DragonflyInterconnect(Interconnect):
                     first = self._first_router
                     builder.add_link(first + source, first + destination, global_bytes_per_s)
 
-    def path(self, source: int, destination: int) -> tuple[int, ...]:
+    def path(self, source: int, destination: int, connection: int = 0) -> tuple[int, ...]:
         """Links of the minimal route between two network cards or routers."""
         (up, first), (down, last) = self._locate(source), self._locate(destination)
         links = [] if up is None else [up]

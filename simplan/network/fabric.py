@@ -9,8 +9,10 @@ the node of its destination. Paths follow from the structure (``simplan.network.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +42,8 @@ class FabricLink(NamedTuple):
     destination: int
 
 
+Route = tuple[tuple[int, ...], float]
+"""Links of a path in order, and the share of a flow's bytes on it."""
 Level = tuple[str, NDArray[np.int32]]
 """Kind of a domain, such as ``leaf``, and the domain of each device."""
 
@@ -76,10 +80,22 @@ class Interconnect(ABC):
 
     has_detours: bool = False
     """True for adaptive routing that leaves the path of a flow where a link is full."""
+    num_connections: int = 1
+    """Connections between two network cards; a hash picks the path of each."""
+    has_routes: bool = False
+    """True if a flow may take several paths."""
 
     @abstractmethod
-    def path(self, source: int, destination: int) -> tuple[int, ...]:
-        """Links between two different vertices."""
+    def path(self, source: int, destination: int, connection: int = 0) -> tuple[int, ...]:
+        """Links of a connection between two different vertices."""
+
+    def routes(self, source: int, destination: int) -> tuple[Route, ...]:
+        """Paths between two different vertices, and the share of the bytes on each; equal connections by default."""
+        number = self.num_connections
+        if number == 1:
+            return ((self.path(source, destination), 1.0),)
+        counts = Counter(self.path(source, destination, connection) for connection in range(number))
+        return tuple((path, count / number) for path, count in counts.items())
 
     def detours(self, link: int) -> Sequence[tuple[int, ...]]:
         """Other paths from one end of a link to the other that adaptive routing takes; none by default."""
@@ -129,9 +145,38 @@ class Fabric:
     node_of_device: NDArray[np.int32]
     card_of_device: NDArray[np.int32]
     _paths: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _routes: dict[tuple[int, int], tuple[Route, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_connections(self) -> int:
+        """Connections of a flow between nodes; see ``Interconnect``."""
+        return 1 if self.interconnect is None else self.interconnect.num_connections
+
+    @cached_property
+    def has_distance(self) -> bool:
+        """True if a link has a latency of its own."""
+        return any(link.latency_s for link in self.links)
+
+    def routes(self, source: int, destination: int) -> tuple[Route, ...]:
+        """Paths that a flow takes from one vertex to another, each with the share of its bytes."""
+        found = self._routes.get((source, destination))
+        if found is None:
+            found = self._find_routes(source, destination)
+            if len(self._routes) < _MAX_CACHED_PATHS:
+                self._routes[source, destination] = found
+        return found
+
+    def _find_routes(self, source: int, destination: int) -> tuple[Route, ...]:
+        if self.interconnect is None or not self.interconnect.has_routes or self._is_inside_node(source, destination):
+            return ((self._find_path(source, destination), 1.0),)
+        before, first = self._way_out(source)
+        after, last = self._way_in(destination)
+        if first == last:
+            return (((*before, *after), 1.0),)
+        return tuple(((*before, *path, *after), share) for path, share in self.interconnect.routes(first, last))
 
     def path(self, source: int, destination: int) -> tuple[int, ...]:
-        """Links that a flow takes from one vertex to another, in order; empty from a vertex to itself.
+        """Links of the first connection from one vertex to another, in order; empty from a vertex to itself.
 
         The same pair always has the same path. Between switches of different layers, the path is that of a reduction
         tree.
@@ -176,11 +221,14 @@ class Fabric:
             return int(self.node_of_device[vertex])
         return None if self.wiring is None else self.wiring.node_of(vertex)
 
+    def _is_inside_node(self, source: int, destination: int) -> bool:
+        node = self._node_of(source)
+        return node is not None and node == self._node_of(destination)
+
     def _find_path(self, source: int, destination: int) -> tuple[int, ...]:
         if source == destination:
             return ()
-        node = self._node_of(source)
-        if node is not None and node == self._node_of(destination):
+        if self._is_inside_node(source, destination):
             assert self.wiring is not None, "a node with two devices has a wiring"
             return self.wiring.path(source, destination)
         assert self.interconnect is not None, "vertices of two nodes are joined"
@@ -210,6 +258,7 @@ class GraphBuilder:
     def __init__(self) -> None:
         self.vertices: list[str] = []
         self.links: list[FabricLink] = []
+        self._num_named: Counter[str] = Counter()
 
     def add_vertex(self, name: str) -> int:
         """Adds a vertex; returns its index."""
@@ -221,6 +270,9 @@ class GraphBuilder:
     ) -> int:
         """Adds a link in one direction; returns its index."""
         name = f"{self.vertices[source]} -> {self.vertices[destination]}"
+        self._num_named[name] += 1
+        if self._num_named[name] > 1:  # parallel cables
+            name = f"{name} #{self._num_named[name]}"
         self.links.append(FabricLink(name, bytes_per_s, latency_s, is_inside_node, source, destination))
         return len(self.links) - 1
 
@@ -233,12 +285,13 @@ class GraphBuilder:
         return index
 
 
-def hash_of_flow(source: int, destination: int) -> int:
-    """Hash of a flow between two network cards, which decides about its path: the finalizer of SplitMix64.
+def hash_of_flow(source: int, destination: int, connection: int = 0, seed: int = 0) -> int:
+    """Hash of a connection between two network cards, which decides about its path: the finalizer of SplitMix64.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
-    value = (source * 0x9E3779B97F4A7C15 + destination * 0xD1342543DE82EF95 + 1) & _64_BITS
+    value = source * 0x9E3779B97F4A7C15 + destination * 0xD1342543DE82EF95 + 1
+    value = (value + connection * 0xA0761D6478BD642F + seed * 0xE7037ED1A0B428DB) & _64_BITS
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _64_BITS
     return value ^ (value >> 31)

@@ -24,9 +24,13 @@ SHARP               as NVLS or pairwise in the node; along a tree of switches ov
 parameter server    between every rank and every server
 =================== ===================================================================================================
 
-Sources: NVIDIA/nccl, src/graph/connect.cc and src/graph/trees.cc (rings by channel, ``ncclGetDtree``), and PXN, by
-which the last rank of a node sends over the network card of another (NVIDIA, "Doubling all2all Performance with NCCL
-2.12"); pytorch/gloo, gloo/broadcast.cc; jax-ml/scaling-book, sharding.md (torus).
+Nodes are in the order of the first rank on each, which is that of the hostfile or of ``plan.placement``; the order of
+devices inside a node is that of the hardware.
+
+Sources: NVIDIA/nccl, src/init.cc (``initTransportsRank`` numbers nodes by their first rank), src/graph/connect.cc and
+src/graph/trees.cc (rings by channel, ``ncclGetDtree``), and PXN, by which the last rank of a node sends over the
+network card of another (NVIDIA, "Doubling all2all Performance with NCCL 2.12"); pytorch/gloo, gloo/broadcast.cc;
+jax-ml/scaling-book, sharding.md (torus).
 """
 
 from __future__ import annotations
@@ -85,7 +89,7 @@ class Flows(NamedTuple):
 
 
 Nodes = list[list[int]]
-"""Devices of a group, node by node, ascending."""
+"""Devices of a group, ascending in each node; nodes are in the order of the first rank on each."""
 
 
 class _Axis(NamedTuple):
@@ -108,11 +112,15 @@ def flows_of(
     Args:
         way: Algorithm of the communication on this cluster.
         communication: Collective or P2P transfer.
-        devices: Device of each of ``communication.ranks``, in their order.
+        devices: Device of each of ``communication.ranks``, in their order: that of ranks, but for a broadcast, which
+            lists its root first.
         cluster: Cluster, whose devices fill nodes in order.
         fabric: Fabric that reduce and multicast.
     """
-    group = _Group(communication, devices, _by_node(devices, cluster), way.num_servers, cluster, fabric)
+    by_rank = devices
+    if communication.kind is CollectiveKind.BROADCAST:
+        by_rank = [device for _, device in sorted(zip(communication.ranks, devices, strict=True))]
+    group = _Group(communication, devices, _by_node(by_rank, cluster), way.num_servers, cluster, fabric)
     node_of = {device: number for number, members in enumerate(group.nodes) for device in members}
     by_tier = len(way.moves) > 1
     flows: defaultdict[tuple[int, int, int], float] = defaultdict(float)
@@ -141,7 +149,7 @@ class _Group(NamedTuple):
     """A communication and the devices of its ranks; other attributes as in ``flows_of``.
 
     Attributes:
-        nodes: Devices of each node, ascending.
+        nodes: See ``Nodes``.
         num_servers: Parameter servers; 0 for other algorithms.
     """
 
@@ -168,10 +176,11 @@ class _Group(NamedTuple):
 
 
 def _by_node(devices: Sequence[int], cluster: ClusterSpec) -> Nodes:
+    """Groups devices, which are in the order of ranks, by node."""
     nodes: dict[int, list[int]] = {}
-    for device in sorted(devices):
+    for device in devices:
         nodes.setdefault(cluster.node_of(device), []).append(device)
-    return list(nodes.values())
+    return [*map(sorted, nodes.values())]
 
 
 def _ring_share(kind: CollectiveKind, num_ranks: int) -> float:

@@ -1,10 +1,16 @@
 """Max-min fair sharing of links, compiled with numba.
 
-A running communication transfers on several links with one common progress: at progress rate r it keeps link l busy for
-the share r x seconds of the time. Rates rise together, per connection, until a link is full or the communication is as
-fast as it is alone; what is frozen leaves the rest to the others (progressive filling: Bertsekas and Gallager, Data
-Networks, 2nd edition, section 6.5.2). Rates are unique: every communication is as fast as alone, or crosses a full link
-on which no other has more per connection.
+A running communication, or a flow with a rate of its own, transfers on several links with one common progress: at
+progress rate r it keeps link l busy for the share r x seconds of the time. A full link gives every connection on it the
+same share of its time, and the rest of what a communication does not take, because another link or its own speed limits
+it, to the others (progressive filling: Bertsekas and Gallager, Data Networks, 2nd edition, section 6.5.2). So every
+communication is as fast as alone, or crosses a full link on which no other has more per connection: bottleneck max
+fairness (Bonald and Roberts, Multi-resource fairness: objectives, algorithms and performance, SIGMETRICS 2015). A rate
+depends on nothing but the communications that run.
+
+If all connections of a communication have equal bytes, as in a transfer from one device to another, this is max-min
+fair in bytes per second. Where communications limit each other in a circle, each on a link that is not the bottleneck
+of all on it, those on the link with the least share per connection get it, and what then is left on all of their links.
 
 A change reaches the communications that share links with it, directly or through others. Lists of the communications on
 each link find them, and a tree of the ends finds the next one, so the cost of a change depends on their number and only
@@ -15,11 +21,14 @@ file only.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from simplan.jit import jit, jit_uncounted
 from simplan.network.running import Flaps, Floats, Ints, LinkLists, Paths, Running, Segments, StepOps, StepState
 
 _EQUAL = 1e-12  # relative difference below which two levels are equal
+_MAX_ROUNDS = 16
+"""Rounds in which communications that limit each other in a circle share what is left."""
 TOGETHER = 1e-14
 """Relative difference of times below which transfers end together: rounding separates equal ones."""
 
@@ -44,7 +53,7 @@ def fair_rates(
         first: ``(num_usages + 1,)`` Offsets of each usage into ``link`` and ``seconds``.
         link: Links of each usage, each once.
         seconds: Busy seconds of these links, above 0.
-        weights: ``(num_usages,)`` See ``weights_of``.
+        weights: See ``weights_of``.
         limits: ``(num_usages,)`` Progress rates of communications that run alone, 1/s.
         capacity: ``(num_links,)`` Fraction of its bandwidth that each link has now, above 0.
         usages: ``(num_running,)`` Usage of each running communication.
@@ -55,62 +64,124 @@ def fair_rates(
     """
     num = len(usages)
     rates, bottleneck = np.zeros(num), np.full(num, -1, np.int32)
-    free, least = scratch[0], scratch[3]
-    lowest, where = np.empty(num), np.empty(num, np.int32)
-    rising = np.arange(num)
+    free = scratch[0]
+    early, num_early = np.empty(num, np.int64), 0  # limited in a circle
     for c in range(num):
         for entry in range(first[usages[c]], first[usages[c] + 1]):
             free[link[entry]] = capacity[link[entry]]
+    rising = np.arange(num)
+    for _ in range(_MAX_ROUNDS):
+        num_early = _fill(first, link, seconds, weights, limits, usages, rising, rates, bottleneck, scratch, early)
+        rising = early[:num_early].copy()
+        if not num_early:
+            break
+    return rates, bottleneck
+
+
+@jit
+def _fill(
+    first: Ints,
+    link: Ints,
+    seconds: Floats,
+    weights: Floats,
+    limits: Floats,
+    usages: Ints,
+    rising: npt.NDArray[np.int64],
+    rates: Floats,
+    bottleneck: Ints,
+    scratch: Floats,
+    early: npt.NDArray[np.int64],
+) -> int:
+    """Raises rates until each is limited.
+
+    Args:
+        first, link, seconds, weights, limits, usages, scratch: See ``fair_rates``; ``scratch`` has the free share of
+            each link.
+        rising: Communications whose rates rise, from what they have.
+        rates, bottleneck: Of all communications; those of ``rising`` change.
+        early: Receives communications that were limited in a circle and may still rise.
+
+    Returns:
+        Number of these.
+    """
+    free, level, least = scratch[0], scratch[2], scratch[3]
+    lowest, where = np.empty(len(rising)), np.empty(len(rising), np.int32)
+    num_early = 0
     while len(rising):
         _set_levels(first, link, seconds, weights, usages[rising], scratch)
-        _set_lowest(first, link, weights, limits, usages[rising], scratch, lowest, where)
+        _set_lowest(first, link, weights, limits, usages[rising], rates[rising], scratch, lowest, where)
+        circle = True
+        low = np.inf
+        for k in range(len(rising)):
+            if where[k] < 0 or least[where[k]] >= 1.0 - _EQUAL:
+                circle = False
+                break
+            low = min(low, level[where[k]])
         kept = 0
         for k in range(len(rising)):
-            c, usage, one = rising[k], usages[rising[k]], where[k]
-            if one >= 0 and least[one] < scratch[2, one] * (1.0 - _EQUAL):
+            c, one = rising[k], where[k]
+            if circle:
+                if level[one] > low * (1.0 + _EQUAL):
+                    rising[kept] = c
+                    kept += 1
+                    continue
+                early[num_early] = c
+                num_early += 1
+            elif one >= 0 and least[one] < 1.0 - _EQUAL:
                 rising[kept] = c
                 kept += 1
                 continue
-            rates[c] = limits[usage] if one < 0 else weights[usage] * lowest[k]
+            rates[c] = limits[usages[c]] if one < 0 else rates[c] + lowest[k]
             bottleneck[c] = one
-            for entry in range(first[usage], first[usage + 1]):
-                free[link[entry]] -= rates[c] * seconds[entry]
+            for entry in range(first[usages[c]], first[usages[c] + 1]):
+                free[link[entry]] -= lowest[k] * seconds[entry]
         rising = rising[:kept]
-    return rates, bottleneck
+    return num_early
 
 
 @jit_uncounted
 def _set_levels(first: Ints, link: Ints, seconds: Floats, weights: Floats, usages: Ints, scratch: Floats) -> None:
-    """Sets the level at which each link is full, if the communications that still rise rise to it together."""
+    """Sets the share of each link per connection, if all communications that still rise share what is free."""
     free, demand, level, least = scratch[0], scratch[1], scratch[2], scratch[3]
     for usage in usages:
         for entry in range(first[usage], first[usage + 1]):
             demand[link[entry]] = 0.0
     for usage in usages:
         for entry in range(first[usage], first[usage + 1]):
-            demand[link[entry]] += weights[usage] * seconds[entry]
+            demand[link[entry]] += weights[entry] * seconds[entry]
     for usage in usages:
         for entry in range(first[usage], first[usage + 1]):
             level[link[entry]] = max(free[link[entry]], 0.0) / demand[link[entry]]
-            least[link[entry]] = np.inf
+            least[link[entry]] = 1.0
 
 
 @jit_uncounted
 def _set_lowest(
-    first: Ints, link: Ints, weights: Floats, limits: Floats, usages: Ints, scratch: Floats, lowest: Floats, where: Ints
+    first: Ints,
+    link: Ints,
+    weights: Floats,
+    limits: Floats,
+    usages: Ints,
+    rates: Floats,
+    scratch: Floats,
+    lowest: Floats,
+    where: Ints,
 ) -> None:
-    """Sets the lowest level of each communication with its link, and the least of these on each link."""
+    """Sets the least rise of each communication with its link, and on each link the least part of its share taken."""
     level, least = scratch[2], scratch[3]
     for k in range(len(usages)):
         usage = usages[k]
         lowest[k], where[k] = np.inf, -1
         for entry in range(first[usage], first[usage + 1]):
-            if level[link[entry]] < lowest[k]:
-                lowest[k], where[k] = level[link[entry]], link[entry]
-        if limits[usage] <= weights[usage] * lowest[k]:
-            lowest[k], where[k] = limits[usage] / weights[usage], -1
+            rise = level[link[entry]] * weights[entry]
+            if rise < lowest[k]:
+                lowest[k], where[k] = rise, link[entry]
+        if limits[usage] - rates[k] <= lowest[k]:
+            lowest[k], where[k] = limits[usage] - rates[k], -1
         for entry in range(first[usage], first[usage + 1]):
-            least[link[entry]] = min(least[link[entry]], lowest[k])
+            share = level[link[entry]] * weights[entry]
+            if lowest[k] < share * least[link[entry]]:
+                least[link[entry]] = lowest[k] / share
 
 
 @jit_uncounted
@@ -367,10 +438,19 @@ def begin(running: Running, state: StepState, op: int, usage: int, scale: float,
 
 
 @jit_uncounted
+def _begin_phase(running: Running, ops: StepOps, state: StepState, op: int, usage: int, scale: float) -> None:
+    """Starts the transfers of all usages that begin together."""
+    state.moving[op] = ops.num_flows[usage]
+    for flow in range(usage, usage + ops.num_flows[usage]):
+        begin(running, state, op, flow, scale)
+
+
+@jit_uncounted
 def _transfer(running: Running, ops: StepOps, state: StepState, op: int) -> None:
     """Starts the transfer of a communication, whose latency has passed."""
     usage, seconds = ops.usage[op], ops.duration_s[op]
-    begin(running, state, op, usage, (seconds - seconds * ops.fixed_share[usage]) / ops.sequence_s[usage])
+    scale = (seconds - seconds * ops.fixed_share[usage]) / ops.sequence_s[usage]
+    _begin_phase(running, ops, state, op, usage, scale)
 
 
 @jit_uncounted
@@ -482,8 +562,11 @@ def _complete(running: Running, ops: StepOps, state: StepState) -> None:
     for k in range(counts[_ENDED]):
         slot = state.ended[k]
         op, following = running.op[slot], ops.following[running.usage[slot]]
+        state.moving[op] -= 1
+        if state.moving[op]:
+            continue
         if following >= 0:
-            begin(running, state, op, following, running.scale[slot])
+            _begin_phase(running, ops, state, op, following, running.scale[slot])
         else:
             counts[OPS_ENDED] += 1
             _push(state, now_s, op)

@@ -13,17 +13,14 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-def weights_of(first: Ints, seconds: Floats, connections: Floats) -> Floats:
-    """Returns the progress rate of each usage at one full link per connection, ``(num_usages,)``; 1/s.
+def weights_of(seconds: Floats, connections: Floats) -> Floats:
+    """Returns the progress rate of a usage at one full link per connection, for each of its links; 1/s.
 
     Args:
-        first: ``(num_usages + 1,)`` Offsets of each usage into the other arrays.
-        seconds: Busy seconds of the links of each usage, above 0.
-        connections: Connections of each usage on these links, above 0.
+        seconds: ``(num_entries,)`` Busy seconds of the links of all usages, above 0.
+        connections: ``(num_entries,)`` Connections on these links, above 0.
     """
-    weights = np.full(len(first) - 1, np.inf)
-    np.minimum.at(weights, np.repeat(np.arange(len(weights)), np.diff(first)), connections / seconds)
-    return weights
+    return connections / seconds
 
 
 class Paths(NamedTuple):
@@ -47,7 +44,7 @@ class Paths(NamedTuple):
         with np.errstate(divide="ignore"):
             limits = 1.0 / transfer_s
         owner = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
-        return cls(first, link, seconds, weights_of(first, seconds, connections), limits, owner)
+        return cls(first, link, seconds, weights_of(seconds, connections), limits, owner)
 
 
 class Running(NamedTuple):
@@ -118,7 +115,7 @@ class LinkLists(NamedTuple):
     @classmethod
     def empty(cls, num_links: int, paths: Paths) -> LinkLists:
         """Lists of links on which nothing runs."""
-        num_entries, num_usages = len(paths.link), len(paths.weights)
+        num_entries, num_usages = len(paths.link), len(paths.limits)
         entry, following, previous, slot, changed = (
             np.full(size, -1, np.int32) for size in (num_links, num_entries, num_entries, num_usages, num_links)
         )
@@ -183,7 +180,8 @@ class StepOps(NamedTuple):
         duration_s: ``(num_ops,)`` Seconds of each leader alone.
         usage: ``(num_ops,)`` First usage of each leader; -1 for an operation that crosses no shared link.
         fixed_share, sequence_s: ``(num_usages,)`` See ``LinkUse``.
-        following: ``(num_usages,)`` Next usage of the sequence; -1 for none.
+        following: ``(num_usages,)`` First usage of the next phase of the sequence; -1 for none.
+        num_flows: ``(num_usages,)`` Usages that begin together with each, itself among them.
     """
 
     leader: Ints
@@ -195,6 +193,7 @@ class StepOps(NamedTuple):
     fixed_share: Floats
     sequence_s: Floats
     following: Ints
+    num_flows: npt.NDArray[np.int64]
 
 
 class Flaps(NamedTuple):
@@ -220,6 +219,7 @@ class StepState(NamedTuple):
             members wait for.
         last_arrival: ``(num_ops,)`` By leader, the last member that came to the head of its stream; -1 for none.
         next_arrival: ``(num_ops,)`` The member that came next; after the last one, the first.
+        moving: ``(num_ops,)`` Running usages of each leader.
         start_s, end_s: ``(num_ops,)`` Start and end of each leader, in seconds.
         event_s, event_number, event: ``(num_streams,)`` Heap of events by time and then by number: a leader ends, or
             -1 minus a leader whose latency ends.
@@ -231,6 +231,7 @@ class StepState(NamedTuple):
     missing: Ints
     last_arrival: Ints
     next_arrival: Ints
+    moving: Ints
     start_s: Floats
     end_s: Floats
     event_s: Floats

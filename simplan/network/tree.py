@@ -65,8 +65,17 @@ class _Stage(NamedTuple):
 class TreeInterconnect(Interconnect):
     """Network cards below tiers of switches."""
 
-    def __init__(self, builder: GraphBuilder, num_cards: int, tiers: Sequence[SwitchTier]) -> None:
-        """Adds switches and links; the last ``num_cards`` vertices are the network cards."""
+    def __init__(
+        self, builder: GraphBuilder, num_cards: int, tiers: Sequence[SwitchTier], connections: int = 1, seed: int = 0
+    ) -> None:
+        """Adds switches and links; the last ``num_cards`` vertices are the network cards.
+
+        Args:
+            connections: Connections between two cards, of which a hash picks the switches of each.
+            seed: Seed of the hash.
+        """
+        self.num_connections, self._seed = connections, seed
+        self.has_routes = any(tier.planes > 1 for tier in tiers)
         self._first_card = len(builder.vertices) - num_cards
         self._stages = [_Stage(self._first_card, 1, 0, 0, num_cards)]
         self._names = [tier.name for tier in tiers]
@@ -75,11 +84,11 @@ class TreeInterconnect(Interconnect):
         for tier in tiers:
             self._add(builder, tier)
 
-    def path(self, source: int, destination: int) -> tuple[int, ...]:
+    def path(self, source: int, destination: int, connection: int = 0) -> tuple[int, ...]:
         """Links up to the lowest group that holds both ends, and down."""
         (tier, group, plane), (to_tier, to_group, to_plane) = self._locate(source), self._locate(destination)
         if tier == to_tier == 0:
-            return self._path_of_flow(group, to_group)
+            return self._path_of_flow(group, to_group, connection)
         return self._path_of_switches((tier, group, plane), (to_tier, to_group, to_plane))
 
     def switch_of(self, cards: Sequence[int]) -> int | None:
@@ -133,9 +142,9 @@ class TreeInterconnect(Interconnect):
         link = above.first_link + 2 * ((group * below.planes + plane) * above.choices + choice)
         return link, plane * above.choices + choice if above.planes > 1 else 0
 
-    def _path_of_flow(self, source: int, destination: int) -> tuple[int, ...]:
+    def _path_of_flow(self, source: int, destination: int, connection: int) -> tuple[int, ...]:
         """Path between two network cards."""
-        rest = hash_of_flow(source, destination)
+        rest = hash_of_flow(source, destination, connection, self._seed)
         up, down, plane = [], [], 0
         for tier in range(len(self._stages) - 1):
             if source == destination:

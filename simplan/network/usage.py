@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.errors import NotModelledError, Problem
-from simplan.network.fabric import Fabric
-from simplan.network.flows import flows_of, phase_shares
+from simplan.network.fabric import Fabric, Route
+from simplan.network.flows import Flows, flows_of, phase_shares
+from simplan.network.window import window_bytes
 from simplan.program.program import Communication
 from simplan.units import format_count, format_time
 
@@ -37,6 +39,10 @@ class LinkUsage(NamedTuple):
         num_bytes: ``(num_links,)`` Bytes that cross each link.
         distance_s: Seconds of latency on long-distance links (``FabricLink.latency_s``), in addition to ``fixed_s``.
         follows: True if it begins when the usage before it in a list ends: an operation has one or several in sequence.
+        window_s: Least seconds of the transfer by the bytes that connections have in flight over a distance.
+        flow: ``(num_links,)`` Flow that crosses each link, which then is listed for every flow; None for one rate of
+            all flows.
+        beside: True if it begins with the usage before it in a list: a flow of the same communication.
     """
 
     links: _Ints
@@ -47,6 +53,9 @@ class LinkUsage(NamedTuple):
     num_bytes: _Floats
     distance_s: float = 0.0
     follows: bool = False
+    window_s: float = 0.0
+    flow: _Ints | None = None
+    beside: bool = False
 
     def times(self, factor: float) -> LinkUsage:
         """A part of the communication: as fast alone, with a fraction of its flows."""
@@ -71,25 +80,59 @@ class LinkUsage(NamedTuple):
             fixed_s=self.fixed_s * times * slowdown,
             num_bytes=self.num_bytes * times,
             distance_s=self.distance_s * times,
+            window_s=self.window_s * times,
         )
+
+    def windowed(self) -> LinkUsage:
+        """The communication at the bandwidth that the bytes in flight allow; the distance costs the difference."""
+        longer_s = max(0.0, self.window_s - self.transfer_s)
+        return self._replace(transfer_s=self.transfer_s + longer_s, distance_s=self.distance_s + longer_s)
+
+    def flows(self) -> list[LinkUsage]:
+        """The communication flow by flow, each at most as fast as alone; as it is if all have one rate."""
+        if self.flow is None:
+            return [self]
+        order = np.argsort(self.flow, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(self.flow[order])) + 1)
+        first, *others = (
+            self._replace(
+                links=self.links[part],
+                seconds=self.seconds[part],
+                connections=self.connections[part],
+                num_bytes=self.num_bytes[part],
+                flow=None,
+            )
+            for part in parts
+        )
+        return [first, *(each._replace(fixed_s=0.0, distance_s=0.0, beside=True) for each in others)]
 
 
 def together(usages: Sequence[LinkUsage]) -> LinkUsage:
     """Usage of equal communications of different groups that run at the same time, as one."""
     if len(usages) == 1:
         return usages[0]
-    links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
-    seconds, connections, num_bytes = (
-        _sums(where, np.concatenate(parts), len(links))
+    links, flow = np.concatenate([usage.links for usage in usages]), None
+    columns = [
+        np.concatenate(parts)
         for parts in zip(*((usage.seconds, usage.connections, usage.num_bytes) for usage in usages), strict=True)
-    )
-    distance_s = max(usage.distance_s for usage in usages)
+    ]
+    flows = [usage.flow for usage in usages if usage.flow is not None]
+    if flows:
+        before = np.cumsum([0, *(int(each.max()) + 1 for each in flows)])
+        flow = np.concatenate([first + each for first, each in zip(before, flows, strict=False)]).astype(np.int32)
+    else:
+        links, where = np.unique(links, return_inverse=True)
+        columns = [_sums(where, column, len(links)) for column in columns]
+    seconds, connections, num_bytes = columns
+    distance_s, window_s = max(usage.distance_s for usage in usages), max(usage.window_s for usage in usages)
     return usages[0]._replace(
         links=links.astype(np.int32),
         seconds=seconds,
         connections=connections,
         num_bytes=num_bytes,
         distance_s=distance_s,
+        window_s=window_s,
+        flow=flow,
     )
 
 
@@ -101,7 +144,7 @@ def in_sequence(usages: Sequence[LinkUsage], fixed_s: float) -> list[LinkUsage]:
     """
     found: dict[bytes, LinkUsage] = {}
     for usage in usages:
-        key = usage.links.tobytes()
+        key = usage.links.tobytes() + (b"" if usage.flow is None else usage.flow.tobytes())
         before = found.get(key)
         found[key] = usage if before is None else before.followed_by_alike(usage)
     (first, *others), distance_s = found.values(), sum(usage.distance_s for usage in usages)
@@ -121,12 +164,14 @@ _ONE_STEP = (Pattern.HOP, Pattern.PAIRWISE, Pattern.ONCE_PER_NODE)
 
 
 class _PerByte(NamedTuple):
-    """Usage of the flows of a phase per byte of the communication."""
+    """Usage of the flows of a phase per byte of the communication; fields as in ``LinkUsage``."""
 
     links: _Ints
     seconds: _Floats
     connections: _Floats
     shares: _Floats
+    window_s: float
+    flow: _Ints | None
 
 
 class _Routed(NamedTuple):
@@ -148,16 +193,20 @@ class Usages:
     fabric: Fabric
     _routed: dict[tuple[object, ...], _Routed] = field(default_factory=dict)
 
-    def of(self, communication: Communication, way: CommAlgorithm) -> list[LinkUsage]:
+    def of(
+        self, communication: Communication, way: CommAlgorithm, devices: tuple[int, ...] | None = None
+    ) -> list[LinkUsage]:
         """Usages of the phases of one communication that runs alone.
 
         Args:
-            communication: Communication of two or more ranks, which are devices of the cluster.
+            communication: Communication of two or more ranks.
             way: Its algorithm.
+            devices: Device of each of its ranks, always the same for a rank; None if ranks are devices.
         """
-        key = (communication.kind, communication.ranks, communication.draw, way.pattern, way.inside, way.between)
+        devices = devices or communication.ranks
+        key = (communication.kind, devices, communication.draw, way.pattern, way.inside, way.between)
         if key not in self._routed:
-            self._routed[key] = self._route(communication, way)
+            self._routed[key] = self._route(communication, way, devices)
         routed, num_bytes = self._routed[key], communication.num_bytes
         transfer_s = way.transfer_s(num_bytes)
         fixed_s = way.seconds(num_bytes) - transfer_s
@@ -172,35 +221,70 @@ class Usages:
                 phase.shares * num_bytes,
                 0.0 if number else steps * routed.distance_s,
                 number > 0,
+                phase.window_s * num_bytes,
+                phase.flow,
             )
             for number, (phase, share) in enumerate(
                 zip(routed.phases, phase_shares(way, len(communication.ranks)), strict=True)
             )
         ]
 
-    def _route(self, communication: Communication, way: CommAlgorithm) -> _Routed:
+    def _route(self, communication: Communication, way: CommAlgorithm, devices: tuple[int, ...]) -> _Routed:
         """Routes the flows; rings cross a distant link once a lap, other algorithms up to once in every step."""
         fabric = self.fabric
-        flows = flows_of(way, communication, communication.ranks, self.cluster, fabric)
-        paths = [fabric.path(flow.source, flow.destination) for flow in flows.each()]
-        latencies_s = np.array([sum(fabric.links[link].latency_s for link in path) for path in paths])
-        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
-        crossed = np.array([link for path in paths for link in path], np.int32)
-        share, phase = (np.repeat(column, [len(path) for path in paths]) for column in (flows.shares, flows.phases))
-        numbers = range(len(phase_shares(way, len(communication.ranks))))
-        return _Routed([self._per_byte(way, crossed[phase == n], share[phase == n]) for n in numbers], distance_s)
+        flows = flows_of(way, communication, devices, self.cluster, fabric)
+        routes = [fabric.routes(flow.source, flow.destination) for flow in flows.each()]
+        distance_s, window_s = self._distance(way, flows, routes) if fabric.has_distance else (0.0, None)
+        shares, phase = flows.shares, flows.phases
+        paths = [one for parts in routes for one in parts]
+        if len(paths) > len(routes):
+            counts = [len(parts) for parts in routes]
+            shares, phase = np.repeat(shares, counts), np.repeat(phase, counts)
+        lengths = [len(path) for path, _ in paths]
+        path = np.repeat(np.arange(len(paths), dtype=np.int32), lengths)
+        crossed, part = (
+            np.array([link for path, _ in paths for link in path], np.int32),
+            np.array([p for _, p in paths]),
+        )
+        phases = []
+        for number in range(len(phase_shares(way, len(communication.ranks)))):
+            own = phase[path] == number
+            least_s = 0.0 if window_s is None else float(window_s[flows.phases == number].max(initial=0.0))
+            phases.append(self._per_byte(way, crossed[own], path[own], shares * part, part, least_s))
+        return _Routed(phases, distance_s)
 
-    def _per_byte(self, way: CommAlgorithm, crossed: _Ints, share: _Floats) -> _PerByte:
-        """Usage of links that flows cross, with the share of each flow."""
-        links, where = np.unique(crossed, return_inverse=True)
-        shares = _sums(where, share, len(links))
+    def _distance(self, way: CommAlgorithm, flows: Flows, routes: Sequence[Sequence[Route]]) -> tuple[float, _Floats]:
+        """Latency of long-distance links in a step of the algorithm, and seconds per byte of each flow's window."""
+        links = self.fabric.links
+        latencies_s = np.array(
+            [max(sum(links[link].latency_s for link in path) for path, _ in parts) for parts in routes], np.float64
+        )
+        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
+        return distance_s, 2 * latencies_s * flows.shares / window_bytes(way.pattern, self.cluster)
+
+    def _per_byte(
+        self, way: CommAlgorithm, crossed: _Ints, path: _Ints, shares_of: _Floats, parts_of: _Floats, window_s: float
+    ) -> _PerByte:
+        """Usage of links that flows cross.
+
+        Args:
+            crossed, path: Links, and the path to which each belongs.
+            shares_of, parts_of: ``(num_paths,)`` Part of the communication's bytes, and of its flow's, on each path.
+            window_s: See ``_PerByte``.
+        """
+        topology, flow = self.cluster.topology, None
+        if topology is not None and topology.rate_per == "flow":
+            links, where, flow = crossed, np.arange(len(crossed)), path
+        else:
+            links, where = np.unique(crossed, return_inverse=True)
+        shares = _sums(where, shares_of[path], len(links))
         rates = [
             self.fabric.links[link].bytes_per_s
             * (way.inside if self.fabric.links[link].is_inside_node else way.between)
             for link in links.tolist()
         ]
-        connections = np.bincount(where, minlength=len(links)).astype(np.float64)
-        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares)
+        connections = _sums(where, parts_of[path] * self.fabric.num_connections, len(links))
+        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, window_s, flow)
 
 
 class Flap(NamedTuple):
@@ -243,7 +327,7 @@ def refuse_many_changes(flaps: Sequence[Flap], alone_s: float) -> None:
         raise NotModelledError(Problem(field="cluster.slow_links", rule=rule, fix=fix))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LinkUse:
     """Links that the operations of a Program share.
 
@@ -251,6 +335,7 @@ class LinkUse:
         num_links: Links of the fabric.
         usage: ``(num_ops,)`` First usage of each operation, or of the meeting that it leads; -1 for no link.
         head: ``(num_usages,)`` First usage of the sequence to which each belongs.
+        beside: ``(num_usages,)`` True if it begins with the one before it.
         fixed_share: ``(num_usages,)`` Share of the time alone of a sequence that transfers nothing.
         transfer_s: ``(num_usages,)`` Seconds of the transfer alone.
         sequence_s: ``(num_usages,)`` The same of the whole sequence.
@@ -266,6 +351,7 @@ class LinkUse:
     num_links: int
     usage: _Ints
     head: NDArray[np.int64]
+    beside: NDArray[np.bool_]
     fixed_share: _Floats
     transfer_s: _Floats
     sequence_s: _Floats
@@ -281,6 +367,27 @@ class LinkUse:
     def num_entries(self) -> int:
         """Operations and constant flows, which are numbered in this order; communications of other jobs follow."""
         return len(self.usage) + len(self.transfer_s) - self.num_usages_of_ops
+
+    @cached_property
+    def phase_s(self) -> _Floats:
+        """``(num_usages,)`` Seconds of the transfer alone; 0 for flows that begin with another one."""
+        return np.where(self.beside, 0.0, self.transfer_s)
+
+    @cached_property
+    def num_flows(self) -> NDArray[np.int64]:
+        """``(num_usages,)`` Usages that begin together with each, itself among them."""
+        phase = np.cumsum(~self.beside) - 1
+        return np.asarray(np.bincount(phase)[phase], np.int64)
+
+    @cached_property
+    def following(self) -> _Ints:
+        """``(num_usages,)`` First usage of the next phase of the sequence; -1 for none."""
+        phase = np.cumsum(~self.beside) - 1
+        firsts = np.flatnonzero(~self.beside)
+        head = self.head[firsts]
+        goes_on = np.append(head[1:] == head[:-1], False)
+        following = np.where(goes_on, np.append(firsts[1:], -1), -1)
+        return np.asarray(following[phase], np.int32)
 
 
 class _Entries(NamedTuple):
@@ -322,12 +429,14 @@ def loads_together(
     Args:
         usages, usage_of, place, num_links, always: See ``link_use``.
     """
-    return _busiest(usage_of, place, _Entries.of([*usages, *always]), _heads(usages), num_links)
+    every = [*usages, *always]
+    beside = np.array([usage.beside for usage in every], np.bool_)
+    return _busiest(usage_of, place, _Entries.of(every), _heads(usages), num_links, beside)
 
 
 def _heads(usages: Sequence[LinkUsage]) -> NDArray[np.int64]:
     """``(num_usages,)`` First usage of the sequence to which each belongs."""
-    begins = np.array([not usage.follows for usage in usages], np.bool_)
+    begins = np.array([not usage.follows and not usage.beside for usage in usages], np.bool_)
     return np.maximum.accumulate(np.where(begins, np.arange(len(usages)), 0)).astype(np.int64)
 
 
@@ -362,22 +471,23 @@ def link_use(
     entries = _Entries.of(every)
     owner, link, seconds, connections, share = entries
     transfer_s, fixed_s = (np.array([usage[field] for usage in every], np.float64) for field in (4, 3))
-    head, least = _heads(every), np.ones(num_links)
+    head, least, beside = _heads(every), np.ones(num_links), np.array([usage.beside for usage in every], np.bool_)
     for flap in flaps:
         least[flap.link] *= flap.share
-    crowded = _busiest(usage_of, place, entries, head[: len(usages)], num_links) > _FULL * least
+    crowded = _busiest(usage_of, place, entries, head[: len(usages)], num_links, beside) > _FULL * least
     kept = crowded[link] & (seconds > 0)
     is_simulated = np.bincount(head[owner[kept]], minlength=len(every)) > 0
     # a sequence is simulated whole: its other usages keep their busiest link, which is never full
     kept |= is_simulated[head[owner]] & ~np.isin(owner, owner[kept]) & (seconds > 0) & _is_largest(share, owner)
     counts = np.bincount(owner[kept], minlength=len(every))
     usage = np.where(np.append(is_simulated, False)[usage_of], usage_of, -1).astype(np.int32)  # -1 finds the last
-    sequence_s = _sums(head, transfer_s, len(every))[head]
+    sequence_s = _sums(head, np.where(beside, 0.0, transfer_s), len(every))[head]
     alone_s = fixed_s + sequence_s
     return LinkUse(
         num_links,
         usage,
         head,
+        beside,
         np.divide(fixed_s, alone_s, out=np.zeros_like(fixed_s), where=alone_s > 0),
         transfer_s,
         sequence_s,
@@ -397,10 +507,15 @@ def _busiest(
     entries: _Entries,
     head: NDArray[np.int64],
     num_links: int,
+    beside: NDArray[np.bool_],
 ) -> _Floats:
     """See ``loads_together``; ``head`` is that of the usages, which constant flows follow."""
     num_usages = len(head)
-    owner, link, _, _, share = entries
+    owner, link, share = entries.owner, entries.link.astype(np.int64), entries.share
+    if beside.any():  # flows of one phase as one
+        first = np.maximum.accumulate(np.where(beside, 0, np.arange(len(beside))))
+        keys, where = np.unique(first[owner] * num_links + link, return_inverse=True)
+        owner, link, share = keys // num_links, keys % num_links, _sums(where, share, len(keys))
     if not num_usages:  # ranks that never communicate
         return _sums(link, share, num_links)
     uses = usage_of >= 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from simplan.errors import Problem, SpecError, did_you_mean
+from simplan.plan.hostfile import is_host_file
 
 if TYPE_CHECKING:
     from simplan.plan.plan import Axis, ParallelPlan
@@ -35,13 +36,21 @@ _GROUPS = {
     "pp": "pipelines",
 }
 _EXAMPLE = "write axes, the innermost first, such as [tp, cp, dp, pp]"
+NETWORK = "network"
+"""Placement in scenario files: nodes in the order of the network (``simplan.network.order``)."""
 _COLUMNS = ("rank", "node", "device")
+_MAX_RUNS = 8
 _MAX_BYTES = 64 * 1024**2
 
 
 def is_rank_file(value: object) -> bool:
     """True if a placement is given as a CSV file with the device of every rank."""
     return isinstance(value, str) and value.strip().lower().endswith(".csv")
+
+
+def is_placement_file(value: object) -> bool:
+    """True if a placement is given as a file: a rank file, or a hostfile."""
+    return is_rank_file(value) or is_host_file(value)
 
 
 def check_placement(value: Any) -> tuple[str, ...] | tuple[int, ...] | None:
@@ -52,8 +61,9 @@ def check_placement(value: Any) -> tuple[str, ...] | tuple[int, ...] | None:
     """
     if value is None:
         return None
-    if is_rank_file(value):
-        raise ValueError("is a file, which only scenario files name; use simplan.plan.placement.read_rank_file")
+    if is_placement_file(value):
+        reader = "placement.read_rank_file" if is_rank_file(value) else "hostfile.read_host_file"
+        raise ValueError(f"is a file, which only scenario files name; use simplan.plan.{reader}")
     given = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(f"must be a list; {_EXAMPLE}, or the device of every rank")
@@ -67,16 +77,16 @@ def check_placement(value: Any) -> tuple[str, ...] | tuple[int, ...] | None:
     return tuple(given)
 
 
-def check_order(value: Any) -> tuple[str, ...]:
-    """Return an order of axes; see ``check_placement``.
+def check_searched_placement(value: Any) -> tuple[str, ...] | tuple[int, ...]:
+    """Return a placement that a search compares with others; see ``check_placement``.
 
     Raises:
-        ValueError: The value is no order of axes.
+        ValueError: The value is no placement.
     """
-    listed = isinstance(value, list | tuple) and any(isinstance(each, int) for each in value)
-    if listed or is_rank_file(value) or value is None:
-        raise ValueError(f"must be an order of axes, as a search compares these; {_EXAMPLE}")
-    return tuple(map(str, check_placement(value) or ()))
+    placement = check_placement(value)
+    if placement is None:
+        raise ValueError(f"must be a placement; {_EXAMPLE}")
+    return placement
 
 
 def _checked_devices(devices: Sequence[int]) -> tuple[int, ...]:
@@ -177,9 +187,14 @@ class Placement:
 
     @property
     def title(self) -> str:
-        """The order of axes, as ``tp-pp-dp_shard``; or that devices are listed."""
-        listed = isinstance(self.order[0], int)
-        return "devices by rank" if listed else "-".join(map(str, self.order))
+        """The order of axes, as ``tp-pp-dp_shard``; or the listed devices, in runs.
+
+        >>> Placement((1, 8, 1, 1, 1), (4, 5, 6, 7, 0, 1, 2, 3)).title
+        'devices 4-7 0-3'
+        """
+        if not isinstance(self.order[0], int):
+            return "-".join(map(str, self.order))
+        return f"devices {listed_words(self.order)}"
 
     def words(self, devices_per_node: int) -> str:
         """The order of axes, innermost first, and the nodes of the groups along each.
@@ -195,6 +210,17 @@ class Placement:
             number = f"{most}" if fewest == most else f"{fewest} to {most}"
             parts.append(f"{_GROUPS[axis]} {'inside nodes' if most == 1 else f'across {number} nodes'}")
         return f"{self.title}: {', '.join(parts)}"
+
+
+def listed_words(devices: Sequence[object]) -> str:
+    """Listed devices in runs, as ``4-7 0-3``; at most eight of them."""
+    numbers = np.array(devices)
+    runs = [
+        f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}"
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    ]
+    more = f" ... ({len(runs)} runs)" if len(runs) > _MAX_RUNS else ""
+    return " ".join(runs[:_MAX_RUNS]) + more
 
 
 @lru_cache(maxsize=1024)

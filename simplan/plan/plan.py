@@ -128,7 +128,8 @@ class ParallelPlan(Spec):
     placement: Annotated[tuple[str, ...] | tuple[int, ...] | None, BeforeValidator(check_placement)] = Field(
         None,
         description=(
-            "axes from inside of nodes outwards; a CSV file with rank, node, device; or the device of every rank"
+            "axes from inside of nodes outwards; the device of every rank; a hostfile, or a CSV file with rank, node, "
+            "device; or network, which keeps nodes of one switch together"
         ),
     )
 

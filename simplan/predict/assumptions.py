@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
+from simplan.cluster.topology import hashed
 from simplan.cost.model import Provenance
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
@@ -190,6 +191,9 @@ def _of_links(cluster: ClusterSpec) -> Iterator[str]:
             for slow in flapping
         )
         yield f"flapping links: {listed}, from a fixed time of the step on; no packet is lost or sent again"
+    if (own := hashed(cluster.topology)) is not None:
+        more = "" if own.num_seeds > 1 else "; num_seeds: 20 says how much other seeds change"
+        yield f"a hash picks a path of the fewest links for every connection (ECMP, seed {own.seed}){more}"
     if cluster.background_jobs:
         yield (
             "background jobs repeat their steps, as estimated from datasheets; this step begins with one of theirs, or "

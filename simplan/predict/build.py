@@ -135,11 +135,12 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     shards = _shard_classes(job)
     if deals or (shards and contended is not None):  # shards of one class load links at different times
         shards = tuple(range(plan.dp_shard * plan.cp))
-    if contended is not None and any(isinstance(each, int) for each in plan.placement or ()):
+    placement = job.placement
+    if contended is not None and placement is not None and isinstance(placement.order[0], int):
         return unfolded(mapping)
     slow = tuple(slowdowns(cluster, plan).items()) if cluster.stragglers else ()
     nodes = tuple(group.num_nodes for group in cluster.node_groups)
-    return _kept_folding(mapping, job.placement, cluster.devices_per_node, shards, contended, slow, nodes, _sizes(plan))
+    return _kept_folding(mapping, placement, cluster.devices_per_node, shards, contended, slow, nodes, _sizes(plan))
 
 
 def _shard_classes(job: Job) -> tuple[int, ...]:

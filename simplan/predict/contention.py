@@ -129,12 +129,15 @@ class Contention:
         Sharing names one link of those that are full. On a symmetric fabric, all links that a communication loads
         equally are full together, such as one per leaf switch.
         """
-        is_symmetric = self.fabric.is_symmetric and not self.use.always and not self.other_jobs
         use = self.use
+        has_flows = bool(use.beside.any())
+        is_symmetric = self.fabric.is_symmetric and not use.always and not self.other_jobs and not has_flows
         op, usage, start_s, end_s, rate, bottleneck = self.segments
         kept = (bottleneck >= 0) & (op < self.num_ops)
         op, usage, bottleneck = op[kept], usage[kept], bottleneck[kept]
         late_s = (end_s - start_s)[kept] * (1 - rate[kept] * use.transfer_s[usage]) * self.groups[op]
+        if has_flows:
+            late_s *= self._of_latest_flow(op, usage, late_s)
         keys, which = np.unique(usage * len(self.fabric.links) + bottleneck, return_inverse=True)
         sums_s = np.bincount(which, np.maximum(late_s, 0.0), len(keys))
         for key, sum_s in zip(keys.tolist(), sums_s.tolist(), strict=True):
@@ -147,6 +150,23 @@ class Contention:
             at = int(np.flatnonzero(links == limit)[0])
             alike = np.isclose(seconds, seconds[at], rtol=1e-9, atol=0) & (connections == connections[at])
             yield one, sum_s, links[alike]
+
+    def _of_latest_flow(self, op: _Ints, usage: _Ints, late_s: _Floats) -> _Floats:
+        """``(num_segments,)`` Delay of the latest flow over that of all flows of the same phase of a communication.
+
+        Args:
+            op, usage, late_s: ``(num_segments,)`` Operation, usage of one flow, and seconds of delay.
+        """
+        beside = self.use.beside
+        phase = np.maximum.accumulate(np.where(beside, 0, np.arange(len(beside))))
+        flows, of_flow = np.unique(np.stack([op, usage]), axis=1, return_inverse=True)
+        flow_s = np.bincount(of_flow.ravel(), late_s, flows.shape[1])
+        phases, of_phase = np.unique(np.stack([flows[0], phase[flows[1]]]), axis=1, return_inverse=True)
+        latest_s, all_s = np.zeros(phases.shape[1]), np.zeros(phases.shape[1])
+        np.add.at(all_s, of_phase.ravel(), flow_s)
+        np.maximum.at(latest_s, of_phase.ravel(), flow_s)
+        share = np.divide(latest_s, all_s, out=np.ones_like(all_s), where=all_s > 0)
+        return np.asarray(share[of_phase.ravel()[of_flow.ravel()]])
 
     def busy_shares(self, links: NDArray[np.int64], step_time_s: float) -> _Floats:
         """``(num_chosen, NUM_INTERVALS)`` Busy share of chosen links in equal intervals of the simulated step."""
@@ -166,7 +186,8 @@ class Contention:
         num_parts = np.bincount(self.use.head, minlength=len(self.usages))[heads]
         which = np.repeat(np.arange(len(ops)), num_parts)
         parts = heads[which] + np.arange(len(which)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
-        ends = np.cumsum(self.use.transfer_s) - (np.cumsum(self.use.transfer_s) - self.use.transfer_s)[self.use.head]
+        until_s = np.cumsum(self.use.phase_s)
+        ends = until_s - (until_s - self.use.phase_s)[self.use.head]
         until = np.divide(ends[parts], self.use.sequence_s[parts], out=np.ones(len(parts)), where=ends[parts] > 0)
         since = until - self.use.transfer_s[parts] / np.maximum(self.use.sequence_s[parts], _LEAST_S)
         whole_s = (self.end_s[ops] - begin_s)[which]
@@ -387,10 +408,13 @@ def flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[
         bytes_per_s = flow.gbit * 1e9 / 8 / len(pairs)
         parts = []
         for source, destination in pairs:
-            links = [link for link in fabric.path(source, destination) if not fabric.links[link].is_inside_node]
-            busy_s = bytes_per_s / np.array([fabric.links[link].bytes_per_s for link in links])
-            ones = np.ones(len(links))
-            parts.append(LinkUsage(np.array(links, np.int32), busy_s, ones, 0.0, 1.0, bytes_per_s * ones))
+            for path, share in fabric.routes(source, destination):
+                links = [link for link in path if not fabric.links[link].is_inside_node]
+                ones = np.ones(len(links))
+                moved = share * bytes_per_s * ones
+                busy_s = moved / np.array([fabric.links[link].bytes_per_s for link in links])
+                connections = share * fabric.num_connections * ones
+                parts.append(LinkUsage(np.array(links, np.int32), busy_s, connections, 0.0, 1.0, moved))
         yield f"other jobs, {flow.source} to {flow.destination}", together(parts)
 
 
@@ -479,15 +503,17 @@ class _ProgramUsages:
             apart = 1 if meets and part.ranks == first.ranks else len(self._members(part.ranks))
             num_groups = len(groups) / apart
             way = self._way(part)
-            each = [self.usages.of(part._replace(ranks=self._devices(group)), way) for group in groups]
+            each = [self.usages.of(part._replace(ranks=group), way, self._devices(group)) for group in groups]
             phases = [together(phase).times(1 / apart) for phase in zip(*each, strict=True)]
             alone_s = sum(phase.fixed_s + phase.transfer_s for phase in phases)
             slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
-            usages += [phase.repeated(times, slowdown) for phase in phases if phase.transfer_s > 0 and len(phase.links)]
+            used = (phase for phase in phases if phase.transfer_s > 0 and len(phase.links))
+            usages += [phase.repeated(times, slowdown).windowed() for phase in used]
         if not usages:
             return [], 0.0
         free_s = seconds + sum(usage.distance_s - usage.transfer_s for usage in usages)
-        return in_sequence(usages, max(0.0, free_s)), num_groups
+        sequence = in_sequence(usages, max(0.0, free_s))
+        return [flow for usage in sequence for flow in usage.flows()], num_groups
 
     def _way(self, part: Communication) -> CommAlgorithm:
         """Algorithm of a communication; of equal ones of other ranks it is the same."""

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.cluster.topology import hashed, with_seed
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, pace_in_words
 from simplan.cost.model import CostEstimate, CostModel
@@ -26,7 +27,7 @@ from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import BackupStep, Prediction, Term, worst_memory
+from simplan.prediction import BackupStep, HashedStep, Prediction, Term, worst_memory
 from simplan.program.action import Table
 from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused
@@ -139,6 +140,7 @@ def predict_step(
         network=step.network(step_time_s, uncontended_s, without_background_s),
         jitter=simulated.jitter,
         backup_workers=_backup_step(job, step_time_s, calibration),
+        hashing=_hashed_step(job, step_time_s, calibration),
     )
     return prediction, simulated
 
@@ -173,6 +175,31 @@ def _backup_step(job: Job, step_time_s: float, calibration: Calibration | None) 
     without_s = predict(waiting, calibration=calibration).step_time_s
     return BackupStep(
         num_dropped=num_dropped, num_replicas=job.plan.dp_replicate, step_time_s=step_time_s, without_s=without_s
+    )
+
+
+def jobs_of_seeds(job: Job) -> list[Job]:
+    """The job with each seed of the hash of ECMP over which its prediction has a range, without that range."""
+    topology = job.cluster.topology
+    if topology is None or (own := hashed(topology)) is None or own.num_seeds == 1:
+        return [job]
+    return [
+        replace(job, cluster=job.cluster.model_copy(update={"topology": with_seed(topology, own.seed + number)}))
+        for number in range(own.num_seeds)
+    ]
+
+
+def _hashed_step(job: Job, step_time_s: float, calibration: Calibration | None) -> HashedStep | None:
+    """Range over seeds of the hash of ECMP: the step is predicted once more with each of the other seeds."""
+    _, *others = jobs_of_seeds(job)
+    if not others:
+        return None
+    seconds = [step_time_s, *(predict(other, calibration=calibration).step_time_s for other in others)]
+    return HashedStep(
+        num_seeds=len(seconds),
+        mean_s=float(np.mean(seconds)),
+        median_s=float(np.median(seconds)),
+        range_s=(min(seconds), max(seconds)),
     )
 
 

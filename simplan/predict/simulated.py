@@ -37,7 +37,7 @@ NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 9
 
 
 class Effect(StrEnum):
-    """What changes the durations of a step once its costs are estimated, in this order."""
+    """Changes of the durations of a step once its costs are estimated, in the order in which they apply."""
 
     STRAGGLERS = "stragglers"
     DROPPED_GRADIENTS = "dropped gradients"
@@ -51,7 +51,7 @@ EFFECTS = frozenset(Effect)
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """What the effects on a step depend on, besides its Program.
+    """Facts on which the effects on a step depend, besides its Program.
 
     Attributes:
         cluster, plan: Cluster and plan of the Program.

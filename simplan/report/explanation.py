@@ -48,7 +48,10 @@ def _links(explanation: Explanation) -> Iterator[str]:
     links = links_words(explanation.links)
     lines = [f"  {links}"] if links else []
     if explanation.contention is not None:
-        lines += wrap(explanation.contention, _WRAP, initial_indent="  ", subsequent_indent="  ")
+        what = "; each of these changes was tried:" if explanation.advice else ""
+        lines += wrap(f"{explanation.contention}{what}", _WRAP, initial_indent="  ", subsequent_indent="  ")
+    for sentence in explanation.advice:
+        lines += wrap(f"- {sentence}", _WRAP, initial_indent="    ", subsequent_indent="      ")
     if explanation.background:
         lines += wrap(f"other jobs: {explanation.background}", _WRAP, initial_indent="  ", subsequent_indent="  ")
     if lines:

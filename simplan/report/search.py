@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from simplan.plan.placement import listed_words
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import render_value
 from simplan.report.table import format_table_text
@@ -92,8 +93,12 @@ def alike_words(alike: EquivalentPlans) -> str:
 
 
 def _values(values: Sequence[object], separator: str = " ") -> str:
-    words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+    words = [str(value).lower() if isinstance(value, bool) else _value(value) for value in values]
     return separator.join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
+
+
+def _value(value: object) -> str:
+    return listed_words(value) if isinstance(value, tuple) and isinstance(value[0], int) else str(value)
 
 
 def headroom_words(result: SearchResult, limit: str = "--max-memory-fraction 1") -> str:
@@ -225,6 +230,9 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
         return
     first, *others = (f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
     yield f"  bottleneck   {', '.join((f'{first} of the step of rank {why.busiest_rank}', *others))}"
+    if why.contention:
+        yield f"  {why.slowest_link}"
+        yield f"  contention   {why.contention}"
     for other in why.other_software:
         yield f"  instead      {other_software_words(best, other)}"
     if not why.saved:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 from pydantic import BaseModel
 
-from simplan.cluster.topology import TOPOLOGIES, GraphLink, LayeredTopology, Pcie
+from simplan.cluster.topology import TOPOLOGIES, GraphLink, Pcie
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
@@ -55,19 +56,20 @@ def topology_fields() -> list[dict[str, str]]:
     rows.append(_topology_row("", "kind", "kind of the topology", "required", ", ".join(TOPOLOGIES)))
     wiring = "wiring inside a node; default: a switch that joins all devices without contention"
     rows.append(_topology_row("all except torus", "node", wiring, "", "mapping"))
-    routing = _first_sentences(LayeredTopology)["routing"]
-    rows.append(_topology_row("leaf_spine, rail, fat_tree", "routing", routing, "adaptive", "adaptive, ecmp"))
     parts: dict[str, tuple[str, type[BaseModel]]] = {kind: ("", spec) for kind, spec in TOPOLOGIES.items()}
     parts |= {"node": ("node.", Pcie), "graph links": ("links.", GraphLink)}
+    kinds: defaultdict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for kind, (prefix, spec) in parts.items():
         about = _first_sentences(spec)
         for name, field in spec.model_fields.items():
-            if name in ("node", "routing") or (name == "kind" and not prefix):
+            if name == "node" or (name == "kind" and not prefix):
                 continue
             default = "required" if field.is_required() else word_of(field.default)
             values = _MAPPINGS.get(name) or values_of(field.annotation, field.metadata)
             about_field = "pcie: devices below PCIe switches or the host" if name == "kind" else about[name]
-            rows.append(_topology_row(kind, f"{prefix}{name}", about_field, default, values))
+            kinds[f"{prefix}{name}", about_field, default, values].append(kind)
+    for key, of in kinds.items():
+        rows.append(_topology_row("" if len(of) == len(TOPOLOGIES) else ", ".join(of), *key))
     return rows
 
 

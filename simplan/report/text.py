@@ -233,6 +233,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         yield f"  contention   {prediction.network.contention_words()}"
         if words := prediction.network.background_words():
             yield f"  other jobs   {words}"
+    if prediction.hashing is not None:
+        yield f"  ECMP         {prediction.hashing.words}"
     if prediction.jitter is not None:
         yield f"  jitter       {prediction.jitter.words}"
     if prediction.backup_workers is not None:

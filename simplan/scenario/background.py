@@ -17,7 +17,7 @@ from pydantic import Field
 from simplan.base import Line, Seconds, Spec
 from simplan.cluster.background import BackgroundJob, Nodes
 from simplan.cluster.hardware import BackgroundFlow
-from simplan.plan.placement import is_rank_file
+from simplan.plan.placement import is_placement_file
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import is_table_file
 from simplan.problems import Path
@@ -33,7 +33,7 @@ _NOT_IN_A_JOB = {
     "expect": "has no meaning for a background job",
 }
 _FILES = (("model", "hf_config"), ("model", "document_lengths", "file"), ("plan", "schedule"), ("plan", "placement"))
-_IS_FILE = {"schedule": is_table_file, "placement": is_rank_file}
+_IS_FILE = {"schedule": is_table_file, "placement": is_placement_file}
 
 
 class _Entry(Spec):

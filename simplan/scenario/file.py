@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +34,8 @@ from simplan.errors import Problem, SpecError
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.model.model import ModelSpec
-from simplan.plan.placement import is_rank_file, read_rank_file
+from simplan.plan.hostfile import is_host_file, read_host_file
+from simplan.plan.placement import NETWORK, is_placement_file, read_rank_file
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import is_table_file
 from simplan.predict import Simulated, predict_step
@@ -275,16 +277,47 @@ def _read_plan(parts: ScenarioParts, folder: Path | None) -> ParallelPlan | None
 
 
 def _with_devices(parts: ScenarioParts, folder: Path | None) -> Any:
-    """Section plan, with the devices of its rank file in place of the name; None after a problem of that file."""
-    given, cluster = parts.data.get("plan"), parts.cluster
-    if not isinstance(given, dict) or folder is None or cluster is None or not is_rank_file(given.get("placement")):
+    """Section plan, with the devices of its ranks in place of a name; None after a problem of that name."""
+    given = parts.data.get("plan")
+    if not isinstance(given, dict) or "placement" not in given:
+        return given
+    placement = named_placement(parts, folder, ("plan", "placement"), given["placement"])
+    return None if placement is None and given["placement"] is not None else {**given, "placement": placement}
+
+
+def named_placement(parts: ScenarioParts, folder: Path | None, path: tuple[str | int, ...], given: Any) -> Any:
+    """Devices of the ranks for the name of a file or of the order of the network; any other placement as it is.
+
+    Args:
+        folder: Folder of files; None if none may be read.
+        path: Keys of the placement in the document.
+
+    Returns:
+        The placement; None after recording a problem.
+    """
+    cluster = parts.cluster
+    if cluster is None or not isinstance(given, str):
         return given
 
     def read(name: str) -> list[int]:
+        if name.strip() == NETWORK:
+            return list(_devices_by_network(cluster))
+        assert folder is not None
+        if is_host_file(name):
+            return list(read_host_file(folder / name.strip(), cluster.devices_per_node, cluster.num_devices))
         return list(read_rank_file(folder / name.strip(), cluster.devices_per_node))
 
-    devices = parts.sections.look_up(("plan", "placement"), read, given["placement"])
-    return None if devices is None else {**given, "placement": devices}
+    is_file = folder is not None and is_placement_file(given)
+    return parts.sections.look_up(path, read, given) if is_file or given.strip() == NETWORK else given
+
+
+def _devices_by_network(cluster: ClusterSpec) -> tuple[int, ...]:
+    if cluster.topology is None:
+        rule = "orders nodes by their switches, and the cluster has no topology"
+        raise SpecError(Problem(field="plan.placement", value=NETWORK, rule=rule, fix="describe cluster.topology"))
+    from simplan.network.order import devices_by_network
+
+    return devices_by_network(cluster)
 
 
 _NAMED_FILES = (
@@ -292,18 +325,23 @@ _NAMED_FILES = (
     ("model", "document_lengths", "file"),
     ("plan", "schedule"),
     ("plan", "placement"),
+    ("search", "placement"),
 )
-_IS_FILE = {"schedule": is_table_file, "placement": is_rank_file}
+_LISTS = (("search", "placement"),)
+"""Keys with a list of values, of which each may be a file."""
+_IS_FILE = {"schedule": is_table_file, "placement": is_placement_file}
 """Keys that may have a name of something else, and a check for files."""
 
 
-def named_files(data: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Keys of a document that name files, each with its value."""
+def named_files(data: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Keys of a document that name files, or places in lists, each with its value."""
     for path in _NAMED_FILES:
         value = data
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         is_file = _IS_FILE.get(path[-1])
+        listed = enumerate(value) if path in _LISTS and isinstance(value, list) else ()
+        yield from (((*path, number), each) for number, each in listed if is_file is None or is_file(each))
         if value is not None and (is_file is None or (isinstance(value, str) and is_file(value))):
             yield path, value
 
@@ -316,9 +354,9 @@ def relocated(data: dict[str, Any], folder: Path, new_folder: Path) -> dict[str,
     """
     changed = dict(data)
     for (section, *keys, last), name in named_files(data):
-        changed[section] = at = dict(changed[section])
+        changed[str(section)] = at = dict(changed[str(section)])
         for key in keys:
-            at[key] = at = dict(at[key])
+            at[key] = at = copy(at[key])
         at[last] = os.path.relpath(folder / name, new_folder)
     return changed
 

@@ -23,8 +23,9 @@ from simplan.errors import SpecError
 from simplan.interop.configuration import Configuration
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
+from simplan.plan.placement import NETWORK, is_placement_file
 from simplan.plan.plan import ParallelPlan
-from simplan.scenario.file import Scenario, ScenarioParts, check_budget, parts_of, relocated
+from simplan.scenario.file import Scenario, ScenarioParts, check_budget, named_placement, parts_of, relocated
 from simplan.training import TrainingBudget
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
     if data.get("expect"):
         rule = "is about the prediction of one plan"
         sections.refuse(("expect",), rule, fix="add it to the scenario that --save-plan writes")
-    space = sections.read(SearchSpace, _with_budget(data.get("search", {}), parts.budget), ("search",))
+    given = _with_devices(parts, _with_budget(data.get("search", {}), parts.budget))
+    space = sections.read(SearchSpace, given, ("search",))
     sections.raise_problems()
     job = parts.job(ParallelPlan())
     assert space is not None
@@ -131,6 +133,27 @@ def _with_budget(search: Any, budget: TrainingBudget) -> Any:
         return search
     known = {"token_budget": budget.num_tokens, "dollars_per_device_hour": budget.price_per_device_hour}
     return {key: value for key, value in known.items() if value is not None} | search
+
+
+def _with_devices(parts: ScenarioParts, search: Any) -> Any:
+    """The section ``search`` with the devices of placements that are files, or the order of the network."""
+    if not isinstance(search, dict) or search.get("placement") is None:
+        return search
+    folder, given = folder_of(parts.sections.file), search["placement"]
+    if isinstance(given, str):
+        found = named_placement(parts, folder, ("search", "placement"), given)
+    elif isinstance(given, list):
+        found = [
+            named_placement(parts, folder, ("search", "placement", number), each)
+            if is_placement_file(each) or each == NETWORK
+            else each
+            for number, each in enumerate(given)
+        ]
+    else:
+        return search
+    rest = {key: value for key, value in search.items() if key != "placement"}
+    has_problem = found is None or (isinstance(found, list) and None in found)
+    return rest if has_problem else rest | {"placement": found}
 
 
 def plan_document(

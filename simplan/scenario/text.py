@@ -40,7 +40,7 @@ def _parts(text: str, name: str) -> ScenarioParts:
     for path, value in named_files(document.data):
         rule = "names a file, which a scenario given as text cannot bring along"
         fix = "give what the file says in its place, or use the command line"
-        problem = Problem(field=".".join(path), value=render_value(value), rule=rule, fix=fix)
+        problem = Problem(field=".".join(map(str, path)), value=render_value(value), rule=rule, fix=fix)
         problems.append(problem.at(*find_place(document.lines, path)))
     if problems:
         raise SpecError(problems, file=name)

@@ -15,6 +15,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.predict.evaluate import jobs_of_seeds
 from simplan.problems import parse_model
 from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
@@ -90,7 +91,7 @@ def search(
     """
     given = space if isinstance(space, SearchSpace) else parse_model(SearchSpace, dict(space or {}), prefix=("search",))
     possible = that_it_has(job.software, given)
-    return _Search(name, job, possible, calibration, jobs, on_progress).result(explain=explain)
+    return _Search(name, jobs_of_seeds(job)[0], possible, calibration, jobs, on_progress).result(explain=explain)
 
 
 class _Search:

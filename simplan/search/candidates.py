@@ -27,13 +27,14 @@ _FLAGS = ("reshard_after_forward", "sequence_parallel")
 
 
 def categories(
-    recompute_modules: Sequence[tuple[str, ...]] = (), placements: Sequence[tuple[str, ...]] = ()
+    recompute_modules: Sequence[tuple[str, ...]] = (),
+    placements: Sequence[tuple[str, ...] | tuple[int, ...]] = (),
 ) -> Categories:
     """Values of the non-numeric plan fields.
 
     Args:
         recompute_modules: Module lists of a space. None (no modules named) is added in front.
-        placements: Orders of axes of a space. None (that of the mesh) is added in front.
+        placements: Placements of a space. None (that of the mesh) is added in front.
     """
     return MappingProxyType(
         {
@@ -51,7 +52,7 @@ def categories(
 def plan_order(plan: ParallelPlan) -> tuple[Any, ...]:
     """Sort key that breaks ties between equally good plans; None sorts first."""
     values = (getattr(plan, name) for name in (*FIELDS, "recompute_layers"))
-    return tuple((value is not None, value) for value in values)
+    return tuple((value is not None, isinstance(value, tuple) and isinstance(value[0], int), value) for value in values)
 
 
 class Candidates:

@@ -75,7 +75,7 @@ class Mesh(NamedTuple):
     dp_replicate: int
     dp_shard: int
     ep: int
-    placement: tuple[str, ...] | None = None
+    placement: tuple[str, ...] | tuple[int, ...] | None = None
 
 
 _MESH = len(Mesh._fields)
@@ -213,14 +213,18 @@ class Enumeration:
                             for placement in self._placements(mesh):
                                 yield mesh._replace(placement=placement)
 
-    def _placements(self, mesh: Mesh) -> tuple[tuple[str, ...] | None, ...]:
+    def _placements(self, mesh: Mesh) -> tuple[tuple[str, ...] | tuple[int, ...] | None, ...]:
         """Placements that differ on a mesh; None for its own order."""
         if self._space.placement is None:
             return (None,)
-        found: dict[tuple[str, ...], tuple[str, ...] | None] = {}
+        found: dict[tuple[object, ...], tuple[str, ...] | tuple[int, ...] | None] = {}
         own = tuple(axis for axis in DEFAULT_ORDER if getattr(mesh, axis) > 1)
         for placement in self._space.placement:
-            order = tuple(axis for axis in axes_of(placement) if getattr(mesh, axis) > 1)
+            if isinstance(placement[0], int):
+                is_own = placement == tuple(range(len(placement)))
+                found.setdefault(own if is_own else placement, None if is_own else placement)
+                continue
+            order = tuple(axis for axis in axes_of(map(str, placement)) if getattr(mesh, axis) > 1)
             says_ep = "ep" in placement and mesh.ep > 1  # a rule says where it may be
             found.setdefault(order, None if order == own and not says_ep else placement)
         return tuple(found.values())

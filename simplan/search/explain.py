@@ -45,7 +45,7 @@ def explain_plan(
     prediction = predict(job, calibration=calibration)
     busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
     split = prediction.splits[busiest]
-    worst = prediction.worst_memory
+    worst, network = prediction.worst_memory, prediction.network
     return SearchExplanation(
         step_time_interval_s=prediction.step_time_interval_s,
         mfu=prediction.mfu,
@@ -60,6 +60,8 @@ def explain_plan(
         shares={name: getattr(split, f"{name}_s") / prediction.step_time_s for name in _SHARES},
         saved=_saved(job, calibration, prediction),
         other_software=tuple(_with_others(job, calibration, others, capacity)),
+        slowest_link="" if network is None else f"{network.label} {network.slowest_words()}",
+        contention="" if network is None else network.contention_words(),
     )
 
 

@@ -65,6 +65,8 @@ class SearchExplanation:
         saved: By resource, the fraction of the step time that 10% more of it saves; resources without effect are
             missing. None if ranks share cores, whose rates are not modeled.
         other_software: The plan with each other combination of the searched options of the software that has it.
+        slowest_link, contention: Link that delays communications most, or the busiest, and cost of contention, in words
+            of ``Network``; empty for a cluster without a topology.
     """
 
     step_time_interval_s: tuple[float, float]
@@ -80,6 +82,8 @@ class SearchExplanation:
     shares: Mapping[str, float]
     saved: Mapping[str, float] | None
     other_software: tuple[OtherSoftware, ...] = ()
+    slowest_link: str = ""
+    contention: str = ""
 
     @property
     def limit(self) -> str:
@@ -172,6 +176,7 @@ class RankedPlan:
                 "busiest_rank": why.busiest_rank,
                 "shares": dict(why.shares),
                 "limit": why.limit,
+                **({"slowest_link": why.slowest_link, "contention": why.contention} if why.contention else {}),
                 "saved_by_10_percent_more": dict(why.saved or {}),
                 "help": why.help,
                 "other_software": [other.to_json() for other in why.other_software],

@@ -12,7 +12,7 @@ from simplan.base import Count, NumDevices, Positive, Spec
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.job import Job
 from simplan.model.implementations.loss_in_chunks import LossMode
-from simplan.plan.placement import PlacedAxis, check_order
+from simplan.plan.placement import PlacedAxis, check_searched_placement
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
@@ -34,7 +34,8 @@ _Schedule = Annotated[str, AfterValidator(_check_schedule), Field(json_schema_ex
 _Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
 _Modules = Annotated[tuple[tuple[RecomputeModule, ...], ...], Field(min_length=1, max_length=100)]
 _Placements = Annotated[
-    tuple[Annotated[tuple[PlacedAxis, ...], BeforeValidator(check_order)], ...], Field(min_length=1, max_length=100)
+    tuple[Annotated[tuple[PlacedAxis, ...] | tuple[int, ...], BeforeValidator(check_searched_placement)], ...],
+    Field(min_length=1, max_length=100),
 ]
 
 
@@ -64,7 +65,8 @@ class SearchSpace(Spec):
             sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
         microbatch_sizes: ``balanced`` for shares of the batch in proportion to the speed of devices, null for equal
             ones, or both. By default both for a cluster of different nodes.
-        placement: Orders of axes to compare, each innermost first: a list, or lists. By default that of the mesh.
+        placement: Placements to compare: orders of axes, each innermost first, or devices by rank; one, or a list of
+            them. By default that of the mesh.
         compiled, loss: Values of the options of the software with these names to compare; by default the job's own.
     """
 
@@ -131,7 +133,10 @@ class SearchSpace(Spec):
         None, description="where pp = 1, a step has several microbatches and the software has both"
     )
     placement: _Placements | None = Field(
-        None, description="orders of axes to compare, each from inside of nodes outwards"
+        None,
+        description=(
+            "placements to compare: orders of axes from inside of nodes outwards, devices by rank, hostfiles, network"
+        ),
     )
     compiled: Annotated[tuple[bool, ...], Field(min_length=1)] | None = Field(
         None, description="true, false to compare both, where the software has the option"
@@ -159,7 +164,7 @@ class SearchSpace(Spec):
                 return values
             if key == "placement" and isinstance(value, str):
                 return (value,)  # with commas
-            one = values and all(isinstance(word, str) for word in values)  # one list without brackets around it
+            one = values and all(isinstance(word, str | int) for word in values)  # one list without brackets around it
             return (values,) if one else tuple(tuple(each) if isinstance(each, list) else each for each in values)
 
         found = {key: listed(key, value) for key, value in data.items()}

@@ -48,7 +48,7 @@ def contended_times(program: Program, durations_s: _Floats, use: LinkUse, progre
     share, first_s, slow_s, period_s = (np.array([flap[column] for flap in use.flaps], float) for column in range(1, 5))
     of_link = np.array([flap.link for flap in use.flaps], np.int32)
     flaps = Flaps(of_link, share, first_s, slow_s, period_s, np.zeros(len(use.flaps), np.int64))
-    num_slots = 1 << (len(heads) + len(use.always)).bit_length()
+    num_slots = 1 << (_most_moving(program, use) + len(use.always)).bit_length()
     running, segments, num_segments = Running.empty(num_slots), Segments.empty(num_slots), 0
     state = _beginning(program, leaders, len(heads), num_slots)
     for usage in use.always:
@@ -95,8 +95,6 @@ def _ops_of(
     np.cumsum(np.bincount(columns.wait, minlength=num_ops), out=first[1:])
     waiting = np.repeat(leaders, np.diff(columns.wait_first))
     follower = waiting[np.argsort(columns.wait, kind="stable")].astype(np.int32)
-    follows = np.append(use.head[1:] == use.head[:-1], False)
-    following = np.where(follows, np.arange(1, len(use.head) + 1), -1).astype(np.int32)
     ops = StepOps(
         leaders.astype(np.int32),
         next_op,
@@ -106,16 +104,27 @@ def _ops_of(
         use.usage,
         use.fixed_share,
         use.sequence_s,
-        following,
+        use.following,
+        use.num_flows,
     )
     return ops, heads
+
+
+def _most_moving(program: Program, use: LinkUse) -> int:
+    """Upper bound on the usages that run at the same time: each stream runs its largest phase."""
+    place = program.columns.rank.astype(np.int64) * len(STREAMS) + program.columns.stream
+    of_sequence = np.ones(len(use.head) + 1, np.int64)  # the last for operations without a usage
+    np.maximum.at(of_sequence, use.head, use.num_flows)
+    most = np.zeros(1 + int(place.max(initial=0)), np.int64)
+    np.maximum.at(most, place, of_sequence[use.usage])
+    return int(most.sum())
 
 
 def _beginning(program: Program, leaders: npt.NDArray[np.int64], num_streams: int, num_slots: int) -> StepState:
     """State in which no operation is at the head of its stream."""
     num_ops, needs = len(program), 1 + np.diff(program.columns.wait_first)
     missing = np.bincount(leaders, needs, num_ops).astype(np.int32)
-    last, following = (np.full(num_ops, -1, np.int32) for _ in range(2))
+    last, following, moving = (np.full(num_ops, fill, np.int32) for fill in (-1, -1, 0))
     start_s, end_s, event_s = np.zeros(num_ops), np.zeros(num_ops), np.zeros(num_streams + 1)
     numbers, events = np.zeros(num_streams + 1, np.int64), np.zeros(num_streams + 1, np.int32)
     begun, free, ended, ends_next = (np.zeros(num_slots, np.int32) for _ in range(4))
@@ -125,6 +134,7 @@ def _beginning(program: Program, leaders: npt.NDArray[np.int64], num_streams: in
         missing=missing,
         last_arrival=last,
         next_arrival=following,
+        moving=moving,
         start_s=start_s,
         end_s=end_s,
         event_s=event_s,

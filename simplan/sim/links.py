@@ -21,9 +21,9 @@ _NO_SLOTS = np.zeros(0, np.int32)
 class SharedLinks:
     """Links shared by running communications.
 
-    A communication has one progress rate on all links that it crosses. Rates change when communications begin and end;
-    all changes of one time are settled together, and only communications that share links with a changed one, directly
-    or through others, get new rates.
+    A communication, or each of its flows, has one progress rate on all links that it crosses. Rates change when
+    communications begin and end; all changes of one time are settled together, and only communications that share links
+    with a changed one, directly or through others, get new rates.
 
     Args:
         use: Usages of the operations.
@@ -37,8 +37,8 @@ class SharedLinks:
         self._paths = Paths.of(use.first, use.link, use.seconds, use.connections, use.transfer_s)
         self._lists = LinkLists.empty(use.num_links, self._paths)
         self._capacity = np.ones(use.num_links)
-        follows = np.append(use.head[1:] == use.head[:-1], False)
-        self._following = np.where(follows, np.arange(1, len(use.head) + 1), -1).tolist()
+        self._following, self._num_flows = use.following.tolist(), use.num_flows.tolist()
+        self._moving: dict[int, int] = {}  # running flows of each operation
         self._flaps = [flap._replace(first_s=begin_s + flap.first_s) for flap in use.flaps]
         self._num_changes = [0] * len(use.flaps)
         self._settles = False
@@ -83,6 +83,12 @@ class SharedLinks:
         return Segments._make(column[: self._num_segments] for column in self._segments)
 
     def _begin(self, done: Event, op: int, usage: int, scale: float) -> None:
+        """Starts all flows of a phase."""
+        self._moving[op] = self._num_flows[usage]
+        for flow in range(usage, usage + self._num_flows[usage]):
+            self._begin_flow(done, op, flow, scale)
+
+    def _begin_flow(self, done: Event, op: int, usage: int, scale: float) -> None:
         if self._free:
             slot = self._free.pop()
         else:
@@ -167,6 +173,9 @@ class SharedLinks:
             done, self._done[slot] = self._done[slot], None
             assert done is not None
             op, following = int(self._running.op[slot]), self._following[self._running.usage[slot]]
+            self._moving[op] -= 1
+            if self._moving[op]:
+                continue
             if following >= 0:
                 self._begin(done, op, following, float(self._running.scale[slot]))
                 continue

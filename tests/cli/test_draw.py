@@ -129,7 +129,7 @@ def test_network_is_drawn_in_place_of_the_step(simplan: Simplan, tmp_path: Path)
 
 def test_load_of_links_is_drawn_in_place_of_the_step(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     file = tmp_path / "load.svg"
-    sites = "cluster.topology={kind: sites, nodes_per_site: 4, gbit_per_site: 100}"
+    sites = "cluster.topology={kind: sites, nodes_per_site: 4, gbit_per_site: 100, latency_s: 0.001}"
     job = ("gpt2-124m", "--gpus", "64", "--set", sites, "--load")
     result = simplan("draw", *job, "-o", file)
     assert result.returncode == 0, result.stderr

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from simplan.errors import NotModelledError
+from simplan.errors import NotModelledError, SpecError
 from simplan.interop.formats import formats
+from simplan.interop.hostfiles import HOSTFILES
 from simplan.job import Job
 from simplan.scenario import scenario_from
 from simplan.scenario.source import make_job
@@ -66,3 +67,14 @@ def test_traces_have_the_numbers_of_devices() -> None:
     wanted = {tuple(sorted(placed.placement.devices_of(ranks))) for ranks in mesh.values()}
     assert wanted == {tuple(ranks) for ranks in found.values()}
     assert (0, 8) in wanted
+
+
+def test_hostfiles_have_the_order_of_ranks() -> None:
+    nodes_swapped = (*range(8, 16), *range(8))
+    job = job_of("torch", dp_shard=16, placement=nodes_swapped)
+    files = [HOSTFILES[target](job, "job").files[target] for target in ("hostfile", "slurm-hostfile")]
+    assert files == ["node1 slots=8\nnode0 slots=8\n", "node1\n" * 8 + "node0\n" * 8]
+    between = job_of("torch", pp=8, dp_shard=2, placement=("pp", "dp"))  # a pipeline in each node
+    assert HOSTFILES["slurm-hostfile"](between, "job").files["slurm-hostfile"] == "node0\nnode1\n" * 8
+    with pytest.raises(SpecError, match="ranks on node0 that do not follow each other"):
+        HOSTFILES["hostfile"](between, "job")

@@ -395,8 +395,8 @@ def test_large_fabrics_are_linear_in_devices() -> None:
         ({"kind": "fat_tree", "radix": 16}, 8, None, True),
         ({"kind": "fat_tree", "radix": 12}, 6, None, False),
         ({"kind": "dragonfly", "nodes_per_router": 2, "routers_per_group": 2, "global_gbit": 1}, 8, None, False),
-        ({"kind": "sites", "nodes_per_site": 2, "gbit_per_site": 1}, 4, None, True),
-        ({"kind": "sites", "nodes_per_site": 3, "gbit_per_site": 1}, 4, None, False),
+        ({"kind": "sites", "nodes_per_site": 2, "gbit_per_site": 1, "latency_s": 0.0}, 4, None, True),
+        ({"kind": "sites", "nodes_per_site": 3, "gbit_per_site": 1, "latency_s": 0.0}, 4, None, False),
     ],
 )
 def test_trees_of_equal_groups_are_symmetric(

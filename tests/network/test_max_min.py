@@ -1,8 +1,10 @@
-"""Max-min fair rates: Bertsekas and Gallager's example, exact water-filling, and the bottleneck law."""
+"""Fair rates: Bertsekas and Gallager's example, exact water-filling, and the laws of sharing."""
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,12 +17,20 @@ from simplan.network.running import LinkLists, Paths, Running, Segments, weights
 Usage = dict[int, tuple[float, float]]  # link -> busy seconds, connections
 
 
+class Flow(NamedTuple):
+    """Equal connections between two devices, each with the same bytes on all links."""
+
+    links: frozenset[int]
+    num_bytes: int
+    connections: int
+
+
 def rates_of(usages: list[Usage], limits: list[float]) -> tuple[list[float], list[int]]:
     first = np.cumsum([0, *map(len, usages)]).astype(np.int32)
     link = np.array([each for usage in usages for each in usage], np.int32)
     pairs = [pair for usage in usages for pair in usage.values()]
     seconds, connections = (np.array([pair[k] for pair in pairs], np.float64) for k in range(2))
-    weights = weights_of(first, seconds, connections)
+    weights = weights_of(seconds, connections)
     running = np.arange(len(usages), dtype=np.int32)
     scratch = np.zeros((4, 1 + max(link, default=0)))
     rates, bottleneck = fair_rates(
@@ -29,24 +39,22 @@ def rates_of(usages: list[Usage], limits: list[float]) -> tuple[list[float], lis
     return rates.tolist(), bottleneck.tolist()
 
 
-def exact_rates(usages: list[Usage], limits: list[float]) -> list[Fraction]:
-    """Water-filling with fractions: one level for all, one event at a time."""
-    weights = [min(Fraction(n) / Fraction(s) for s, n in usage.values()) for usage in usages]
-    links = {link for usage in usages for link in usage}
-    rates: dict[int, Fraction] = {}
-    while len(rates) < len(usages):
-        rising = [c for c in range(len(usages)) if c not in rates]
-        levels: dict[object, Fraction] = {c: Fraction(limits[c]) / weights[c] for c in rising}
-        for link in links:
-            used = sum(rates[c] * Fraction(usages[c][link][0]) for c in rates if link in usages[c])
-            slope = sum(weights[c] * Fraction(usages[c][link][0]) for c in rising if link in usages[c])
-            if slope:
-                levels["link", link] = (1 - used) / slope
+def exact_rates(flows: list[Flow], speeds: list[int], limits: list[float]) -> list[Fraction]:
+    """Water-filling with fractions: bytes per second of a connection rise together, one event at a time."""
+    rates: dict[int, Fraction] = {}  # bytes per second of each connection
+    while len(rates) < len(flows):
+        rising = [c for c in range(len(flows)) if c not in rates]
+        levels: dict[object, Fraction] = {c: Fraction(limits[c]) * flows[c].num_bytes for c in rising}
+        for link, speed in enumerate(speeds):
+            used = sum(rates[c] * flows[c].connections for c in rates if link in flows[c].links)
+            number = sum(flows[c].connections for c in rising if link in flows[c].links)
+            if number:
+                levels["link", link] = Fraction(speed - used) / number
         level = min(levels.values())
         for c in rising:
-            if levels[c] == level or any(levels.get(("link", link)) == level for link in usages[c]):
-                rates[c] = weights[c] * level
-    return [rates[c] for c in range(len(usages))]
+            if levels[c] == level or any(levels.get(("link", link)) == level for link in flows[c].links):
+                rates[c] = level
+    return [rates[c] / flows[c].num_bytes for c in range(len(flows))]
 
 
 def test_fair_rates_of_bertsekas_and_gallager() -> None:
@@ -63,32 +71,56 @@ _ENTRY = st.tuples(st.integers(1, 40).map(float), st.integers(1, 4).map(float))
 _USAGES = st.lists(st.dictionaries(st.integers(0, 7), _ENTRY, min_size=1, max_size=4), min_size=1, max_size=9)
 
 
-@given(_USAGES, st.data())
-def test_fair_rates_equal_exact_water_filling(usages: list[Usage], data: st.DataObject) -> None:
-    limits = [1.0 / data.draw(st.integers(1, 40)) for _ in usages]
+_FLOWS = st.lists(
+    st.builds(Flow, st.frozensets(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 40), st.integers(1, 4)),
+    min_size=1,
+    max_size=9,
+)
+
+
+@given(_FLOWS, st.lists(st.integers(1, 60), min_size=6, max_size=6), st.data())
+def test_fair_rates_over_links_of_different_speed_equal_exact_water_filling(
+    flows: list[Flow], speeds: list[int], data: st.DataObject
+) -> None:
+    limits = [1.0 / data.draw(st.integers(1, 40)) for _ in flows]
+    usages = [
+        {link: (flow.connections * flow.num_bytes / speeds[link], float(flow.connections)) for link in flow.links}
+        for flow in flows
+    ]
     rates, _ = rates_of(usages, limits)
-    assert rates == pytest.approx([float(rate) for rate in exact_rates(usages, limits)], rel=1e-9)
+    assert rates == pytest.approx([float(rate) for rate in exact_rates(flows, speeds, limits)], rel=1e-9)
+
+
+def test_a_full_link_gives_equal_parts_whatever_its_users_cross_elsewhere() -> None:
+    """Two transfers of 50 GB over a link of 50 GB/s; one goes on over a link of 25 GB/s, which it fills alone."""
+    assert rates_of([{0: (1.0, 1.0), 1: (2.0, 1.0)}, {0: (1.0, 1.0)}], [0.5, 1.0])[0] == [0.5, 0.5]
 
 
 @given(_USAGES, st.data())
-def test_fair_rates_obey_the_bottleneck_law(usages: list[Usage], data: st.DataObject) -> None:
+def test_fair_rates_obey_the_laws_of_sharing(usages: list[Usage], data: st.DataObject) -> None:
+    """No link is more than full; who is slower than alone crosses a full link, and has its part of some link."""
     limits = [1.0 / data.draw(st.floats(1, 40)) for _ in usages]
     rates, bottleneck = rates_of(usages, limits)
-    weights = [min(n / s for s, n in usage.values()) for usage in usages]
-    busy = {link: 0.0 for usage in usages for link in usage}
+    busy, connections = {link: 0.0 for usage in usages for link in usage}, Counter[int]()
     for usage, rate in zip(usages, rates, strict=True):
-        for link, (seconds, _) in usage.items():
+        for link, (seconds, number) in usage.items():
             busy[link] += rate * seconds
+            connections[link] += int(number)
     assert max(busy.values()) <= 1 + 1e-9
-    for usage, rate, limit, link, weight in zip(usages, rates, limits, bottleneck, weights, strict=True):
+    for usage, rate, limit, link in zip(usages, rates, limits, bottleneck, strict=True):
         if link < 0:
             assert rate == limit
             continue
-        assert rate < limit
+        assert rate <= limit * (1 + 1e-12)
         assert link in usage
-        assert busy[link] == pytest.approx(1.0, rel=1e-9)
-        sharing = [r / w for u, r, w in zip(usages, rates, weights, strict=True) if link in u]
-        assert rate / weight == pytest.approx(max(sharing), rel=1e-9)
+        assert max(busy[each] for each in usage) == pytest.approx(1.0, rel=1e-6)
+        assert rate >= min(number / connections[each] / s for each, (s, number) in usage.items()) * (1 - 1e-9)
+
+
+def test_two_that_limit_each_other_share_what_is_left() -> None:
+    """The first fills link 0 faster, the second link 1: neither link is the bottleneck of both."""
+    rates, _ = rates_of([{0: (4.0, 1.0), 1: (1.0, 1.0)}, {0: (1.0, 1.0), 1: (4.0, 1.0)}], [9.0, 9.0])
+    assert rates == pytest.approx([0.2, 0.2])
 
 
 _PATHS = st.lists(st.dictionaries(st.integers(0, 7), _ENTRY, min_size=1, max_size=2), min_size=4, max_size=9)

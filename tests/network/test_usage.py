@@ -10,6 +10,7 @@ from simplan import catalog
 from simplan.catalog import link, network_link
 from simplan.cluster.machine import this_machine
 from simplan.cluster.topology import LeafSpine, Rail, Sites, Switch, Topology
+from simplan.cost.communication.algorithm import Pattern
 from simplan.cost.communication.collectives import algorithm_of, algorithms_of
 from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
@@ -17,12 +18,14 @@ from simplan.network.usage import LinkUsage, Usages, in_sequence, link_use, toge
 from simplan.plan.collectives import Collectives
 from simplan.program.program import Communication
 from simplan.sim.links import SharedLinks
+from tests.network.clusters import SHARDING, torus
 
 NON_BLOCKING = (
     Switch(kind="switch"),
     LeafSpine(kind="leaf_spine", nodes_per_leaf=2),
     Rail(kind="rail", nodes_per_group=2),
 )
+PATTERNS = (Pattern.HOP, Pattern.RING, Pattern.PAIRWISE)
 GROUPS = {
     "one node": range(8),
     "four nodes": range(32),
@@ -75,6 +78,39 @@ def test_oversubscribed_uplink_takes_its_share_of_bytes() -> None:
     assert usage.seconds.max() == pytest.approx(31 / 32 * 2**30 / uplink_bytes_per_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", [*SHARDING, CollectiveKind.ALL_TO_ALL])
+@pytest.mark.parametrize(
+    ("preset", "shape", "group"),
+    [
+        ("ici-tpu-v5e", (4, 8), range(32)),  # v5litepod-32
+        ("ici-tpu-v5e", (8, 16), range(128)),  # of which one axis closes
+        ("ici-tpu-v5e", (4, 8), range(8)),
+        ("ici-tpu-v5e", (4, 8), range(0, 32, 8)),
+        ("ici-tpu-v5p", (2, 4, 4), range(32)),
+        ("ici-tpu-v5p", (4, 4, 8), range(128)),
+        ("ici-tpu-v5p", (4, 4, 8), range(4)),  # half an axis is no ring
+        ("ici-tpu-v5e", (1, 8), range(8)),
+    ],
+    ids=str,
+)
+def test_a_slice_takes_as_long_as_its_busiest_link(
+    preset: str, shape: tuple[int, ...], group: range, kind: CollectiveKind
+) -> None:
+    """With a topology, and without one if the shape is that of the slice's size."""
+    cluster, communication = torus(preset, shape), Communication(kind, 2**30, tuple(group))
+    way = algorithm_of(communication, cluster)
+    [usage] = Usages(cluster, fabric_of(cluster)).of(communication, way)
+    if kind is CollectiveKind.ALL_REDUCE:  # on a line another link is the busiest in either half
+        half = communication._replace(kind=CollectiveKind.REDUCE_SCATTER)
+        assert usage.transfer_s == pytest.approx(2 * algorithm_of(half, cluster).transfer_s(2**30), rel=1e-9)
+        assert usage.seconds.max() <= usage.transfer_s * (1 + 1e-9)
+    else:
+        assert usage.seconds.max() == pytest.approx(usage.transfer_s, rel=1e-9)
+    plain = cluster.model_copy(update={"topology": None})
+    if shape != (1, 8):
+        assert algorithm_of(communication, plain) == way
+
+
 def test_rings_cross_a_distance_once_a_lap() -> None:
     usages = usages_on(Sites(kind="sites", nodes_per_site=2, gbit_per_site=400, latency_s=0.01))
     distances_s = {}
@@ -87,6 +123,37 @@ def test_rings_cross_a_distance_once_a_lap() -> None:
     assert distances_s[CollectiveKind.ALL_GATHER] == pytest.approx(0.02 * 31 / 32)
     assert distances_s[CollectiveKind.ALL_REDUCE] == pytest.approx(0.04 * 31 / 32)
     assert distances_s[CollectiveKind.SEND] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "share"),
+    [
+        (CollectiveKind.SEND, None, 2 * 8 * 128 * 1024),  # two channels, each with eight steps of 128 kB in flight
+        (CollectiveKind.ALL_GATHER, None, 8 * 2 * 4 * 2**20 / (31 / 32)),  # eight cards, two channels of 4 MiB each
+        (CollectiveKind.ALL_TO_ALL, None, 32 * 2 * 8 * 128 * 1024),  # a 32nd of the buffer for each device
+        (CollectiveKind.SEND, 2**26, 2**26),
+    ],
+)
+def test_two_sites_move_a_window_per_round_trip(kind: CollectiveKind, window: int | None, share: float) -> None:
+    """However wide the link is; 4 MiB per channel are 3.4 GB/s over eight cards at 20 ms."""
+    for gbit in (400, 100_000):
+        topology = Sites(kind="sites", nodes_per_site=2, gbit_per_site=gbit, latency_s=0.01, window_bytes=window)
+        usages, ranks = usages_on(topology), (0, 31) if kind is CollectiveKind.SEND else tuple(range(32))
+        communication = Communication(kind, 2**30, ranks)
+        way = next(way for way in algorithms_of(communication, usages.cluster) if way.pattern in PATTERNS)
+        [usage] = usages.of(communication, way)
+        assert usage.window_s == pytest.approx(2**30 / share * 0.02, rel=1e-9)
+        limited = usage.windowed()
+        assert limited.transfer_s == max(usage.transfer_s, usage.window_s)
+        assert limited.distance_s - usage.distance_s == pytest.approx(limited.transfer_s - usage.transfer_s)
+
+
+def test_near_nodes_have_no_window() -> None:
+    usages = usages_on(NON_BLOCKING[1])
+    communication = Communication(CollectiveKind.ALL_GATHER, 2**30, tuple(range(32)))
+    [usage] = usages.of(communication, algorithm_of(communication, usages.cluster))
+    assert usage.window_s == 0
+    assert usage.windowed() == usage
 
 
 def test_usages_add_up_side_by_side_and_in_sequence() -> None:

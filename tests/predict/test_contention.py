@@ -195,6 +195,20 @@ def test_long_distance_lengthens_every_crossing() -> None:
     assert far.network.contention_s < far.step_time_s - near.step_time_s
 
 
+def test_a_step_over_a_distance_takes_as_long_as_its_windows() -> None:
+    """A pipeline over two sites: the bytes of all sends over the bytes in flight, and no link is full."""
+    plan = {"dp_replicate": 16, "pp": 2}
+    far = Sites(kind="sites", nodes_per_site=2, gbit_per_site=12_800, latency_s=0.05)
+    wide = far.with_changes(window_bytes=2**40)
+    limited, free = (predict(job_on(topology, plan, "llama3-8b", num_microbatches=8)) for topology in (far, wide))
+    bytes_per_send = 8192 * 4096 * 4  # fp32
+    each_s = bytes_per_send / (2 * 2**20) * 0.1
+    # two stages wait for each other in turn: a send forward, one backward, for each of 8 microbatches
+    assert limited.step_time_s - free.step_time_s == pytest.approx(16 * each_s, rel=0.01)
+    assert limited.network is not None
+    assert not limited.network.has_contention
+
+
 def test_truncated_step_extrapolates_the_load_of_links() -> None:
     job = job_on(LEAF_SPINE, {"dp_replicate": 16, "pp": 2}, num_microbatches=100)
     whole = predict(job).network

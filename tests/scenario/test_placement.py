@@ -10,6 +10,8 @@ import yaml
 from simplan.errors import SpecError
 from simplan.scenario import load_scenario, parse_scenario, scenario_from
 from simplan.scenario.file import relocated
+from simplan.scenario.search import load_search
+from simplan.scenario.text import parse_search
 
 TEXT = """
 name: placed
@@ -72,3 +74,28 @@ def test_text_cannot_name_a_rank_file() -> None:
         SpecError, match=r"plan.placement = .*ranks.csv.*: names a file, which a scenario given as text"
     ):
         parse_scenario(TEXT.replace("PLACEMENT", "ranks.csv"))
+
+
+SWAPPED = "node1 slots=8\nnode0 slots=8\n"
+
+
+def test_hostfiles_and_the_network_name_orders_of_nodes(tmp_path: Path) -> None:
+    """In a plan and in a search; two nodes on one leaf follow each other already."""
+    (tmp_path / "job.hostfile").write_text(SWAPPED)
+    swapped, straight = (*range(8, 16), *range(8)), tuple(range(16))
+    assert load_scenario(written(tmp_path, "job.hostfile")).job.plan.placement == swapped
+    with pytest.raises(SpecError, match=r"plan.placement = network: orders nodes by their switches, and the cluster"):
+        load_scenario(written(tmp_path, "network"))
+    leaves = ", topology: {kind: leaf_spine, nodes_per_leaf: 2}}"
+    file = written(tmp_path, "network")
+    file.write_text(file.read_text().replace("num_nodes: 2}", f"num_nodes: 2{leaves}"))
+    assert load_scenario(file).job.plan.placement == straight
+    search = file.read_text().replace("plan:", "search: {placement: [[tp, dp], network, job.hostfile]} #")
+    file.write_text(search)
+    assert load_search(file).space.placement == (("tp", "dp"), straight, swapped)
+    moved = relocated(yaml.safe_load(search), tmp_path, tmp_path / "other")
+    assert moved["search"]["placement"] == [["tp", "dp"], "network", "../job.hostfile"]
+    with pytest.raises(
+        SpecError, match=r"search.placement.2 = \"?job.hostfile\"?: names a file, which a scenario given as"
+    ):
+        parse_search(search)

@@ -47,7 +47,7 @@ def test_a_name_or_a_mapping_is_read(tmp_path: Path) -> None:
     assert cluster_of(tmp_path, own).topology == LeafSpine(kind="leaf_spine", nodes_per_leaf=4, oversubscription=4.0)
     changed = cluster_of(tmp_path, {"preset": "superpod-h100", "oversubscription": 2.5})
     assert changed.topology == Rail(kind="rail", nodes_per_group=32, oversubscription=2.5)
-    sites = {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 100, "inside": "superpod-h100"}
+    sites = {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 100, "latency_s": 0.01, "inside": "superpod-h100"}
     inside = cluster_of(tmp_path, sites).topology
     assert isinstance(inside, Sites)
     assert inside.inside == Rail(kind="rail", nodes_per_group=32)
@@ -97,6 +97,11 @@ TORUS = {"device": "tpu-v4", "devices_per_node": 64, "num_nodes": 1}
         (
             {"kind": "dragonfly", "nodes_per_router": 1, "routers_per_group": 4, "global_gbit": 0},
             "cluster.topology.global_gbit = 0: must be at least 0.001",
+        ),
+        (
+            {"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 100},
+            "cluster.topology.latency_s: is missing: sites are apart, and the round trip limits what a connection "
+            "moves; give the time one way, about 5 us per km of fiber, e.g. latency_s: 0.01 for 2000 km",
         ),
         ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": -1}, "gbit_per_site = -1: must be at least 0.001"),
         ({"kind": "sites", "nodes_per_site": 4, "gbit_per_site": 1e9}, "must be at most 1,000,000"),

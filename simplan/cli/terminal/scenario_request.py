@@ -111,7 +111,7 @@ OVERRIDES = (
         ("--placement",),
         "plan.placement",
         str,
-        "Axes from innermost to outermost, e.g. tp,pp,dp; or a CSV file with rank, node and device.",
+        "Axes from innermost to outermost, e.g. tp,pp,dp; network; or a hostfile, or a CSV file of ranks.",
     ),
     Override(
         ("--num-microbatches",),

@@ -65,7 +65,7 @@ def communication_cost(
     link, num_bytes = route.slowest.link, communication.num_bytes
     way = algorithm_of(communication, cluster, route, collectives)
     relative_std, is_fitted = _relative_std(route, num_bytes, cluster), link.fitted_on is not None
-    if way.pattern in _UNFITTED:
+    if collectives is not None and collectives.of(communication.kind) not in (None, *_OF_LIBRARIES):
         relative_std, is_fitted = max(relative_std, _UNFITTED_STD), False
     return CostEstimate.of(
         way.part(num_bytes, route.where),
@@ -121,15 +121,8 @@ _OF_LIBRARIES = {
 """Algorithms that libraries choose from, by their name in a plan."""
 
 _UNFITTED_STD = 0.25
-"""Least relative standard deviation of algorithms that no published measurement was fitted on: that of a link without
-measurements (``LinkSpec.relative_std``)."""
-_UNFITTED = (
-    Pattern.HALVING_DOUBLING,
-    Pattern.HIERARCHICAL,
-    Pattern.HIERARCHICAL_ALL_TO_ALL,
-    Pattern.SHARP,
-    Pattern.PARAMETER_SERVER,
-)
+"""Least relative standard deviation of algorithms that no library chooses, on which no published measurement was
+fitted: that of a link without measurements (``LinkSpec.relative_std``)."""
 
 
 def algorithms_of(

@@ -160,7 +160,7 @@ def _tree(protocol: Protocol, route: Route) -> CommAlgorithm:
 
 def _efficiencies(protocol: Protocol, route: Route, share: float = 1.0) -> tuple[float, float]:
     """Returns the fractions of the datasheet bandwidth inside and between nodes while all ranks send; 1 for no link."""
-    _, _, _, _, inside, between = route
+    inside, between = route.inside, route.between
     return (
         1.0 if inside is None else share * protocol.inside.share * inside.device_efficiency,
         1.0 if between is None else share * protocol.between.share * between.device_efficiency,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from simplan.cluster.hardware import ClusterSpec, LinkSpec
+from simplan.cluster.topology import Torus, slice_shape
 from simplan.errors import Problem, SpecError
 
 
@@ -38,6 +42,8 @@ class Route(NamedTuple):
         devices_per_slice: Devices that a link inside a node connects.
         inside: Link between ranks of a node; None if every node has one rank.
         between: Link between nodes; None for a group in one node.
+        axes: Of a group on a torus, its devices along each axis on which it has several, and True if they close to a
+            ring; empty for an irregular group, and without a torus.
     """
 
     num_ranks: int
@@ -46,6 +52,7 @@ class Route(NamedTuple):
     devices_per_slice: int
     inside: Tier | None
     between: Tier | None
+    axes: tuple[tuple[int, bool], ...] = ()
 
     @property
     def slowest(self) -> Tier:
@@ -85,7 +92,27 @@ def route_of(devices: Sequence[int], cluster: ClusterSpec) -> Route:
         link = _named(cluster.inter_link, cluster, "cluster.inter_link_gbit_per_device", "nodes")
         rate = link.rate_of_group(1, 1)
         between = Tier(link, link.latency_s, rate, local * rate, rate / link.bytes_per_s, rate / link.bytes_per_s)
-    return Route(len(devices), len(nodes), local, min(per_node, cluster.num_devices), inside, between)
+    size = min(per_node, cluster.num_devices)
+    axes = () if inside is None or not inside.link.torus_axes else _axes(devices, cluster, size, local)
+    return Route(len(devices), len(nodes), local, size, inside, between, axes)
+
+
+def _axes(devices: Sequence[int], cluster: ClusterSpec, size: int, local: int) -> tuple[tuple[int, bool], ...]:
+    """Axes of the first node's devices of a group on the torus of their slice; see ``Route``."""
+    link, topology = cluster.intra_link, cluster.topology
+    assert link is not None
+    assert link.torus_axes is not None
+    shape = topology.shape if isinstance(topology, Torus) else slice_shape(size, link.torus_axes)
+    node = devices[0] // cluster.devices_per_node
+    own = np.array([device for device in devices if device // cluster.devices_per_node == node])
+    if math.prod(shape) != size or len(own) != local:
+        return ()
+    places = np.unravel_index(own % cluster.devices_per_node, shape)
+    sides = [len(np.unique(place)) for place in places]
+    if math.prod(sides) != local:
+        return ()
+    wrap = max(3, link.torus_wrap or 1)
+    return tuple((side, side == length and side >= wrap) for side, length in zip(sides, shape, strict=True) if side > 1)
 
 
 def _named(link: LinkSpec | None, cluster: ClusterSpec, field: str, what: str) -> LinkSpec:

@@ -1,8 +1,9 @@
 """Communication algorithms on a torus of directly connected chips (TPU), as implemented by XLA.
 
-A slice of S chips on a torus of A axes has S**(1/A) chips along each axis. A group of n chips spans round(A log n / log
-S) axes, at least one. Each axis has two links per chip, of bandwidth W per direction, if it is long enough to close to
-a ring; otherwise one link counts. With B bytes:
+A slice has the shape of the topology, or without one that of its size (``slice_shape``): 32 chips on two axes are 4x8.
+A group has chips along some axes. Each axis has two links per chip, of bandwidth W per direction, if it is long enough
+to close to a ring; otherwise one link counts. An irregular group of n chips counts as one of round(A log n / log S)
+equal axes of the A of a slice of S chips. On equal axes, with B bytes:
 
 ============================ ===========================================================================
 all_gather, reduce_scatter   B / (2 W axes), and half the way round each axis one hop after the other
@@ -12,6 +13,9 @@ broadcast                    as an all_gather
 ring, send                   one hop over one link
 ============================ ===========================================================================
 
+Axes of different lengths have different loads: of an all-gather over a axes, an a-th of the buffer begins on each axis,
+and in every round goes along the next one together with what came before. The axis with the longest time decides.
+
 Source: jax-ml/scaling-book, sharding.md and tpus.md at 0819a7d8c55d. Slices are connected by another network. Traffic
 between slices runs in a ring over the slices, every chip with its own part, before or after the part inside the slice.
 """
@@ -19,6 +23,7 @@ between slices runs in a ring over the slices, every chip with its own part, bef
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from simplan.cluster.hardware import LinkSpec
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, TransferTerm
@@ -56,6 +61,8 @@ def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[i
     axes = max(1, round((link.torus_axes or 1) * math.log(n) / math.log(route.devices_per_slice)))
     side = n ** (1 / axes)
     closes = round(side) >= (link.torus_wrap or 1)
+    if route.axes and route.axes != ((round(side), closes),) * axes:
+        return _on_unequal_axes(kind, route.axes, link)
     rate = link.bytes_per_s * link.bandwidth_share * (2 if closes else 1)
     hops = max(1, math.ceil(axes * (side / 2 if closes else side - 1)))
     if kind is CollectiveKind.ALL_TO_ALL:
@@ -63,6 +70,26 @@ def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[i
     laps = LAPS[kind]
     text = "2 ({n}-1)/{n} x " if laps == 2 else "({n}-1)/{n} x "
     return (laps * hops, link.latency_s), TransferTerm(laps * (n - 1) / n, axes * rate, text, n)
+
+
+def _on_unequal_axes(
+    kind: CollectiveKind, axes: Sequence[tuple[int, bool]], link: LinkSpec
+) -> tuple[tuple[int, float], TransferTerm]:
+    """Returns step and transfer on axes of different lengths, or of which only some close to rings."""
+    num_ranks, bytes_per_s = math.prod(side for side, _ in axes), link.bytes_per_s * link.bandwidth_share
+    hops = max(1, sum(math.ceil(side / 2) if closes else side - 1 for side, closes in axes))
+    if kind is CollectiveKind.ALL_TO_ALL:
+        factor = max(side / 4 / (2 if closes else 1) for side, closes in axes)
+        return (hops, link.latency_s), TransferTerm(factor, bytes_per_s, "{n} x ", factor)
+    factor, laps = 0.0, LAPS[kind]
+    for index, (side, closes) in enumerate(axes):
+        before = sum(
+            math.prod(axes[each % len(axes)][0] for each in range(first, first + (index - first) % len(axes)))
+            for first in range(len(axes))
+        )
+        gathered = before * (side - 1) / num_ranks / len(axes)
+        factor = max(factor, laps * gathered / (2 if closes else 1))
+    return (laps * hops, link.latency_s), TransferTerm(factor, bytes_per_s, "{n} x ", factor)
 
 
 def _between(kind: CollectiveKind, route: Route, tier: Tier) -> tuple[tuple[int, float], TransferTerm]:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.fabric_drawing import DrawnLink, DrawnNode, FabricDrawing, rate_words
 from simplan.report.drawings.link_load import load_color
-from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, text, written
+from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, shortened, text, written
 from simplan.units import counted, format_percent, format_rate
 
 _SWITCH, _CARD, _DEVICE, _NODE, _WIRE = "#1d5fa8", "#2e7d32", "#b9a6cf", "#eef0f3", "#8a8f98"
@@ -175,8 +175,7 @@ def _box(middle: float, top: float, name: str) -> Element:
     ElementTree.SubElement(group, "title").text = name
     group.append(rect(middle - _BOX / 2, top, _BOX, 26, _SWITCH))
     most = int(_BOX / _LETTER_PX)
-    shown = name if len(name) <= most else f"…{name[1 - most :]}"
-    group.append(text(middle, top + 17, shown, size=11, colour=PAPER, anchor="middle"))
+    group.append(text(middle, top + 17, shortened(name, most), size=11, colour=PAPER, anchor="middle"))
     return group
 
 

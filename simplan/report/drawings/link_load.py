@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from simplan.network.load import LinkLoad, Network
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.drawing_svg import GRID, LANE, time_axis
-from simplan.report.drawings.svg import PAPER, SOFT, Element, picture, rect, text, written
+from simplan.report.drawings.svg import PAPER, SOFT, Element, picture, rect, shortened, text, written
 from simplan.units import counted, format_bytes, format_percent, format_rate, format_time
 
 _MAX_ROWS = 24
@@ -98,7 +98,7 @@ def link_load_text(drawing: LinkLoadDrawing) -> str:
         cells = [max(part) for part in _chunks(row.link.series, 3)]
         bar = "".join(shades[min(9, int(10 * share))] for share in cells)
         more = f" (+{row.num_links - 1})" if row.num_links > 1 else ""
-        lines.append(f"{_short(row.link.name) + more:>50} |{bar}| {format_percent(row.link.busy_share)} busy")
+        lines.append(f"{short_link_name(row.link.name) + more:>50} |{bar}| {format_percent(row.link.busy_share)} busy")
     if drawing.num_hidden:
         lines.append(f"{counted(drawing.num_hidden, 'more link')} not drawn")
     return "\n".join([*lines, drawing.contention])
@@ -129,7 +129,7 @@ def _row(row: LoadRow, top: float) -> list[Element]:
     delays = format_time(row.link.lost_s) if row.link.lost_s > 0 else "none"
     return [
         rect(_LEFT, top, _WIDTH - _LEFT - _RIGHT, _ROW_HEIGHT, LANE),
-        text(_LEFT - 8, middle, _short(row.link.name) + more, size=12, anchor="end"),
+        text(_LEFT - 8, middle, short_link_name(row.link.name) + more, size=12, anchor="end"),
         text(_WIDTH - 84, middle, format_percent(row.link.busy_share), size=12, anchor="end"),
         text(_WIDTH - 10, middle, delays, size=12, anchor="end"),
     ]
@@ -161,7 +161,7 @@ def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
         parts.append(rect(left, top, 12, 12, load_color(share), stroke=GRID))
         parts.append(text(left + 17, top + 10, f"{share:.0%}", size=12))
         left += 62
-    note = "delays: seconds that communications wait for the link, all groups of ranks together"
+    note = "delays: seconds of waiting per link, summed over groups of ranks, divided by the links full together"
     parts.append(text(left + 20, top + 10, note, size=12, colour=SOFT))
     if drawing.num_hidden:
         words = f"{counted(drawing.num_hidden, 'more link')} not drawn"
@@ -175,9 +175,16 @@ def load_color(share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True))
 
 
-def _short(name: str) -> str:
-    """Name of at most 42 characters."""
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
+def short_link_name(name: str, most: int = _MAX_NAME) -> str:
+    """Name of at most so many characters, with both ends of the link.
+
+    >>> short_link_name("pod0.aggregation1 -> pod0.core12", 24)
+    'pod0.…ion1 -> pod0.…re12'
+    """
+    if len(name) <= most:
+        return name
+    ends = name.split(" -> ")
+    return " -> ".join(shortened(end, (most - 4 * (len(ends) - 1)) // len(ends)) for end in ends)
 
 
 def _chunks(values: tuple[float, ...], size: int) -> list[tuple[float, ...]]:

@@ -105,3 +105,12 @@ def written(root: Element) -> str:
 def _given(**attributes: str | None) -> dict[str, str]:
     """Attributes that have a value."""
     return {"class" if name == "css" else name: value for name, value in attributes.items() if value is not None}
+
+
+def shortened(name: str, most: int) -> str:
+    """Name of at most so many characters, without the middle: names of switches differ at both ends.
+
+    >>> shortened("pod1.aggregation0", 12)
+    'pod1.a…tion0'
+    """
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[len(name) - (most - 1) // 2 :]}"

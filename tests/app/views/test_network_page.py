@@ -64,6 +64,27 @@ def test_placements_are_all_orders_with_their_predictions() -> None:
         assert one.step_time_s == pytest.approx(expected_s, rel=1e-9)
 
 
+def test_a_bad_order_of_nodes_is_shown_with_the_hostfile_that_mends_it() -> None:
+    """Four nodes on two leaves in turn: the order of the network is that of leaves."""
+    links = [{"between": [f"node{node}", f"leaf{node % 2}"], "gbit": 3200} for node in range(4)]
+    links += [{"between": [f"leaf{leaf}", "spine"], "gbit": 10} for leaf in (0, 1)]
+    cluster = {"preset": "dgx-h100", "num_nodes": 4, "topology": {"kind": "graph", "links": links}}
+    document = SHARED | {"cluster": cluster, "plan": {"dp_shard": 32}}
+    result = network_result(document_text(document), 0)
+    by_network_s = step_time_s(document | {"plan": {"dp_shard": 32, "placement": "network"}})
+    assert result.nodes == (0, 1, 2, 3)
+    assert result.faster is not None
+    assert result.faster.nodes == (0, 2, 1, 3)
+    assert result.faster.step_time_s == pytest.approx(by_network_s, rel=1e-9)
+    found = {one.name: one.step_time_s for one in placements(document_text(document))}
+    assert found["network"] == pytest.approx(by_network_s, rel=1e-9)
+    page = opened("network", document)
+    assert_no_bug(page)
+    said = " ".join(element.value for element in (*page.caption, *page.info, *page.code)).replace("\\", "")
+    for words in ("follow the order of ranks: nodes 0-3", "Order nodes 0 2 1 3", "node2 slots=8"):
+        assert words in said
+
+
 def test_topologies_that_do_not_suit_are_refused_in_words() -> None:
     found = {one.name: one for one in topologies(document_text(PLAIN))}
     expected_s = step_time_s(PLAIN | {"cluster": {**PLAIN["cluster"], "topology": "one-switch"}})
