@@ -513,6 +513,7 @@ class Prediction:
                 "software": job.software.title,
                 "software_settings": job.software.settings,
             },
+            "step_work": asdict(job.step_work),
             "links": job.cluster.links,
             **({} if self.network is None else {"network": self.network.to_json()}),
             **({} if self.jitter is None else {"jitter": asdict(self.jitter)}),

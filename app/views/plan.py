@@ -121,10 +121,11 @@ def _show_top(
     numbers = show_numbers([place.container(horizontal=True, gap="medium")], headline, budget, price)
     job = headline.job
     model, cluster = job.model, job.cluster
+    microbatches = microbatch_words(job.num_microbatches, job.plan.sizes_of_ranks, model.sample)
     place.caption(
         escaped(
             f"{model.name} on {cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}, "
-            f"{job.software.id}: {plan_words(job.plan)}; {microbatch_words(job)}"
+            f"{job.software.id}: {plan_words(job.plan)}; {microbatches}"
         )
     )
     if links := links_words(cluster.links):

@@ -26,7 +26,6 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.problems import parse_model
-from simplan.report.explanation import main_reason
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.report.text import verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
@@ -148,7 +147,7 @@ def _with(job: Job, found: RankedPlan) -> Job:
 def _reason(switch: PlanSwitch, calibration: Calibration | None) -> str:
     """Sentence on the main reason why the best plan is faster than the current one."""
     before, after = (explain(each, calibration=calibration) for each in (switch.current, switch.best))
-    return main_reason(difference(before, after), "The step of the best plan")
+    return " ".join(difference(before, after).reasons("the current plan", "the best plan"))
 
 
 def slow_search(job: Job, space: SearchSpace) -> str:

@@ -13,6 +13,7 @@ from simplan.explain.time import time_parts
 from simplan.predict import Simulated, predict, predict_step
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
+from simplan.step_work import StepWork
 from simplan.units import counted, format_flop_per_s, format_number, format_percent, format_time
 
 
@@ -31,6 +32,7 @@ class Explanation:
         memory: Terms in bytes.
         figures: Derived figures with their formulas.
         links: ``ClusterSpec.links``.
+        step_work: Work of the step.
         contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
         background: Cost of other jobs on these links, as a sentence; empty without any.
         placement: ``Job.placement_words``.
@@ -49,6 +51,7 @@ class Explanation:
     memory: tuple[ExplainedTerm, ...]
     figures: tuple[ExplainedTerm, ...]
     links: dict[str, dict[str, Any] | None]
+    step_work: StepWork
     contention: str | None = None
     placement: str = ""
     stragglers: str = ""
@@ -98,6 +101,7 @@ def explain(
         memory=tuple(memory_parts(prediction, simulated.program)),
         figures=tuple(_figures(prediction)),
         links=prediction.job.cluster.links,
+        step_work=prediction.job.step_work,
         contention=None if prediction.network is None else f"contention {prediction.network.contention_words()}",
         placement=prediction.job.placement_words,
         stragglers=_stragglers(prediction, calibration),
