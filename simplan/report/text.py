@@ -274,7 +274,7 @@ def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterato
     place = ""
     if cluster.background_jobs:
         place = f" (nodes {format_ranks(cluster.fabric_nodes)} of {cluster.num_fabric_nodes} on the topology)"
-    yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}{place}")
+    yield (f"  cluster      {named}{cluster.devices_in_words}, {cluster.nodes_in_words}{place}")
     if links := links_words(cluster.links):
         yield f"  links        {'the slowest of all nodes: ' if cluster.is_mixed else ''}{links}"
     per_step = "per step" + " (assumed; give --global-batch-size)" * batch_is_assumed

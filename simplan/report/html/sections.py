@@ -60,7 +60,7 @@ def prediction_section(document: Document) -> str:
         ("tokens per second and device", number_text(document["tokens_per_s_per_device"])),
         ("MFU", "" if document["mfu"] is None else format_percent(document["mfu"])),
     ]
-    cluster = inputs["cluster"]
+    cluster = parse_model(ClusterSpec, inputs["cluster"])
     return "".join(
         [
             figures((name, value) for name, value in shown if value),
@@ -68,7 +68,7 @@ def prediction_section(document: Document) -> str:
                 ["", ""],
                 [
                     ["model", f"{inputs['model']['name']}, sequences of {inputs['model']['seq_len']:,} tokens"],
-                    ["cluster", f"{cluster['num_devices']:,} x {cluster['device']['id']} ({cluster['id']})"],
+                    ["cluster", f"{cluster.id}: {cluster.devices_in_words}, {cluster.nodes_in_words}"],
                     ["plan", plan],
                     ["batch", _batch(document)],
                     ["software", inputs["software"]],
@@ -77,7 +77,7 @@ def prediction_section(document: Document) -> str:
             *_splits(document),
             _memory(worst, capacity),
             _picture(document),
-            *_fabric(document),
+            *_fabric(document, cluster),
             _terms(document["terms"]),
             folded("Assumptions", listing(document["assumptions"])),
         ]
@@ -140,9 +140,9 @@ def _picture(document: Document) -> str:
     return f'<figure class="picture">{drawing_svg(drawing)}</figure>'
 
 
-def _fabric(document: Document) -> Iterator[str]:
+def _fabric(document: Document, cluster: ClusterSpec) -> Iterator[str]:
     """Nodes and switches with the load of their links; nothing for a single node."""
-    cluster, network = parse_model(ClusterSpec, document["inputs"]["cluster"]), document.get("network")
+    network = document.get("network")
     if cluster.cores_per_node is not None or cluster.num_nodes < _FEWEST_NODES:
         return
     links = network["links"] if network else []
