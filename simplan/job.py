@@ -12,10 +12,10 @@ from simplan.cluster.background import BackgroundJob
 from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
+from simplan.model.step_work import StepWork
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
-from simplan.step_work import StepWork
 from simplan.training import TrainingSpec
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first: a module may import what stands on a lower line, and within its own entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "children", "jit", "documentation", "step_work"),
+    ("units", "errors", "children", "jit", "documentation"),
     ("document",),
     ("problems",),
     ("io",),

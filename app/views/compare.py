@@ -31,9 +31,9 @@ from app.result_cache import awaited, begun
 from simplan.errors import SpecError
 from simplan.explain import Difference, difference
 from simplan.io import json_text
+from simplan.model.step_work import work_differences, work_unit
 from simplan.report.table import format_table_markdown
 from simplan.report.text import plan_words
-from simplan.step_work import work_differences, work_unit
 from simplan.units import counted, format_bytes, format_count, format_number, format_percent, format_time
 
 Document = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 
 from simplan.explain.explanation import Explanation
 from simplan.explain.term import ExplainedTerm
-from simplan.step_work import WorkUnit, work_differences, work_unit
+from simplan.model.step_work import WorkUnit, work_differences, work_unit
 from simplan.units import format_difference, format_percent, format_time
 
 _CATEGORIES = ("compute", "recompute", "exposed communication", "wait", "host", "optimizer")

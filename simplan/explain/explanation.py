@@ -10,10 +10,10 @@ from simplan.cost.calibration.format import Calibration
 from simplan.explain.memory import memory_parts
 from simplan.explain.term import ExplainedTerm
 from simplan.explain.time import time_parts
+from simplan.model.step_work import StepWork
 from simplan.predict import Simulated, predict, predict_step
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
-from simplan.step_work import StepWork
 from simplan.units import counted, format_flop_per_s, format_number, format_percent, format_time
 
 

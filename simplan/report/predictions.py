@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from simplan.cost.model import Provenance
+from simplan.model.step_work import StepWork, WorkUnit, work_differences, work_unit
 from simplan.report.table import format_table_text
-from simplan.step_work import StepWork, WorkUnit, work_differences, work_unit
 from simplan.units import GIB, format_bytes, format_number, format_percent, format_time
 
 Document = Mapping[str, Any]

@@ -82,14 +82,6 @@ def test_saved_results_are_reported_and_others_name_the_command(
     assert simplan("report", *saved, "-o", page).returncode == 0
     assert {"Comparison", "Difference", "Search"} <= {*re.findall(r"<h2>(\w+):? ", page.read_text())}
     refused(simplan("report", other), "`simplan predict ", "other.yaml -o other.json; simplan report other.json`")
-    refused(simplan("compare", *[saved_prediction(simplan, file) for file in (scenario, other)]), "simplan report ")
-
-
-def saved_prediction(simplan: Simplan, file: Path) -> Path:
-    """Prediction of a scenario, in a file beside it."""
-    saved = file.with_suffix(".json")
-    simplan("predict", file, "-o", saved)
-    return saved
 
 
 def test_plans_with_other_batches_are_compared_per_sequence(simplan: Simplan, tmp_path: Path) -> None:
