@@ -71,7 +71,11 @@ def test_saved_results_are_reported_and_others_name_the_command(
 ) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(scenario.read_text().replace("gpipe", "1f1b"))
-    commands = {"predict": [scenario, other], "explain": [scenario, other], "search": [scenario, "--set", "search={}"]}
+    commands: dict[str, list[str | Path]] = {
+        "predict": [scenario, other],
+        "explain": [scenario, other],
+        "search": [scenario, "--set", "search={}"],
+    }
     saved = []
     for command, args in commands.items():
         saved.append(tmp_path / f"{command}.json")

@@ -123,7 +123,7 @@ def kinds_written() -> set[str]:
                 keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
                 if "kind" in keys and {"schema_version", None} & {*keys}:
                     value = node.values[keys.index("kind")]
-                    found |= {value.value} if isinstance(value, ast.Constant) else set()
+                    found |= {str(value.value)} if isinstance(value, ast.Constant) else set()
     return found
 
 

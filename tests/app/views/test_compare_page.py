@@ -56,7 +56,7 @@ def test_reason_of_a_difference_is_named() -> None:
 
 
 def test_scenarios_of_other_batches_are_compared_per_sequence() -> None:
-    half = {**SMALL, "training": {**SMALL["training"], "global_batch_size": 8}}
+    half = {**SMALL, "training": {"global_batch_size": 8}}
     page = opened("compare", view={"scenarios": [half]})
     assert_no_bug(page)
     first, second = (whole(dict(document)) for document in (SMALL, half))
