@@ -12,6 +12,7 @@ from simplan.cluster.background import BackgroundJob
 from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
+from simplan.model.step_work import StepWork
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
@@ -49,6 +50,13 @@ class Job:
         """Sequences whose gradients a step uses: the global batch without that of dropped replicas."""
         kept = self.plan.dp - self.training.backup_workers
         return self.training.global_batch_size * kept // self.plan.dp
+
+    @property
+    def step_work(self) -> StepWork:
+        """Work of one step, for comparisons with other jobs."""
+        model, cluster = self.model, self.cluster
+        devices, number = cluster.devices_in_words, cluster.num_devices
+        return StepWork(model.name, model.sample, self.sequences_per_step, model.seq_len, devices, number)
 
     @property
     def padded_model(self) -> ModelSpec:

@@ -13,6 +13,7 @@ from pydantic_core import to_jsonable_python
 from simplan.job import Job
 from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
@@ -419,6 +420,18 @@ class Prediction:
         return self.action_level()
 
     @property
+    def closed_form_bubble(self) -> str:
+        """Bubble fraction of equal stages and zero-cost communication, ``(p-1)/(m+p-1) = 3/11 = 27.3 %``.
+
+        Empty for a schedule without a closed form.
+        """
+        plan, facts = self.job.plan, SCHEDULE_FACTS.get(self.job.plan.schedule)
+        if facts is None or facts.bubble is None:
+            return ""
+        idle, whole = facts.bubble.parts(plan.pp, self.job.num_microbatches, plan.virtual_stages)
+        return f"{facts.bubble.formula} = {idle}/{whole} = {format_percent(idle / whole)}"
+
+    @property
     def worst_rank(self) -> int:
         """Peak-memory rank; the lowest of equal ranks."""
         return self.worst_memory.rank
@@ -540,6 +553,7 @@ class Prediction:
                 "software": job.software.title,
                 "software_settings": job.software.settings,
             },
+            "step_work": asdict(job.step_work),
             "links": job.cluster.links,
             **({} if self.network is None else {"network": self.network.to_json()}),
             **({} if self.jitter is None else {"jitter": asdict(self.jitter)}),

@@ -138,3 +138,24 @@ def format_percent(fraction: float, digits: int = 1) -> str:
     '0.0 %'
     """
     return f"{100 * fraction:z.{digits}f} %"
+
+
+def format_value(value: float, unit: str) -> str:
+    """Format a value of a term in seconds, in bytes or without a unit.
+
+    >>> format_value(-0.0123, "s"), format_value(1.5 * GIB, "bytes"), format_value(12_345.6, "")
+    ('-12.3 ms', '1.50 GiB', '12,346')
+    """
+    if unit not in ("s", "bytes"):
+        return format_number(value)
+    sign = "-" if value < 0 else ""
+    return sign + (format_time(abs(value)) if unit == "s" else format_bytes(abs(value)))
+
+
+def format_difference(value: float, unit: str) -> str:
+    """Format a difference of two values with its sign.
+
+    >>> format_difference(0.0123, "s"), format_difference(-0.0123, "s")
+    ('+12.3 ms', '-12.3 ms')
+    """
+    return format_value(value, unit) if value < 0 else f"+{format_value(value, unit)}"

@@ -31,7 +31,7 @@ from app.result_cache import awaited, begun
 from simplan.errors import SpecError
 from simplan.explain import Difference, difference
 from simplan.io import json_text
-from simplan.report.explanation import main_reason
+from simplan.model.step_work import work_differences, work_unit
 from simplan.report.table import format_table_markdown
 from simplan.report.text import plan_words
 from simplan.units import counted, format_bytes, format_count, format_number, format_percent, format_time
@@ -117,6 +117,8 @@ def _show_table(
     filled = [name for name in names if any(row.get(name) for row in rows.values())] or ["step time"]
     cells = [[name, *(escaped(row.get(name, "")) for row in rows.values())] for name in filled]
     st.markdown(format_table_markdown(["", *rows], cells))
+    if words := _work_words({letter: plan.headline for letter, plan in plans.items() if plan.headline is not None}):
+        st.markdown(words)
     for letter, plan in plans.items():
         if plan.refused:
             st.warning(f"**{letter}**: {escaped(plan.refused)}")
@@ -135,7 +137,7 @@ def _cells(head: Headline | None, first: Headline | None, budget: float, price: 
     images, devices = head.job.model.sample == "image", head.job.cluster.num_devices
     rate, unit = (head.samples_per_s, "images/s") if images else (head.tokens_per_s, "tokens/s")
     training = head.training(budget, price)
-    change = "" if first is None or first is head else f"{head.step_time_s / first.step_time_s - 1:+.1%}"
+    change = "" if first is None or first is head else f"{_times_as_long(head, first) - 1:+.1%}"
     return {
         "step time": format_time(head.step_time_s),
         "90 % interval": " to ".join(map(format_time, head.step_time_interval_s or ())),
@@ -150,6 +152,20 @@ def _cells(head: Headline | None, first: Headline | None, budget: float, price: 
         "days of training": f"{training.days:,.1f}",
         "cost": "no price" if training.cost is None else format_count(training.cost),
     }
+
+
+def _times_as_long(head: Headline, first: Headline) -> float:
+    """Step time relative to that of the first scenario; of steps of unequal work, the time of a common unit."""
+    amount, first_amount = work_unit([head.job.step_work, first.job.step_work]).amounts
+    return head.step_time_s / first.step_time_s * first_amount / amount
+
+
+def _work_words(heads: Mapping[str, Headline]) -> str:
+    """Sentences on what differs between scenarios besides their plans, and what it changes; empty if nothing does."""
+    works = [head.job.step_work for head in heads.values()]
+    unit = work_unit(works).name
+    per_unit = () if unit == "step" else (f"*vs {_CURRENT}* compares times per {unit}.",)
+    return " ".join([*map(escaped, work_differences([*heads], works)), *per_unit])
 
 
 def _fit(head: Headline) -> str:
@@ -189,7 +205,7 @@ def _show_differences(documents: Mapping[str, Document], letters: Sequence[str])
     lines = []
     for letter in others:
         one = difference(explanations[first], explanations[letter])
-        reason = main_reason(one, f"The step of {letter}")
+        reason = " ".join(one.reasons(first, letter))
         lines.append(f"- {_difference_sentence(one, first, letter)} {escaped(reason)}")
     st.markdown("\n".join(lines))
     second = others[0]

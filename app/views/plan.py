@@ -30,7 +30,7 @@ from simplan.report.table import format_ranks
 from simplan.report.text import links_words, microbatch_words, plan_words, split_parts
 from simplan.scenario import Scenario
 from simplan.search import SearchSpace
-from simplan.units import GIB, counted, format_bytes, format_percent, format_time
+from simplan.units import GIB, format_bytes, format_percent, format_time
 
 _HEAD_START_S = 0.1
 """Delay of the form and figures after the verdict: browsers draw elements that arrive together at one time."""
@@ -121,10 +121,11 @@ def _show_top(
     numbers = show_numbers([place.container(horizontal=True, gap="medium")], headline, budget, price)
     job = headline.job
     model, cluster = job.model, job.cluster
+    microbatches = microbatch_words(job.num_microbatches, job.plan.sizes_of_ranks, model.sample)
     place.caption(
         escaped(
-            f"{model.name} on {cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}, "
-            f"{job.software.id}: {plan_words(job.plan)}; {microbatch_words(job)}"
+            f"{model.name} on {cluster.devices_in_words}, {cluster.nodes_in_words}, "
+            f"{job.software.id}: {plan_words(job.plan)}; {microbatches}"
         )
     )
     if links := links_words(cluster.links):

@@ -11,7 +11,7 @@ from simplan.accuracy.profiled import predict_from_profiles, read_profiles
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.result import Accuracy
 from simplan.cli.terminal.drawing import refuse_other_suffix
-from simplan.cli.terminal.output import print_json, print_result, say
+from simplan.cli.terminal.output import print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.errors import Problem, SpecError
 from simplan.interop.compare_files import compare, read_prediction
@@ -29,7 +29,9 @@ from simplan.validate.logged_run import LoggedRun
 _WRITERS = {".svg": comparison_svg, ".html": comparison_html}
 
 
-def compare_command(prediction_file: Path, measurement_file: Path, *, as_json: bool, plot: Path | None) -> int:
+def compare_command(
+    prediction_file: Path, measurement_file: Path, *, as_json: bool, output: Path | None, plot: Path | None
+) -> int:
     """``simplan compare``."""
     if plot is not None and plot.suffix.lower() not in _WRITERS:
         fix = f"write {plot.with_suffix('.svg')}" if plot.name else "name a file"
@@ -45,9 +47,9 @@ def compare_command(prediction_file: Path, measurement_file: Path, *, as_json: b
     if plot is not None and not isinstance(measured, LoggedRun):
         write_text(plot, _WRITERS[plot.suffix.lower()](draw_comparison(prediction, measured)))
         say(f"wrote {plot}; any browser opens it")
-    if as_json:
-        print_json(comparison.to_json())
-    elif isinstance(comparison, LoggedComparison):
+    if not write_result(comparison.to_json(), as_json=as_json, output=output):
+        return 0
+    if isinstance(comparison, LoggedComparison):
         print_result(logged_text(comparison))
     else:
         print_result(comparison_text(comparison))
@@ -58,6 +60,7 @@ def accuracy_command(
     paths: list[Path],
     *,
     as_json: bool,
+    output: Path | None,
     every_run: bool,
     markdown: bool,
     csv_file: Path | None,
@@ -82,9 +85,7 @@ def accuracy_command(
         _write_csv(csv_file, result)
     if plot_file is not None:
         _write_plot(plot_file, result)
-    if as_json:
-        print_json(result.to_json())
-    else:
+    if write_result(result.to_json(), as_json=as_json, output=output):
         print_result(accuracy_markdown(result) if markdown else accuracy_text(result, every_run=every_run))
     return 0
 

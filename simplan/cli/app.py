@@ -151,6 +151,7 @@ def search(
             min=-1, max=4096, metavar="N", help="Number of processes of a search that takes long; -1 for one per core."
         ),
     ] = -1,
+    output: JsonFile = None,
     tokens: Tokens = None,
     price: PriceOption = None,
     calibration: CalibrationFile = None,
@@ -174,7 +175,7 @@ def search(
         from_current=from_current,
         budget={"num_tokens": tokens, "price_per_device_hour": price},
     )
-    return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
+    return search_command(scenario, as_json=json, output=output, options=options, calibration_file=calibration)
 
 
 @_command(short_help="Write a first scenario, and name the next command.")
@@ -343,6 +344,7 @@ def compare(
         ),
     ],
     json: AsJson = False,
+    output: JsonFile = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE.svg", help="File for a drawing of both on one time axis; FILE.html for a page."),
@@ -356,7 +358,7 @@ def compare(
     """
     from simplan.cli.accuracy import compare_command
 
-    return compare_command(prediction, measurement, as_json=json, plot=plot)
+    return compare_command(prediction, measurement, as_json=json, output=output, plot=plot)
 
 
 @_command(short_help="Measure this machine: layers or kernels, and links.")
@@ -422,6 +424,7 @@ def calibrate(
 def check(
     paths: ScenarioPaths,
     json: AsJson = False,
+    output: JsonFile = None,
     junit: Annotated[Path | None, _FILE(help="File for JUnit XML (default: none).")] = None,
     github: Annotated[bool, typer.Option("--github", help="Annotations and a job summary for GitHub Actions.")] = False,
     bless: Annotated[
@@ -436,7 +439,7 @@ def check(
     from simplan.cli.check import check_command
 
     return check_command(
-        paths, as_json=json, junit=junit, github=github, bless_values=bless, calibration_file=calibration
+        paths, as_json=json, output=output, junit=junit, github=github, bless_values=bless, calibration_file=calibration
     )
 
 
@@ -447,6 +450,7 @@ def check(
 def accuracy(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Files of published runs, or folders of them.")],
     json: AsJson = False,
+    output: JsonFile = None,
     runs: Annotated[bool, typer.Option("--runs", help="All runs, not only those with the largest errors.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
     csv: Annotated[Path | None, _FILE(help="File for a CSV table of all runs (default: none).")] = None,
@@ -472,6 +476,7 @@ def accuracy(
     return accuracy_command(
         paths,
         as_json=json,
+        output=output,
         every_run=runs,
         markdown=markdown,
         csv_file=csv,
@@ -501,6 +506,7 @@ def explain(
     ] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Kernels of every term as well.")] = False,
     json: AsJson = False,
+    output: JsonFile = None,
     calibration: CalibrationFile = None,
 ) -> int:
     """Show every term of step time and memory, with its formula and numbers."""
@@ -510,6 +516,7 @@ def explain(
         scenario,
         other,
         as_json=json,
+        output=output,
         calibration_file=calibration,
         stragglers=straggler or (),
         kernels=kernels,
@@ -572,7 +579,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSON documents that simplan wrote: of predict, search, explain, compare; - for standard input.",
+            help="JSON documents that simplan wrote (-o): of predict, search, explain, compare; - for standard input.",
         ),
     ],
     output: Annotated[
@@ -580,6 +587,8 @@ def report(
     ] = Path("report.html"),
 ) -> int:
     """Write predictions, searches, explanations and comparisons as one HTML page.
+
+    For example: simplan predict A.yaml B.yaml -o plans.json; simplan report plans.json
 
     The page loads nothing and runs nothing: send it, print it, or keep it with the run.
     """

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from simplan.cli.calibrations import covers, is_needed, read
-from simplan.cli.terminal.output import print_json, print_result, say
+from simplan.cli.terminal.output import print_result, say, write_result
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml, write_text
@@ -37,6 +37,7 @@ def check_command(
     paths: list[Path],
     *,
     as_json: bool,
+    output: Path | None,
     junit: Path | None,
     github: bool,
     bless_values: bool,
@@ -59,9 +60,7 @@ def check_command(
     checked = [check_file(file, calibration) for file in files]
     if junit is not None:
         write_text(junit, junit_xml(checked))
-    if as_json:
-        print_json(checks_json(checked))
-    else:
+    if write_result(checks_json(checked), as_json=as_json, output=output):
         print_result(github_text(checked) if github else checks_text(checked))
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if github and summary:

@@ -29,12 +29,12 @@ from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_wi
 from simplan.cli.predict import calibration_for, name_of, predict_step
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
-from simplan.cli.terminal.output import print_json, print_result, say
+from simplan.cli.terminal.output import print_json, print_result, say, write_result
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
-from simplan.io import read_json, write_json, write_text
+from simplan.io import MAX_JSON_BYTES, as_argument, parse_json, read_text, write_json, write_text
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
@@ -55,6 +55,7 @@ def explain_command(
     other: Path | None,
     *,
     as_json: bool,
+    output: Path | None,
     calibration_file: Path | None,
     stragglers: Sequence[str] = (),
     kernels: bool = False,
@@ -76,9 +77,7 @@ def explain_command(
     else:
         found = difference(*explained)
         document, text = found.to_json(), difference_text(found)
-    if as_json:
-        print_json(document)
-    else:
+    if write_result(document, as_json=as_json, output=output):
         print_result(text)
     return 0
 
@@ -122,11 +121,26 @@ def report_command(files: Sequence[Path], output: Path) -> int:
     if output.suffix.lower() not in (".html", ".htm"):
         rule, fix = "is an HTML page", f"write {output.stem or 'report'}.html"
         raise SpecError(Problem(field="--output", value=str(output), rule=rule, fix=fix))
-    documents = [(str(file), read_json(file)) for file in files]
+    documents = [(str(file), _document(file)) for file in files]
     written = f"written by simplan {simplan.__version__} on {datetime.now(UTC):%Y-%m-%d}"
     write_text(output, html_report(documents, written=written))
     say(f"wrote {output}; any browser opens it")
     return 0
+
+
+def _document(file: Path) -> dict[str, Any]:
+    """JSON document of a file.
+
+    Raises:
+        SpecError: The file is a scenario, a script or something else that is no JSON document.
+    """
+    text = read_text(file, MAX_JSON_BYTES)
+    if not text.lstrip().startswith("{"):
+        wanted = as_argument(file.with_suffix(".json").name)
+        fix = f"run `simplan predict {as_argument(file)} -o {wanted}; simplan report {wanted}`"
+        rule = "is no JSON document, and a report shows those that simplan wrote"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(file))
+    return parse_json(text, str(file))
 
 
 def draw_command(

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 from simplan.cli.calibrations import chosen, covers, is_needed
 from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.options import opened
-from simplan.cli.terminal.output import emphasize, print_json, print_result, say
+from simplan.cli.terminal.output import emphasize, print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cluster.background import BackgroundJob
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
-from simplan.io import as_argument, write_json
+from simplan.io import as_argument
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
-from simplan.report.text import certainty_of_order, prediction_text, predictions_text, verdict
+from simplan.report.predictions import compared_predictions, predictions_text
+from simplan.report.text import prediction_text, verdict
 from simplan.scenario import Scenario
 from simplan.units import format_percent
 
@@ -60,14 +61,12 @@ def predict_command(
             document["fixes"] = [fix.to_json() for fix in found]
         if order is not None:
             document["faster_order"] = order.to_json()
-        if output is not None:
-            write_json(output, document)
+        write_result(document, as_json=as_json, output=output)
     if trace is not None:
         from simplan.report.trace import write_predicted_trace
 
         write_predicted_trace(trace, prediction, simulated)
     if as_json:
-        print_json(document)
         return 0
     sentences = [_warning(scenario, request, prediction), "" if order is None else order.words()]
     warning = "\n".join(sentence for sentence in sentences if sentence)
@@ -102,21 +101,11 @@ def _predict_all(
         given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
         scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
         calibration = calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
-        predictions.append(replace(scenario.predict(calibration), name=name_of(each, scenario, several=True)))
-    predictions.sort(key=lambda prediction: prediction.step_time_s)
-    certainties = (each and {"fraction": each[0], "num_pairs": each[1]} for each in certainty_of_order(predictions))
-    document = {
-        "schema_version": 1,
-        "kind": "predictions",
-        "predictions": [each.to_json() for each in predictions],
-        "published_pairs_in_this_order": [*certainties],
-    }
-    if output is not None:
-        write_json(output, document)
-    if as_json:
-        print_json(document)
-    else:
-        print_result(predictions_text(predictions))
+        prediction = replace(scenario.predict(calibration), name=name_of(each, scenario, several=True))
+        predictions.append(prediction.to_json())
+    document = compared_predictions(predictions)
+    if write_result(document, as_json=as_json, output=output):
+        print_result(predictions_text(document))
     return 0
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from simplan.cli.calibrations import chosen, ensure, is_needed
 from simplan.cli.execute import RunOptions, refuse_other_software, refuse_what_is_only_predicted, run_spec_of_scenario
-from simplan.cli.terminal.output import print_json, print_result
+from simplan.cli.terminal.output import print_result, write_result
 from simplan.cli.terminal.processes import run_executor
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import Problem, SpecError
-from simplan.io import read_model, write_json, write_model
+from simplan.io import read_model, write_model
 from simplan.prediction import Prediction
 from simplan.report.comparison import rehearsal_text
 from simplan.report.text import verdict
@@ -49,10 +49,7 @@ def rehearse_command(
         "rehearsal": rehearsal.model_dump(mode="json"),
         "comparison": comparison.to_json(),
     }
-    if output is not None:
-        write_json(output, document)
-    if as_json:
-        print_json(document)
+    if not write_result(document, as_json=as_json, output=output):
         return 0
     where = "on tensors without data" if fake else f"on {rehearsal.environment.get('device')}"
     title = f"{scenario.name}: rank {rank} of {prediction.job.plan.num_devices}, rehearsed {where}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from simplan.cli.calibrations import read, refuse_unneeded
 from simplan.cli.terminal.budget import chosen_budget
-from simplan.cli.terminal.output import emphasize, print_json, print_result, say
+from simplan.cli.terminal.output import emphasize, print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
@@ -26,7 +26,6 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.problems import parse_model
-from simplan.report.explanation import main_reason
 from simplan.report.search import assumed_text, search_plan_words, search_text, search_verdict
 from simplan.report.text import verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
@@ -71,7 +70,12 @@ class SearchOptions:
 
 
 def search_command(
-    request: ScenarioRequest, *, as_json: bool, options: SearchOptions, calibration_file: Path | None
+    request: ScenarioRequest,
+    *,
+    as_json: bool,
+    output: Path | None,
+    options: SearchOptions,
+    calibration_file: Path | None,
 ) -> int:
     """``simplan search``."""
     scenario = request.search(from_current=options.from_current)
@@ -83,7 +87,7 @@ def search_command(
     refuse_unneeded(scenario, calibration_file)
     calibration = read(calibration_file) if scenario.job.cluster.cores_per_node is not None else None
     if options.largest is not None:
-        return _largest(scenario, command, space, calibration, options, as_json=as_json)
+        return _largest(scenario, command, space, calibration, options, as_json=as_json, output=output)
     if note := slow_search(scenario.job, space):
         say(note)
     with _Watch() as watch:
@@ -100,9 +104,8 @@ def search_command(
     switch = _switch(scenario, result, calibration, options.jobs) if compares else None
     if compares and result.best is None and scenario.current is not None:
         say(f"the current plan {verdict(predict(scenario.current.job, calibration=calibration))}")
-    if as_json:
-        print_json(result.to_json() | ({} if switch is None else {"switch": switch.to_json()}))
-    else:
+    document = result.to_json() | ({} if switch is None else {"switch": switch.to_json()})
+    if write_result(document, as_json=as_json, output=output):
         reason = "" if switch is None or not switch.changes else _reason(switch, calibration)
         text = search_text(result, _next(scenario, request, command, result, options), switch, reason)
         line = search_verdict(result)
@@ -148,7 +151,7 @@ def _with(job: Job, found: RankedPlan) -> Job:
 def _reason(switch: PlanSwitch, calibration: Calibration | None) -> str:
     """Sentence on the main reason why the best plan is faster than the current one."""
     before, after = (explain(each, calibration=calibration) for each in (switch.current, switch.best))
-    return main_reason(difference(before, after), "The step of the best plan")
+    return " ".join(difference(before, after).reasons("the current plan", "the best plan"))
 
 
 def slow_search(job: Job, space: SearchSpace) -> str:
@@ -175,6 +178,7 @@ def _largest(
     options: SearchOptions,
     *,
     as_json: bool,
+    output: Path | None,
 ) -> int:
     quantity = options.largest
     if quantity not in QUANTITIES:
@@ -197,8 +201,7 @@ def _largest(
         what = f"A plan that fits with {quantity} = {found.value:,}, the largest that "
         what += f"`{command} --largest {quantity}` found; there may be faster ones"
         _save(scenario, found, options.save_plan, what, found.model_fields)
-    if as_json:
-        print_json(found.to_json())
+    if not write_result(found.to_json(), as_json=as_json, output=output):
         return 0
     where = "of all sizes" if found.exact else "of the values tried"
     print_result(

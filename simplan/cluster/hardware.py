@@ -12,7 +12,7 @@ from simplan.base import MAX_DEVICES, Count, NonNegative, NumDevices, Rate, Seco
 from simplan.cluster.background import BackgroundJob
 from simplan.cluster.topology import Topology, node_of_name
 from simplan.software.rates import KernelRates
-from simplan.units import MIB, format_percent
+from simplan.units import MIB, counted, format_percent
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
 HostBytes = Annotated[int, Field(ge=1, le=10**15)]
@@ -338,6 +338,15 @@ class ClusterSpec(Spec):
     def num_nodes(self) -> int:
         """Nodes of ``num_devices`` devices; the last one may not be full."""
         return -(-self.num_devices // self.devices_per_node)
+
+    @property
+    def nodes_in_words(self) -> str:
+        """Number of nodes, with the devices of each if the last one is not full: ``2 nodes of 8 + 4 devices``."""
+        last = self.num_devices % self.devices_per_node
+        full = self.num_nodes - 1
+        if not last or not full:
+            return counted(self.num_nodes, "node")
+        return f"{self.num_nodes} nodes of {f'{full} x ' * (full > 1)}{self.devices_per_node} + {last} devices"
 
     @property
     def ranks_per_node(self) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from simplan.explain.explanation import Explanation
 from simplan.explain.term import ExplainedTerm
+from simplan.model.step_work import WorkUnit, work_differences, work_unit
+from simplan.units import format_difference, format_percent, format_time
 
 _CATEGORIES = ("compute", "recompute", "exposed communication", "wait", "host", "optimizer")
 """Groups of terms that sum to the step time."""
@@ -75,11 +77,59 @@ class Difference:
         )
 
     @property
+    def unit(self) -> WorkUnit:
+        """Unit of work in which the steps are compared: a step, or a sample or tokens of steps of unequal work."""
+        return work_unit([self.first.step_work, self.second.step_work])
+
+    @property
     def main_category(self) -> DifferenceRow | None:
-        """Category that contributes most to the difference of the steps; None if their times are equal within 0.1%."""
-        if abs(self.step_time_s) <= _EQUAL * self.first.step_time_s:
+        """Category that contributes most to the difference per ``unit``; None if the times are equal within 0.1%."""
+        total_s = self._per_unit_s
+        if abs(total_s[1] - total_s[0]) <= _EQUAL * total_s[0]:
             return None
-        return max(self.categories, key=lambda row: row.difference * self.step_time_s)
+        return self._largest(self.categories)
+
+    def reasons(self, first: str = "", second: str = "") -> tuple[str, ...]:
+        """Sentences: what differs besides the plans, and the category and term with most of the difference.
+
+        Args:
+            first, second: Names of the plans; empty for those of the explanations.
+        """
+        names = first or self.first.name, second or self.second.name
+        works = work_differences(names, [self.first.step_work, self.second.step_work])
+        return (*works, self._main_reason(f"the step of {second}" if second else "the second step"))
+
+    def _main_reason(self, step: str) -> str:
+        unit, (first_s, second_s) = self.unit.name, self._per_unit_s
+        main = self.main_category
+        if main is None:
+            return f"The {'step times' if unit == 'step' else f'times per {unit}'} are equal within 0.1 %."
+        term = self._largest(row for row in self.time if row.group == main.group)
+        has_terms = sum(row.group == main.group for row in self.time) > 1
+        largest = f" (largest term: {term.name}, {format_difference(self._of_unit(term).difference, 's')})"
+        than = "longer" if second_s > first_s else "shorter"
+        each = f"{main.name}: {format_difference(self._of_unit(main).difference, 's')}{largest * has_terms}."
+        if unit == "step":
+            return f"{step[:1].upper()}{step[1:]} is {than} mainly because of {each}"
+        change = format_percent(abs(second_s / first_s - 1))
+        times = f"{format_time(first_s)} -> {format_time(second_s)}"
+        return f"Per {unit}, {step} is {change} {than} ({times}), mainly because of {each}"
+
+    @property
+    def _per_unit_s(self) -> tuple[float, float]:
+        """Step times per ``unit``."""
+        first, second = self.unit.amounts
+        return self.first.step_time_s / first, self.second.step_time_s / second
+
+    def _of_unit(self, row: DifferenceRow) -> DifferenceRow:
+        """A row of time per ``unit``."""
+        first, second = self.unit.amounts
+        return replace(row, first=row.first / first, second=row.second / second)
+
+    def _largest(self, rows: Iterable[DifferenceRow]) -> DifferenceRow:
+        """Row of time that contributes most to the difference per ``unit``."""
+        first_s, second_s = self._per_unit_s
+        return max(rows, key=lambda row: self._of_unit(row).difference * (second_s - first_s))
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -98,6 +148,8 @@ class Difference:
                 {"name": row.name, "first": row.first, "second": row.second, "difference": row.difference}
                 for row in self.categories
             ],
+            "unit": asdict(self.unit),
+            "reasons": list(self.reasons()),
             "main_category": None if self.main_category is None else self.main_category.name,
             "time": rows(self.time),
             "memory": rows(self.memory),

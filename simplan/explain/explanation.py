@@ -10,6 +10,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.explain.memory import memory_parts
 from simplan.explain.term import ExplainedTerm
 from simplan.explain.time import time_parts
+from simplan.model.step_work import StepWork
 from simplan.predict import Simulated, predict, predict_step
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
@@ -31,6 +32,7 @@ class Explanation:
         memory: Terms in bytes.
         figures: Derived figures with their formulas.
         links: ``ClusterSpec.links``.
+        step_work: Work of the step.
         contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
         advice: Changes that shorten a step with contention, each predicted, as sentences.
         background: Cost of other jobs on these links, as a sentence; empty without any.
@@ -50,6 +52,7 @@ class Explanation:
     memory: tuple[ExplainedTerm, ...]
     figures: tuple[ExplainedTerm, ...]
     links: dict[str, dict[str, Any] | None]
+    step_work: StepWork
     contention: str | None = None
     placement: str = ""
     stragglers: str = ""
@@ -100,6 +103,7 @@ def explain(
         memory=tuple(memory_parts(prediction, simulated.program)),
         figures=tuple(_figures(prediction)),
         links=prediction.job.cluster.links,
+        step_work=prediction.job.step_work,
         contention=None if prediction.network is None else f"contention {prediction.network.contention_words()}",
         placement=prediction.job.placement_words,
         stragglers=_stragglers(prediction, calibration),

@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 
 from simplan.cost.model import CostEstimate, Limit
 from simplan.explain.term import ExplainedPart, ExplainedTerm, counted_formula, exposed_s, parts_of, remainder_words
-from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import Simulated
 from simplan.predict.overlap_slowdown import overlap_words
 from simplan.prediction import Prediction
 from simplan.program.program import SPAN_KINDS, STREAMS, Program, Stream
 from simplan.program.timeline import SpanKind
-from simplan.units import format_percent
 
 _Sum = Literal["busy", "exposed", "waited"]
 _LEAST_WAIT = 1e-6
@@ -56,7 +54,9 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
     yield from _communications(simulated, rank)
     step_s = prediction.step_time_s
     rest = remainder_words(step_s, step_s - split.wait_s)
-    note = f"the step - all of the above{_closed_form(prediction)}"
+    closed = prediction.closed_form_bubble
+    ideal = f"; bubble of equal stages and zero-cost communication: {closed}" if closed else ""
+    note = f"the step - all of the above{ideal}"
     yield ExplainedTerm("wait", "idle", split.wait_s, "s", rest, note)
 
 
@@ -183,13 +183,3 @@ def _moved(simulated: Simulated, rank: int) -> dict[tuple[str, CostEstimate | _S
     for label, each_s, seconds in zip(moving_s, joined_s, exposed.tolist(), strict=True):
         found[label, "busy"], found[label, "exposed"] = float((each_s[1] - each_s[0]).sum()), seconds
     return found
-
-
-def _closed_form(prediction: Prediction) -> str:
-    """Closed form of the schedule's bubble, after a semicolon; empty for none."""
-    plan, facts = prediction.job.plan, SCHEDULE_FACTS.get(prediction.job.plan.schedule)
-    if facts is None or facts.bubble is None:
-        return ""
-    idle, whole = facts.bubble.parts(plan.pp, prediction.job.num_microbatches, plan.virtual_stages)
-    closed = f"{facts.bubble.formula} = {idle}/{whole} = {format_percent(idle / whole)}"
-    return f"; bubble of equal stages and zero-cost communication: {closed}"

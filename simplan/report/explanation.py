@@ -10,7 +10,7 @@ from simplan.cost.model import Limit
 from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanation
 from simplan.report.table import format_table_text
 from simplan.report.text import links_words
-from simplan.units import counted, format_bytes, format_percent, format_time
+from simplan.units import counted, format_bytes, format_difference, format_percent, format_time, format_value
 
 _WRAP = 118
 _SAID_BY_NAME = (Limit.SLOWEST, Limit.HOST, Limit.TIMING)
@@ -32,7 +32,7 @@ def explanation_text(explanation: Explanation, *, kernels: bool = False) -> str:
             f"{when}; the parts sum to the peak",
             "\n".join(_parts(explanation.memory, explanation.device_bytes)),
             "\n".join(
-                ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {_said(p)}" for p in explanation.figures)]
+                ["Figures", *(f"  {format_value(p.value, p.unit)} {p.name} = {_said(p)}" for p in explanation.figures)]
             ),
             *_links(explanation),
             *([f"Placement\n  {explanation.placement}"] if explanation.placement else []),
@@ -64,11 +64,11 @@ def _parts(parts: Iterable[ExplainedTerm], whole: float, *, kernels: bool = Fals
         members = list(terms)
         total = sum(part.value for part in members)
         unit = members[0].unit
-        yield f"  {_number(total, unit):>10}  {format_percent(total / whole):>6}  {group.replace('_', ' ')}"
+        yield f"  {format_value(total, unit):>10}  {format_percent(total / whole):>6}  {group.replace('_', ' ')}"
         for part in members:
             named = part.name != part.group
             if named:
-                yield f"  {_number(part.value, unit):>10}          - {part.name}{_source(part)}"
+                yield f"  {format_value(part.value, unit):>10}          - {part.name}{_source(part)}"
             margin = 24 if named else 22
             yield from _wrapped(_said(part), margin)
             yield from _rows(part, margin, kernels=kernels)
@@ -86,7 +86,7 @@ def _rows(term: ExplainedTerm, margin: int, *, kernels: bool) -> Iterator[str]:
     shown = term.parts if kernels else term.parts[:2]
     for part in shown:
         bound = "" if part.limit in _SAID_BY_NAME else f", bound by {part.limit}"
-        yield from _wrapped(f"{_number(part.value, 's')} {part.name}{bound}", margin + 2)
+        yield from _wrapped(f"{format_value(part.value, 's')} {part.name}{bound}", margin + 2)
         yield from _wrapped(part.formula, margin + 4)
     if hidden := len(term.parts) - len(shown):
         yield from _wrapped(f"and {counted(hidden, 'more size')}", margin + 2)
@@ -116,10 +116,11 @@ def difference_text(difference: Difference) -> str:
     needs = second.device_bytes - first.device_bytes
     return "\n\n".join(
         [
-            f"{first.name} -> {second.name}: a step {_signed(difference.step_time_s, 's')} "
+            f"{first.name} -> {second.name}: a step {format_difference(difference.step_time_s, 's')} "
             f"({format_time(first.step_time_s)} -> {format_time(second.step_time_s)}), "
-            f"memory {_signed(needs, 'bytes')} "
-            f"({format_bytes(first.device_bytes)} -> {format_bytes(second.device_bytes)})\n{main_reason(difference)}",
+            f"memory {format_difference(needs, 'bytes')} "
+            f"({format_bytes(first.device_bytes)} -> {format_bytes(second.device_bytes)})\n"
+            + "\n".join(difference.reasons()),
             _table(difference.categories),
             f"Time (rank {first.rank} and rank {second.rank}); the differences sum to that of the step",
             _table(difference.time),
@@ -131,41 +132,14 @@ def difference_text(difference: Difference) -> str:
     )
 
 
-def main_reason(difference: Difference, step: str = "The second step") -> str:
-    """One sentence: the category with most of the difference of the steps, and its largest term.
-
-    Args:
-        step: Subject of the sentence, the step of the second explanation.
-    """
-    reason = difference.main_category
-    if reason is None:
-        return "The step times are equal within 0.1 %."
-    terms = [row for row in difference.time if row.group == reason.group]
-    largest = max(terms, key=lambda row: row.difference * difference.step_time_s)
-    term = f" (largest term: {largest.name}, {_signed(largest.difference, 's')})" if len(terms) > 1 else ""
-    than = "longer" if difference.step_time_s > 0 else "shorter"
-    return f"{step} is {than} mainly because of {reason.name}: {_signed(reason.difference, 's')}{term}."
-
-
 def _table(rows: Iterable[DifferenceRow]) -> str:
     cells = [
         [
             row.group.replace("_", " ") if row.group == row.name else f"{row.group.replace('_', ' ')}: {row.name}",
-            _number(row.first, row.unit),
-            _number(row.second, row.unit),
-            _signed(row.difference, row.unit),
+            format_value(row.first, row.unit),
+            format_value(row.second, row.unit),
+            format_difference(row.difference, row.unit),
         ]
         for row in rows
     ]
     return format_table_text(["", "first", "second", "difference"], cells)
-
-
-def _number(value: float, unit: str) -> str:
-    if unit not in ("s", "bytes"):
-        return f"{value:,.4g}"
-    sign = "-" if value < 0 else ""
-    return sign + (format_time(abs(value)) if unit == "s" else format_bytes(abs(value)))
-
-
-def _signed(value: float, unit: str) -> str:
-    return _number(value, unit) if value < 0 else f"+{_number(value, unit)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,75 +117,6 @@ def prediction_text(
     if "does not fit" in headline.partition(":")[0]:
         parts.append(f"What uses the memory, and what shrinks it: {documentation('how-to/troubleshooting')}")
     return "\n\n".join([*parts, *suggestions(next_steps)])
-
-
-def predictions_text(predictions: Sequence[Prediction]) -> str:
-    """Table of several predictions, fastest first: time and memory with their intervals, verdict, and what limits each.
-
-    Plans of one job have the certainty of their order (``certainty_of_order``).
-    """
-    headers = ["scenario", "step time", "90 % interval", "MFU", "peak memory", "90 % interval", "verdict", "limited by"]
-    certainties = certainty_of_order(predictions)
-    orders = ["" if each is None else f"{100 * each[0]:.0f} % of {each[1]} pairs" for each in certainties]
-    has_cost = any(each.training_run is not None for each in predictions)
-    if has_cost:
-        headers[3:3] = ["days", "cost"]
-    rows = []
-    for each in predictions:
-        low_s, high_s = map(format_time, each.step_time_interval_s)
-        worst = each.worst_memory
-        row = [
-            each.name,
-            format_time(each.step_time_s),
-            f"{low_s} to {high_s}",
-            "?" if each.mfu is None else format_percent(each.mfu),
-            format_bytes(worst.device_bytes),
-            " to ".join(map(format_bytes, worst.device_interval_bytes)),
-            each.memory_verdict or "?",
-            _limits(each),
-        ]
-        if has_cost:
-            run = each.training_run
-            cost = None if run is None else run.cost
-            row[3:3] = ["" if run is None else _rounded(run.days), "" if cost is None else f"{cost:,.0f}"]
-        rows.append(row)
-    if not any(orders):
-        return format_table_text(headers, rows, indent=0)
-    headers.insert(3, "certainty")
-    for row, order in zip(rows, orders, strict=True):
-        row.insert(3, order)
-    note = (
-        "certainty: share of published pairs of plans, predicted as far apart as a plan and the fastest of its job, "
-        "that were measured in this order"
-    )
-    return format_table_text(headers, rows, indent=0) + f"\n\n{note}"
-
-
-def certainty_of_order(predictions: Sequence[Prediction]) -> list[tuple[float, int] | None]:
-    """Certainty that each plan is slower than the fastest one of its job.
-
-    Args:
-        predictions: Predictions, fastest first.
-
-    Returns:
-        ``right_order`` of both; None for the fastest one of a job, which differs from the others in more than the plan.
-    """
-    from simplan.search.switch import right_order
-
-    fastest: dict[Job, Prediction] = {}
-    found: list[tuple[float, int] | None] = []
-    for each in predictions:
-        first = fastest.setdefault(each.job.with_plan(ParallelPlan()), each)
-        found.append(None if first is each else right_order(first.step_time_s, each.step_time_s))
-    return found
-
-
-def _limits(prediction: Prediction) -> str:
-    """Largest two shares of the step of the rank that waits least: ``compute 71 %, exposed communication 20 %``."""
-    split = asdict(min(prediction.splits, key=lambda split: split.wait_s))
-    largest = sorted((name for name in split if split[name] > 0), key=lambda name: -split[name])[:2]
-    parts = (f"{name.removesuffix('_s').replace('_', ' ')} {split[name] / sum(split.values()):.0%}" for name in largest)
-    return ", ".join(parts).replace("%", " %")
 
 
 def fixes_table(fixes: Sequence[Fix]) -> str:
@@ -346,7 +277,7 @@ def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterato
     place = ""
     if cluster.background_jobs:
         place = f" (nodes {format_ranks(cluster.fabric_nodes)} of {cluster.num_fabric_nodes} on the topology)"
-    yield (f"  cluster      {named}{cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}{place}")
+    yield (f"  cluster      {named}{cluster.devices_in_words}, {cluster.nodes_in_words}{place}")
     if links := links_words(cluster.links):
         yield f"  links        {'the slowest of all nodes: ' if cluster.is_mixed else ''}{links}"
     per_step = "per step" + " (assumed; give --global-batch-size)" * batch_is_assumed
@@ -354,7 +285,7 @@ def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterato
         f"  training     {counted(training.global_batch_size, model.sample)}{tokens} {per_step}, {_precision(job)}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
     )
-    of_rank = microbatch_words(job)
+    of_rank = microbatch_words(job.num_microbatches, plan.sizes_of_ranks, model.sample)
     yield f"  plan         {plan_words(plan)}; {of_rank}"
     if job.placement_words:
         yield f"  placement    {job.placement_words}"
@@ -422,15 +353,20 @@ def _in_runs(numbers: Sequence[int]) -> str:
     return ", ".join(str(value) if count == 1 else f"{count} x {value}" for value, count in runs)
 
 
-def microbatch_words(job: Job) -> str:
+def microbatch_words(number: int, sizes: Sequence[int], sample: str) -> str:
     """Number and size of the microbatches of a data-parallel rank per step.
 
-    For example: ``16 microbatches of 1 sequence per data-parallel rank``, or ``of 1 to 3 sequences``.
+    Args:
+        number: Microbatches of every data-parallel rank.
+        sizes: Samples of a microbatch of each rank.
+        sample: ``sequence`` or ``image``.
+
+    >>> microbatch_words(16, [1, 1], "sequence"), microbatch_words(1, [1, 3], "sequence")
+    ('16 microbatches of 1 sequence per data-parallel rank', '1 microbatch of 1 to 3 sequences per data-parallel rank')
     """
-    number, sizes = job.num_microbatches, job.plan.sizes_of_ranks
     several = f"{number} microbatches" if number > 1 else "1 microbatch"
     fewest = f"{min(sizes)} to " if min(sizes) < max(sizes) else ""
-    return f"{several} of {fewest}{counted(max(sizes), job.model.sample)} per data-parallel rank"
+    return f"{several} of {fewest}{counted(max(sizes), sample)} per data-parallel rank"
 
 
 def plan_words(plan: ParallelPlan) -> str:

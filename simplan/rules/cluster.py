@@ -30,10 +30,10 @@ def link_within_nodes(job: Job) -> Iterator[Problem]:
 def network_between_nodes(job: Job) -> Iterator[Problem]:
     if job.cluster.num_nodes > 1 and job.cluster.inter_link is None:
         yield Problem(
-            field="cluster.nic_gbit",
+            field="cluster.inter_link_gbit_per_node",
             rule=f"is missing: {job.cluster.num_nodes} nodes need a network",
-            fix="give inter_link_gbit_per_node (InfiniBand or RoCE; --gbit-per-node), or inter_link: tcp-10gbit "
-            "(one Ethernet card per node)",
+            fix="give the Gbit/s of a node with InfiniBand or RoCE (--gbit-per-node), e.g. 3200 for eight cards of "
+            "400; or inter_link: tcp-10gbit for one Ethernet card per node",
         )
 
 

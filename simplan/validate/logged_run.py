@@ -175,7 +175,11 @@ def _where() -> dict[str, str]:
 def _refuse_other_files(data: dict[str, Any], file: str) -> None:
     """Raise a specific error for files that are likely given by mistake."""
     if data.get("kind") == "prediction":
-        rule, fix = "is a prediction", "give the log, or the measurement.json of a run, as the second file"
+        rule = "is a prediction"
+        fix = (
+            "`simplan report FIRST.json SECOND.json` compares two predictions, and `simplan explain FIRST.yaml "
+            "SECOND.yaml` their scenarios term by term; for a run, give its log or measurement.json"
+        )
     elif "runs" in data and "meta" in data:
         rule, fix = "holds published runs", "`simplan accuracy` predicts them and compares"
     elif "model" in data and "cluster" in data:

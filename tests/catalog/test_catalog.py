@@ -33,8 +33,11 @@ MODELS = {
 }  # fmt: skip
 CLUSTERS = {
     "dgx-v100", "dgx-a100-40gb", "dgx-a100-80gb", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "p5.48xlarge",
-    "this-machine",
+    "nd-mi300x-v5", "this-machine",
 }  # fmt: skip
+
+ROUNDED_PEAKS = {"l4", "l40s", "rtx-3090", "rubin-sxm"}
+"""GPUs whose datasheets have two or three digits; Rubin's FP8 is more than twice its BF16."""
 
 
 def test_the_names_that_scenarios_rely_on_are_there() -> None:
@@ -83,6 +86,15 @@ def test_datasheet_values() -> None:
     assert catalog.device("h100-sxm-80gb").peak_flop_per_s["bf16"] == pytest.approx(989.4e12, rel=1e-3)
     assert catalog.device("a100-sxm-40gb").peak_flop_per_s["bf16"] == 312e12
     assert catalog.device("v100-sxm2-32gb").peak_flop_per_s["fp16"] == 125e12
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.names("devices") if catalog.device(name).kind == "gpu"])
+def test_matrix_peaks_of_narrower_formats_are_multiples(name: str) -> None:
+    """On a GPU, halving the width doubles the peak: with digits of one datasheet, to half a percent."""
+    peaks = catalog.device(name).peak_flop_per_s
+    for wide, narrow in (("tf32", "bf16"), ("bf16", "fp8")):
+        if wide in peaks and narrow in peaks and name not in ROUNDED_PEAKS:
+            assert peaks[narrow] / peaks[wide] == pytest.approx(2, rel=5e-3), (wide, narrow)
     seen = {
         "h100-sxm-80gb": 79.11,
         "h100-sxm-96gb-500w": 95.0,
@@ -210,8 +222,8 @@ def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> Non
         ("model", "zzzzz", "model = zzzzz: is not in the catalog; `simplan show models` lists them"),
         ("cluster", "dgx-h10", "cluster = dgx-h10: is not in the catalog; did you mean dgx-h100"),
         ("cluster", "p6", "cluster = p6: is not in the catalog; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, "
-         "dgx-h100, dgx-h200, dgx-v100, gb200-nvl72, p5.48xlarge, this-machine; or give device and devices_per_node in "
-         "place of a preset"),
+         "dgx-h100, dgx-h200, dgx-v100, gb200-nvl72, nd-mi300x-v5, p5.48xlarge, this-machine; or give device and "
+         "devices_per_node in place of a preset"),
         ("cluster", "8x 4090", "cluster = 8x 4090: is not in the catalog; rtx-4090 is a device: give device and"),
         ("cluster", "8x A100", "cluster = 8x A100: may be several clusters; name one of dgx-a100-40gb, dgx-a100-80gb"),
         ("software", "megatron", "software = megatron: may be several frameworks; name one of megatron-core, "),

@@ -189,7 +189,7 @@ def test_compare_with_two_predictions(simplan: Simplan, scenario: Path, tmp_path
     predicted = tmp_path / "predicted.json"
     assert simplan("predict", scenario, "-o", predicted).returncode == 0
     result = simplan("compare", predicted, predicted)
-    refused(result, f"{predicted}: is a prediction; give the log, or the measurement.json of a run, as the second file")
+    refused(result, f"{predicted}: is a prediction; `simplan report FIRST.json SECOND.json` compares two predictions, ")
     assert len(result.stderr.splitlines()) == 1
 
 

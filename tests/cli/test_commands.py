@@ -18,6 +18,7 @@ import simplan as package
 from simplan import catalog
 from simplan.cli.app import app
 from simplan.interop.formats import formats
+from simplan.report.html import html_report
 from simplan.scenario import METRICS
 from tests.cli.calls import Simplan, bash, here, refused
 from tests.test_words import PRIVATE_WORDS
@@ -55,10 +56,63 @@ def test_several_scenarios_are_one_table_fastest_first(simplan: Simplan, scenari
     assert document["published_pairs_in_this_order"] == [None, {"fraction": 0.81, "num_pairs": 86}]
     assert " 81 % of 86 " in lines[2]
     assert note.startswith("certainty: share of published pairs of plans")
-    longer = tmp_path / "longer.yaml"
-    longer.write_text(scenario.read_text().replace("global_batch_size: ", "global_batch_size: 1"))
-    assert "certainty" not in simplan("predict", scenario, longer).stdout, "other batches are no two plans of one job"
     refused(simplan("predict", scenario, other, "--trace", tmp_path / "t.json"), "--trace", "is of one scenario")
+
+
+def test_every_result_can_be_saved() -> None:
+    """As ``predict -o`` does; ``calibrate`` has --calibration for its file, and ``show`` prints the catalog."""
+    options = {
+        name: {option for param in command.params for option in param.opts}
+        for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+    }
+    assert {name for name, of_it in options.items() if "--json" in of_it and "-o" not in of_it} == {"calibrate", "show"}
+
+
+def test_saved_results_are_reported_and_others_name_the_command(
+    simplan: Simplan, scenario: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(scenario.read_text().replace("gpipe", "1f1b"))
+    commands: dict[str, list[str | Path]] = {
+        "predict": [scenario, other],
+        "explain": [scenario, other],
+        "search": [scenario, "--set", "search={}"],
+    }
+    saved = []
+    for command, args in commands.items():
+        saved.append(tmp_path / f"{command}.json")
+        text = simplan(command, *args).stdout
+        assert simplan(command, *args, "-o", saved[-1]).stdout == text, "as without -o"
+        assert json.loads(saved[-1].read_text()) == json.loads(simplan(command, *args, "--json").stdout)
+    page = tmp_path / "report.html"
+    assert simplan("report", *saved, "-o", page).returncode == 0
+    assert {"Comparison", "Difference", "Search"} <= {*re.findall(r"<h2>(\w+):? ", page.read_text())}
+    refused(simplan("report", other), "`simplan predict ", "other.yaml -o other.json; simplan report other.json`")
+
+
+def test_plans_with_other_batches_are_compared_per_sequence(simplan: Simplan, tmp_path: Path) -> None:
+    """Each has one microbatch per data-parallel rank, so that the slower plan has the shorter step."""
+    files = [tmp_path / f"{name}.yaml" for name in ("whole", "halved")]
+    for file, options in zip(files, ((), ("--tp", "2")), strict=True):
+        shape = ("llama3-8b", "--gpus", "16")
+        assert simplan("predict", *shape, *options, "--write-scenario", file).returncode == 0
+    table = simplan("predict", *files).stdout
+    document = json.loads(simplan("predict", *files, "--json").stdout)
+    whole, halved = document["predictions"]
+    assert (whole["name"], halved["name"]) == ("whole", "halved"), "the most tokens per second first"
+    assert whole["step_time_s"] > halved["step_time_s"]
+    assert [line.split()[0] for line in table.splitlines()[1:3]] == ["whole", "halved"]
+    for each in (whole, halved):
+        assert f"{each['tokens_per_s_per_device']:,.0f}" in table
+    assert "certainty" not in table, "other batches are no two plans of one job"
+    change = whole["tokens_per_s_per_device"] / halved["tokens_per_s_per_device"] - 1
+    explained = json.loads(simplan("explain", *files, "--json").stdout)
+    text = simplan("explain", *files).stdout
+    page = html_report([("explained.json", explained), ("predicted.json", document)], written="")
+    for shown in (table, text, page, json.dumps(document["notes"]), json.dumps(explained["reasons"])):
+        assert "Batches differ: 16 sequences (whole), 8 sequences (halved)." in shown
+    for shown in (text, page):
+        assert f"Per sequence, the second step is {100 * change:.1f} % longer" in shown
 
 
 def test_explain_shows_every_term_with_its_formula(simplan: Simplan, scenario: Path) -> None:

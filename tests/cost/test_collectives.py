@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +125,22 @@ def test_the_node_with_the_fewest_devices_sets_the_pace() -> None:
     assert estimate.seconds == pytest.approx(SIMPLE_S + 2 * 20 * US + 6 * 1.18 * 2 * US + 1e9 / (0.92 * 180e9))
     gathered = cost_estimate(CollectiveKind.ALL_GATHER, 10**9, tuple(range(12))).seconds
     assert gathered == pytest.approx(SIMPLE_S + 20 * US + 10 * 3 * US + 11 / 12 * 1e9 / 180e9)
+
+
+@pytest.mark.parametrize("number", [9, 12, 16, 20, 24, 36])
+def test_words_on_nodes_add_up_to_all_ranks(number: int) -> None:
+    """Nodes of 8 devices, the last of which may have fewer: words of the cluster, and of every formula."""
+    last = number % 8
+    words = cluster(number).nodes_in_words
+    sizes = re.findall(r"of (?:(\d+) x )?8 \+ (\d+) devices", words)
+    assert words.startswith(f"{-(-number // 8)} nodes")
+    assert [int(full or 1) * 8 + int(rest) for full, rest in sizes] == ([number] if last else [])
+    for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL):
+        communication = Communication(kind, number * 10**8, tuple(range(number)))
+        formula = communication_cost(communication, cluster(number)).formula
+        even = {int(nodes) * int(each) for nodes, each in re.findall(r"(\d+) nodes x (\d+),", formula)}
+        assert even == (set() if last else {number})
+        assert (f"{number} ranks on {-(-number // 8)} nodes, {last} on the smallest," in formula) == bool(last)
 
 
 def test_over_more_than_two_nodes_a_tree_sends_the_buffer_twice() -> None:

@@ -14,7 +14,8 @@ from simplan.predict import predict, predict_step, sweep
 from simplan.predict.memory import RankPeaks, device_memory
 from simplan.predict.step_summary import evaluate_step, summarize_step
 from simplan.prediction import Prediction
-from simplan.report.text import prediction_text, predictions_text, verdict
+from simplan.report.predictions import compared_predictions, predictions_text
+from simplan.report.text import prediction_text, verdict
 from simplan.software.rates import MemorySpread
 from simplan.units import GIB, MIB, format_bytes
 from simplan.validate.logged import compare_logged
@@ -64,7 +65,7 @@ def test_memory_that_a_plan_wants_is_shown_nowhere_cut_off(roomy: Prediction) ->
     assert sweep(with_memory(capacity), {"model.seq_len": [1024]})["device_gib"].tolist() == [wanted / GIB]
     assert f"{format_bytes(wanted)} of {format_bytes(capacity)}" in repr(tight)
     assert format_bytes(wanted) in prediction_text(tight)
-    assert format_bytes(wanted) in predictions_text([tight])
+    assert format_bytes(wanted) in predictions_text(compared_predictions([document]))
     assert repr(tight).count(str(tight.memory_verdict)) == 1
     assert any("finds" in text and "less than it would reserve" in text for text in tight.assumptions)
     assert sum(part.value for part in explain(tight, simulated).memory) == pytest.approx(worst.device_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from random import Random
 from xml.etree import ElementTree
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simplan import catalog
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
@@ -19,6 +21,8 @@ from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline, ticks
 from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on
 from simplan.report.drawings.drawing_text import drawing_text
+from simplan.report.text import verdict
+from simplan.units import format_percent
 from tests.jobs import job_of
 from tests.report.contrast import channels, contrast
 
@@ -127,6 +131,19 @@ def test_a_prediction_is_drawn_as_its_table_says(prediction: Prediction) -> None
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 
+def test_drawing_says_that_its_plan_does_not_fit_and_what_is_idle() -> None:
+    plan = {"pp": 4, "schedule": "1f1b"}
+    for num_layers, fits in ((4, True), (32, False)):
+        model = catalog.model("llama3-8b").model_copy(update={"num_hidden_layers": num_layers})
+        prediction = predict(job_of(model, plan, num_microbatches=8), name="x")
+        assert prediction.fits is fits
+        drawing = draw_pipeline(prediction)
+        for shown in (drawing_text(drawing, 200), drawing_svg(drawing)):
+            assert (f"; {verdict(prediction)}" in shown) == (not fits)
+            assert f"mean idle: {format_percent(prediction.bubble_fraction)}; " in shown
+            assert "(p-1)/(m+p-1) = 3/11 = 27.3 %" in shown
+
+
 @st.composite
 def drawings(draw: st.DrawFn) -> PipelineDrawing:
     """Rows of boxes and gaps of any length; a microbatch is a box's own, so that its text can be told."""
@@ -167,6 +184,9 @@ def test_a_row_of_text_conserves_time(drawing: PipelineDrawing, width: int) -> N
                 place = round(box.start_s * scale)
                 assert cells[place : place + len(text)] == text
                 assert str(box.action)[1:].startswith(text[0])
+                label = re.match("[0-9A-Z]+", text)
+                assert label is not None
+                assert len(label[0]) < max(2, len(text)), "a label ends before the next one begins"
             covered += len(text)
         assert cells.count(" ") == len(cells) - covered
 
@@ -175,8 +195,8 @@ def test_labels_shrink_with_their_boxes() -> None:
     boxes = [("0F0", 0, 4), ("4F0", 4, 7), ("0F1", 7, 9), ("4B0", 9, 10), ("0I1", 10, 20), ("0W1", 20, 30)]
     row = DrawnRank(0, tuple(Box(Action.parse(text), start, end) for text, start, end in boxes), 0.0, {4: 1, 0: 2})
     text = drawing_text(PipelineDrawing("x", 40.0, 1, (row,)), 40 + 26)
-    # a label with its stage needs a column behind it, one without does not
-    assert text.splitlines()[3] == "rank 0 │0F0─F0─F1B0I1╌╌╌╌╌╌╌0W1▒▒▒▒▒▒▒          │ 0.0 %        2+1"
+    # a label needs a column behind it, and has no stage behind a letter: B0I1 would be B0 and I1
+    assert text.splitlines()[3] == "rank 0 │0F0─F0─F─BI1╌╌╌╌╌╌╌╌0W1▒▒▒▒▒▒▒          │ 0.0 %        2+1"
     assert "3 of 6 boxes are too narrow for their full label" in " ".join(text.split())
 
 

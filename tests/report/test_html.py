@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from app.figures import scale
 from simplan.errors import SpecError
 from simplan.explain import difference, explain
 from simplan.report.html import KINDS, html_report
+from simplan.report.predictions import compared_predictions
 from simplan.scenario import load_scenario
 from simplan.search import search
 from simplan.units import format_bytes, format_percent, format_time
@@ -64,6 +67,7 @@ def documents() -> dict[str, dict[str, Any]]:
     swept = (points, scale.scale_rows(points), scale.worth(text), (0.1, scale.slow_ranks(text, 0.1)))
     found = {
         "prediction": prediction.to_json(),
+        "predictions": compared_predictions([prediction.to_json(), second.predict().to_json()]),
         "search": search(first.job, {"tp": [1], "pp": [1, 4], "schedule": ["1f1b"], "top": 2}).to_json(),
         "explanation": explanations[0].to_json(),
         "sweep": scale.scale_document(second, "devices", *swept),
@@ -94,7 +98,7 @@ def test_every_kind_is_shown_with_its_numbers(documents: dict[str, dict[str, Any
         assert term["formula"] in shown.text
     for rule in documents["search"]["space"]["rejected"]:
         assert rule in shown.text
-    assert shown.tags.count("svg") == 1
+    assert shown.tags.count("svg") == 3, "of each prediction"
 
 
 def test_prediction_with_a_topology_shows_its_fabric_and_the_load_of_its_links() -> None:
@@ -109,10 +113,51 @@ def test_prediction_with_a_topology_shows_its_fabric_and_the_load_of_its_links()
     assert f"Contention costs {format_time(network.contention_s)} of the step." in shown.text
 
 
+def kinds_written() -> set[str]:
+    """Kinds of the JSON documents that any module writes: literals with ``kind`` and ``schema_version``."""
+    root = SCENARIOS.parent
+    found = set()
+    for file in (file for package in ("simplan", "executor", "app") for file in (root / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Dict):
+                keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+                if "kind" in keys and {"schema_version", None} & {*keys}:
+                    value = node.values[keys.index("kind")]
+                    found |= {str(value.value)} if isinstance(value, ast.Constant) else set()
+    return found
+
+
+def test_every_kind_is_shown_or_refused_with_the_command_for_one_that_is() -> None:
+    kinds = kinds_written()
+    assert {"prediction", "predictions", "suite", "largest", "run", *KINDS} <= kinds
+    for kind in kinds - {*KINDS}:
+        with pytest.raises(SpecError, match=rf"kind = {kind}: is not shown in a report; ") as error:
+            html_report([("x.json", {"kind": kind, "schema_version": 1})], written="today")
+        [fix] = [problem.fix for problem in error.value.problems]
+        assert re.search(r"`simplan (predict|search) SCENARIO -o \w+\.json`|prediction\.json and comparison\.json", fix)
+
+
+def test_predictions_are_told_apart_and_add_up(documents: dict[str, dict[str, Any]]) -> None:
+    """Two plans of one name have the names of their files; a bar of memory has all that the peak has."""
+    first = documents["prediction"] | {"name": "one"}
+    second = next(each for each in documents["predictions"]["predictions"] if each["name"] == "fsdp") | {"name": "one"}
+    page = Page(html_report([("a/plan-a.json", first), ("a/plan-b.json", second)], written="today")).text
+    for name in ("Comparison: plan-b and plan-a", "Prediction: plan-a", "Prediction: plan-b"):
+        assert page.count(name) == 2, "a heading, and its link"
+    for document in (first, second):
+        worst = next(rank for rank in document["ranks"] if rank["rank"] == document["worst_rank"])
+        peak = worst["peak_memory_gib"]
+        caption = f"Memory of rank {worst['rank']} at its peak: {peak['device']:.2f} GiB"
+        bar = page[page.index(caption) :][:600].partition("GiB of ")[2]
+        parts = re.findall(r"([\d.]+) GiB \(([\d.]+) %\)", bar)
+        assert sum(float(gib) for gib, _ in parts) == pytest.approx(peak["device"], rel=0.01)
+        assert sum(float(share) for _, share in parts) == pytest.approx(100, abs=1)
+        assert f"allocator reserve {peak['reserved'] - peak['allocated']:.2f} GiB" in bar
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"kind": "measurement", "schema_version": 2}, r"x\.json: kind = measurement: is not shown in a report"),
         ({"kind": "prediction", "schema_version": 1}, r"x\.json: schema_version = 1: is of another version"),
         ({"kind": "search", "schema_version": 1}, r"x\.json: file: lacks a part of a search"),
         ({}, r"x\.json: kind = None: is not shown"),

@@ -188,8 +188,9 @@ def test_this_machine(tmp_path: Path) -> None:
         ("{device: mi250, devices_per_node: 2}", "case.yaml:2:1: cluster.intra_link: is missing: the catalog does "
          "not say what joins mi250 devices of one node; name a link, e.g. pcie4 (`simplan show links` lists them)"),
         ("{device: a100-sxm-80gb, devices_per_node: 1, num_nodes: 2}", "case.yaml:2:1: "
-         "cluster.nic_gbit: is missing: 2 nodes need a network; give inter_link_gbit_per_node (InfiniBand or "
-         "RoCE; --gbit-per-node), or inter_link: tcp-10gbit (one Ethernet card per node)"),
+         "cluster.inter_link_gbit_per_node: is missing: 2 nodes need a network; give the Gbit/s of a node with "
+         "InfiniBand or RoCE (--gbit-per-node), e.g. 3200 for eight cards of 400; or inter_link: tcp-10gbit for one "
+         "Ethernet card per node"),
         ("{preset: dgx-h100, device: {memory_byte: 3}, num_devices: 2}", "case.yaml:2:38: cluster.device.memory_byte: "
          "is not a known key; did you mean memory_bytes?"),
         ("{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}", "case.yaml:2:42: "

@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from simplan.wording import visible
@@ -27,6 +28,21 @@ def print_result(text: str) -> None:
 def print_json(document: dict[str, Any]) -> None:
     """A result as one JSON document, to stdout."""
     print_result(json.dumps(document, indent=1, allow_nan=False))
+
+
+def write_result(document: dict[str, Any], *, as_json: bool, output: Path | None) -> bool:
+    """Write a result to the file of ``-o`` and, with ``--json``, to stdout; returns True if its text is to be printed.
+
+    Raises:
+        SpecError: The file cannot be written.
+    """
+    if output is not None:
+        from simplan.io import write_json  # not imported for help and errors
+
+        write_json(output, document)
+    if as_json:
+        print_json(document)
+    return not as_json
 
 
 def say(text: str) -> None:

@@ -71,7 +71,11 @@ class Route(NamedTuple):
     def where(self) -> str:
         """Description of the location for formulas."""
         link = self.slowest.link.id
-        return link if self.between is None else f"{self.num_nodes} nodes x {self.local}, {link}"
+        if self.between is None:
+            return link
+        if self.num_ranks == self.num_nodes * self.local:
+            return f"{self.num_nodes} nodes x {self.local}, {link}"
+        return f"{self.num_ranks} ranks on {self.num_nodes} nodes, {self.local} on the smallest, {link}"
 
 
 def route_of(devices: Sequence[int], cluster: ClusterSpec) -> Route:

@@ -18,6 +18,7 @@ from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import Stream
 from simplan.program.timeline import COMPUTING, Span, SpanKind, Timeline
+from simplan.report.text import verdict
 from simplan.units import counted, format_percent, format_time
 
 WORDS = {
@@ -94,6 +95,8 @@ class PipelineDrawing:
         ranks_per_row: Ranks per pipeline coordinate, of which the first is drawn.
         rows: By pipeline rank.
         placement: ``Job.placement_words``.
+        unfit: Verdict on a plan that does not fit, or may not; empty for any other.
+        closed_form_bubble: ``Prediction.closed_form_bubble``; empty for one pipeline rank.
     """
 
     name: str
@@ -101,6 +104,13 @@ class PipelineDrawing:
     ranks_per_row: int
     rows: tuple[DrawnRank, ...]
     placement: str = ""
+    unfit: str = ""
+    closed_form_bubble: str = ""
+
+    @property
+    def idle_fraction(self) -> float:
+        """Mean of the rows, the bubble fraction."""
+        return sum(row.idle_fraction for row in self.rows) / len(self.rows)
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -137,6 +147,9 @@ class PipelineDrawing:
             "step_time_s": self.step_time_s,
             "num_microbatches": self.num_microbatches,
             "ranks_per_row": self.ranks_per_row,
+            "idle_fraction": self.idle_fraction,
+            "closed_form_bubble": self.closed_form_bubble,
+            "unfit": self.unfit,
             **({"placement": self.placement} if self.placement else {}),
             "rows": [
                 {
@@ -173,7 +186,13 @@ def draw_pipeline(prediction: Prediction) -> PipelineDrawing:
         ranks_per_row=mapping.ranks_per_stage,
         activations_in_flight={memory.rank: memory.activations_in_flight for memory in prediction.memory},
     )
-    return replace(drawing, placement=prediction.job.placement_words)
+    is_certain = prediction.memory_verdict in (None, "fits") and prediction.host_fits is not False
+    return replace(
+        drawing,
+        placement=prediction.job.placement_words,
+        unfit="" if is_certain else verdict(prediction),
+        closed_form_bubble=prediction.closed_form_bubble if prediction.job.plan.pp > 1 else "",
+    )
 
 
 def draw_timeline(
@@ -247,10 +266,12 @@ def heading(drawing: PipelineDrawing) -> str:
 
 
 def subheading(drawing: PipelineDrawing) -> str:
-    """Number of pipeline ranks and microbatches of a drawing."""
+    """Number of pipeline ranks and microbatches of a drawing; and the verdict on a plan that may not fit."""
     one_of = f", the first of {drawing.ranks_per_row} ranks per stage" if drawing.ranks_per_row > 1 else ""
     plural = "" if drawing.num_microbatches == 1 else "es"
-    return f"{counted(len(drawing.rows), 'pipeline rank')}{one_of}; {drawing.num_microbatches} microbatch{plural}"
+    unfit = f"; {drawing.unfit}" if drawing.unfit else ""
+    ranks = counted(len(drawing.rows), "pipeline rank")
+    return f"{ranks}{one_of}; {drawing.num_microbatches} microbatch{plural}{unfit}"
 
 
 def row_figures(row: DrawnRank) -> tuple[str, str]:
@@ -263,6 +284,10 @@ def notes(drawing: PipelineDrawing) -> list[str]:
     """Notes of the legend on labels and on the figures of a row."""
     found = ["3F0: stage 3, forward of microbatch 0"] if drawing.several_stages else []
     found.append("idle: share of the time from the first to the last computation, without the optimizer step")
+    if len(drawing.rows) > 1:
+        ideal = drawing.closed_form_bubble
+        of_equal = f"; of equal stages and zero-cost communication: {ideal}" if ideal else ""
+        found.append(f"mean idle: {format_percent(drawing.idle_fraction)}{of_equal}")
     if any(row.activations_in_flight for row in drawing.rows):
         where = "each stage of a rank" if drawing.several_stages else "a rank"
         found.append(f"in flight: maximum number of microbatches with saved activations on {where}")

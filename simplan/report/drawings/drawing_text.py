@@ -40,9 +40,9 @@ Paint = Callable[[str, Box], str]
 def drawing_text(drawing: PipelineDrawing, width: int, paint: Paint = lambda text, _: text) -> str:
     """Drawing as lines of text.
 
-    A box begins with its label, or with the letter of its kind where the label does not fit. Starts and ends are
-    rounded to whole columns, so each is off by at most half a column. Boxes narrower than a column are not drawn, and
-    the last line counts them.
+    A box begins with its label, or with the letter of its kind where the label and a column behind it do not fit.
+    Starts and ends are rounded to whole columns, so each is off by at most half a column. Boxes narrower than a column
+    are not drawn, and the last line counts them.
 
     Args:
         drawing: Drawing of the pipeline step.
@@ -80,17 +80,21 @@ def _cells(box: Box, drawing: PipelineDrawing, columns: int) -> range:
 
 
 def _row(row: DrawnRank, drawing: PipelineDrawing, columns: int, paint: Paint) -> str:
-    text, position = "", 0
+    text, position, letter_end = "", 0, 0
     for box in row.boxes:
         cells = _cells(box, drawing, columns)
         if cells:
-            text += " " * (cells.start - position) + paint(_box(box, len(cells), drawing), box)
+            boxed = _box(box, len(cells), drawing, after_letter=letter_end == cells.start > 0)
+            text += " " * (cells.start - position) + paint(boxed, box)
             position = cells.stop
+            letter_end = position if len(cells) == 1 else 0
     return text + " " * (columns - position)
 
 
-def _box(box: Box, width: int, drawing: PipelineDrawing) -> str:
-    fitting = (text for text in labels(box, drawing.several_stages) if _room(text) <= width)
+def _box(box: Box, width: int, drawing: PipelineDrawing, *, after_letter: bool) -> str:
+    """Text of a box; directly after a single letter its label has no stage, because B0F1 would be B0 and F1."""
+    several_stages = drawing.several_stages and not after_letter
+    fitting = (text for text in labels(box, several_stages) if _room(text) <= width)
     label = next(fitting, str(box.action.kind)[0])
     fill = _FILLS[box.action.kind] * width
     recomputing = _RECOMPUTE * round(box.recomputed_share * width)
@@ -98,8 +102,8 @@ def _box(box: Box, width: int, drawing: PipelineDrawing) -> str:
 
 
 def _room(label: str) -> int:
-    """Columns that a label needs: one more when it begins with a stage, because 0F00F1 cannot be read."""
-    return len(label) + (1 if label[0].isdigit() else 0)
+    """Columns that a label needs: one more than it has, because F0F1F2 cannot be read."""
+    return len(label) + 1
 
 
 def _axis(drawing: PipelineDrawing, columns: int) -> str:

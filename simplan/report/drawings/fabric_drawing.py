@@ -14,7 +14,7 @@ from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric, FabricLink
 from simplan.network.graph import GraphInterconnect
 from simplan.report.table import format_table_text
-from simplan.units import counted, format_rate, format_time
+from simplan.units import format_rate, format_time
 
 _SCHEMA_VERSION = 1
 _MAX_NODES, _MAX_CARDS, _MAX_SWITCHES = 6, 8, 16  # drawn; of switches, per layer
@@ -147,7 +147,7 @@ def draw_fabric(cluster: ClusterSpec) -> FabricDrawing:
     device_kind = kind_of(fabric, 0)
     torus, link = topology if isinstance(topology, Torus) else None, cluster.intra_link
     return FabricDrawing(
-        title=f"{cluster.id}: {cluster.devices_in_words}, {counted(cluster.num_nodes, 'node')}",
+        title=f"{cluster.id}: {cluster.devices_in_words}, {cluster.nodes_in_words}",
         words="one switch for all nodes" if topology is None else topology.words(),
         num_nodes=cluster.num_nodes,
         device_kind=device_kind,

@@ -74,12 +74,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = 
     return f'<div class="wide"><table>{head}<thead>{line("th", columns)}</thead><tbody>{body}</tbody></table></div>'
 
 
-def bar(shares: Iterable[Share], whole: float, label: str = "") -> str:
-    """A bar whose parts are fractions of a whole, with a legend below; without parts under a tenth of a percent."""
+def bar(shares: Iterable[Share], whole: float, label: str = "", *, box: float | None = None) -> str:
+    """A bar whose parts are fractions of a whole, with a legend below; without parts under a tenth of a percent.
+
+    Args:
+        box: Value of the whole width, if it is more than ``whole``.
+    """
+    width = max(whole, box or 0.0)
     seen = (share for share in shares if share.value > 1e-3 * whole)
     kept = [(share, _COLOURS[place % len(_COLOURS)]) for place, share in enumerate(seen)]
     parts = "".join(
-        f'<span style="width:{100 * share.value / whole:.3f}%;background:{colour}" title="{escape(share.name)}: '
+        f'<span style="width:{100 * share.value / width:.3f}%;background:{colour}" title="{escape(share.name)}: '
         f'{escape(share.text)}"></span>'
         for share, colour in kept
     )

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from html import escape
-from typing import Any
+from pathlib import PurePath
+from typing import Any, TypeVar
 
 from simplan.errors import Problem, SpecError
+from simplan.prediction import PREDICTION_SCHEMA_VERSION
 from simplan.report.html.sections import (
     comparison_section,
     difference_section,
     explanation_section,
     prediction_section,
+    predictions_section,
     search_section,
     sweep_section,
 )
+from simplan.report.predictions import compared_predictions
+
+_T = TypeVar("_T")
 
 _SECTIONS: Mapping[str, tuple[int, str, Callable[[Mapping[str, Any]], str]]] = {
-    "prediction": (2, "Prediction", prediction_section),
+    "prediction": (PREDICTION_SCHEMA_VERSION, "Prediction", prediction_section),
+    "predictions": (1, "Comparison", predictions_section),
     "search": (1, "Search", search_section),
     "explanation": (1, "Explanation", explanation_section),
     "sweep": (1, "Sweep", sweep_section),
@@ -28,6 +35,14 @@ _SECTIONS: Mapping[str, tuple[int, str, Callable[[Mapping[str, Any]], str]]] = {
 """By kind of document: the schema version that is read, a title, and the section."""
 KINDS = tuple(_SECTIONS)
 """Kinds of documents that a report shows."""
+_PREDICT = "write one with `simplan predict SCENARIO -o prediction.json`"
+_OF_RUN = "give prediction.json and comparison.json from the folder of the run"
+_OTHER_FIXES: Mapping[str, str] = {
+    "run": _OF_RUN,
+    "demo": _OF_RUN,
+    "largest": "write a search with `simplan search SCENARIO -o search.json`",
+}
+"""By kind of a document that a report does not show: how to get one that it shows, unless it is ``_PREDICT``."""
 
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1c2128;--soft:#57606a;--line:#d0d7de;--band:#f4f6f8;
@@ -75,15 +90,22 @@ body{max-width:none}}
 def html_report(documents: Iterable[tuple[str, Mapping[str, Any]]], *, written: str) -> str:
     """Returns an HTML page with a section for each document. It loads nothing and runs nothing.
 
+    Predictions are in one section each, below a table of all if there are several.
+
     Args:
-        documents: File, for errors, and content of JSON documents of ``KINDS``.
+        documents: File, for errors and to tell equal names apart, and content of JSON documents of ``KINDS``.
         written: Sentence on who wrote the page and when.
 
     Raises:
         SpecError: A document is of no kind that a report shows, was written by another version, or lacks a part.
     """
+    named = _with_distinct_names([each for file, document in documents for each in _single(file, document)])
+    predictions = [document for _, document in named if document["kind"] == "prediction"]
+    if len(predictions) > 1:
+        file = next(file for file, document in named if document["kind"] == "prediction")
+        named.insert(0, (file, _read(file, "predictions", lambda: compared_predictions(predictions))))
     sections, links = [], []
-    for place, (file, document) in enumerate(documents):
+    for place, (file, document) in enumerate(named):
         title, body = _section(file, document)
         links.append(f'<a href="#s{place}">{escape(title)}</a>')
         sections.append(f'<section id="s{place}"><h2>{escape(title)}</h2>{body}</section>')
@@ -97,23 +119,67 @@ def html_report(documents: Iterable[tuple[str, Mapping[str, Any]]], *, written: 
     )
 
 
-def _section(file: str, document: Mapping[str, Any]) -> tuple[str, str]:
+def _single(file: str, document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A document, or each of its predictions.
+
+    Raises:
+        SpecError: A report does not show the document.
+    """
     kind, version = str(document.get("kind")), document.get("schema_version")
     if kind not in _SECTIONS:
-        fix = f"give files that simplan wrote of {', '.join(KINDS)}"
+        fix = _OTHER_FIXES.get(kind, _PREDICT)
         raise SpecError(Problem(field="kind", value=kind, rule="is not shown in a report", fix=fix), file=file)
-    known, title, section = _SECTIONS[kind]
+    known = _SECTIONS[kind][0]
     if version != known:
         rule, fix = f"is of another version of simplan; this one reads {known}", "write the file again"
         raise SpecError(Problem(field="schema_version", value=str(version), rule=rule, fix=fix), file=file)
+    if kind != "predictions":
+        yield file, document
+        return
+    for each in _read(file, kind, lambda: [*document["predictions"]]):
+        yield from _single(file, each)
+
+
+def _with_distinct_names(documents: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Documents; those of one kind that share a name have that of their file, or a number if they share that too."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    named = [*documents]
+    for place, (_, document) in enumerate(named):
+        if "name" in document:
+            groups.setdefault((document["kind"], document["name"]), []).append(place)
+    for (_, name), places in groups.items():
+        if len(places) == 1:
+            continue
+        files = [named[place][0] for place in places]
+        numbered = [f"{name} {number + 1}" for number in range(len(places))]
+        choices = ([PurePath(file).stem for file in files], files, numbered)
+        names = next(choice for choice in choices if len(set(choice)) == len(choice))
+        for place, new in zip(places, names, strict=True):
+            named[place] = (named[place][0], {**named[place][1], "name": new})
+    return named
+
+
+def _section(file: str, document: Mapping[str, Any]) -> tuple[str, str]:
+    kind = str(document["kind"])
+    _, title, section = _SECTIONS[kind]
+    body = _read(file, kind, lambda: section(document))
+    if kind == "predictions":
+        names = [each["name"] for each in document["predictions"]]
+    elif "name" in document:
+        names = [document["name"]]
+    else:
+        names = [document[key]["name"] for key in ("first", "second") if key in document]
+    return f"{title}: {' and '.join(names)}" if names else title, body
+
+
+def _read(file: str, kind: str, read: Callable[[], _T]) -> _T:
+    """Result of a function that reads a document.
+
+    Raises:
+        SpecError: The document lacks a part.
+    """
     try:
-        body = section(document)
+        return read()
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, StopIteration) as error:
         rule = f"lacks a part of a {kind}, or has another one ({type(error).__name__}: {error})"
         raise SpecError(Problem(field="file", rule=rule, fix="write the file again"), file=file) from None
-    names = (
-        [document["name"]]
-        if "name" in document
-        else [document[key]["name"] for key in ("first", "second") if key in document]
-    )
-    return f"{title}: {' and '.join(names)}" if names else title, body

@@ -28,8 +28,9 @@ from simplan.report.html.elements import (
     table,
     words,
 )
-from simplan.report.text import plan_words
-from simplan.units import format_bytes, format_percent, format_rate, format_time
+from simplan.report.predictions import certainty_notes, predictions_table
+from simplan.report.text import microbatch_words, plan_words
+from simplan.units import counted, format_bytes, format_percent, format_rate, format_time
 
 _FEWEST_NODES = 2
 """Nodes of a cluster whose network is drawn."""
@@ -37,6 +38,12 @@ _MOST_ROWS = 16
 """Pipeline ranks of a drawing, and rows of a table before the rest is folded."""
 
 Document = Mapping[str, Any]
+
+
+def predictions_section(document: Document) -> str:
+    """Table of several predictions, best first, with its notes; each has its own section."""
+    parts = [table(*predictions_table(document)), listing([*document["notes"], *certainty_notes(document)])]
+    return "".join(parts)
 
 
 def prediction_section(document: Document) -> str:
@@ -53,7 +60,7 @@ def prediction_section(document: Document) -> str:
         ("tokens per second and device", number_text(document["tokens_per_s_per_device"])),
         ("MFU", "" if document["mfu"] is None else format_percent(document["mfu"])),
     ]
-    cluster = inputs["cluster"]
+    cluster = parse_model(ClusterSpec, inputs["cluster"])
     return "".join(
         [
             figures((name, value) for name, value in shown if value),
@@ -61,32 +68,43 @@ def prediction_section(document: Document) -> str:
                 ["", ""],
                 [
                     ["model", f"{inputs['model']['name']}, sequences of {inputs['model']['seq_len']:,} tokens"],
-                    ["cluster", f"{cluster['num_devices']:,} x {cluster['device']['id']} ({cluster['id']})"],
+                    ["cluster", f"{cluster.id}: {cluster.devices_in_words}, {cluster.nodes_in_words}"],
                     ["plan", plan],
                     ["batch", _batch(document)],
                     ["software", inputs["software"]],
                 ],
             ),
             *_splits(document),
-            bar(
-                (Share(words(name), gib, f"{gib:.2f} GiB") for name, gib in _largest(worst["memory_gib"])),
-                max(capacity or 0.0, sum(worst["memory_gib"].values())),
-                f"Memory of rank {worst['rank']} at its peak{' and capacity of the device' if capacity else ''}",
-            ),
+            _memory(worst, capacity),
             _picture(document),
-            *_fabric(document),
+            *_fabric(document, cluster),
             _terms(document["terms"]),
             folded("Assumptions", listing(document["assumptions"])),
         ]
     )
 
 
+def _memory(rank: Document, capacity_gib: float | None) -> str:
+    """Bar of the memory of a rank by category with the allocator's reserve, in a box as wide as the device's memory."""
+    peak = rank["peak_memory_gib"]
+    sizes = {**rank["memory_gib"], "allocator_reserve": peak["reserved"] - peak["allocated"]}
+    of = f" of {capacity_gib:.2f} GiB" if capacity_gib else ""
+    return bar(
+        (Share(words(name), gib, f"{gib:.2f} GiB") for name, gib in _largest(sizes)),
+        sum(sizes.values()),
+        f"Memory of rank {rank['rank']} at its peak: {peak['device']:.2f} GiB{of}",
+        box=capacity_gib,
+    )
+
+
 def _batch(document: Document) -> str:
-    training = document["inputs"]["training"]
-    size, number = document["inputs"]["plan"]["microbatch_size"], document["num_microbatches"]
+    training, sample = document["inputs"]["training"], document["step_work"]["sample"]
+    plan = document["inputs"]["plan"]
+    sizes = plan["microbatch_sizes"] if isinstance(plan["microbatch_sizes"], list) else [plan["microbatch_size"]]
     return (
-        f"{training['global_batch_size']:,} sequences, {number:,} microbatches of {size}, {training['precision']}, "
-        f"{training['optimizer']}"
+        f"{counted(training['global_batch_size'], sample)}, "
+        f"{microbatch_words(document['num_microbatches'], sizes, sample)}, "
+        f"{training['precision']}, {training['optimizer']}"
     )
 
 
@@ -122,9 +140,9 @@ def _picture(document: Document) -> str:
     return f'<figure class="picture">{drawing_svg(drawing)}</figure>'
 
 
-def _fabric(document: Document) -> Iterator[str]:
+def _fabric(document: Document, cluster: ClusterSpec) -> Iterator[str]:
     """Nodes and switches with the load of their links; nothing for a single node."""
-    cluster, network = parse_model(ClusterSpec, document["inputs"]["cluster"]), document.get("network")
+    network = document.get("network")
     if cluster.cores_per_node is not None or cluster.num_nodes < _FEWEST_NODES:
         return
     links = network["links"] if network else []
@@ -292,11 +310,13 @@ def difference_section(document: Document) -> str:
     first, second = document["first"], document["second"]
     columns = ["term", first["name"], second["name"], "difference"]
     times = f"{format_time(first['step_time_s'])} -> {format_time(second['step_time_s'])}"
-    reason = "" if document["main_category"] is None else f", mainly because of {document['main_category']}"
-    parts = [paragraph(f"A step: {times}{reason}.", "verdict")]
+    parts = [paragraph(f"A step: {times}.", "verdict"), *map(paragraph, document["reasons"])]
     for title, key in (("Time", "time"), ("Memory", "memory"), ("Figures", "figures")):
         rows = [
-            [row["name"], *(_value(row[name], row["unit"]) for name in ("first", "second", "difference"))]
+            [
+                words(row["group"]) if row["name"] == row["group"] else f"{words(row['group'])}: {row['name']}",
+                *(_value(row[name], row["unit"]) for name in ("first", "second", "difference")),
+            ]
             for row in document[key]
         ]
         parts.append(table(columns, rows, title))

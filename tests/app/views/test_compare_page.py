@@ -55,6 +55,24 @@ def test_reason_of_a_difference_is_named() -> None:
     assert [line.split("|")[1].strip() for line in settings_.splitlines()[2:]] == ["cluster.intra_link"]
 
 
+def test_scenarios_of_other_batches_are_compared_per_sequence() -> None:
+    half = {**SMALL, "training": {"global_batch_size": 8}}
+    page = opened("compare", view={"scenarios": [half]})
+    assert_no_bug(page)
+    first, second = (whole(dict(document)) for document in (SMALL, half))
+    assert second.step_time_s < first.step_time_s
+    longer = second.tokens_per_s_per_device < first.tokens_per_s_per_device
+    words = [shown.value.replace("\\", "") for shown in page.markdown]
+    differ = f"Batches differ: {first.job.training.global_batch_size} sequences (A), 8 sequences (B)."
+    assert sum(differ in text for text in words) == 2, "of the table, and of the reasons"
+    change = first.tokens_per_s_per_device / second.tokens_per_s_per_device - 1
+    assert table_of(page)["vs A"] == ["", f"{change:+.1%}"]
+    assert any(
+        f"Per sequence, the step of B is {abs(100 * change):.1f} % {'longer' if longer else 'shorter'}" in text
+        for text in words
+    )
+
+
 def test_terms_of_any_two_scenarios_are_compared() -> None:
     page = opened("compare", view={"scenarios": [LARGER, TENSOR], "terms_first": "C", "terms_of": "B"})
     assert_no_bug(page)
