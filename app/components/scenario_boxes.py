@@ -10,6 +10,7 @@ import streamlit as st
 from app import state
 from app.fields import about, choice, get, switch
 from app.fitting import Document, fitted, mended, objection, plan_value, valid_values, with_value
+from app.last_read import with_batch_of_file
 from app.page import escaped
 from simplan.errors import SpecError
 
@@ -56,7 +57,7 @@ def _take_name(key: str, change: Callable[[Document, str], tuple[Document, list[
     except SpecError as error:
         st.session_state[_NOTES] = {key: [problem.sentence() for problem in error.problems]}
         return
-    document, of_plan = mended(document)
+    document, of_plan = mended(with_batch_of_file(document))
     state.set_document(document)
     st.session_state[_NOTES] = {key: notes, "plan": of_plan}
 
@@ -145,6 +146,6 @@ def fit() -> None:
 
 def mend() -> None:
     """Replaces values of the plan that other sections no longer allow; the form tells which."""
-    document, notes = mended(state.document())
+    document, notes = mended(with_batch_of_file(state.document()))
     state.set_document(document)
     st.session_state[_NOTES] = {"plan": notes}

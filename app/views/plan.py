@@ -13,13 +13,14 @@ from streamlit.delta_generator import DeltaGenerator
 
 from app import result_cache, state
 from app.components.elements import csv_text, details, download, download_report, meaning, show_figure, show_table
-from app.components.paste import framework_words, last_read, show_paste
+from app.components.paste import show_paste
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of, show_numbers, show_verdict
 from app.fields import remembered_choice
 from app.figures.plan import PlanResult, memory_bars, memory_figure, memory_rows, plan_result, waterfall_figure
 from app.figures.plans import SettingEffect, setting_effects, written
 from app.fitting import applied, changed, document_text
+from app.last_read import framework_words, last_read
 from app.page import bullets, escaped, run_page
 from app.predictions import Headline, headline_of_prediction, idle_memory_words, plan_fixes, prediction_text
 from app.result_cache import awaited, begun, handed_over
