@@ -43,7 +43,7 @@ def show_verdict(place: DeltaGenerator, headline: Headline, host_words: str = ""
     """
     memory, verdict = headline.memory, headline.memory_verdict
     rank = "the worst rank" if headline.step_time_interval_s is None else f"rank {memory.rank}"
-    needed_bytes = memory.measurable_bytes("device")
+    needed_bytes = memory.needed_bytes
     needs = f"{rank} needs {format_bytes(needed_bytes)}"
     capacity = memory.capacity_bytes
     if host_words:

@@ -28,7 +28,7 @@ from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
-from simplan.report.text import links_words, microbatch_words, plan_words, split_parts
+from simplan.report.text import device_memory_words, links_words, microbatch_words, plan_words, split_parts
 from simplan.scenario import Scenario
 from simplan.search import SearchSpace
 from simplan.units import GIB, counted, format_bytes, format_percent, format_time
@@ -214,9 +214,11 @@ def _show_memory(prediction: Prediction) -> None:
     alt = f"Peak memory of every rank by part; of rank {most.label}, the largest: {words}"
     show_figure(memory_figure(bars, prediction.capacity_bytes), f"{prediction.name} memory by rank", alt=alt)
     when = f"during {worst.peak_action}" if worst.peak_action else "between steps"
+    reserved_bytes = worst.measurable_bytes("reserved")
+    more = f". The bar has {device_memory_words(worst)}" if worst.short_bytes else ""
     st.caption(
         f"Peak-memory rank {worst.rank}: {format_bytes(worst.allocated_bytes)} allocated, "
-        f"{format_bytes(worst.reserved_bytes)} reserved, {format_bytes(worst.device_bytes)} on the device, {when}."
+        f"{format_bytes(reserved_bytes)} reserved, {format_bytes(worst.needed_bytes)} on the device, {when}{more}."
     )
 
 
