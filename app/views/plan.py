@@ -31,7 +31,7 @@ from simplan.report.table import format_ranks
 from simplan.report.text import device_memory_words, links_words, microbatch_words, plan_words, split_parts
 from simplan.scenario import Scenario
 from simplan.search import SearchSpace
-from simplan.units import GIB, counted, format_bytes, format_percent, format_time
+from simplan.units import GIB, counted, faster_or_slower, format_bytes, format_percent, format_time
 
 _HEAD_START_S = 0.1
 """Delay of the form and figures after the verdict: browsers draw elements that arrive together at one time."""
@@ -139,10 +139,8 @@ def _start_words(start: Headline) -> str:
     """Sentence on the plan of the first page, and on a usual one."""
     usual = result_cache.headline(state.USUAL)
     assert usual is not None, "it is no scenario of this machine"
-    faster = usual.step_time_s / start.step_time_s - 1
-    return (
-        f"The best plan that Search finds for this job, {100 * faster:.0f} % faster than {plan_words(usual.job.plan)}."
-    )
+    faster = faster_or_slower(start.step_time_s, usual.step_time_s, digits=0)
+    return f"The best plan that Search finds for this job, {faster} than {plan_words(usual.job.plan)}."
 
 
 def _show_fixes(document: dict[str, Any], inputs: tuple[str, int], job: Job) -> None:

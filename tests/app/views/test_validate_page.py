@@ -161,7 +161,7 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     assert [table.columns[0] for table in tables] == ["part"]
     [words] = [info.value for info in shown.info]
     prediction_s = json.loads(made()[0])["step_time_s"]
-    assert words.startswith(f"**Your run is {100 * (1 - 0.4 / prediction_s):.1f} % faster than predicted**")
+    assert words.startswith(f"**Your run is {100 * (prediction_s / 0.4 - 1):.1f} % faster than predicted**")
     changes = [text.value for text in shown.markdown if "than predicted" in text.value]
     assert changes
     assert all("a step: your run is" in text and "GiB, measured 20.00" in text for text in changes)
