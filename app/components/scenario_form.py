@@ -88,7 +88,7 @@ def _model() -> None:
     names = {name: label("models", name) for name in catalog.names("models")}
     preset = get(("model", "preset"))
     if not isinstance(preset, str):
-        names = {_OWN: str(get(("model", "name"), "own model"))} | names
+        names = {_OWN: f"{get(('model', 'name'), 'own model')} (own shapes)"} | names
     about_name = "Name in the catalog, on the Hugging Face Hub, or as people say it; or upload a config.json below"
     name_box("Model", key, preset or _OWN, names, _with_model, label_visibility="collapsed", help=about_name)
     left, right = st.columns(2)
@@ -154,7 +154,7 @@ def _link(key: str) -> None:
         st.text_input(words, "see YAML", disabled=True)
         return
     is_network = key == "inter_link"
-    names = {name: name for name in catalog.names("links") if name.endswith("gbit") is is_network}
+    names = {name: label("links", name) for name in catalog.names("links") if name.endswith("gbit") is is_network}
 
     def change(document: Document, name: str) -> tuple[Document, list[str]]:
         return with_link(document, name, key), []
@@ -174,7 +174,7 @@ def _training(document: Document) -> None:
     if get(("training", "precision")) == "fp8":
         recipes = [None, *(recipe for recipe in get_args(Fp8Recipe) if recipe != DEFAULT_RECIPE)]
         open_choice(document, "FP8 recipe", ("training", "fp8_recipe"), recipes, None, DEFAULT_RECIPE)
-    names = {name: name for name in catalog.names("software")}
+    names = {name: label("software", name) for name in catalog.names("software")}
     profile = profile_name()
     about_framework = "Kernels, fusions and overlap. Names that people use are found: PyTorch FSDP2, Megatron Core"
     name_box("Framework", "form framework", profile, names, with_framework, help=about_framework)
