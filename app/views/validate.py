@@ -235,6 +235,10 @@ def show_result(result: MeasuredResult | LoggedComparison, document: Document | 
 
 def _show_logged(comparison: LoggedComparison, document: Document | None) -> None:
     """The error, the changes and the terms that could explain it."""
+    if other := comparison.other_framework:
+        st.warning(escaped(f"{other[0].upper()}{other[1:]}."), icon=":material/help:")
+        if document is not None:
+            st.page_link("views/plan.py", label="Set the job first", icon=":material/content_paste:")
     if comparison.interval_holds is not None:
         _show_summary(comparison)
         median_of = f"Median of {counted(comparison.num_steps, 'steady step')}"

@@ -323,6 +323,8 @@ def comparison_section(document: Document) -> str:
     if inside is not None:
         where = "lies" if inside else "does not lie"
         parts.insert(0, paragraph(f"The measured step time {where} in the predicted interval.", "verdict"))
+    if document.get("other_framework"):
+        parts.insert(0, paragraph(f"Warning: {document['other_framework']}.", "verdict"))
     if document.get("terms"):
         terms = [
             [
