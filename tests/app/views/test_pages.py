@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from app.page import escaped
 from app.state import decode
+from simplan.documentation import documentation
 from simplan.explain import explain
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict
@@ -280,3 +281,26 @@ def test_memory_that_decides_the_fit_is_one_number(microbatch_size: int, fits: b
 def escaped_away(text: str) -> str:
     """Markdown or JSON as a reader sees it."""
     return text.replace("\\", "")
+
+
+def test_model_that_no_plan_of_its_device_holds_is_trained_otherwise() -> None:
+    """Adapters for fine-tuning, or more devices; the verdict links to the guide, as the command line does."""
+    document = {
+        "model": {"preset": "mistral-7b", "seq_len": 8192},
+        "cluster": {"device": "rtx-4090", "num_devices": 1, "inter_link": "network-400gbit"},
+        "training": {"global_batch_size": 128},
+        "plan": {"recompute": "full", "microbatch_size": 2},
+    }
+    page = opened("plan", document)
+    assert_no_bug(page)
+    assert documentation("how-to/troubleshooting") in page.error[0].value
+    assert "Network" not in [box.label for box in page.selectbox], "one device has none"
+    assert any("no pair of changes" in text.value for text in page.markdown)
+    for key, keys in (("fix adapters", ("training", "task")), ("fix devices", ("cluster", "num_devices"))):
+        changed = opened("plan", document).button(key=key).click().run()
+        assert_no_bug(changed)
+        prediction = whole(changed.session_state["simplan document"])
+        assert prediction.fits
+        assert not changed.error
+        section, name = keys
+        assert changed.session_state["simplan document"][section][name] in ("lora", 8, 16, 32)
