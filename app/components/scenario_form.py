@@ -19,11 +19,9 @@ from app.fitting import (
     Document,
     cluster_size,
     degrees_of,
-    fitting_batches,
     has_free_stages,
     is_above_one,
     microbatch_sizes,
-    num_data_parallel,
     plan_value,
     section,
     valid_values,
@@ -192,7 +190,6 @@ def _plan() -> None:
     st.markdown("###### Plan")
     show_notes("plan")
     document = state.current()
-    _offer_batches(document)
     left, right = st.columns(2)
     with left:
         _degree("Tensor parallel", "tp")
@@ -217,18 +214,6 @@ def _plan() -> None:
     with details("More options", "options") as is_open:
         if is_open:
             _more_of_plan(document)
-
-
-def _offer_batches(document: Document) -> None:
-    """Buttons of the batches next to one that the data-parallel ranks cannot share."""
-    batches = fitting_batches(document)
-    if not batches:
-        return
-    ranks, batch = num_data_parallel(document), section(document, "training").get("global_batch_size")
-    path = ("training", "global_batch_size")
-    st.caption(f":material/info: {ranks} data-parallel ranks cannot share a global batch of {batch}. Nearest ones:")
-    for column, size in zip(st.columns(len(batches)), batches, strict=True):
-        column.button(f"Batch {size}", key=f"form batch {size}", width="stretch", on_click=put, args=(path, size))
 
 
 def _more_of_plan(document: Document) -> None:

@@ -163,15 +163,17 @@ def test_names_of_a_link_are_shown_as_in_the_catalog() -> None:
     assert names == {"model": "llama3-70b", "hardware": "dgx-h100", "framework": "torch"}
 
 
-def test_button_sets_a_batch_that_the_ranks_can_share() -> None:
-    page = shown(USUAL)
-    page.number_input(key="document:cluster.num_devices").set_value(12).run()
-    assert "3 data-parallel ranks cannot share a global batch of 128" in captions(page)
-    page.button(key="form batch 126").click().run()
-    document = page.session_state["simplan document"]
-    assert document["training"]["global_batch_size"] == 126
-    assert parse_scenario(document_text(document)).job.cluster.num_devices == 12
-    assert "cannot share" not in captions(page)
+@pytest.mark.parametrize("name", ["plan", "timeline"])
+def test_button_under_the_error_sets_a_batch_that_the_ranks_can_share(name: str) -> None:
+    """In the main area of every page, since a phone hides the sidebar."""
+    document = {**SMALL, "cluster": {"preset": "dgx-h100", "num_devices": 12}, "plan": {"dp_replicate": 12}}
+    page = opened_in_session(name, document, {})
+    assert "training.global_batch_size = 16" in page.warning[0].value.replace("\\", "")
+    assert [button.label for button in page.main.button if button.label.startswith("Batch")] == ["Batch 12", "Batch 24"]
+    page.button(key="form batch 24").click().run()
+    assert_no_bug(page)
+    assert not page.warning
+    assert page.session_state["simplan document"]["training"]["global_batch_size"] == 24
 
 
 SPECS: dict[str, type[BaseModel]] = {
