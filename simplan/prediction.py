@@ -81,6 +81,11 @@ class RankMemory:
         return self.measurable_bytes("device")
 
     @property
+    def wanted_bytes(self) -> int:
+        """Device bytes to show beside the capacity: with the whole reserve if the rank fits, else ``needed_bytes``."""
+        return self.device_bytes if self.fits else self.needed_bytes
+
+    @property
     def fits(self) -> bool | None:
         """True if tensors and context are within the device memory; None if that is unknown."""
         return None if self.capacity_bytes is None else self.needed_bytes <= self.capacity_bytes
@@ -384,7 +389,7 @@ class Prediction:
         low_s, high_s = self.step_time_interval_s
         time = f"{format_time(self.step_time_s)} a step ({format_time(low_s)} to {format_time(high_s)})"
         worst = self.worst_memory
-        memory = format_bytes(worst.needed_bytes)
+        memory = format_bytes(worst.wanted_bytes)
         if self.capacity_bytes is not None:
             words = "does not fit" if self.host_fits is False else self.memory_verdict
             memory = f"{words}: {memory} of {format_bytes(self.capacity_bytes)}"

@@ -144,7 +144,7 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
             format_time(each.step_time_s),
             f"{low_s} to {high_s}",
             "?" if each.mfu is None else format_percent(each.mfu),
-            format_bytes(worst.needed_bytes),
+            format_bytes(worst.wanted_bytes),
             " to ".join(map(format_bytes, worst.device_interval_bytes)),
             each.memory_verdict or "?",
             _limits(each),
