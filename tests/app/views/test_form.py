@@ -156,6 +156,20 @@ def test_typed_name_is_taken_or_told_to_be_unclear(box: str, text: str, path: tu
     assert "name one of" not in captions(page.run()), "told once"
 
 
+@pytest.mark.parametrize(
+    ("box", "text", "number"), [("model", "llama3", 9), ("hardware", "a100", 6), ("hardware", "asdf", 0)]
+)
+def test_unclear_name_is_told_in_words_of_the_form(box: str, text: str, number: int) -> None:
+    """With every entry of the list that has the typed words, of clusters and devices, and with no key of a file."""
+    page = typed(shown(USUAL), f"form {box}", text)
+    [said] = [line for line in captions(page).splitlines() if f"{text}: " in line]
+    listed = [name for name in page.selectbox(key=f"form {box}").options if text in name and name != text]
+    assert [name for name in listed if name.rpartition(" · ")[2] not in said] == []
+    assert len(listed) == number
+    assert "devices_per_node" not in said
+    assert ("name one of" in said) is (number > 0)
+
+
 def test_names_of_a_link_are_shown_as_in_the_catalog() -> None:
     document = {**USUAL, "model": {"preset": "Llama 3 70B", "seq_len": 8192}, "software": "FSDP2"}
     page = shown(document | {"cluster": {"preset": "8x8 H100"}})
