@@ -136,7 +136,7 @@ def show_numbers(
             "Cost",
             "no price" if training.cost is None else format_count(training.cost),
             "set a price in the sidebar" if price is None else f"at {price:g} per device and hour",
-            "device hours x price" + _of_interval(training.cost_interval),
+            "device hours x price, in the currency of the price" + _of_interval(training.cost_interval),
         ),
     ]
     return [

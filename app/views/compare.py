@@ -153,7 +153,7 @@ def _cells(head: Headline | None, first: Headline | None, budget: float, price: 
         "per device": f"{format_number(rate / devices)} {unit}",
         "devices": f"{devices:,}",
         "days of training": f"{training.days:,.1f}",
-        "cost": "no price" if training.cost is None else format_count(training.cost),
+        "cost, in the price's currency": "no price" if training.cost is None else format_count(training.cost),
     }
 
 
