@@ -23,6 +23,8 @@ Modules:
   file), and *view values*, small settings such as pinned scenarios. Both last for the session and are part of the
   page's address. ``app/fields.py`` binds widgets to both. A link contains nothing else: opening a link shows pages and
   starts nothing.
+- ``app/last_read.py``: what the session read last, of a pasted text or a file; the global batch of a file that follows
+  from its devices.
 - ``app/predictions.py``: scenario -> prediction and its key numbers, computed in worker processes, which ``app/jobs``
   runs. ``app/result_cache.py`` awaits them, and caches them by the scenario's text for all sessions.
 - ``app/figures``: for each subject its data, and figures as functions of that data, without Streamlit. ``style.py`` has

@@ -110,9 +110,17 @@ def with_link(document: Document, text: str, key: str) -> Document:
 
 
 def open_links(document: Document) -> tuple[str, ...]:
-    """Keys of the links that the scenario names, or that the catalog does not know for the nodes of a device."""
+    """Keys of the links that the scenario names, or that the catalog does not know for the nodes of a device.
+
+    A link that joins nothing, such as the network of a single node, is left out unless its name is wrong.
+    """
     cluster, size = section(document, "cluster"), cluster_size(document)
-    keys = [key for key in ("intra_link", "inter_link") if key in cluster]
+    joined = {"intra_link": size.devices_per_node, "inter_link": size.num_nodes}
+    keys = [
+        key
+        for key, number in joined.items()
+        if key in cluster and (number != 1 or not catalog.is_name("links", str(cluster[key])))
+    ]
     device = cluster.get("device")
     if _is_of_devices(cluster) and isinstance(device, str) and catalog.is_name("devices", device):
         if is_above_one(size.devices_per_node) and catalog.device(device).intra_link is None:

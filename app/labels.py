@@ -1,4 +1,8 @@
-"""Labels of catalog entries in boxes, which browsers filter: the name as people write it, then that of the catalog."""
+"""Labels of catalog entries in boxes, which browsers filter: the name as people write it, then that of the catalog.
+
+No label begins another label or name: Streamlit's boxes drop the label of their value from a text that begins with it,
+so that under the value ``torch`` nobody could type ``torchtitan``.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ _SPELLED = {
         *("ALiBi", "BERT", "DeepSeek", "GPT", "Gemma", "Llama", "MPT", "MT", "Mistral", "Mixtral", "MoE", "NLG"),
         *("NeoX", "OLMoE", "OSS", "Phi", "Pythia", "Qwen", "ResNet", "ViT", "XL", "XXL", "nanoGPT"),
         *("Ada", "Ascend", "Gaudi2", "Gaudi3", "PCIe", "Rubin", "Trainium2"),
+        *("Accelerate", "Bridge", "Core", "DeepSpeed", "Foundry", "LLM", "LM", "MaxText", "Megatron", "NeMo"),
+        *("EFA", "ICI", "Network", "NVLink", "SHARP", "TCP", "TPU", "Transformers", "xGMI"),
     )
-}
+} | {"torch": "PyTorch"}
 """Words that are neither lower case nor, with digits, upper case."""
 _VENDORS = {"mi": "AMD", "tpu": "Google", "gaudi": "Intel", "trainium": "AWS", "ascend": "Huawei"}
 """Vendor by the letters at the beginning of a device's name; the others are NVIDIA's."""
@@ -24,6 +30,7 @@ _VERSION = re.compile(r"v\d(\.\d+)?[a-z]?")
 _VERSION_BEGINS = re.compile(r"(?<=[a-z]{3})(?=\d)")
 """Position between a model's family and its version, as in ``llama3``."""
 _LETTERS = re.compile("[a-z]*")
+_GBIT = re.compile(r"(\d+)gbit")
 
 
 @cache
@@ -32,12 +39,14 @@ def label(kind: Kind, name: str) -> str:
 
     >>> label("models", "llama3.1-8b"), label("devices", "mi300x"), label("clusters", "dgx-a100-40gb")
     ('Llama 3.1 8B · llama3.1-8b', 'AMD MI300X · mi300x', '8x A100 SXM 40GB · dgx-a100-40gb')
+    >>> label("software", "torch"), label("links", "network-400gbit")
+    ('PyTorch · torch', 'Network 400 Gbit/s · network-400gbit')
     """
-    if kind not in ("models", "clusters", "devices") or not catalog.is_name(kind, name):
+    if kind == "topologies" or not catalog.is_name(kind, name):
         return name
     if name == THIS_MACHINE:
         return f"This machine · {name}"
-    if kind == "models":
+    if kind in ("models", "links", "software"):
         return f"{_title(_VERSION_BEGINS.sub('-', name))} · {name}"
     if kind == "clusters":
         return f"{catalog.node(name).devices_per_node}x {_title(catalog.device_of(name), names_chips=True)} · {name}"
@@ -52,6 +61,8 @@ def _title(name: str, *, names_chips: bool = False) -> str:
 
 
 def _word(word: str, *, upper: bool) -> str:
+    if rate := _GBIT.fullmatch(word):
+        return f"{rate[1]} Gbit/s"
     if word in _SPELLED or not upper or _VERSION.fullmatch(word):
         return _SPELLED.get(word, word)
     return re.sub(r"(?<=\d)X(?=\d)", "x", word.upper())

@@ -268,7 +268,7 @@ def numbers_of(plan: ComparedPlan) -> SimpleNamespace | None:
     return SimpleNamespace(
         x=plan.name,
         step=format_time(head.step_time_s),
-        memory=format_bytes(head.memory.device_bytes),
+        memory=format_bytes(head.memory.needed_bytes),
         fits=_FITS.get(head.memory_verdict, str(head.memory_verdict)),
         rate=format_count(head.tokens_per_s),
         mfu="unknown" if head.mfu is None else format_percent(head.mfu),

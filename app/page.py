@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 import streamlit as st
 
 from app import state
+from app.fitting import fitting_batches, with_value
 from simplan.documentation import DOCUMENTATION_URL
 from simplan.errors import NotModelledError, SimplanError, SpecError
 
+_BATCH = ("training", "global_batch_size")
 Following = Callable[[], None]
 """Function that a page calls after it is drawn, e.g. to wait for results."""
 
@@ -26,6 +28,7 @@ def run_page(show: Callable[[], Following | None]) -> None:
         then = show()
     except SimplanError as error:
         show_problems(error)
+        _offer_batches(error)
     except Exception as error:
         logging.getLogger("simplan.app").exception("a page failed")
         st.error(
@@ -36,6 +39,17 @@ def run_page(show: Callable[[], Following | None]) -> None:
         st.caption("This scenario is too long for a link; download it as YAML to share it.")
     if then is not None:
         then()
+
+
+def _offer_batches(error: SimplanError) -> None:
+    """Buttons of the batches next to one that the data-parallel ranks cannot share, if that is an error of the page."""
+    if not isinstance(error, SpecError) or all(problem.field != ".".join(_BATCH) for problem in error.problems):
+        return
+    document = state.document()
+    with st.container(horizontal=True):
+        for size in fitting_batches(document):
+            changed = with_value(document, _BATCH, size)
+            st.button(f"Batch {size}", key=f"form batch {size}", on_click=state.set_document, args=(changed,))
 
 
 def show_problems(error: SimplanError, *, lines: bool = False, named: bool = False) -> None:

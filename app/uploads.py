@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.fitting import document_text, mended, section
+from app.fitting import document_text, mended, num_devices, section
 from simplan.accuracy.reading import ReadFile, parse_published
 from simplan.catalog.spelling import find
 from simplan.document import parse_yaml
@@ -45,6 +45,7 @@ _NAMES_OF_PASTED = (_PASTED, f"{_PASTED}.sh", f"{_PASTED}.toml")
 _SECTIONS = ("model", "cluster", "training", "software")
 _MEASURED = {*LoggedRun.model_fields, "traceEvents", "log_history", "segments", "device_traces", "kind"}
 """Keys at the top of measurements, traces and memory snapshots."""
+_NUMBERS_OF_DEVICES = {"num_devices", "num_nodes"}
 _USUAL_LENGTH = 4096
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -98,7 +99,7 @@ def _completed(
             values = {"microbatch_size": 1, **values} if section == "plan" else values
             chosen = {key: values[key]} if key in values and key != "preset" else values
             overrides |= {f"{section}.{name}": value for name, value in chosen.items() if name not in said}
-    if {"num_devices", "num_nodes"} & configuration.document.data.get("cluster", {}).keys():
+    if _NUMBERS_OF_DEVICES & configuration.document.data.get("cluster", {}).keys():
         overrides = {
             key: overrides[key] for key in overrides if key not in ("cluster.num_nodes", "cluster.num_devices")
         }
@@ -118,6 +119,7 @@ class Recognized:
         notes: Sentences of its reader.
         configuration: Framework's file; None for the rest.
         file: Name of the file, also of pasted text, by which readers of measurements know its kind.
+        assumed_devices: Number of devices of the session, for a framework's file that does not say it; else None.
     """
 
     title: str
@@ -125,6 +127,16 @@ class Recognized:
     notes: tuple[str, ...] = ()
     configuration: Configuration | None = None
     file: str = _PASTED
+    assumed_devices: int | None = None
+
+    @property
+    def batch_follows_devices(self) -> bool:
+        """True for a framework's file with sequences per data-parallel rank, and without a global batch."""
+        return (
+            self.configuration is not None
+            and self.configuration.num_microbatches is not None
+            and "training.global_batch_size" not in self.configuration.names
+        )
 
 
 def recognized_for(name: str, content: bytes, document: str) -> Recognized:
@@ -173,7 +185,10 @@ def recognized(name: str, content: bytes, current: Mapping[str, Any]) -> Recogni
 def _of_framework(name: str, file: ConfigFile, configuration: Configuration, current: Mapping[str, Any]) -> Recognized:
     """A framework's file; for arguments see ``recognized``."""
     written, notes = _completed(file, configuration, current)
-    return Recognized(configuration.title, _unnamed(parse_yaml(written, file.name).data, name), notes, configuration)
+    document = _unnamed(parse_yaml(written, file.name).data, name)
+    says_devices = bool(_NUMBERS_OF_DEVICES & configuration.document.data.get("cluster", {}).keys())
+    assumed = None if says_devices else num_devices(document)
+    return Recognized(configuration.title, document, notes, configuration, assumed_devices=assumed)
 
 
 def _of_no_framework(name: str, content: bytes, file: ConfigFile, current: Mapping[str, Any]) -> Recognized:

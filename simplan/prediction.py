@@ -77,9 +77,19 @@ class RankMemory:
         return peak_bytes if kind == "allocated" else peak_bytes - self.short_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        """Device bytes that decide if the rank fits: ``device_bytes`` without ``short_bytes``."""
+        return self.measurable_bytes("device")
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Device bytes to show beside the capacity: with the whole reserve if the rank fits, else ``needed_bytes``."""
+        return self.device_bytes if self.fits else self.needed_bytes
+
+    @property
     def fits(self) -> bool | None:
         """True if tensors and context are within the device memory; None if that is unknown."""
-        return None if self.capacity_bytes is None else self.measurable_bytes("device") <= self.capacity_bytes
+        return None if self.capacity_bytes is None else self.needed_bytes <= self.capacity_bytes
 
     @property
     def unavoidable_bytes(self) -> int:
@@ -89,7 +99,7 @@ class RankMemory:
     @property
     def device_interval_bytes(self) -> tuple[int, int]:
         """90% interval of the device bytes that the rank needs; without width if it has none."""
-        return self.interval_bytes.get("device", (self.measurable_bytes("device"), self.device_bytes))
+        return self.interval_bytes.get("device", (self.needed_bytes, self.device_bytes))
 
     @property
     def interval_gib(self) -> dict[str, list[float]]:
@@ -108,7 +118,7 @@ class RankMemory:
 
 def worst_memory(memory: Sequence[RankMemory]) -> RankMemory:
     """Memory of the rank with the least headroom, which is the largest if all devices are equal; the lowest rank."""
-    return max(memory, key=lambda m: (m.measurable_bytes("device") - (m.capacity_bytes or 0), m.short_bytes, -m.rank))
+    return max(memory, key=lambda m: (m.needed_bytes - (m.capacity_bytes or 0), m.short_bytes, -m.rank))
 
 
 def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdict | None:
@@ -407,7 +417,7 @@ class Prediction:
         low_s, high_s = self.step_time_interval_s
         time = f"{format_time(self.step_time_s)} a step ({format_time(low_s)} to {format_time(high_s)})"
         worst = self.worst_memory
-        memory = format_bytes(worst.device_bytes)
+        memory = format_bytes(worst.wanted_bytes)
         if self.capacity_bytes is not None:
             words = "does not fit" if self.host_fits is False else self.memory_verdict
             memory = f"{words}: {memory} of {format_bytes(self.capacity_bytes)}"

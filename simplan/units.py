@@ -129,6 +129,17 @@ def format_number_evenly(value: float) -> str:
     return f"{value:#.4g}" if 0 < abs(value) < 999.95 else f"{value:,.0f}"
 
 
+def faster_or_slower(time_s: float, than_s: float, digits: int = 1) -> str:
+    """Format a difference in speed: the longer of two times over the shorter one, minus 1.
+
+    >>> faster_or_slower(5.0, than_s=20.0), faster_or_slower(20.0, than_s=5.0)
+    ('300.0 % faster', '300.0 % slower')
+    """
+    is_slower = time_s > than_s
+    ratio = time_s / than_s if is_slower else than_s / time_s
+    return f"{format_percent(ratio - 1, digits)} {'slower' if is_slower else 'faster'}"
+
+
 def format_percent(fraction: float, digits: int = 1) -> str:
     """Format a fraction as percent.
 

@@ -7,18 +7,20 @@ import json
 import streamlit as st
 
 from app import state
+from app.choosing import with_size
 from app.components.elements import details
+from app.components.scenario_boxes import mend
+from app.fitting import num_data_parallel, section
+from app.last_read import accept_devices, forget, last_read, remember
 from app.page import bullets, show_problems
 from app.result_cache import awaited
 from app.uploads import MAX_BYTES, Recognized, recognized_for
 from simplan.errors import SpecError
-from simplan.interop.formats import changed_settings
-from simplan.job import Job
-from simplan.report.search import change_words
+from simplan.units import counted
 
 _LABEL = "Paste a launch script, a config.json, a log, or the name of a model"
-_KEY, _TEXT, _FILE = "paste", "paste text", "paste file"
-_READ, _LOG = "pasted", "pasted log"
+_KEY, _TEXT, _FILE, _DEVICES = "paste", "paste text", "paste file", "paste devices"
+_LOG = "pasted log"
 _HEIGHT_PX = 160
 
 
@@ -64,33 +66,45 @@ def _show_box() -> None:
         state.set_view("held", "measured")
         state.set_view("prediction", None)
         st.switch_page("views/validate.py")
-    st.session_state[_READ] = found
+    remember(found)
     state.set_document(found.document)
     if "plan" in found.document:
         st.rerun()
     st.switch_page("views/search.py")
 
 
-def last_read() -> Recognized | None:
-    """Content that was read last, while the scenario is that job, with any plan; None otherwise."""
-    found: Recognized | None = st.session_state.get(_READ)
-    if found is None or found.document is None:
-        return None
-    now, then = ({key: one.get(key) for key in one if key != "plan"} for one in (state.current(), found.document))
-    return found if now == then else None
-
-
 def _show_read(found: Recognized) -> None:
     """Kind of the content that was read, and the notes of its reader."""
+    if found.assumed_devices is not None:
+        _show_question(found)
     title = f"Read: {found.title}"
     with details(f"{title} ({len(found.notes)} notes)" if found.notes else title, "paste notes") as is_open:
         if is_open:
             st.markdown(bullets(found.notes) or "It says all that a prediction needs.")
-            st.button("Forget it", key="paste forget", on_click=_forget)
+            st.button("Forget it", key="paste forget", on_click=forget)
 
 
-def _forget() -> None:
-    st.session_state.pop(_READ, None)
+def _show_question(found: Recognized) -> None:
+    """The number of devices that a file does not say, to confirm or to change."""
+    document = state.current()
+    devices = found.assumed_devices
+    batch, ranks = section(document, "training").get("global_batch_size"), num_data_parallel(document)
+    words = f"**How many devices?** The file does not say. {devices} are assumed, from the scenario in the sidebar."
+    if found.batch_follows_devices and isinstance(batch, int) and ranks:
+        each = counted(batch // ranks, "sequence")
+        words += f" The global batch follows: {each} of each data-parallel rank, {batch} in all."
+    st.warning(words, icon=":material/help:")
+    st.session_state[_DEVICES] = devices
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        st.number_input("Devices of this job", step=1, value=None, key=_DEVICES, on_change=_take_devices, width=160)
+        st.button(f"Keep {devices}", key="paste keep devices", on_click=accept_devices)
+
+
+def _take_devices() -> None:
+    number = st.session_state[_DEVICES]
+    if number is not None:
+        state.set_document(with_size(state.document(), number, "num_devices"))
+        mend()
 
 
 def read_log() -> tuple[Recognized, bytes] | None:
@@ -102,11 +116,3 @@ def read_log() -> tuple[Recognized, bytes] | None:
 def forget_log() -> None:
     """Forgets the log that was read."""
     st.session_state.pop(_LOG, None)
-
-
-def framework_words(before: Job, after: Job) -> str:
-    """Difference of two jobs as settings of the framework whose file was read; empty without such a file."""
-    found = last_read()
-    if found is None or found.configuration is None:
-        return ""
-    return "; ".join(change_words(each) for each in changed_settings(found.configuration, before, after))

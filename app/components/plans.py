@@ -63,7 +63,7 @@ from simplan.report.table import format_table_markdown
 from simplan.report.text import memory_interval
 from simplan.scenario import SearchScenario
 from simplan.search import RankedPlan, SearchResult
-from simplan.units import counted, format_bytes, format_number, format_percent, format_time
+from simplan.units import counted, faster_or_slower, format_bytes, format_number, format_percent, format_time
 
 _HEAD_START_S = 0.1
 _POINTS = "plans"
@@ -136,14 +136,14 @@ def _current_plan(result: SearchResult) -> RankedPlan | None:
 def _current_words(current: RankedPlan, result: SearchResult) -> str:
     """The current plan beside the best one, in a sentence."""
     best = result.ranked[0]
-    slower, why = current.step_time_s / best.step_time_s - 1, current.explanation
+    why = current.explanation
     verdict = f", {why.memory_verdict}" if why is not None and why.memory_verdict else ""
     words = f"The current plan ({search_plan_words(current.plan, current.software)}) takes "
     words += f"{format_time(current.step_time_s)} a step{verdict}"
     if is_same_time(current.step_time_s, best.step_time_s):
         return f"{words}: no plan is faster."
     reason = main_difference_words(current, best)
-    compared = f"{format_percent(abs(slower))} {'slower' if slower > 0 else 'faster'} than the best one"
+    compared = f"{faster_or_slower(current.step_time_s, best.step_time_s)} than the best one"
     return f"{words}: {compared}{f', mainly {reason}' if reason else ''}."
 
 

@@ -10,10 +10,13 @@ import streamlit as st
 from app import state
 from app.fields import about, choice, get, switch
 from app.fitting import Document, fitted, mended, objection, plan_value, valid_values, with_value
+from app.last_read import with_batch_of_file
 from app.page import escaped
-from simplan.errors import SpecError
+from simplan.catalog.spelling import UNKNOWN
+from simplan.errors import Problem, SpecError, did_you_mean
 
 _NOTES = "form notes"
+_MAX_LISTED = 16
 
 
 def name_box(
@@ -38,7 +41,7 @@ def name_box(
         index=None if value is None else 0,
         key=key,
         on_change=_take_name,
-        args=(key, change),
+        args=(key, label, names, change),
         format_func=lambda name: names.get(name, name),
         accept_new_options=True,
         filter_mode="contains",
@@ -47,18 +50,46 @@ def name_box(
     show_notes(key)
 
 
-def _take_name(key: str, change: Callable[[Document, str], tuple[Document, list[str]]]) -> None:
+def _take_name(
+    key: str,
+    label: str,
+    names: Mapping[str, str],
+    change: Callable[[Document, str], tuple[Document, list[str]]],
+) -> None:
     name = st.session_state[key]
     if name is None:
         return
     try:
         document, notes = change(state.document(), name)
     except SpecError as error:
-        st.session_state[_NOTES] = {key: [problem.sentence() for problem in error.problems]}
+        st.session_state[_NOTES] = {key: [_unclear(label, name, names, problem) for problem in error.problems]}
         return
-    document, of_plan = mended(document)
+    document, of_plan = mended(with_batch_of_file(document))
     state.set_document(document)
     st.session_state[_NOTES] = {key: notes, "plan": of_plan}
+
+
+def _unclear(label: str, text: str, names: Mapping[str, str], problem: Problem) -> str:
+    """Sentence on a typed name, in words of the box: every entry of its list that has these words, or the nearest ones.
+
+    Args:
+        names: Label of each name of the box.
+        problem: Problem of the name; one that is about something else keeps its own sentence.
+    """
+    if problem.rule != UNKNOWN and not problem.rule.startswith("may be several"):
+        return problem.sentence()
+    listed = [name for name, shown in names.items() if _plain(text) and _plain(text) in _plain(shown)]
+    if len(listed) > 1:
+        more = f" and {len(listed) - _MAX_LISTED} more of the list" if len(listed) > _MAX_LISTED else ""
+        return f"{text}: may be several; name one of {', '.join(listed[:_MAX_LISTED])}{more}"
+    near = did_you_mean(text, names)
+    return (
+        f"{text}: is not in the list of {label}; {near or 'choose an entry, or write the scenario with Edit as YAML'}"
+    )
+
+
+def _plain(text: str) -> str:
+    return "".join(filter(str.isalnum, text.casefold()))
 
 
 def show_notes(place: str) -> None:
@@ -145,6 +176,6 @@ def fit() -> None:
 
 def mend() -> None:
     """Replaces values of the plan that other sections no longer allow; the form tells which."""
-    document, notes = mended(state.document())
+    document, notes = mended(with_batch_of_file(state.document()))
     state.set_document(document)
     st.session_state[_NOTES] = {"plan": notes}

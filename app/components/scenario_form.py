@@ -19,11 +19,9 @@ from app.fitting import (
     Document,
     cluster_size,
     degrees_of,
-    fitting_batches,
     has_free_stages,
     is_above_one,
     microbatch_sizes,
-    num_data_parallel,
     plan_value,
     section,
     valid_values,
@@ -88,7 +86,7 @@ def _model() -> None:
     names = {name: label("models", name) for name in catalog.names("models")}
     preset = get(("model", "preset"))
     if not isinstance(preset, str):
-        names = {_OWN: str(get(("model", "name"), "own model"))} | names
+        names = {_OWN: f"{get(('model', 'name'), 'own model')} (own shapes)"} | names
     about_name = "Name in the catalog, on the Hugging Face Hub, or as people say it; or upload a config.json below"
     name_box("Model", key, preset or _OWN, names, _with_model, label_visibility="collapsed", help=about_name)
     left, right = st.columns(2)
@@ -154,7 +152,7 @@ def _link(key: str) -> None:
         st.text_input(words, "see YAML", disabled=True)
         return
     is_network = key == "inter_link"
-    names = {name: name for name in catalog.names("links") if name.endswith("gbit") is is_network}
+    names = {name: label("links", name) for name in catalog.names("links") if name.endswith("gbit") is is_network}
 
     def change(document: Document, name: str) -> tuple[Document, list[str]]:
         return with_link(document, name, key), []
@@ -174,7 +172,7 @@ def _training(document: Document) -> None:
     if get(("training", "precision")) == "fp8":
         recipes = [None, *(recipe for recipe in get_args(Fp8Recipe) if recipe != DEFAULT_RECIPE)]
         open_choice(document, "FP8 recipe", ("training", "fp8_recipe"), recipes, None, DEFAULT_RECIPE)
-    names = {name: name for name in catalog.names("software")}
+    names = {name: label("software", name) for name in catalog.names("software")}
     profile = profile_name()
     about_framework = "Kernels, fusions and overlap. Names that people use are found: PyTorch FSDP2, Megatron Core"
     name_box("Framework", "form framework", profile, names, with_framework, help=about_framework)
@@ -192,7 +190,6 @@ def _plan() -> None:
     st.markdown("###### Plan")
     show_notes("plan")
     document = state.current()
-    _offer_batches(document)
     left, right = st.columns(2)
     with left:
         _degree("Tensor parallel", "tp")
@@ -217,18 +214,6 @@ def _plan() -> None:
     with details("More options", "options") as is_open:
         if is_open:
             _more_of_plan(document)
-
-
-def _offer_batches(document: Document) -> None:
-    """Buttons of the batches next to one that the data-parallel ranks cannot share."""
-    batches = fitting_batches(document)
-    if not batches:
-        return
-    ranks, batch = num_data_parallel(document), section(document, "training").get("global_batch_size")
-    path = ("training", "global_batch_size")
-    st.caption(f":material/info: {ranks} data-parallel ranks cannot share a global batch of {batch}. Nearest ones:")
-    for column, size in zip(st.columns(len(batches)), batches, strict=True):
-        column.button(f"Batch {size}", key=f"form batch {size}", width="stretch", on_click=put, args=(path, size))
 
 
 def _more_of_plan(document: Document) -> None:

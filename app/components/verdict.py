@@ -13,6 +13,7 @@ from app import result_cache, state
 from app.components.elements import meaning
 from app.fields import kept_number, quantity, remembered_number
 from app.predictions import Headline
+from simplan.documentation import documentation
 from simplan.errors import SpecError
 from simplan.prediction import MemoryVerdict
 from simplan.report.text import memory_interval, short_of_reserve
@@ -31,6 +32,7 @@ _BANNERS: dict[MemoryVerdict, tuple[str, str]] = {
     "does not fit": ("error", ":material/cancel:"),
 }
 """Banner and icon by verdict."""
+_HELP = f"[What uses the memory, and what shrinks it]({documentation('how-to/troubleshooting')})"
 
 
 def show_verdict(place: DeltaGenerator, headline: Headline, host_words: str = "") -> DeltaGenerator:
@@ -43,11 +45,11 @@ def show_verdict(place: DeltaGenerator, headline: Headline, host_words: str = ""
     """
     memory, verdict = headline.memory, headline.memory_verdict
     rank = "the worst rank" if headline.step_time_interval_s is None else f"rank {memory.rank}"
-    needed_bytes = memory.measurable_bytes("device")
+    needed_bytes = memory.needed_bytes
     needs = f"{rank} needs {format_bytes(needed_bytes)}"
     capacity = memory.capacity_bytes
     if host_words:
-        return place.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
+        return place.error(f"**Does not fit**: {host_words}. {_HELP}", icon=":material/cancel:")
     if verdict is None or capacity is None:
         return place.warning(f"{needs}; the memory of a device is unknown", icon=":material/help:")
     headroom = capacity - needed_bytes
@@ -59,6 +61,7 @@ def show_verdict(place: DeltaGenerator, headline: Headline, host_words: str = ""
         words = f"tensors and context of {rank} take {tensors} of {format_bytes(capacity)}; "
         words += short_of_reserve(memory.short_bytes)
     kind, icon = _BANNERS[verdict]
+    words += f". {_HELP}" if kind == "error" else ""
     banner: DeltaGenerator = getattr(place, kind)(f"**{verdict[:1].upper()}{verdict[1:]}**: {words}", icon=icon)
     return banner
 
@@ -133,7 +136,7 @@ def show_numbers(
             "Cost",
             "no price" if training.cost is None else format_count(training.cost),
             "set a price in the sidebar" if price is None else f"at {price:g} per device and hour",
-            "device hours x price" + _of_interval(training.cost_interval),
+            "device hours x price, in the currency of the price" + _of_interval(training.cost_interval),
         ),
     ]
     return [

@@ -125,7 +125,7 @@ def _note(text: str, y: float) -> dict[str, Any]:
 
 def _capacity_words(results: Sequence[TimelineResult], capacity_bytes: int) -> str:
     """Title of the memory: its dashed line, and the plans that do not fit, as the device holds more than tensors."""
-    needs = {result.name: max(curve.device_bytes for curve in result.memory) for result in results}
+    needs = {result.name: max(curve.needed_bytes for curve in result.memory) for result in results}
     too_large = [name for name, num_bytes in needs.items() if num_bytes > capacity_bytes]
     size = f"{format_bytes(capacity_bytes)} of the device (dashed)"
     if not too_large:
@@ -281,7 +281,7 @@ def _peak(curve: MemoryCurve, result: TimelineResult, unit_s: float, color: str,
         mode="markers",
         marker={"symbol": "triangle-down", "size": 10, "color": color, "line": {"width": 1, "color": "white"}},
         hovertemplate=f"{result.name}, rank {curve.rank}<br>peak of tensors {format_bytes(num_bytes)} {when}"
-        f"<br>{format_bytes(curve.device_bytes)} on the device<extra></extra>",
+        f"<br>{format_bytes(curve.needed_bytes)} on the device<extra></extra>",
     )
 
 

@@ -105,14 +105,14 @@ def current_plan(text: str, calibrated_at: int, max_memory_fraction: float, opti
     prediction, scenario = predicted(text, calibrated_at), parse_scenario(text)
     job = prediction.job
     capacity = capacity_bytes(job, SearchSpace(max_memory_fraction=max_memory_fraction))
-    device_bytes, devices = prediction.worst_memory.device_bytes, job.cluster.num_devices
+    needed_bytes, devices = prediction.worst_memory.needed_bytes, job.cluster.num_devices
     samples = 1 if job.model.sample == "image" else job.model.seq_len
     return RankedPlan(
         plan=job.plan,
         num_devices=devices,
         step_time_s=prediction.step_time_s,
-        device_bytes=device_bytes,
-        headroom_bytes=None if capacity is None else capacity - device_bytes,
+        device_bytes=needed_bytes,
+        headroom_bytes=None if capacity is None else capacity - needed_bytes,
         tokens_per_s_per_device=job.sequences_per_step * samples / prediction.step_time_s / devices,
         explanation=explain_plan(Evaluator(job, calibration_of(scenario)), job.plan, (), capacity),
         software={name: getattr(job.software, name) for name in options},

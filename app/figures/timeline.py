@@ -90,14 +90,14 @@ class MemoryCurve:
         rank: Global rank.
         times_s: Times in seconds, ascending; each value is valid from its time on.
         by_category: Bytes per nonzero category, (times,) each.
-        device_bytes: Peak memory on the device: tensors, reserve of the allocator and context.
+        needed_bytes: Device bytes that decide if the rank fits (``RankMemory.needed_bytes``).
         peak_action: Action at the peak; empty for a peak between steps.
     """
 
     rank: int
     times_s: tuple[float, ...]
     by_category: dict[MemoryCategory, tuple[int, ...]]
-    device_bytes: int
+    needed_bytes: int
     peak_action: str
 
     @property
@@ -147,7 +147,7 @@ class TimelineResult:
     @property
     def peak_memory(self) -> MemoryCurve:
         """Memory of the peak-memory rank; the lowest of several."""
-        return max(self.memory, key=lambda curve: (max(curve.total_bytes), -curve.rank))
+        return max(self.memory, key=lambda curve: (curve.needed_bytes, max(curve.total_bytes), -curve.rank))
 
 
 @gc_paused()
@@ -418,6 +418,6 @@ def _memory(simulated: Simulated, memory: RankMemory) -> MemoryCurve:
             for column, category in enumerate(MemoryCategory)
             if on_device[column] and held[kept, column].any()
         },
-        memory.device_bytes,
+        memory.needed_bytes,
         memory.peak_action,
     )

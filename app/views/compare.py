@@ -33,7 +33,7 @@ from simplan.explain import Difference, difference
 from simplan.io import json_text
 from simplan.model.step_work import work_differences, work_unit
 from simplan.report.table import format_table_markdown
-from simplan.report.text import plan_words
+from simplan.report.text import device_memory_words, plan_words
 from simplan.units import counted, format_bytes, format_count, format_number, format_percent, format_time
 
 Document = dict[str, Any]
@@ -66,6 +66,11 @@ def show() -> None:
     st.caption(
         "Step of the rank with the longest compute time, and memory of the peak-memory rank, both with 90 % "
         "intervals; the memory of the device is a dashed line."
+        + "".join(
+            f" The bar of {letter} has {device_memory_words(plan.headline.memory)}."
+            for letter, plan in plans.items()
+            if plan.headline is not None and plan.headline.memory.short_bytes
+        )
     )
     _show_settings(documents)
     predicted = [letter for letter, plan in plans.items() if not plan.refused]
@@ -143,14 +148,14 @@ def _cells(head: Headline | None, first: Headline | None, budget: float, price: 
         "90 % interval": " to ".join(map(format_time, head.step_time_interval_s or ())),
         f"vs {_CURRENT}": change,
         "verdict": _fit(head),
-        "peak memory": format_bytes(head.memory.device_bytes),
+        "peak memory": format_bytes(head.memory.needed_bytes),
         "90 % interval of memory": " to ".join(map(format_bytes, head.memory.device_interval_bytes)),
         "MFU": "unknown" if head.mfu is None else format_percent(head.mfu),
         "throughput": f"{format_number(rate)} {unit}",
         "per device": f"{format_number(rate / devices)} {unit}",
         "devices": f"{devices:,}",
         "days of training": f"{training.days:,.1f}",
-        "cost": "no price" if training.cost is None else format_count(training.cost),
+        "cost, in the price's currency": "no price" if training.cost is None else format_count(training.cost),
     }
 
 
@@ -169,13 +174,13 @@ def _work_words(heads: Mapping[str, Headline]) -> str:
 
 
 def _fit(head: Headline) -> str:
-    capacity = head.memory.capacity_bytes
+    memory, capacity = head.memory, head.memory.capacity_bytes
     if capacity is None:
         return "unknown"
-    over = head.memory.device_bytes > capacity
-    headroom = format_bytes(abs(capacity - head.memory.device_bytes))
-    words = "headroom" if not over else "over with the whole reserve" if head.memory.fits else "over"
-    return f"{head.memory_verdict}: {headroom} {words}"
+    if memory.fits and memory.short_bytes:
+        return f"{head.memory_verdict}: {format_bytes(memory.short_bytes)} short of the allocator's reserve"
+    headroom = format_bytes(abs(capacity - memory.needed_bytes))
+    return f"{head.memory_verdict}: {headroom} {'headroom' if memory.fits else 'over'}"
 
 
 def _show_settings(documents: Mapping[str, Document]) -> None:
@@ -239,7 +244,7 @@ def _show_difference(found: Difference, names: tuple[str, str]) -> None:
     one, two = found.first, found.second
     panels = (
         ("Time", f"{format_time(one.step_time_s)} and {format_time(two.step_time_s)}", found.time),
-        ("Memory", f"{format_bytes(one.device_bytes)} and {format_bytes(two.device_bytes)}", found.memory),
+        ("Memory", f"{device_memory_words(one)} and {device_memory_words(two)}", found.memory),
     )
     for column, (name, values, terms) in zip(st.columns(2, gap="medium"), panels, strict=True):
         with column:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,30 +13,35 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from app import result_cache, state
+from app.choosing import with_size
 from app.components.elements import csv_text, details, download, download_report, meaning, show_figure, show_table
-from app.components.paste import framework_words, last_read, show_paste
+from app.components.paste import show_paste
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of, show_numbers, show_verdict
 from app.fields import remembered_choice
 from app.figures.plan import PlanResult, memory_bars, memory_figure, memory_rows, plan_result, waterfall_figure
 from app.figures.plans import SettingEffect, setting_effects, written
-from app.fitting import applied, changed, document_text
+from app.fitting import applied, changed, document_text, mended, section, with_value
+from app.last_read import framework_words, last_read
 from app.page import bullets, escaped, run_page
 from app.predictions import Headline, headline_of_prediction, idle_memory_words, plan_fixes, prediction_text
-from app.result_cache import awaited, begun, handed_over
+from app.result_cache import awaited, begun, handed_over, without_budget
 from simplan.errors import SimplanError
 from simplan.job import Job
+from simplan.model.families import FAMILIES
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
-from simplan.report.text import links_words, microbatch_words, plan_words, split_parts
+from simplan.report.text import device_memory_words, links_words, microbatch_words, plan_words, split_parts
 from simplan.scenario import Scenario
-from simplan.search import SearchSpace
-from simplan.units import GIB, format_bytes, format_percent, format_time
+from simplan.search import Fix, SearchSpace
+from simplan.units import GIB, faster_or_slower, format_bytes, format_percent, format_time
 
 _HEAD_START_S = 0.1
 """Delay of the form and figures after the verdict: browsers draw elements that arrive together at one time."""
 
 _MAX_CHANGES = 3
+_FACTORS = (2, 4, 8, 16, 32)
+"""Multiples of the devices on which a job is tried that does not fit."""
 _NOTICED = 0.001
 """Smallest fraction of the step time that a change is offered for."""
 
@@ -139,26 +145,59 @@ def _start_words(start: Headline) -> str:
     """Sentence on the plan of the first page, and on a usual one."""
     usual = result_cache.headline(state.USUAL)
     assert usual is not None, "it is no scenario of this machine"
-    faster = usual.step_time_s / start.step_time_s - 1
-    return (
-        f"The best plan that Search finds for this job, {100 * faster:.0f} % faster than {plan_words(usual.job.plan)}."
-    )
+    faster = faster_or_slower(start.step_time_s, usual.step_time_s, digits=0)
+    return f"The best plan that Search finds for this job, {faster} than {plan_words(usual.job.plan)}."
 
 
 def _show_fixes(document: dict[str, Any], inputs: tuple[str, int], job: Job) -> None:
     """Smallest changes with which the plan fits, each with a button that makes it."""
     found = awaited("trying changes with which the plan fits", plan_fixes, *inputs)
     st.subheader("Smallest changes that fit", help="Each was predicted; changes of the same devices come first")
+    for number, fix in enumerate(found):
+        words = framework_words(job, fix.job) or fix.words
+        _show_change(f"fix {number}", words, _fix_numbers(fix), applied(document, fix.changes))
     if not found:
         st.markdown("No single change of the plan fits, and no pair of changes. **Search** evaluates all plans.")
-    for number, fix in enumerate(found):
-        numbers = (
-            f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom"
-            f"{f' ({fix.memory_verdict})' if fix.memory_verdict else ''}; "
-            f"{format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
-        )
-        words = framework_words(job, fix.job) or fix.words
-        _show_change(f"fix {number}", words, numbers, applied(document, fix.changes))
+        _show_other_jobs(document, inputs[1], job)
+
+
+def _fix_numbers(fix: Fix) -> str:
+    return (
+        f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom"
+        f"{f' ({fix.memory_verdict})' if fix.memory_verdict else ''}; "
+        f"{format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
+    )
+
+
+def _show_other_jobs(document: dict[str, Any], calibrated_at: int, job: Job) -> None:
+    """What to do if no plan of these devices fits: adapters instead of all weights, or more devices."""
+    adapters = None
+    if job.training.task == "pretrain" and "lora_rank" in FAMILIES[job.model.family].fields:
+        tuned = with_value(document, ("training", "task"), "sft")
+        with suppress(SimplanError):
+            found = awaited("trying adapters", plan_fixes, document_text(without_budget(tuned)), calibrated_at)
+            adapters = next((fix for fix in found if fix.job.training.task == "lora"), None)
+    if adapters is not None:
+        words = f"For fine-tuning: {adapters.words}"
+        _show_change("fix adapters", words, _fix_numbers(adapters), applied(document, adapters.changes))
+    for larger, head in _on_more_devices(document, job):
+        words = f"{head.job.cluster.num_devices} devices: {plan_words(head.job.plan)}"
+        numbers = f"{format_bytes(head.memory.needed_bytes)} ({head.memory_verdict}); "
+        _show_change("fix devices", words, f"{numbers}{format_time(head.step_time_s)} a step", larger)
+
+
+def _on_more_devices(document: dict[str, Any], job: Job) -> Iterator[tuple[dict[str, Any], Headline]]:
+    """Yield the scenario on the fewest devices on which its shards fit, by doubling, if there is such a number."""
+    if job.cluster.cores_per_node is not None or job.cluster.is_mixed:
+        return
+    sharded = document | {"plan": section(document, "plan") | {"zero_stage": 3, "microbatch_size": 1}}
+    for factor in _FACTORS:
+        larger, _ = mended(with_size(sharded, factor * job.cluster.num_devices, "num_devices"))
+        with suppress(SimplanError):
+            head = result_cache.headline(larger)
+            if head is not None and head.memory.fits:
+                yield larger, head
+                return
 
 
 def _show_faster(document: dict[str, Any], inputs: tuple[str, int], job: Job) -> None:
@@ -214,9 +253,11 @@ def _show_memory(prediction: Prediction) -> None:
     alt = f"Peak memory of every rank by part; of rank {most.label}, the largest: {words}"
     show_figure(memory_figure(bars, prediction.capacity_bytes), f"{prediction.name} memory by rank", alt=alt)
     when = f"during {worst.peak_action}" if worst.peak_action else "between steps"
+    reserved_bytes = worst.measurable_bytes("reserved")
+    more = f". The bar has {device_memory_words(worst)}" if worst.short_bytes else ""
     st.caption(
         f"Peak-memory rank {worst.rank}: {format_bytes(worst.allocated_bytes)} allocated, "
-        f"{format_bytes(worst.reserved_bytes)} reserved, {format_bytes(worst.device_bytes)} on the device, {when}."
+        f"{format_bytes(reserved_bytes)} reserved, {format_bytes(worst.needed_bytes)} on the device, {when}{more}."
     )
 
 

@@ -58,8 +58,8 @@ def show() -> None:
     if len(results) == 1:
         when = f"during {curve.peak_action}" if curve.peak_action else "between steps"
         st.caption(
-            f"Memory of rank {rank}: tensors peak at {format_bytes(curve.peak[1])} {when}; with the allocator's "
-            f"reserve and the device context, {format_bytes(curve.device_bytes)} on the device."
+            f"Memory of rank {rank}: tensors peak at {format_bytes(curve.peak[1])} {when}; with the device "
+            f"context and the allocator's reserve, as far as it fits, {format_bytes(curve.needed_bytes)} on the device."
         )
     labels = label_words(several=any(len(lane.stages) > 1 for result in results for lane in result.lanes))
     ranks_per_lane = results[0].ranks_per_lane

@@ -39,7 +39,7 @@ from simplan.errors import SpecError
 from simplan.io import json_text
 from simplan.report.comparison import alone_words, candidate_causes, factor_words
 from simplan.scenario import with_software
-from simplan.units import counted, format_percent, format_time
+from simplan.units import counted, faster_or_slower, format_percent, format_time
 from simplan.validate.compare import Comparison
 from simplan.validate.hypotheses import Hypothesis
 from simplan.validate.logged import LoggedComparison
@@ -235,6 +235,10 @@ def show_result(result: MeasuredResult | LoggedComparison, document: Document | 
 
 def _show_logged(comparison: LoggedComparison, document: Document | None) -> None:
     """The error, the changes and the terms that could explain it."""
+    if other := comparison.other_framework:
+        st.warning(escaped(f"{other[0].upper()}{other[1:]}."), icon=":material/help:")
+        if document is not None:
+            st.page_link("views/plan.py", label="Set the job first", icon=":material/content_paste:")
     if comparison.interval_holds is not None:
         _show_summary(comparison)
         median_of = f"Median of {counted(comparison.num_steps, 'steady step')}"
@@ -315,8 +319,7 @@ def run_words(predicted_s: float, measured_s: float) -> str:
     """``your run is 12.6 % slower than predicted``."""
     if is_same_time(measured_s, predicted_s):
         return "your run is as predicted"
-    longer = measured_s / predicted_s - 1
-    return f"your run is {format_percent(abs(longer))} {'slower' if longer > 0 else 'faster'} than predicted"
+    return f"your run is {faster_or_slower(measured_s, predicted_s)} than predicted"
 
 
 def _show_summary(found: Comparison | LoggedComparison) -> None:
@@ -387,12 +390,11 @@ def _metrics(
     """Label, value and help of both step times and the error."""
     step = found.rows[0]
     low_s, high_s = (format_time(seconds) for seconds in interval_s)
-    longer = step.measured / step.predicted - 1
-    about = f"measured / predicted - 1. Error, (predicted - measured) / measured: {step.signed_error or 0:+.1%}"
+    about = f"Longer step / shorter step - 1. Error, (predicted - measured) / measured: {step.signed_error or 0:+.1%}"
     return [
         ("Predicted step", format_time(step.predicted), f"90 % interval {low_s} to {high_s}"),
         ("Measured step", format_time(step.measured), measured),
-        ("Your run", f"{format_percent(abs(longer))} {'slower' if longer > 0 else 'faster'}", about),
+        ("Your run", faster_or_slower(step.measured, step.predicted), about),
         ("Spread", "unknown" if step.spread is None else f"+/- {format_percent(step.spread)}", "Spread of the steps"),
         ("In the interval", "yes" if found.interval_holds else "no", "Measured step time inside the 90 % interval"),
     ]

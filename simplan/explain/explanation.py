@@ -28,6 +28,7 @@ class Explanation:
         time: Terms in seconds.
         memory_rank: Rank whose memory is explained: the peak-memory rank.
         device_bytes: Device bytes of that rank at its peak point, the sum of ``memory``.
+        short_bytes: Bytes of these for which the device has no memory (``RankMemory.short_bytes``).
         memory_action: Action during the peak; empty for between steps.
         memory: Terms in bytes.
         figures: Derived figures with their formulas.
@@ -48,6 +49,7 @@ class Explanation:
     time: tuple[ExplainedTerm, ...]
     memory_rank: int
     device_bytes: int
+    short_bytes: int
     memory_action: str
     memory: tuple[ExplainedTerm, ...]
     figures: tuple[ExplainedTerm, ...]
@@ -99,6 +101,7 @@ def explain(
         time=tuple(time_parts(prediction, simulated, rank)),
         memory_rank=worst.rank,
         device_bytes=worst.device_bytes,
+        short_bytes=worst.short_bytes,
         memory_action=worst.peak_action,
         memory=tuple(memory_parts(prediction, simulated.program)),
         figures=tuple(_figures(prediction)),

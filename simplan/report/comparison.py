@@ -214,7 +214,8 @@ _SLOW = f"what to check in a slow run, or one that is out of memory: {documentat
 
 def logged_text(comparison: LoggedComparison) -> str:
     """Table, verdict, hypotheses, the most uncertain parts, categories of memory, and notes."""
-    sections = [comparison_rows(comparison.rows)]
+    other = comparison.other_framework
+    sections = [*([f"warning: {other}"] if other else []), comparison_rows(comparison.rows)]
     notes = ["error = (predicted - measured) / measured"]
     if comparison.interval_holds is not None:
         low, high = (format_time(seconds) for seconds in comparison.interval_s)

@@ -9,8 +9,8 @@ from textwrap import wrap
 from simplan.cost.model import Limit
 from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanation
 from simplan.report.table import format_table_text
-from simplan.report.text import links_words
-from simplan.units import counted, format_bytes, format_difference, format_percent, format_time, format_value
+from simplan.report.text import device_memory_words, links_words
+from simplan.units import counted, format_difference, format_percent, format_time, format_value
 
 _WRAP = 118
 _SAID_BY_NAME = (Limit.SLOWEST, Limit.HOST, Limit.TIMING)
@@ -28,7 +28,7 @@ def explanation_text(explanation: Explanation, *, kernels: bool = False) -> str:
             f"{explanation.name}: {format_time(explanation.step_time_s)} a step on rank {explanation.rank}, the "
             "rank with the longest compute time; the parts sum to the step time",
             "\n".join(_parts(explanation.time, explanation.step_time_s, kernels=kernels)),
-            f"Memory of rank {explanation.memory_rank}, the peak-memory rank: {format_bytes(explanation.device_bytes)} "
+            f"Memory of rank {explanation.memory_rank}, the peak-memory rank: {device_memory_words(explanation)} "
             f"{when}; the parts sum to the peak",
             "\n".join(_parts(explanation.memory, explanation.device_bytes)),
             "\n".join(
@@ -119,8 +119,7 @@ def difference_text(difference: Difference) -> str:
             f"{first.name} -> {second.name}: a step {format_difference(difference.step_time_s, 's')} "
             f"({format_time(first.step_time_s)} -> {format_time(second.step_time_s)}), "
             f"memory {format_difference(needs, 'bytes')} "
-            f"({format_bytes(first.device_bytes)} -> {format_bytes(second.device_bytes)})\n"
-            + "\n".join(difference.reasons()),
+            f"({device_memory_words(first)} -> {device_memory_words(second)})\n" + "\n".join(difference.reasons()),
             _table(difference.categories),
             f"Time (rank {first.rank} and rank {second.rank}); the differences sum to that of the step",
             _table(difference.time),

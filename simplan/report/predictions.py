@@ -75,7 +75,8 @@ def predictions_table(document: Document) -> tuple[list[str], list[list[str]]]:
     for place, (each, work) in enumerate(zip(predictions, works, strict=True)):
         run = each.get("training_run") or {}
         per_device = each["samples_per_s_per_device" if work.sample == "image" else "tokens_per_s_per_device"]
-        memory = each["peak_memory_gib"]["device"], *each["peak_memory_interval_gib"]["device"]
+        needed_gib = each["peak_memory_gib"]["device"] - (0 if each["fits"] else each["reserve_short_gib"])
+        memory = needed_gib, *each["peak_memory_interval_gib"]["device"]
         peak, low, high = (format_bytes(gib * GIB) for gib in memory)
         rows.append(
             [

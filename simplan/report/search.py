@@ -137,8 +137,8 @@ def switch_text(switch: PlanSwitch, reason: str = "") -> str:
         f"From {switch.current_words} to the best one: {faster} time a step",
         *([f"  why          {reason}"] if reason else []),
         f"  step time    {format_time(before.step_time_s)} ({low}) -> {format_time(after.step_time_s)} ({high})",
-        f"  memory       {format_bytes(before.worst_memory.device_bytes)} ({before.memory_verdict}) -> "
-        f"{format_bytes(after.worst_memory.device_bytes)} ({after.memory_verdict})",
+        f"  memory       {format_bytes(before.worst_memory.needed_bytes)} ({before.memory_verdict}) -> "
+        f"{format_bytes(after.worst_memory.needed_bytes)} ({after.memory_verdict})",
         f"  certainty    of {pairs} published pairs of plans predicted so far apart, "
         f"{100 * fraction:.0f} % were measured in this order{of_plans}",
     ]

@@ -28,6 +28,7 @@ from simplan.units import (
 )
 
 if TYPE_CHECKING:
+    from simplan.explain import Explanation
     from simplan.search import Fix
 
 _MAX_TERMS = 8
@@ -40,7 +41,7 @@ _STAGES_SHOWN = 16
 def verdict(prediction: Prediction) -> str:
     """One line: the verdict on memory, the peak-memory rank and the headroom."""
     worst = prediction.worst_memory
-    needed_bytes = worst.measurable_bytes("device")
+    needed_bytes = worst.needed_bytes
     needs = f"rank {worst.rank} needs {format_bytes(needed_bytes)}"
     capacity = prediction.capacity_bytes
     words = prediction.memory_verdict
@@ -69,6 +70,11 @@ def _reaches_over(prediction: Prediction, worst: RankMemory) -> str:
 def memory_interval(interval_bytes: tuple[int, int]) -> str:
     """``90 % interval 63.41 GiB to 72.73 GiB``."""
     return f"90 % interval {' to '.join(map(format_bytes, interval_bytes))}"
+
+
+def device_memory_words(memory: RankMemory | Explanation) -> str:
+    """``48.73 GiB``, or ``48.73 GiB with the allocator's whole reserve`` if the device has no memory for all of it."""
+    return format_bytes(memory.device_bytes) + " with the allocator's whole reserve" * bool(memory.short_bytes)
 
 
 def short_of_reserve(short_bytes: int) -> str:
@@ -148,9 +154,9 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
     )
     worst = prediction.worst_memory
-    reserve = " with the allocator's whole reserve" if worst.short_bytes else ""
     interval = memory_interval(worst.device_interval_bytes)
-    yield f"  memory       {format_bytes(worst.device_bytes)}{reserve}  ({interval})"
+    more = f"; {device_memory_words(worst)}" if worst.short_bytes else ""
+    yield f"  memory       {format_bytes(worst.needed_bytes)}  ({interval}{more})"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
         yield from _training_run(prediction.training_run)
@@ -307,7 +313,7 @@ def _node_groups_table(prediction: Prediction) -> str:
             " or ".join(map(str, group.microbatch_sizes)),
             format_time(group.wait_s),
             format_percent(group.wait_s / prediction.step_time_s),
-            format_bytes(group.worst.device_bytes),
+            format_bytes(group.worst.needed_bytes),
             "?" if capacity is None else format_bytes(capacity),
             group.memory_verdict or "?",
             "yes" if group.limits else "no",

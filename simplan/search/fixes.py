@@ -134,7 +134,7 @@ def fixes(
     if prediction.capacity_bytes is None or len(prediction.timeline.spans) > most:
         return ()
     capacity = int(prediction.capacity_bytes * max_memory_fraction)
-    least_bytes = prediction.worst_memory.measurable_bytes("device")
+    least_bytes = prediction.worst_memory.needed_bytes
     fits = least_bytes <= capacity and prediction.memory_verdict in ("fits", "may not fit")
     if fits and prediction.host_fits is not False:
         return ()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from simplan import catalog
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.program.timeline import SpanKind, Timeline
@@ -36,6 +37,15 @@ _KINDS = {
 _MILLISECONDS = (300, 3000)  # times the predicted step: the log may be in milliseconds
 _SAME_JOB = 0.02  # a throughput and a step time of one job agree within the digits of a log
 _MAX_NAMED = 8
+_PROFILES_OF: dict[str, tuple[str, ...]] = {
+    "Megatron-LM": ("megatron",),
+    "Megatron Bridge": ("megatron-bridge", "megatron-core", "nemo"),
+    "NeMo": ("nemo", "megatron"),
+    "torchtitan": ("torchtitan",),
+    "DeepSpeed": ("deepspeed", "megatron-deepspeed", "transformers", "accelerate"),
+    "the Hugging Face Trainer": ("transformers", "accelerate", "deepspeed"),
+}
+"""Program that writes a log -> beginnings of the profiles that its runs are predicted with, the usual one first."""
 _TRACE_CONTRADICTS = "changes of a part that moved the other way in the trace are left out"
 _WAITS = (
     "kernels of a collective or P2P receive wait for late ranks, so exposed communication contains waits and bubbles"
@@ -85,6 +95,7 @@ class LoggedComparison:
         memory_terms: Categories that could explain a measured peak outside of its interval, largest first.
         num_steps: Steps that count for the step time.
         source: Program that wrote the log, and the lines that were read; None for values that a person wrote.
+        other_framework: Sentence, if the log is of another framework than the predicted job; empty otherwise.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -97,6 +108,7 @@ class LoggedComparison:
     memory_terms: tuple[MemoryTerm, ...] = ()
     num_steps: int = 0
     source: str | None = None
+    other_framework: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -142,6 +154,7 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun, job: Job | 
         memory_terms=memory_terms(prediction, logged.peaks),
         num_steps=len(times_s),
         source=logged.source,
+        other_framework=_other_framework(prediction, logged),
     )
 
 
@@ -155,6 +168,18 @@ def _same_batch(prediction: Mapping[str, Any], logged: LoggedRun) -> None:
             problems.append(Problem(field=name, value=str(found), rule=rule, fix=fix))
     if problems:
         raise SpecError(problems)
+
+
+def _other_framework(prediction: Mapping[str, Any], logged: LoggedRun) -> str:
+    """Sentence on a log of another framework than the predicted job; empty for the same, or for an unknown one."""
+    profiles = _PROFILES_OF.get(logged.program or "", ())
+    software = str(prediction["inputs"].get("software", "")).partition(",")[0]
+    if not profiles or not catalog.is_name("software", software) or software.startswith(profiles):
+        return ""
+    return (
+        f"the log is of {logged.program}, and the predicted job has software: {software}; it may be another job: "
+        "predict the one that was run, from its launch script or configuration"
+    )
 
 
 def _step_times_s(prediction: Mapping[str, Any], logged: LoggedRun) -> tuple[float, ...]:

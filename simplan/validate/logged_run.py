@@ -64,6 +64,7 @@ class LoggedRun(Spec):
         gpu_time: Time of one GPU or CPU rank in a step, from a trace.
         step_numbers: Numbers of the steps in the log; None for 1, 2, 3 and so on.
         interruptions: Step number -> what the log says before that step (``checkpoint``, ``evaluation``).
+        program: Program that wrote the log (``Megatron-LM``); None for values that a person wrote.
         source: Program that wrote the log, and the lines that were read; None for values that a person wrote.
         notes: Remarks on what the numbers of the log contain, and on lines that were left out.
     """
@@ -81,6 +82,7 @@ class LoggedRun(Spec):
     gpu_time: GpuTime | None = None
     step_numbers: tuple[Natural, ...] | None = None
     interruptions: dict[int, Line] = Field(default_factory=dict)
+    program: Line | None = None
     source: Line | None = None
     notes: tuple[Line, ...] = ()
 

@@ -206,7 +206,7 @@ def test_this_machine_gets_an_example_that_it_can_run() -> None:
     assert len(notes) == 1, "a small model stays"
 
 
-KINDS: tuple[Kind, ...] = ("models", "clusters", "devices")
+KINDS: tuple[Kind, ...] = ("models", "clusters", "devices", "links", "software")
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,7 @@ KINDS: tuple[Kind, ...] = ("models", "clusters", "devices")
         ("8x A100", "clusters", "dgx-a100-80gb"), ("H100 SXM", "clusters", "dgx-h100"),
         ("4090", "devices", "rtx-4090"), ("AMD MI300X", "devices", "mi300x"), ("tpu", "devices", "tpu-v5p"),
         ("A100 PCIe", "devices", "a100-pcie-80gb"), ("Gaudi3", "devices", "gaudi3"), ("NVIDIA L40S", "devices", "l40s"),
+        ("PyTorch", "software", "torch"), ("NVLink 4", "links", "nvlink4"),
     ],
 )  # fmt: skip
 def test_label_has_the_words_that_people_type(text: str, kind: Kind, name: str) -> None:
@@ -230,3 +231,5 @@ def test_labels_tell_entries_apart(kind: Kind) -> None:
     assert [
         text for text, name in zip(labels, catalog.names(kind), strict=True) if not text.endswith(f" · {name}")
     ] == []
+    others = [*labels, *catalog.names(kind)]
+    assert [(one, other) for one in labels for other in others if other != one and other.startswith(one)] == []

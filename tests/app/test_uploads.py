@@ -389,3 +389,26 @@ def test_pasted_script_is_answered_on_the_page() -> None:
     after = page.session_state["simplan document"]
     shorter, longer = (summarize_step(parse_scenario(document_text(one)).job).step_time_s for one in (after, before))
     assert shorter < longer
+
+
+@pytest.mark.parametrize("key", ["paste devices", "document:cluster.num_devices"])
+def test_batch_of_a_file_follows_the_devices_that_it_does_not_say(key: str) -> None:
+    """Asked above the verdict, and answered there or in the sidebar, the job is the one of torchtitan on 8 devices."""
+    page = opened("plan", USUAL)
+    page.session_state["details paste"] = True
+    page.run()
+    page.text_area(key="paste text").set_value(TORCHTITAN)
+    page.button(key="paste read").click().run()
+    (question,) = [box.value for box in page.warning if "How many devices?" in box.value]
+    assert "64 are assumed" in question
+    assert "64 in all" in question, "2 sequences of each of 32 data-parallel ranks"
+    page.number_input(key=key).set_value(8).run()
+    assert_no_bug(page)
+    assert not page.warning
+    on_8 = {**USUAL, "cluster": {"preset": "dgx-h100", "num_devices": 8}}
+    expected = parse_scenario(uploads.as_scenario("pasted", TORCHTITAN.encode(), on_8)[0]).job
+    assert (expected.plan.dp, expected.training.global_batch_size) == (4, 8)
+    assert parse_scenario(document_text(page.session_state["simplan document"])).job == expected
+    page.number_input(key="document:training.global_batch_size").set_value(64).run()
+    page.number_input(key="document:cluster.num_devices").set_value(16).run()
+    assert page.session_state["simplan document"]["training"]["global_batch_size"] == 64, "it is the user's own"

@@ -45,6 +45,22 @@ def test_a_change_changes_the_answer_and_the_address(page: Any, served: str) -> 
     page.wait_for_url(lambda url: "training.global_batch_size=64" in url)  # written when the whole page is there
 
 
+def test_a_typed_name_that_begins_with_the_value_is_taken(page: Any, served: str) -> None:
+    """Streamlit drops the label of the value from a text that begins with it: torchtitan became titan under torch."""
+    opened(page, f"{served}/?{SMALL}&cluster.intra_link=pcie4")
+    for label, name, key in (
+        ("Framework", "torchtitan", "software"),
+        ("Link in a node", "pcie4-no-p2p", "cluster.intra_link"),
+        ("Model", "gpt2-124m", "model.preset"),
+    ):
+        box = page.locator(f'[data-testid=stSelectbox]:has(label:has-text("{label}")) input').first
+        box.click()
+        page.keyboard.type(name, delay=30)
+        page.keyboard.press("Enter")
+        page.wait_for_url(lambda url, said=f"{key}={name}": f"{said}&" in f"{url}&")
+        settled(page)
+
+
 def test_a_download_is_the_scenario_that_was_asked(page: Any, served: str, tmp_path: Path) -> None:
     opened(page, f"{served}/?{SMALL}")
     with page.expect_download() as waiting:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from simplan.errors import SpecError
+from simplan.interop.logs.formats import KNOWN_LOGS
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import Prediction
 from simplan.report.comparison import candidate_causes, logged_text
@@ -210,3 +211,17 @@ def test_factor_of_overlapped_communication_is_a_bound(factor: float, bound: str
     assert bound in row
     assert bound not in next(line for line in text.splitlines() if line.startswith("backward"))
     assert "a bound for communication that overlaps compute (<= or >=)" in text
+
+
+@pytest.mark.parametrize("software", ["torch", "maxtext", "megatron-core", "deepspeed"])
+def test_framework_of_a_log_is_held_against_the_predicted_one(prediction: Prediction, software: str) -> None:
+    written_by = {"megatron-core": {"Megatron-LM", "Megatron Bridge", "NeMo"}}
+    written_by["deepspeed"] = {"DeepSpeed", "the Hugging Face Trainer"}
+    document = prediction.to_json()
+    document["inputs"] |= {"software": f"{software}, compiled"}
+    known = KNOWN_LOGS.replace(" and ", ", ").split(", ")
+    for program in (*known, "torch.profiler", None):
+        logged = LoggedRun(step_time_s=prediction.step_time_s, program=program)
+        text = logged_text(compare_logged(document, logged))
+        warning = f"warning: the log is of {program}, and the predicted job has software: {software};"
+        assert text.startswith(warning) is (program in known and program not in written_by.get(software, ())), program

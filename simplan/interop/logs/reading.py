@@ -74,7 +74,7 @@ class LogReading:
             fields["step_numbers"] = tuple(step.number for step in self.steps)
             fields["interruptions"] = self._interruptions(text)
             source = f"{counted(len(self.steps), 'line')} with {source}"
-        return LoggedRun(source=source, notes=self.notes, **fields)
+        return LoggedRun(program=self.title, source=source, notes=self.notes, **fields)
 
     def _interruptions(self, text: str) -> dict[int, str]:
         """Interruptions by the number of the step after them: ``checkpoint``, ``evaluation`` or both."""

@@ -52,11 +52,15 @@ def prediction_section(document: Document) -> str:
     worst = next(rank for rank in document["ranks"] if rank["rank"] == document["worst_rank"])
     inputs = document["inputs"]
     plan = _plan(inputs["plan"])
-    peak, capacity = document["peak_memory_gib"]["device"], document["capacity_gib"]
+    needed = document["peak_memory_gib"]["device"] - document.get("reserve_short_gib", 0.0)
+    capacity = document["capacity_gib"]
     verdict = document.get("memory_verdict") or ""
     shown = [
         ("step time", f"{format_time(document['step_time_s'])} ({format_time(low_s)} to {format_time(high_s)})"),
-        ("memory", f"{peak:.2f} GiB{f' of {capacity:.2f} GiB' if capacity else ''}{f': {verdict}' if verdict else ''}"),
+        (
+            "memory",
+            f"{needed:.2f} GiB{f' of {capacity:.2f} GiB' if capacity else ''}{f': {verdict}' if verdict else ''}",
+        ),
         ("tokens per second and device", number_text(document["tokens_per_s_per_device"])),
         ("MFU", "" if document["mfu"] is None else format_percent(document["mfu"])),
     ]
@@ -339,6 +343,8 @@ def comparison_section(document: Document) -> str:
     if inside is not None:
         where = "lies" if inside else "does not lie"
         parts.insert(0, paragraph(f"The measured step time {where} in the predicted interval.", "verdict"))
+    if document.get("other_framework"):
+        parts.insert(0, paragraph(f"Warning: {document['other_framework']}.", "verdict"))
     if document.get("terms"):
         terms = [
             [

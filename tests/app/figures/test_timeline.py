@@ -129,7 +129,7 @@ def test_several_schedules_share_one_axis() -> None:
 
 def test_line_of_the_device_says_which_plan_does_not_fit() -> None:
     results = [timeline_result(text_of(name), 0) for name in ("zb-h1", "interleaved")]
-    first, second = (max(curve.device_bytes for curve in result.memory) for result in results)
+    first, second = (max(curve.needed_bytes for curve in result.memory) for result in results)
     cases = {max(first, second): [], min(first, second): [results[first < second]], 2**20: results}
     for capacity, too_large in cases.items():
         results = [replace(result, capacity_bytes=capacity) for result in results]

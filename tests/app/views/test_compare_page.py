@@ -33,7 +33,7 @@ def test_numbers_are_those_of_predict() -> None:
     documents = [SMALL, LARGER, A100, TENSOR]
     predictions = [whole(dict(document)) for document in documents]
     assert table["step time"] == [format_time(one.step_time_s) for one in predictions]
-    assert table["peak memory"] == [format_bytes(one.worst_memory.device_bytes) for one in predictions]
+    assert table["peak memory"] == [format_bytes(one.worst_memory.needed_bytes) for one in predictions]
     assert table["MFU"] == [f"{100 * one.mfu:.1f} %" for one in predictions]
     step, memory, *_ = (json.loads(chart.proto.spec) for chart in page.get("plotly_chart"))
     for figure, totals in (

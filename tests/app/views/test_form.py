@@ -156,6 +156,20 @@ def test_typed_name_is_taken_or_told_to_be_unclear(box: str, text: str, path: tu
     assert "name one of" not in captions(page.run()), "told once"
 
 
+@pytest.mark.parametrize(
+    ("box", "text", "number"), [("model", "llama3", 9), ("hardware", "a100", 6), ("hardware", "asdf", 0)]
+)
+def test_unclear_name_is_told_in_words_of_the_form(box: str, text: str, number: int) -> None:
+    """With every entry of the list that has the typed words, of clusters and devices, and with no key of a file."""
+    page = typed(shown(USUAL), f"form {box}", text)
+    [said] = [line for line in captions(page).splitlines() if f"{text}: " in line]
+    listed = [name for name in page.selectbox(key=f"form {box}").options if text in name and name != text]
+    assert [name for name in listed if name.rpartition(" · ")[2] not in said] == []
+    assert len(listed) == number
+    assert "devices_per_node" not in said
+    assert ("name one of" in said) is (number > 0)
+
+
 def test_names_of_a_link_are_shown_as_in_the_catalog() -> None:
     document = {**USUAL, "model": {"preset": "Llama 3 70B", "seq_len": 8192}, "software": "FSDP2"}
     page = shown(document | {"cluster": {"preset": "8x8 H100"}})
@@ -163,15 +177,17 @@ def test_names_of_a_link_are_shown_as_in_the_catalog() -> None:
     assert names == {"model": "llama3-70b", "hardware": "dgx-h100", "framework": "torch"}
 
 
-def test_button_sets_a_batch_that_the_ranks_can_share() -> None:
-    page = shown(USUAL)
-    page.number_input(key="document:cluster.num_devices").set_value(12).run()
-    assert "3 data-parallel ranks cannot share a global batch of 128" in captions(page)
-    page.button(key="form batch 126").click().run()
-    document = page.session_state["simplan document"]
-    assert document["training"]["global_batch_size"] == 126
-    assert parse_scenario(document_text(document)).job.cluster.num_devices == 12
-    assert "cannot share" not in captions(page)
+@pytest.mark.parametrize("name", ["plan", "timeline"])
+def test_button_under_the_error_sets_a_batch_that_the_ranks_can_share(name: str) -> None:
+    """In the main area of every page, since a phone hides the sidebar."""
+    document = {**SMALL, "cluster": {"preset": "dgx-h100", "num_devices": 12}, "plan": {"dp_replicate": 12}}
+    page = opened_in_session(name, document, {})
+    assert "training.global_batch_size = 16" in page.warning[0].value.replace("\\", "")
+    assert [button.label for button in page.main.button if button.label.startswith("Batch")] == ["Batch 12", "Batch 24"]
+    page.button(key="form batch 24").click().run()
+    assert_no_bug(page)
+    assert not page.warning
+    assert page.session_state["simplan document"]["training"]["global_batch_size"] == 24
 
 
 SPECS: dict[str, type[BaseModel]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,11 +13,16 @@ from hypothesis import strategies as st
 
 from app.page import escaped
 from app.state import decode
+from simplan.documentation import documentation
+from simplan.explain import explain
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict
+from simplan.report.html import html_report
+from simplan.report.predictions import compared_predictions, predictions_text
+from simplan.report.text import device_memory_words
 from simplan.scenario import parse_scenario
 from simplan.training import TrainingBudget
-from simplan.units import format_count, format_number, format_time
+from simplan.units import format_bytes, format_count, format_number, format_time
 from tests.app.views.pages import SMALL, assert_no_bug, opened, query_of
 
 PLANS = st.fixed_dictionaries(
@@ -236,3 +242,68 @@ LESSONS = st.fixed_dictionaries(
 @given(view=LESSONS)
 def test_no_link_breaks_learn(view: dict[str, Any]) -> None:
     assert_no_bug(opened("learn", view=view))
+
+
+LARGE = {
+    "model": {"preset": "llama3-8b", "seq_len": 8704},
+    "cluster": {"preset": "dgx-h100", "num_devices": 16},
+    "training": {"global_batch_size": 64},
+}
+
+
+@pytest.mark.parametrize(("microbatch_size", "fits"), [(2, False), (1, True)])
+def test_memory_that_decides_the_fit_is_one_number(microbatch_size: int, fits: bool) -> None:
+    """The allocator's whole reserve, for which the device has no memory, is in no number but those that say so."""
+    document = {**LARGE, "plan": {"pp": 4, "dp_shard": 4, "microbatch_size": microbatch_size}}
+    prediction = whole(document)
+    worst = prediction.worst_memory
+    assert worst.short_bytes
+    assert prediction.fits is fits
+    shown = {"predict": prediction.report().partition("Peak memory per rank")[0]}  # that table has all three columns
+    if not fits:  # those that fit are shown with the memory that they want
+        several = predictions_text(compared_predictions([prediction.to_json()]))
+        shown |= {"several": several, "repr": repr(prediction)}
+    shown["report"] = html_report([("one", prediction.to_json())], written="")
+    assert device_memory_words(worst) in explain(prediction).report()
+    for name in ("plan", "compare", "timeline"):
+        page = opened(name, document, {"scenarios": [SMALL]})
+        assert_no_bug(page)
+        texts = (*page.success, *page.error, *page.warning, *page.markdown, *page.caption, *page.get("plotly_chart"))
+        shown[name] = " ".join(
+            escaped_away(each.proto.spec if each.type == "plotly_chart" else each.value) for each in texts
+        )
+    needed, wanted = map(format_bytes, (worst.needed_bytes, worst.device_bytes))
+    for place, text in shown.items():
+        assert needed in text, place
+        unsaid = rf"(?<!% of ){wanted}(?! with the allocator's whole reserve)"  # tooltips have shares of whole bars
+        assert not re.findall(unsaid, text), place
+    assert (f"{format_bytes(worst.needed_bytes - prediction.capacity_bytes)} over" in shown["compare"]) is not fits
+    assert ("not fit" in shown["timeline"]) is not fits
+
+
+def escaped_away(text: str) -> str:
+    """Markdown or JSON as a reader sees it."""
+    return text.replace("\\", "")
+
+
+def test_model_that_no_plan_of_its_device_holds_is_trained_otherwise() -> None:
+    """Adapters for fine-tuning, or more devices; the verdict links to the guide, as the command line does."""
+    document = {
+        "model": {"preset": "mistral-7b", "seq_len": 8192},
+        "cluster": {"device": "rtx-4090", "num_devices": 1, "inter_link": "network-400gbit"},
+        "training": {"global_batch_size": 128},
+        "plan": {"recompute": "full", "microbatch_size": 2},
+    }
+    page = opened("plan", document)
+    assert_no_bug(page)
+    assert documentation("how-to/troubleshooting") in page.error[0].value
+    assert "Network" not in [box.label for box in page.selectbox], "one device has none"
+    assert any("no pair of changes" in text.value for text in page.markdown)
+    for key, keys in (("fix adapters", ("training", "task")), ("fix devices", ("cluster", "num_devices"))):
+        changed = opened("plan", document).button(key=key).click().run()
+        assert_no_bug(changed)
+        prediction = whole(changed.session_state["simplan document"])
+        assert prediction.fits
+        assert not changed.error
+        section, name = keys
+        assert changed.session_state["simplan document"][section][name] in ("lora", 8, 16, 32)

@@ -21,6 +21,7 @@ from app.figures.validation import predict_published
 from app.fitting import document_text
 from app.jobs.job import Jobs, StartedJob, TaskRequest, searches
 from app.jobs.run import Run, runs
+from app.state import USUAL
 from app.views.validate import with_settings
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.predict.step_summary import summarize_step
@@ -28,7 +29,7 @@ from simplan.scenario import load_scenario, parse_scenario
 from simplan.units import format_time
 from simplan.validate.hypotheses import MeasuredTotals, hypotheses
 from tests.app.questions import SCENARIOS
-from tests.app.test_uploads import made
+from tests.app.test_uploads import LOG, made
 from tests.app.views.pages import SMALL, assert_no_bug, opened
 
 DEMO = Path(__file__).resolve().parents[3] / "simplan" / "data" / "demo" / "1f1b.yaml"
@@ -161,7 +162,7 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     assert [table.columns[0] for table in tables] == ["part"]
     [words] = [info.value for info in shown.info]
     prediction_s = json.loads(made()[0])["step_time_s"]
-    assert words.startswith(f"**Your run is {100 * (1 - 0.4 / prediction_s):.1f} % faster than predicted**")
+    assert words.startswith(f"**Your run is {100 * (prediction_s / 0.4 - 1):.1f} % faster than predicted**")
     changes = [text.value for text in shown.markdown if "than predicted" in text.value]
     assert changes
     assert all("a step: your run is" in text and "GiB, measured 20.00" in text for text in changes)
@@ -186,6 +187,18 @@ def test_measurement_is_compared_with_the_current_scenario() -> None:
     page = opened("validate", dict(SMALL), {"held": "measured"})
     page.file_uploader(key="measurement file").upload("m.json", measurement, "application/json").run()
     assert "differs between prediction and measurement" in page.warning[0].value
+
+
+def test_log_of_another_framework_is_said_before_its_error() -> None:
+    for software, warns in (("torch", True), ("megatron-core", False)):
+        page = opened("validate", {**USUAL, "software": software}, {"held": "measured"})
+        page.file_uploader(key="measurement file").upload("log.txt", LOG.encode(), "text/plain").run()
+        assert_no_bug(page)
+        assert page.info, "compared all the same"
+        said = [box.value.replace("\\", "") for box in page.warning]
+        assert [text.partition(";")[0] for text in said] == [
+            "The log is of Megatron-LM, and the predicted job has software: torch"
+        ] * warns
 
 
 JOB: dict[str, Any] = {
