@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, pace_in_words
+from simplan.cost.communication.collectives import bus_factor
 from simplan.cost.model import CostEstimate, CostModel
 from simplan.cost.program_costs import ProgramCosts
 from simplan.errors import Problem, SpecError
@@ -26,11 +27,11 @@ from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import BackupStep, Prediction, Term, worst_memory
+from simplan.prediction import BackupStep, CompressionStep, Prediction, Term, worst_memory
 from simplan.program.action import Table
 from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused
-from simplan.program.program import LayerWork, Phase, Program
+from simplan.program.program import LayerWork, Phase, Program, Stream
 from simplan.program.size import refuse_many_actions
 from simplan.program.tables.check import check_table
 from simplan.program.tables.custom_schedule import locating
@@ -139,6 +140,7 @@ def predict_step(
         network=step.network(step_time_s, uncontended_s, without_background_s),
         jitter=simulated.jitter,
         backup_workers=_backup_step(job, step_time_s, calibration),
+        compression=_compression_step(job, step_time_s, calibration, fine),
     )
     return prediction, simulated
 
@@ -174,6 +176,33 @@ def _backup_step(job: Job, step_time_s: float, calibration: Calibration | None) 
     return BackupStep(
         num_dropped=num_dropped, num_replicas=job.plan.dp_replicate, step_time_s=step_time_s, without_s=without_s
     )
+
+
+def _compression_step(
+    job: Job, step_time_s: float, calibration: Calibration | None, program: Program
+) -> CompressionStep | None:
+    """Steps with compressed and with whole gradients: the latter are predicted as well."""
+    compression = job.plan.compression
+    if compression is None:
+        return None
+    whole, step = predict_step(job.with_plan(job.plan.with_changes(compression=None)), calibration=calibration)
+    num_warmup = compression.warmup_steps(None)
+    return CompressionStep(
+        sent_bytes=_gradient_bytes(program),
+        whole_bytes=_gradient_bytes(step.program),
+        step_time_s=step_time_s,
+        whole_s=whole.step_time_s,
+        num_warmup=num_warmup,
+        warmup_share=compression.warmup_share if num_warmup is None else 0.0,
+    )
+
+
+def _gradient_bytes(program: Program) -> int:
+    """Bytes that the first rank sends on the stream of its data-parallel group, as a ring does."""
+    indices = program.rank_indices[program.ranks[0]]
+    ops = (program.op(int(index)) for index in indices[program.on_stream(Stream.DATA, indices=indices)])
+    moved = (each for op in ops for each in op.communications)
+    return round(sum(bus_factor(each.kind, len(each.ranks)) * each.num_bytes for each in moved))
 
 
 def _vectors(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:
