@@ -235,7 +235,9 @@ def _train(
         memory = without_bytes(peak_memory(device), reference.held_bytes)
         if device.type == "cpu" and job.profile_memory:
             heartbeat.beat(RankState.RUNNING, "measuring allocations")
-            allocated_bytes = peak_allocated_bytes(partial(_first_steps, build, recorder))
+            compression = job.plan.compression
+            num_whole = compression.warmup_steps(job.num_all_steps) or 0 if compression is not None else 0
+            allocated_bytes = peak_allocated_bytes(partial(_first_steps, build, recorder, num_whole + 2))
             memory = memory.model_copy(update={"allocated_bytes": allocated_bytes})
         print(memory.model_dump_json(), file=file, flush=True)
 
@@ -276,10 +278,13 @@ def _keep_steps_before(first: int, file: Path) -> None:
     write_whole(file, "".join(kept))
 
 
-def _first_steps(build: Callable[[], Trainer], recorder: Recorder) -> None:
-    """Restarts the same training, to trace allocations."""
+def _first_steps(build: Callable[[], Trainer], recorder: Recorder, num_steps: int) -> None:
+    """Restarts the same training, to trace allocations.
+
+    States of the optimizer, and of compressed gradients, exist from the second step on in which they are used.
+    """
     trainer = build()
-    for step in range(2):  # optimizer states exist from the second step on
+    for step in range(num_steps):
         batch = trainer.batch(step)
         recorder.begin_step(step)
         trainer.step(*batch)

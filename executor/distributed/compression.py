@@ -21,6 +21,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
+from torch.nn import functional
 
 from executor.distributed.mesh import Peers, RecordedGroup
 from simplan.plan.compression import BLOCK, Compression, quantized_part
@@ -31,6 +32,8 @@ Hook = Callable[[Any, GradBucket], Future[Tensor]]
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _MAX_INT8 = 127.0
+_WEIGHTS = 2.0 ** torch.arange(8)  # of the signs in a byte
+_SIGNS = (torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1) * 2.0 - 1.0  # (byte, sign)
 _MAX_BUCKETS = 2**20  # for seeds
 
 
@@ -250,8 +253,8 @@ def _from_int8(encoded: Tensor, num_elements: int) -> Tensor:
 def _to_signs(values: Tensor) -> Tensor:
     """``(rows, bytes)`` Signs of all values, 8 to a byte, then the mean magnitudes of all blocks in FP32."""
     scales = _blocks(values).abs().mean(2)
-    bits = (values >= 0).view(len(values), -1, 8)
-    packed = (bits * _weights(values)).sum(2, dtype=torch.uint8)
+    positive = values.sign().clamp_(min=0).view(len(values), -1, 8)
+    packed = (positive @ _WEIGHTS.to(values)).to(torch.uint8)
     return torch.cat((packed, scales.view(torch.uint8)), dim=1)
 
 
@@ -259,9 +262,5 @@ def _from_signs(encoded: Tensor, num_elements: int) -> Tensor:
     """``(rows, num_elements)`` Values of ``_to_signs``."""
     packed, scales = torch.split(encoded, [num_elements // 8, encoded.shape[1] - num_elements // 8], dim=1)
     scales = scales.contiguous().view(torch.float32).unsqueeze(2)
-    bits = packed.unsqueeze(2).bitwise_and(_weights(encoded)).ne(0)
-    return _blocks(bits.flatten(1).float().mul_(2).sub_(1)).mul_(scales).flatten(1)
-
-
-def _weights(like: Tensor) -> Tensor:
-    return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=like.device)
+    signs = functional.embedding(packed.int(), _SIGNS.to(encoded.device))
+    return _blocks(signs.flatten(1)).mul_(scales).flatten(1)

@@ -24,6 +24,7 @@ _KEYS: dict[CompressionKind, tuple[str, ...]] = {
 }
 """Keys of each kind besides ``kind``."""
 
+_EXCHANGES = ("all_to_all", "all_gather")
 BLOCK = 1024
 """Gradient elements with a common FP32 scale, in ``int8`` and ``one_bit``."""
 
@@ -85,6 +86,11 @@ class Compression(Spec):
     def blocks(self) -> bool:
         """True if a bucket's next backward waits for its communication, which has several phases."""
         return self.kind in ("powersgd", "int8", "one_bit")
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Collectives of compressed gradients."""
+        return {"top_k": ("all_gather",), "int8": _EXCHANGES, "one_bit": _EXCHANGES}.get(self.kind, ("all_reduce",))
 
     @property
     def keeps_errors(self) -> bool:

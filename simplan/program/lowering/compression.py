@@ -125,9 +125,9 @@ def _random_k(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps
     )
 
 
-_ENCODE: dict[CompressionKind, tuple[int, int]] = {"int8": (38, 5), "one_bit": (21, 6)}
+_ENCODE: dict[CompressionKind, tuple[int, int]] = {"int8": (38, 5), "one_bit": (34, 7)}
 """Bytes per element, and kernels, to compress: magnitudes, scales of blocks, numbers or packed signs."""
-_DECODE: dict[CompressionKind, tuple[int, int]] = {"int8": (14, 4), "one_bit": (36, 6)}
+_DECODE: dict[CompressionKind, tuple[int, int]] = {"int8": (14, 4), "one_bit": (14, 3)}
 
 
 def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
@@ -139,12 +139,13 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
     # errors are added, and what is sent is taken from the sum
     errors, error_kernels = (2 * _ADD + decode, 2 + decode_kernels) if feeds else (0, 0)
     whole = _FP32 * padded
+    temporary = whole + padded  # values, and the bytes that they are made of
     yield BucketStep(
         "compress",
         None,
         padded * (_FP32 + _PASS + encode + errors),
         2 + encode_kernels + error_kernels,
-        during_bytes=3 * whole if kind == "int8" else 2 * whole,
+        during_bytes=whole + sent + temporary,
         kept_bytes=whole + sent,
     )
     yield BucketStep("parts", CollectiveKind.ALL_TO_ALL, sent, kept_bytes=sent)
@@ -153,7 +154,7 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
         None,
         padded * (decode + _FP32) + part * (_FP32 + encode + errors),
         1 + decode_kernels + encode_kernels + error_kernels,
-        during_bytes=2 * whole,
+        during_bytes=temporary,
     )
     yield BucketStep("means", CollectiveKind.ALL_GATHER, sent)
     yield BucketStep(
@@ -161,7 +162,7 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
         None,
         padded * (decode + _PASS),
         1 + decode_kernels,
-        during_bytes=2 * whole,
+        during_bytes=temporary,
         kept_bytes=-whole - 2 * sent,
     )
 
