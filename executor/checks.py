@@ -158,7 +158,7 @@ def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
         rule = "has errors, factors or a number of steps that checkpoints do not save"
         fix = "run without checkpoints, or use fp16 or bf16"
         yield Problem(field="plan.compression", value=compression.kind, rule=rule, fix=fix)
-    num_whole, num_warmup = compression.warmup_steps(job.num_all_steps) or 0, job.num_all_steps - job.num_steps
+    num_whole, num_warmup = job.num_whole_steps, job.num_all_steps - job.num_steps
     if num_whole > num_warmup:
         key = "start_step" if compression.kind == "powersgd" else "warmup_share"
         rule = f"has {num_whole:,} steps with whole gradients, and this run measures all after its first {num_warmup}"
@@ -195,7 +195,10 @@ def _no_such_rank(job: RunSpec, rank: int) -> Iterator[Problem]:
 def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
     """A rehearsal follows every tensor, so torch must run every operation separately."""
     if job.plan.compression is not None:
-        rule, fix = "communicates what other ranks compress, and a rehearsal has one rank", "remove it, or `simplan run`"
+        rule, fix = (
+            "communicates what other ranks compress, and a rehearsal has one rank",
+            "remove it, or `simplan run`",
+        )
         yield Problem(field="plan.compression", value=job.plan.compression.kind, rule=rule, fix=fix)
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"

@@ -235,9 +235,8 @@ def _train(
         memory = without_bytes(peak_memory(device), reference.held_bytes)
         if device.type == "cpu" and job.profile_memory:
             heartbeat.beat(RankState.RUNNING, "measuring allocations")
-            compression = job.plan.compression
-            num_whole = compression.warmup_steps(job.num_all_steps) or 0 if compression is not None else 0
-            allocated_bytes = peak_allocated_bytes(partial(_first_steps, build, recorder, num_whole + 2))
+            run = partial(_first_steps, build, recorder, job.num_whole_steps + 2)
+            allocated_bytes = peak_allocated_bytes(run)
             memory = memory.model_copy(update={"allocated_bytes": allocated_bytes})
         print(memory.model_dump_json(), file=file, flush=True)
 
@@ -255,6 +254,7 @@ def _timed_steps(
     num_warmup_steps = job.num_warmup_steps
     if num_warmup_steps is None:  # found later by the step times, at the beginning of a run
         num_warmup_steps = _AFTER_RESTART if first else 0
+    num_warmup_steps = max(num_warmup_steps, job.num_whole_steps)
     for step in range(first, job.num_all_steps):
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)

@@ -220,20 +220,20 @@ class CompressionStep:
         whole_bytes: Bytes that it sends with whole gradients.
         step_time_s: Seconds of a step with compression.
         whole_s: Seconds of a step with whole gradients, as before compression starts.
-        num_warmup: Steps before it starts; None for ``warmup_share`` of a run of unknown length.
-        warmup_share: Fraction of the run's steps before it starts; 0 for a number of steps that a run does not change.
+        num_warmup: Steps before it starts, besides ``warmup_share``.
+        warmup_share: Fraction of the run's steps before it starts.
     """
 
     sent_bytes: int
     whole_bytes: int
     step_time_s: float
     whole_s: float
-    num_warmup: int | None
+    num_warmup: int
     warmup_share: float = 0.0
 
     def mean_step_s(self, num_steps: int) -> float:
         """Mean seconds of the steps of a run, those with whole gradients included."""
-        num_warmup = math.ceil(self.warmup_share * num_steps) if self.num_warmup is None else self.num_warmup
+        num_warmup = self.num_warmup + math.ceil(self.warmup_share * num_steps)
         whole_share = min(1.0, num_warmup / num_steps)
         return whole_share * self.whole_s + (1 - whole_share) * self.step_time_s
 
@@ -245,7 +245,7 @@ class CompressionStep:
             f"{step} a step instead of {whole} with whole gradients; each rank sends {format_bytes(self.sent_bytes)} "
             f"of gradients instead of {format_bytes(self.whole_bytes)}"
         )
-        if self.num_warmup is None:
+        if self.warmup_share:
             return f"{text}; whole gradients in the first {format_percent(self.warmup_share)} of the steps"
         return f"{text}; whole gradients in the first {self.num_warmup:,} steps" if self.num_warmup else text
 

@@ -31,20 +31,21 @@ Hook = Callable[[Any, GradBucket], Future[Tensor]]
 # torch 2.13 has a new name for it, and warns about the old one
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_FP32_BYTES = 4
 _MAX_INT8 = 127.0
 _WEIGHTS = 2.0 ** torch.arange(8)  # of the signs in a byte
 _SIGNS = (torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1) * 2.0 - 1.0  # (byte, sign)
 _MAX_BUCKETS = 2**20  # for seeds
 
 
-def compressed(compression: Compression, peers: Peers, average: Hook, num_steps: int) -> tuple[Any, Hook]:
+def compressed(compression: Compression, peers: Peers, average: Hook, num_whole_steps: int) -> tuple[Any, Hook]:
     """State and communication hook for ``DistributedDataParallel.register_comm_hook``.
 
     Args:
         compression: The compression.
         peers: Ranks that average gradients.
         average: Hook of steps with whole gradients.
-        num_steps: Steps of the run, of which ``warmup_share`` is a fraction.
+        num_whole_steps: Number of first steps with whole gradients.
     """
     match compression.kind:
         case "fp16":
@@ -63,9 +64,7 @@ def compressed(compression: Compression, peers: Peers, average: Hook, num_steps:
         case "top_k" | "random_k":
             return None, _Sparse(compression, peers).reduce
         case "int8" | "one_bit":
-            num_warmup = compression.warmup_steps(num_steps)
-            assert num_warmup is not None
-            return None, _Quantized(compression, peers, average, num_warmup).reduce
+            return None, _Quantized(compression, peers, average, num_whole_steps).reduce
 
 
 def _recorded(peers: Peers) -> RecordedGroup:
@@ -137,7 +136,8 @@ class _Sparse:
         """All-gathers values of largest magnitude with their indices, in one tensor."""
         peers, num_kept = self._peers, self._compression.num_kept(gradients.numel())
         indices = gradients.abs().topk(num_kept, sorted=False).indices
-        sent = torch.cat((gradients[indices].view(torch.int32), indices.to(torch.int32)))
+        integer = torch.int32 if gradients.itemsize == _FP32_BYTES else torch.int64  # as wide as the values
+        sent = torch.cat((gradients[indices].view(integer), indices.to(integer)))
         gradients[indices] = 0
         gathered = sent.new_empty(peers.size * len(sent))
         handle = peers.issue("all_gather", gathered)
@@ -180,14 +180,10 @@ class _Sparse:
 
 
 class _Quantized:
-    """``int8`` and ``one_bit``: every rank averages a part of the gradients, from and to few bits.
+    """``int8`` and ``one_bit``: every rank averages a part of the gradients, from and to few bits."""
 
-    Attributes:
-        _num_warmup: Steps with whole gradients before.
-    """
-
-    def __init__(self, compression: Compression, peers: Peers, average: Hook, num_warmup: int) -> None:
-        self._peers, self._average, self._num_warmup = peers, average, num_warmup
+    def __init__(self, compression: Compression, peers: Peers, average: Hook, num_whole_steps: int) -> None:
+        self._peers, self._average, self._num_whole_steps = peers, average, num_whole_steps
         self._encode, self._decode = (_to_int8, _from_int8) if compression.kind == "int8" else (_to_signs, _from_signs)
         self._errors = _Errors() if compression.error_feedback else None
         self._mean_errors: dict[int, Tensor] = {}  # by bucket, of the part that this rank averages
@@ -197,7 +193,7 @@ class _Quantized:
         """The hook; it returns when the bucket is done."""
         step, buffer, num_ranks = self._step, bucket.buffer(), self._peers.size
         self._step += bucket.is_last()
-        if step < self._num_warmup:
+        if step < self._num_whole_steps:
             return self._average(state, bucket)
         if step == 1:  # DDP has made its buckets anew
             self._mean_errors.pop(bucket.index(), None)
@@ -238,7 +234,7 @@ def _blocks(values: Tensor) -> Tensor:
 def _to_int8(values: Tensor) -> Tensor:
     """``(rows, bytes)`` Every value in 8 bits, then the FP32 scales of all blocks."""
     blocks = _blocks(values)
-    scales = blocks.abs().amax(2, keepdim=True).div_(_MAX_INT8)
+    scales = blocks.abs().amax(2, keepdim=True).float().div_(_MAX_INT8)
     numbers = (blocks / scales.clamp(min=torch.finfo(scales.dtype).tiny)).round_().to(torch.int8)
     return torch.cat((numbers.flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)), dim=1)
 
@@ -252,7 +248,7 @@ def _from_int8(encoded: Tensor, num_elements: int) -> Tensor:
 
 def _to_signs(values: Tensor) -> Tensor:
     """``(rows, bytes)`` Signs of all values, 8 to a byte, then the mean magnitudes of all blocks in FP32."""
-    scales = _blocks(values).abs().mean(2)
+    scales = _blocks(values).abs().mean(2).float()
     positive = values.sign().clamp_(min=0).view(len(values), -1, 8)
     packed = (positive @ _WEIGHTS.to(values)).to(torch.uint8)
     return torch.cat((packed, scales.view(torch.uint8)), dim=1)

@@ -30,7 +30,7 @@ def wrap_ddp(
     *,
     gradient_as_bucket_view: bool = False,
     compression: Compression | None = None,
-    num_steps: int = 1,
+    num_whole_steps: int = 0,
 ) -> DistributedDataParallel:
     """Wraps a stage in DDP, which averages gradients over a group in buckets, overlapped with backward.
 
@@ -40,7 +40,7 @@ def wrap_ddp(
         ignored: Parameters that DDP leaves alone.
         gradient_as_bucket_view: Make gradients views of the buckets; else both exist.
         compression: Compression of every bucket; None for whole gradients.
-        num_steps: Steps of the run, of which compression may leave out the first.
+        num_whole_steps: First steps with whole gradients.
     """
     names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
@@ -73,5 +73,5 @@ def wrap_ddp(
         return wrapped
     from executor.distributed.compression import compressed
 
-    wrapped.register_comm_hook(*compressed(compression, peers, average, num_steps))
+    wrapped.register_comm_hook(*compressed(compression, peers, average, num_whole_steps))
     return wrapped

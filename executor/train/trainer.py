@@ -278,7 +278,7 @@ class Trainer:
                 experts,
                 gradient_as_bucket_view=as_views,
                 compression=job.plan.compression,
-                num_steps=job.num_all_steps,
+                num_whole_steps=job.num_whole_steps,
             )
         return module
 

@@ -101,17 +101,11 @@ class Compression(Spec):
         """Elements of a bucket that ``top_k`` and ``random_k`` communicate, at least one."""
         return max(1, int(self.ratio * num_elements))
 
-    def warmup_steps(self, num_steps: int | None) -> int | None:
-        """Steps with whole gradients before the first compressed one; None if that takes the number of steps.
-
-        Args:
-            num_steps: Steps of the run; None if unknown.
-        """
+    def warmup_steps(self, num_steps: int) -> int:
+        """Steps with whole gradients before the first compressed one, in a run of ``num_steps``."""
         if self.kind == "powersgd":
             return self.start_step
-        if self.kind == "one_bit" and self.warmup_share:
-            return None if num_steps is None else math.ceil(self.warmup_share * num_steps)
-        return 0
+        return math.ceil(self.warmup_share * num_steps) if self.kind == "one_bit" else 0
 
     @property
     def words(self) -> str:

@@ -186,14 +186,13 @@ def _compression_step(
     if compression is None:
         return None
     whole, step = predict_step(job.with_plan(job.plan.with_changes(compression=None)), calibration=calibration)
-    num_warmup = compression.warmup_steps(None)
     return CompressionStep(
         sent_bytes=_gradient_bytes(program),
         whole_bytes=_gradient_bytes(step.program),
         step_time_s=step_time_s,
         whole_s=whole.step_time_s,
-        num_warmup=num_warmup,
-        warmup_share=compression.warmup_share if num_warmup is None else 0.0,
+        num_warmup=compression.start_step if compression.kind == "powersgd" else 0,
+        warmup_share=compression.warmup_share if compression.kind == "one_bit" else 0.0,
     )
 
 

@@ -156,7 +156,7 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
         1 + decode_kernels + encode_kernels + error_kernels,
         during_bytes=temporary,
     )
-    yield BucketStep("means", CollectiveKind.ALL_GATHER, sent)
+    yield BucketStep("averages", CollectiveKind.ALL_GATHER, sent)
     yield BucketStep(
         "decompress",
         None,
