@@ -122,7 +122,9 @@ class Compression(Spec):
         yield from self._without_defaults().items()
 
 
-CompressionSection = Annotated[Compression, BeforeValidator(_named)]
+CompressionSection = Annotated[
+    Compression, BeforeValidator(_named, json_schema_input_type=Compression | CompressionKind)
+]
 
 
 def compressed_matrix_rank(rows: int, columns: int, compression: Compression) -> int:
