@@ -86,7 +86,7 @@ def _powersgd(state: Any, bucket: GradBucket) -> Future[Tensor]:
 
 
 class _Errors:
-    """What compression left out of earlier gradients, one tensor per bucket.
+    """Errors of compression in earlier gradients, one tensor per bucket.
 
     DDP makes its buckets anew before the second step; then every parameter takes its errors along.
     """

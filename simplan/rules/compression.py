@@ -28,7 +28,7 @@ def _refused(job: Job, sentence: str, fix: str) -> Problem:
 
 @rule("compression is about data-parallel ranks, and there is one", reads="compression dp cp")
 def compression_of_replicas(job: Job) -> Iterator[Problem]:
-    if job.plan.dp * job.plan.cp == 1:
+    if job.plan.compression is not None and job.plan.dp * job.plan.cp == 1:
         yield _refused(job, "is about reducing gradients over data-parallel ranks, and there is one", "remove it")
 
 
@@ -38,6 +38,8 @@ def compression_of_replicas(job: Job) -> Iterator[Problem]:
 )
 def compression_of_ddp(job: Job) -> Iterator[Problem]:
     plan = job.plan
+    if plan.compression is None:
+        return
     fix = f"use zero_stage = 0, dp_replicate = {plan.dp} and dp_shard = 1; or remove it"
     if plan.shards_parameters:
         sentence = f"is a hook of DDP, and zero_stage = {plan.zero_stage} reduce-scatters gradients (FSDP has no hook)"
@@ -76,6 +78,8 @@ def powersgd_of_matrices(job: Job) -> Iterator[Problem]:
 @rule("compression and another way to reduce gradients do not go together", reads="compression collectives grad_dtype")
 def compression_alone(job: Job) -> Iterator[Problem]:
     plan = job.plan
+    if plan.compression is None:
+        return
     if plan.collectives is not None and plan.collectives.num_servers:
         sentence = "is a hook of DDP's all-reduce, and gradients go to parameter servers"
         yield _refused(job, sentence, "remove one of them")
@@ -89,6 +93,8 @@ def compression_alone(job: Job) -> Iterator[Problem]:
 )
 def compression_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan
+    if plan.compression is None:
+        return
     refused = [f"plan.{key} = {getattr(plan, key)}" for key in ("tp", "cp", "pp", "ep") if getattr(plan, key) > 1]
     if not refused and job.model.num_experts and experts_apart(plan):
         refused.append(f"plan.etp = {plan.etp}")

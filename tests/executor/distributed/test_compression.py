@@ -82,7 +82,7 @@ def to_int8(block: Array) -> Array:
 
 
 def to_sign(block: Array) -> Array:
-    return np.where(block > 0, np.abs(block).mean(), -np.abs(block).mean()).astype(np.float32)
+    return np.asarray(np.where(block > 0, np.abs(block).mean(), -np.abs(block).mean()), np.float32)
 
 
 def at_random(values: Array, found: Array, feedback: bool) -> Array:
