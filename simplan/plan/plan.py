@@ -128,7 +128,7 @@ class ParallelPlan(Spec):
         None, description="algorithm of each collective; default: the library's choice by size and group"
     )
     compression: CompressionSection | None = Field(
-        None, description="gradient compression of DDP, by kind; default: whole gradients"
+        None, description="gradients of DDP in fewer bytes: a kind, or a mapping of kind, rank, ratio and others"
     )
     placement: Annotated[tuple[str, ...] | tuple[int, ...] | None, BeforeValidator(check_placement)] = Field(
         None,
