@@ -35,6 +35,7 @@ def compression_of_replicas(job: Job) -> Iterator[Problem]:
 @rule(
     "compression needs whole gradients on every rank: torch's FSDP takes no communication hook",
     reads="compression shards_parameters shards_optimizer_only",
+    outside_torch="compression needs whole gradients on every rank",
 )
 def compression_of_ddp(job: Job) -> Iterator[Problem]:
     plan = job.plan
