@@ -146,6 +146,25 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             rule, _, fix = sentence.partition("; ")
             yield Problem(field=field, value=_value(job, field), rule=rule, fix=fix)
     yield from unmodelled_recompute(job)
+    yield from _unmodelled_compression(job)
+
+
+def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
+    """Measured steps are compressed, and no checkpoint has the state of a communication hook."""
+    compression = job.plan.compression
+    if compression is None:
+        return
+    if job.checkpointing is not None and (compression.keeps_errors or compression.blocks):
+        rule = "has errors, factors or a number of steps that checkpoints do not save"
+        fix = "run without checkpoints, or use fp16 or bf16"
+        yield Problem(field="plan.compression", value=compression.kind, rule=rule, fix=fix)
+    num_whole, num_warmup = job.num_whole_steps, job.num_all_steps - job.num_steps
+    if num_whole > num_warmup:
+        key = "start_step" if compression.kind == "powersgd" else "warmup_share"
+        rule = f"has {num_whole:,} steps with whole gradients, and this run measures all after its first {num_warmup}"
+        least = max(2, num_warmup) if key == "start_step" else f"{num_warmup / job.num_all_steps:.2g} or less"
+        fix = f"use {least}, or {num_whole} warm-up steps"
+        yield Problem(field=f"plan.compression.{key}", value=str(getattr(compression, key)), rule=rule, fix=fix)
 
 
 def _value(job: RunSpec, field: str) -> str:
@@ -175,6 +194,12 @@ def _no_such_rank(job: RunSpec, rank: int) -> Iterator[Problem]:
 
 def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
     """A rehearsal follows every tensor, so torch must run every operation separately."""
+    if job.plan.compression is not None:
+        rule, fix = (
+            "communicates what other ranks compress, and a rehearsal has one rank",
+            "remove it, or `simplan run`",
+        )
+        yield Problem(field="plan.compression", value=job.plan.compression.kind, rule=rule, fix=fix)
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"
         yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")

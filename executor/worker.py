@@ -235,7 +235,8 @@ def _train(
         memory = without_bytes(peak_memory(device), reference.held_bytes)
         if device.type == "cpu" and job.profile_memory:
             heartbeat.beat(RankState.RUNNING, "measuring allocations")
-            allocated_bytes = peak_allocated_bytes(partial(_first_steps, build, recorder))
+            run = partial(_first_steps, build, recorder, job.num_whole_steps + 2)
+            allocated_bytes = peak_allocated_bytes(run)
             memory = memory.model_copy(update={"allocated_bytes": allocated_bytes})
         print(memory.model_dump_json(), file=file, flush=True)
 
@@ -253,6 +254,7 @@ def _timed_steps(
     num_warmup_steps = job.num_warmup_steps
     if num_warmup_steps is None:  # found later by the step times, at the beginning of a run
         num_warmup_steps = _AFTER_RESTART if first else 0
+    num_warmup_steps = max(num_warmup_steps, job.num_whole_steps)
     for step in range(first, job.num_all_steps):
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
@@ -276,10 +278,13 @@ def _keep_steps_before(first: int, file: Path) -> None:
     write_whole(file, "".join(kept))
 
 
-def _first_steps(build: Callable[[], Trainer], recorder: Recorder) -> None:
-    """Restarts the same training, to trace allocations."""
+def _first_steps(build: Callable[[], Trainer], recorder: Recorder, num_steps: int) -> None:
+    """Restarts the same training, to trace allocations.
+
+    States of the optimizer, and of compressed gradients, exist from the second step on in which they are used.
+    """
     trainer = build()
-    for step in range(2):  # optimizer states exist from the second step on
+    for step in range(num_steps):
         batch = trainer.batch(step)
         recorder.begin_step(step)
         trainer.step(*batch)

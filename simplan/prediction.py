@@ -248,6 +248,45 @@ class BackupStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionStep:
+    """Steps with compressed and with whole gradients (``ParallelPlan.compression``).
+
+    Attributes:
+        sent_bytes: Bytes that a rank sends for its gradients in a step with compression.
+        whole_bytes: Bytes that it sends with whole gradients.
+        step_time_s: Seconds of a step with compression.
+        whole_s: Seconds of a step with whole gradients, as before compression starts.
+        num_warmup: Steps before it starts, besides ``warmup_share``.
+        warmup_share: Fraction of the run's steps before it starts.
+    """
+
+    sent_bytes: int
+    whole_bytes: int
+    step_time_s: float
+    whole_s: float
+    num_warmup: int
+    warmup_share: float = 0.0
+
+    def mean_step_s(self, num_steps: int) -> float:
+        """Mean seconds of the steps of a run, those with whole gradients included."""
+        num_warmup = self.num_warmup + math.ceil(self.warmup_share * num_steps)
+        whole_share = min(1.0, num_warmup / num_steps)
+        return whole_share * self.whole_s + (1 - whole_share) * self.step_time_s
+
+    @property
+    def words(self) -> str:
+        """Effect on step time and bytes, and the steps before compression starts."""
+        step, whole = format_time(self.step_time_s), format_time(self.whole_s)
+        text = (
+            f"{step} a step instead of {whole} with whole gradients; each rank sends {format_bytes(self.sent_bytes)} "
+            f"of gradients instead of {format_bytes(self.whole_bytes)}"
+        )
+        if self.warmup_share:
+            return f"{text}; whole gradients in the first {format_percent(self.warmup_share)} of the steps"
+        return f"{text}; whole gradients in the first {self.num_warmup:,} steps" if self.num_warmup else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """A full training at a constant step time, without failures, checkpoints and restarts.
 
@@ -384,6 +423,7 @@ class Prediction:
         jitter: Times of steps with jitter, of which the predicted one is the nearest to the mean; None without jitter.
         hashing: Times of steps with other seeds of the hash of ECMP; None for one seed.
         backup_workers: Effect of dropped gradients, which count neither in throughput nor in MFU; None if none are.
+        compression: Steps before gradient compression starts, and what it saves; None without compression.
     """
 
     name: str
@@ -411,6 +451,7 @@ class Prediction:
     jitter: JitteredStep | None = None
     backup_workers: BackupStep | None = None
     hashing: HashedStep | None = None
+    compression: CompressionStep | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -541,11 +582,16 @@ class Prediction:
         """Copy with the full training; this prediction if the budget has no number of tokens."""
         if budget.num_tokens is None:
             return self
+        tokens_per_step, factor = self.job.sequences_per_step * self.job.model.seq_len, 1.0
+        if self.compression is not None:  # the first steps have whole gradients
+            num_steps = math.ceil(budget.num_tokens / tokens_per_step)
+            factor = self.compression.mean_step_s(num_steps) / self.step_time_s
+        low_s, high_s = self.step_time_interval_s
         run = training_run(
             budget.num_tokens,
-            self.step_time_s,
-            self.step_time_interval_s,
-            tokens_per_step=self.job.sequences_per_step * self.job.model.seq_len,
+            factor * self.step_time_s,
+            (factor * low_s, factor * high_s),
+            tokens_per_step=tokens_per_step,
             num_devices=self.job.cluster.num_devices,
             price_per_device_hour=budget.price_per_device_hour,
         )
@@ -569,6 +615,7 @@ class Prediction:
             **({} if self.jitter is None else {"jitter": asdict(self.jitter)}),
             **({} if self.hashing is None else {"hashing": asdict(self.hashing)}),
             **({} if self.backup_workers is None else {"backup_workers": asdict(self.backup_workers)}),
+            **({} if self.compression is None else {"compression": asdict(self.compression)}),
             **({"node_groups": [group.to_json() for group in self.node_groups]} if job.cluster.is_mixed else {}),
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,

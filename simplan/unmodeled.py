@@ -35,10 +35,9 @@ _RECORDS = (
         "use a synchronous one, plan.collectives: {all_reduce: parameter_server, parameter_servers: 1}",
     ),
     Unmodeled(
-        "gradient compression is",
-        "gradient_compression grad_compression compression powersgd power_sgd topk_compression top_k_compression "
-        "onebit_adam 1bit_adam one_bit_adam onebitadam zeroplusplus",
-        "use plan.grad_dtype: bf16, which reduces gradients in 16 bits",
+        "compression of the weights and gradients of ZeRO (ZeRO++) is",
+        "zeroplusplus zero_quantized_weights zero_quantized_gradients",
+        "use plan.compression with plan.dp_replicate, or plan.grad_dtype: bf16",
     ),
     Unmodeled(
         "local SGD is",

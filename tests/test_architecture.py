@@ -291,6 +291,17 @@ def test_every_option_of_a_plan_is_read_where_steps_are_made_or_priced() -> None
     assert set(ParallelPlan.model_fields) <= read
 
 
+def test_only_plans_with_compression_load_it() -> None:
+    """Who does not ask for it pays nothing, neither in a prediction nor on a rank."""
+    code = (
+        "import sys, simplan; simplan.predict('gpt2-124m', cluster='dgx-h100', dp_replicate=8); "
+        "import executor.distributed.ddp; print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = {name for name in done.stdout.split() if name.endswith(".compression")}
+    assert loaded <= {"simplan.plan.compression", "simplan.rules.compression"}  # the keys, and the rules about them
+
+
 def test_a_rank_loads_what_its_plan_needs() -> None:
     """A DDP run on one machine loads no module of another family, axis or kind of checkpoint (once 75 modules).
 

@@ -14,6 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from executor.distributed.mesh import Peers
+from simplan.plan.compression import Compression
 from simplan.units import MIB
 
 # Rotary tables are equal on all ranks; torch 2.13 has a new name for not sending them before every forward.
@@ -28,6 +29,8 @@ def wrap_ddp(
     ignored: Collection[nn.Parameter] = (),
     *,
     gradient_as_bucket_view: bool = False,
+    compression: Compression | None = None,
+    num_whole_steps: int = 0,
 ) -> DistributedDataParallel:
     """Wraps a stage in DDP, which averages gradients over a group in buckets, overlapped with backward.
 
@@ -36,6 +39,8 @@ def wrap_ddp(
         bucket_bytes: Bucket size limit; None for torch's limits (1 MiB for the first bucket, 25 MiB for the others).
         ignored: Parameters that DDP leaves alone.
         gradient_as_bucket_view: Make gradients views of the buckets; else both exist.
+        compression: Compression of every bucket; None for whole gradients.
+        num_whole_steps: First steps with whole gradients.
     """
     names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
@@ -63,5 +68,10 @@ def wrap_ddp(
         averaged: Future[Tensor] = work.get_future().then(done)
         return averaged
 
-    wrapped.register_comm_hook(None, average)
+    if compression is None:
+        wrapped.register_comm_hook(None, average)
+        return wrapped
+    from executor.distributed.compression import compressed
+
+    wrapped.register_comm_hook(*compressed(compression, peers, average, num_whole_steps))
     return wrapped

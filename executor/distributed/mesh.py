@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, _register_process_group, _unregister_process_group
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
 
 from executor.profiling.recorder import Recorder
 from simplan.plan.plan import GroupKind, RankMapping
@@ -397,12 +398,18 @@ class RecordedGroup(dist.ProcessGroup):
         recorder = self._recorder
         if recorder is None:
             return call(*arguments)  # type: ignore[no-any-return]
-        handle = recorder.issue(kind, self.ranks, sum(buffer.nbytes for buffer in buffers))
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        if not num_bytes:  # torch's PowerSGD also reduces what is empty
+            return call(*arguments)  # type: ignore[no-any-return]
+        handle = recorder.issue(kind, self.ranks, num_bytes)
         return _RecordedWork(call(*arguments), lambda: recorder.complete(handle))
 
 
 class _RecordedWork(dist.Work):
-    """Tells when the collective has been waited for: on CUDA the current stream waits, not the host."""
+    """Tells when the collective has been waited for: on CUDA the current stream waits, not the host.
+
+    Or, of a collective whose future was taken, when callbacks of that may run.
+    """
 
     def __init__(self, inner: dist.Work, complete: Callable[[], None]) -> None:
         super().__init__()
@@ -413,3 +420,13 @@ class _RecordedWork(dist.Work):
         waited = self._inner.wait(*timeout)
         self._complete()
         return waited
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """As torch's; callbacks run after the record."""
+
+        def done(future: Future[list[Tensor]]) -> list[Tensor]:
+            self._complete()
+            return future.value()
+
+        recorded: Future[list[Tensor]] = self._inner.get_future().then(done)
+        return recorded

@@ -271,7 +271,15 @@ class Trainer:
 
             experts = expert_parameters(stage, self._layers)
             as_views = job.software.gradient_as_bucket_view
-            module = wrap_ddp(module, self._dims.dp, job.plan.bucket_bytes, experts, gradient_as_bucket_view=as_views)
+            module = wrap_ddp(
+                module,
+                self._dims.dp,
+                job.plan.bucket_bytes,
+                experts,
+                gradient_as_bucket_view=as_views,
+                compression=job.plan.compression,
+                num_whole_steps=job.num_whole_steps,
+            )
         return module
 
     def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:

@@ -15,6 +15,7 @@ from simplan.program.lowering.script import Segment
 from simplan.program.program import (
     SPAN_KINDS,
     STREAMS,
+    BucketWork,
     Communication,
     HostCalls,
     HostCopy,
@@ -99,7 +100,7 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
         for part in program.works[entry]:
             term = terms.get(part)
             if term is None:
-                term = terms[part] = _term(part, kind, cost)
+                term = terms[part] = _term(part, kind, cost, on_cpu=program.one_memory)
                 if isinstance(part, Communication) and part.kind is not CollectiveKind.SEND:
                     stream = STREAMS[columns.stream[first[place]]]
                     term.stream = None if stream is Stream.COMPUTE else stream
@@ -114,7 +115,7 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
     return ProgramCosts(*by_op, terms, cost.overlap_slowdown)
 
 
-def _term(part: Work, kind: SpanKind, cost: CostModel) -> CostTerm:
+def _term(part: Work, kind: SpanKind, cost: CostModel, *, on_cpu: bool) -> CostTerm:
     match part:
         case LayerWork():
             name, cost_estimate = _name(part), cost.compute(part)
@@ -126,6 +127,10 @@ def _term(part: Work, kind: SpanKind, cost: CostModel) -> CostTerm:
         case HostWait():
             name = "host, once a step" if part.reason == "step" else "host, the batch of a forward"
             cost_estimate = cost.host_wait(part)
+        case BucketWork():
+            from simplan.cost.compression import bucket_cost  # only where needed
+
+            name, cost_estimate = part.name, bucket_cost(part, cost, on_cpu=on_cpu)
         case OverlapRemainder():
             names = " and ".join(dict.fromkeys(communication.kind for communication in part.communications))
             name, cost_estimate = f"{names} beyond {_name(part.beside)}", _excess(part, cost)
@@ -138,7 +143,9 @@ def _term(part: Work, kind: SpanKind, cost: CostModel) -> CostTerm:
 
 def computing_part(work: tuple[Work, ...], program_costs: ProgramCosts) -> float:
     """Returns the compute fraction of an operation's time; the rest is communication merged into the operation."""
-    seconds = [(program_costs.by_work[part].cost_estimate.seconds, isinstance(part, LayerWork)) for part in work]
+    seconds = [
+        (program_costs.by_work[part].cost_estimate.seconds, isinstance(part, LayerWork | BucketWork)) for part in work
+    ]
     total_s = sum(own_s for own_s, _ in seconds)
     return sum(own_s for own_s, computes in seconds if computes) / total_s if total_s else 0.0
 

@@ -29,7 +29,7 @@ from simplan.predict.background import background_steps
 from simplan.predict.build import assign_layers, cost_model, folding_of, table_of
 from simplan.predict.simulated import Simulated, StepContext, simulate_program
 from simplan.program.lowering.lower import Lowering, lower
-from simplan.program.program import Communication, HostCalls, HostCopy, HostWait, LayerWork, Op, Phase, Work
+from simplan.program.program import BucketWork, Communication, HostCalls, HostCopy, HostWait, LayerWork, Op, Phase, Work
 from simplan.rules import check_job
 
 _SCHEMA = "0.0.4"
@@ -295,6 +295,8 @@ def _given_bytes(communication: Communication) -> int:
 
 def _size(work: Work, width: int) -> tuple[int, int]:
     """FLOPs, and bytes of the operands and results of GEMMs, or of parameters."""
+    if isinstance(work, BucketWork):
+        return work.flops, _size(work.streamed, width)[1]
     if not isinstance(work, LayerWork):
         return 0, work.num_bytes if isinstance(work, HostCopy) else 0
     if work.num_parameters and work.phase in _OF_PARAMETERS:

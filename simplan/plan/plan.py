@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from simplan.base import Count, Spec
 from simplan.plan.collectives import Collectives, none_if_empty
+from simplan.plan.compression import CompressionSection
 from simplan.plan.placement import check_placement
 from simplan.plan.schedules import SCHEDULE_FACTS, check_schedule_name
 from simplan.plan.shard import Shard
@@ -55,7 +56,8 @@ class ParallelPlan(Spec):
     host memory, and the CPU updates them. ``offload_activations`` moves the tensors that blocks save for backward to
     host memory. ``offload_layers`` limits that to the first blocks of the model, ``None`` for all blocks.
 
-    ``collectives`` prescribes algorithms of collectives, ``None`` for those that the library chooses.
+    ``collectives`` prescribes algorithms of collectives, ``None`` for those that the library chooses. ``compression``
+    has DDP communicate less than whole gradients.
 
     Experts have a separate mesh over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel folding).
     ``etp`` ranks split every expert's matrices, ``ep`` groups of these ranks hold different experts, and the remaining
@@ -124,6 +126,9 @@ class ParallelPlan(Spec):
     )
     collectives: Annotated[Collectives | None, AfterValidator(none_if_empty)] = Field(
         None, description="algorithm of each collective; default: the library's choice by size and group"
+    )
+    compression: CompressionSection | None = Field(
+        None, description="gradients of DDP in fewer bytes: a kind, or a mapping of kind, rank, ratio and others"
     )
     placement: Annotated[tuple[str, ...] | tuple[int, ...] | None, BeforeValidator(check_placement)] = Field(
         None,

@@ -156,6 +156,9 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
             "backup workers: a dropped replica delays no other and takes their parameters; communication costs the "
             "same as with all replicas, and the effect of dropped gradients on the loss is not predicted"
         )
+    if (compression := job.plan.compression) is not None:
+        kernels = "; kernels that compress were not timed, and may take half or twice as long"
+        yield f"{compression.words}: its effect on the loss is not predicted{kernels}"
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield from _of_links(cluster)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from simplan.cluster.topology import hashed, with_seed
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, pace_in_words
+from simplan.cost.communication.collectives import bus_factor
 from simplan.cost.model import CostEstimate, CostModel
 from simplan.cost.program_costs import ProgramCosts
 from simplan.errors import Problem, SpecError
@@ -27,11 +28,11 @@ from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import BackupStep, HashedStep, Prediction, Term, worst_memory
+from simplan.prediction import BackupStep, CompressionStep, HashedStep, Prediction, Term, worst_memory
 from simplan.program.action import Table
 from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused
-from simplan.program.program import LayerWork, Phase, Program
+from simplan.program.program import LayerWork, Phase, Program, Stream
 from simplan.program.size import refuse_many_actions
 from simplan.program.tables.check import check_table
 from simplan.program.tables.custom_schedule import locating
@@ -141,6 +142,7 @@ def predict_step(
         jitter=simulated.jitter,
         backup_workers=_backup_step(job, step_time_s, calibration),
         hashing=_hashed_step(job, step_time_s, calibration),
+        compression=_compression_step(job, step_time_s, calibration, fine),
     )
     return prediction, simulated
 
@@ -201,6 +203,32 @@ def _hashed_step(job: Job, step_time_s: float, calibration: Calibration | None) 
         median_s=float(np.median(seconds)),
         range_s=(min(seconds), max(seconds)),
     )
+
+
+def _compression_step(
+    job: Job, step_time_s: float, calibration: Calibration | None, program: Program
+) -> CompressionStep | None:
+    """Steps with compressed and with whole gradients: the latter are predicted as well."""
+    compression = job.plan.compression
+    if compression is None:
+        return None
+    whole, step = predict_step(job.with_plan(job.plan.with_changes(compression=None)), calibration=calibration)
+    return CompressionStep(
+        sent_bytes=_gradient_bytes(program),
+        whole_bytes=_gradient_bytes(step.program),
+        step_time_s=step_time_s,
+        whole_s=whole.step_time_s,
+        num_warmup=compression.start_step if compression.kind == "powersgd" else 0,
+        warmup_share=compression.warmup_share if compression.kind == "one_bit" else 0.0,
+    )
+
+
+def _gradient_bytes(program: Program) -> int:
+    """Bytes that the first rank sends on the stream of its data-parallel group, as a ring does."""
+    indices = program.rank_indices[program.ranks[0]]
+    ops = (program.op(int(index)) for index in indices[program.on_stream(Stream.DATA, indices=indices)])
+    moved = (each for op in ops for each in op.communications)
+    return round(sum(bus_factor(each.kind, len(each.ranks)) * each.num_bytes for each in moved))
 
 
 def _vectors(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:

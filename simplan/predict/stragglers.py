@@ -16,7 +16,7 @@ from simplan.cost.program_costs import ProgramCosts, computing_part
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.action import ActionKind
-from simplan.program.program import LayerWork, Program
+from simplan.program.program import BucketWork, LayerWork, Program
 from simplan.sim.engine import Times
 
 _Floats = NDArray[np.float64]
@@ -146,4 +146,4 @@ def computing_parts(program: Program, program_costs: ProgramCosts) -> NDArray[np
 
 def _has_kernels(program: Program) -> NDArray[np.bool_]:
     """``(num_works,)`` True for works with kernels of a layer."""
-    return np.array([any(isinstance(each, LayerWork) for each in work) for work in program.works])
+    return np.array([any(isinstance(each, LayerWork | BucketWork) for each in work) for work in program.works])

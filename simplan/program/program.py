@@ -164,7 +164,25 @@ class OverlapRemainder(NamedTuple):
     sm_fraction: float = 0.0
 
 
-Work = LayerWork | Communication | HostCopy | HostCalls | HostWait | OverlapRemainder
+class BucketWork(NamedTuple):
+    """Kernels that compress or decompress a bucket of gradients.
+
+    Attributes:
+        name: Compression and step, e.g. ``top_k: compress``.
+        streamed: Division of gradients that reads and writes as many bytes as the memory-bound kernels.
+        num_kernels: Number of kernels.
+        flops: FP32 FLOPs of matmuls with a few columns.
+        num_selected: Elements of which the largest are selected, or that are permuted.
+    """
+
+    name: str
+    streamed: LayerWork
+    num_kernels: int
+    flops: int = 0
+    num_selected: int = 0
+
+
+Work = LayerWork | Communication | HostCopy | HostCalls | HostWait | OverlapRemainder | BucketWork
 
 
 class MemoryCategory(StrEnum):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from simplan.plan.compression import CompressionKind
 from simplan.plan.placement import AXES
 from simplan.plan.plan import ParallelPlan
 
@@ -21,6 +22,7 @@ _DEFAULTS = {
 _VALUES = {
     "schedule": "`simplan show schedules`",
     "placement": f"list of {', '.join(AXES)}",
+    "compression": ", ".join(get_args(CompressionKind)),
     "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers",
 }
 """Values that types do not tell."""

@@ -176,6 +176,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         yield f"  jitter       {prediction.jitter.words}"
     if prediction.backup_workers is not None:
         yield f"  backup       {prediction.backup_workers.words}"
+    if prediction.compression is not None:
+        yield f"  compression  {prediction.compression.words}"
 
 
 def _training_run(run: TrainingRun) -> Iterator[str]:
@@ -408,6 +410,8 @@ def plan_words(plan: ParallelPlan) -> str:
     parts += _locations(plan)
     if plan.collectives is not None:
         parts.append(plan.collectives.words)
+    if plan.compression is not None:
+        parts.append(plan.compression.words)
     return ", ".join(parts) or "one device"
 
 

@@ -13,7 +13,19 @@ from types import MappingProxyType, ModuleType
 from simplan.cluster.background import BackgroundJob
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job, background_job
-from simplan.rules import cluster, collectives, experts, mixed, model, parallel, recompute, schedule, sharding, training
+from simplan.rules import (
+    cluster,
+    collectives,
+    compression,
+    experts,
+    mixed,
+    model,
+    parallel,
+    recompute,
+    schedule,
+    sharding,
+    training,
+)
 from simplan.rules.rule import Rule
 
 _COULD_NOT_BE: tuple[Rule, ...] = (
@@ -48,6 +60,8 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     recompute.expert_overlap_recompute, recompute.recompute_of_software, recompute.recompute_layers_of_full,
     recompute.recompute_modules_of_selective, recompute.recompute_modules_apart, model.trainer_pipelines,
     collectives.parameter_servers_of_replicas, collectives.collectives_of_groups,
+    compression.compression_of_replicas, compression.compression_of_ddp, compression.compression_of_software,
+    compression.powersgd_of_matrices, compression.compression_alone,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (
@@ -75,7 +89,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     sharding.mtp_sharded, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
     model.transformers_recompute, model.transformers_split_backward,
-    model.transformers_experts_autocast, training.cp_of_low_attention,
+    model.transformers_experts_autocast, training.cp_of_low_attention, compression.compression_modelled,
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precision_sizes)
@@ -90,6 +104,7 @@ BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RU
 _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
     {
         collectives: lambda job: job.plan.collectives is not None,
+        compression: lambda job: job.plan.compression is not None,
         experts: lambda job: (
             job.model.num_experts > 0 or job.software.expert_overlap or job.plan.ep > 1 or job.plan.etp > 1
         ),

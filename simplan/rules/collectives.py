@@ -25,6 +25,8 @@ def collectives_of_groups(job: Job) -> Iterator[Problem]:
     collectives = job.plan.collectives
     if collectives is None or job.plan.num_devices > job.cluster.num_devices:
         return
+    if job.plan.expert_ranks % job.plan.ep:  # there are no such groups, as another rule says
+        return
     for kind, algorithm in collectives.prescribed():
         for axis, ranks in _groups(job, kind):
             if (refusal := _refusal(algorithm, kind, ranks, job)) is not None:

@@ -63,6 +63,12 @@ class RunSpec(Spec):
         return self.num_steps + (_USUAL_WARMUP if self.num_warmup_steps is None else self.num_warmup_steps)
 
     @property
+    def num_whole_steps(self) -> int:
+        """Number of first steps with whole gradients, before gradient compression starts; 0 without compression."""
+        compression = self.plan.compression
+        return 0 if compression is None else compression.warmup_steps(self.num_all_steps)
+
+    @property
     def assignment(self) -> StageAssignment:
         """Assignment of layers to stages."""
         return StageAssignment(self.boundaries)

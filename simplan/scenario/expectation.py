@@ -73,6 +73,10 @@ def _contention_s(prediction: Mapping[str, Any]) -> float | None:
     return prediction["network"]["contention_s"] if "network" in prediction else None
 
 
+def _gradients_sent_gib(prediction: Mapping[str, Any]) -> float | None:
+    return prediction["compression"]["sent_bytes"] / GIB if "compression" in prediction else None
+
+
 def _slowest_link_gib(prediction: Mapping[str, Any]) -> float | None:
     links = prediction["network"]["links"] if "network" in prediction else []
     return links[0]["num_bytes"] / GIB if links else None
@@ -133,6 +137,12 @@ _ALL = (
     Metric("num_trained_parameters", "parameters that are not frozen", ""),
     Metric("worst_rank", "the rank that needs most device memory", ""),
     Metric("num_microbatches", "microbatches per step and data-parallel rank", ""),
+    Metric(
+        "gradients_sent_gib",
+        "what a rank sends for its gradients in a step with plan.compression, as in a ring",
+        "GiB",
+        _gradients_sent_gib,
+    ),
     Metric("background_s", "what the other jobs of cluster.background add to the step", "s", _background_s),
     Metric("contention_s", "what contention on the links of cluster.topology adds to the step", "s", _contention_s),
     Metric(

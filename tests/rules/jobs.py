@@ -61,6 +61,7 @@ _COLLECTIVES = (
     {"all_reduce": "halving_doubling"},
     {"all_to_all": "pairwise"},
 )
+_COMPRESSIONS = ("fp16", {"kind": "powersgd", "rank": 9}, {"kind": "top_k", "ratio": 0.1}, "one_bit")
 _CLUSTERS = ("dgx-h100", "dgx-h100", "dgx-h100", "dgx-b200", "this-machine")
 
 
@@ -148,6 +149,7 @@ def plans(draw: st.DrawFn, *, wild: bool = True) -> dict[str, Any]:
             "offload_activations": rarely(False, True, share=5),
             "offload_layers": rarely(None, 2, share=9),
             "collectives": rarely(None, *_COLLECTIVES),
+            "compression": rarely(None, *_COMPRESSIONS),
         }
     return fields
 

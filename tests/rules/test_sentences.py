@@ -30,6 +30,46 @@ STATES = {"offload_optimizer": True, "dp_shard": 2}
 
 
 @pytest.mark.parametrize(
+    ("plan", "parts", "sentence"),
+    [
+        ({"compression": "fp16"}, {},
+         "plan.compression = fp16: is about reducing gradients over data-parallel ranks"),
+        ({"dp_shard": 8, "compression": "int8"}, {},
+         "plan.compression = int8: is a hook of DDP, and zero_stage = 3 reduce-scatters"),
+        ({"dp_shard": 8, "zero_stage": 2, "compression": "int8"}, {},
+         "plan.compression = int8: is a hook of DDP, and zero_stage = 2"),
+        ({"dp_shard": 8, "zero_stage": 1, "compression": "fp16"}, {"software": "deepspeed"},
+         "plan.compression = fp16: is a hook of DDP, and ZeRO-1 of deepspeed"),
+        ({"dp_replicate": 8, "compression": "one_bit"}, {"software": "megatron-core"},
+         "plan.compression = one_bit: is a communication hook of torch's DDP, and"),
+        ({"dp_replicate": 8, "compression": "top_k"}, {"software": "accelerate"},
+         "plan.compression = top_k: is no communication hook of accelerate; use fp16,"),
+        ({"dp_replicate": 8, "compression": {"kind": "powersgd", "rank": 1000}}, {},
+         "plan.compression = powersgd: compresses nothing: every gradient"),
+        ({"dp_replicate": 8, "compression": "int8", "collectives": {"all_reduce": "parameter_server"}}, {},
+         "plan.compression = int8: is a hook of DDP's all-reduce"),
+        ({"dp_replicate": 8, "compression": "int8", "grad_dtype": "fp32"}, {},
+         "plan.grad_dtype = fp32: is another way"),
+        ({"dp_replicate": 4, "pp": 2, "compression": "int8"}, {},
+         "plan.compression.kind = int8: compression with plan.pp = 2 is not modeled yet"),
+        ({"dp_replicate": 4, "tp": 2, "compression": "int8"}, {},
+         "plan.compression.kind = int8: compression with plan.tp = 2 is not modeled yet"),
+        ({"dp_replicate": 8, "grad_sync": "microbatch", "compression": "int8"}, {},
+         "plan.compression.kind = int8: compression with plan.grad_sync = microbatch is not modeled yet"),
+        ({"dp_replicate": 8, "compression": "int8"}, {"backup_workers": 1},
+         "plan.compression.kind = int8: compression with training.backup_workers is not modeled yet"),
+    ],
+)  # fmt: skip
+def test_compression_is_for_hooks_of_ddp(plan: dict[str, Any], parts: dict[str, Any], sentence: str) -> None:
+    assert any(each.startswith(sentence) for each in problems(LLAMA, plan, **parts))
+
+
+def test_compression_of_replicas_is_possible() -> None:
+    assert not problems(LLAMA, {"dp_replicate": 8, "compression": {"kind": "powersgd", "rank": 4}})
+    assert not problems(LLAMA, {"dp_shard": 8, "zero_stage": 1, "compression": "fp16"})  # torch's ZeRO-1 has DDP
+
+
+@pytest.mark.parametrize(
     "plan",
     [
         {},

@@ -66,4 +66,6 @@ def test_words_of_other_frameworks_are_none_of_ours() -> None:
 def test_a_key_that_is_like_none_is_told_all_there_are(tmp_path: Path) -> None:
     [line] = refusal(tmp_path, "model: {preset: llama3-8b}\ncluster: {preset: dgx-h100}\n"
                                "training: {global_batch_size: 64}\nplan: {frobnicate: 8}\n")  # fmt: skip
-    assert line.startswith("plan.frobnicate: is not a known key; known: bucket_bytes, collectives, cp, cp_comm, ")
+    assert line.startswith(
+        "plan.frobnicate: is not a known key; known: bucket_bytes, collectives, compression, cp, cp_comm, "
+    )

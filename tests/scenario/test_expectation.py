@@ -96,6 +96,7 @@ def test_every_metric_reads_a_prediction() -> None:
             "background_s",
             "contention_s",
             "slowest_link_gib",
+            "gradients_sent_gib",
         )
 
 

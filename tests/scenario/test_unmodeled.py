@@ -32,8 +32,8 @@ def refusal(section: str, line: str) -> SpecError:
         ("plan", "async_sgd: true", "plan.async_sgd: asynchronous SGD is not modeled yet; "),
         ("plan", "async_parameter_server: 2", "plan.async_parameter_server: an asynchronous parameter server is not "
          "modeled yet; use a synchronous one, plan.collectives: {all_reduce: parameter_server, "),
-        ("plan", "gradient_compression: x", "plan.gradient_compression: gradient compression is not modeled yet; use "
-         "plan.grad_dtype: bf16"),
+        ("plan", "zeroplusplus: true", "plan.zeroplusplus: compression of the weights and gradients of ZeRO (ZeRO++) "
+         "is not modeled yet; use plan.compression with plan.dp_replicate"),
         ("training", "sync: local_sgd", "training.sync: local SGD is not modeled yet; use plan.grad_sync: step"),
         ("plan", "local_sgd: 8", "plan.local_sgd: local SGD is not modeled yet; use plan.grad_sync: step"),
         ("training", "diloco: {}", "training.diloco: DiLoCo is not modeled yet; "),
@@ -81,3 +81,11 @@ def test_words_of_techniques_are_no_keys_of_simplan() -> None:
     others = {word for words in _OTHER_WORDS.values() for word in words.split()}
     assert not _BY_WORD.keys() & (keys | others)
     assert len(_BY_WORD) == sum(len(record.words.split()) for record in _RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"), [("powersgd", "powersgd"), ("onebit_adam", "one_bit"), ("topk_compression", "top_k")]
+)
+def test_name_of_a_compression_leads_to_its_kind(word: str, kind: str) -> None:
+    (problem,) = refusal("training", f"{word}: true").problems
+    assert problem.fix == f"write plan.compression, with kind: {kind}"

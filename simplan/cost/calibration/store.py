@@ -124,4 +124,6 @@ def _of_gradients(plan: ParallelPlan) -> set[CollectiveKind]:
         kinds = {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER}
         return kinds | {CollectiveKind.ALL_REDUCE} if plan.dp_replicate > 1 else kinds
     kinds = {CollectiveKind.ALL_REDUCE} if plan.dp * plan.cp > 1 else set()
+    if plan.compression is not None:  # whole gradients are predicted as well
+        kinds |= {CollectiveKind(kind) for kind in plan.compression.collectives}
     return kinds | {CollectiveKind.BROADCAST} if plan.shards_optimizer_only else kinds

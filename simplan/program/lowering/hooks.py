@@ -77,6 +77,10 @@ class Hooks:
         """Returns bytes of gradients that are freed after the update."""
         return 0
 
+    def persistent_bytes(self) -> int:
+        """Returns bytes of buffers of the hooks that live between steps, gradients excluded."""
+        return 0
+
 
 class DdpHooks(Hooks):
     """DDP hooks: gradients are divided, then reduced in buckets as backward completes them (DistributedDataParallel).
@@ -234,10 +238,12 @@ class Bucket(NamedTuple):
 
     Attributes:
         ready_layer: Position, in the given list of layers, of the layer whose backward completes the bucket.
+        shapes: Shapes of the gradients.
     """
 
     num_bytes: int
     ready_layer: int
+    shapes: tuple[tuple[int, ...], ...]
 
 
 def ddp_buckets(
@@ -261,7 +267,7 @@ def ddp_buckets(
     holds_embedding = any(p.name == f"{TOKEN_TABLE}.weight" for layer in stage for p in layer.parameters)
     buckets: list[Bucket] = []
     limit, filled = first_bucket_bytes, 0
-    ready_layer = 0
+    ready_layer, shapes = 0, list[tuple[int, ...]]()
     for position in reversed(range(len(stage))):
         layer = stage[position]
         for index in layer.gradient_order:
@@ -270,9 +276,11 @@ def ddp_buckets(
                 continue
             filled += parameter.num_elements * gradient_bytes
             ready_layer = position
+            shapes.append(parameter.shape)
             if filled >= limit:
-                buckets.append(Bucket(filled, position))
+                buckets.append(Bucket(filled, position, tuple(shapes)))
                 limit, filled = bucket_bytes, 0
+                shapes.clear()
     if filled:
-        buckets.append(Bucket(filled, ready_layer))
+        buckets.append(Bucket(filled, ready_layer, tuple(shapes)))
     return tuple(buckets)

@@ -379,6 +379,7 @@ class _RankLowering:
         drops, copies = reduces and software.ddp_drops_gradients, reduces and software.ddp_copies_gradients
         gradient_bytes = 0 if offloads or drops else trained * (state.gradient + state.unaccumulated)
         buffer_bytes = self.bucket_bytes() if drops or copies else 0  # else the buckets are the gradients
+        buffer_bytes += self.hooks.persistent_bytes()
         return {
             MemoryCategory.HOST: parameter_bytes + optimizer_bytes if offloads else 0,
             MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes) + stages.quantized_weight_bytes(mine),
@@ -554,4 +555,10 @@ def _hooks(stages: Stages, writer: RankWriter, how: Lowering) -> Hooks:
     if plan.shards_parameters:
         hooks = FsdpListHooks if stages.software.per_rank_tensor_lists else FsdpHooks
         return hooks(stages, writer, how.level, host_waits=how.host_waits)
-    return DdpHooks(stages, writer, how.level) if plan.dp * plan.cp > 1 else Hooks(stages, writer, how.level)
+    if plan.dp * plan.cp == 1:
+        return Hooks(stages, writer, how.level)
+    if plan.compression is None:
+        return DdpHooks(stages, writer, how.level)
+    from simplan.program.lowering.compression import CompressedDdpHooks  # only where needed
+
+    return CompressedDdpHooks(stages, writer, how.level, plan.compression)

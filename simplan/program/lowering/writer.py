@@ -14,6 +14,7 @@ from simplan.program.program import (
     ACTION_KINDS,
     SPAN_KINDS,
     STREAMS,
+    BucketWork,
     Communication,
     HostCopy,
     HostWait,
@@ -120,6 +121,18 @@ class RankWriter:
         work = self._shared(communications) if isinstance(communications, Communication) else tuple(communications)
         return self._add(action, stream, name, work, waits, meeting, memory)
 
+    def callback(
+        self,
+        action: Action,
+        stream: Stream,
+        name: str,
+        work: tuple[Work, ...],
+        waits: Sequence[int | None],
+        memory: Sequence[MemoryEffect] = (),
+    ) -> int:
+        """Writes compute that follows a collective on its stream, next to the rank's compute; returns its index."""
+        return self._add(action, stream, name, work, waits, None, memory, SpanKind.COMPUTE)
+
     def exposed(self, action: Action, stream: Stream, name: str, communications: tuple[Work, ...]) -> None:
         """Writes sequential collectives among equal ranks, for which the next compute waits."""
         waits = (*self.blocking, self.last_compute)
@@ -218,4 +231,6 @@ def _in_group(part: Work, group: int) -> Work:
     """Returns work of a device or its host as done in a node group; communication unchanged."""
     if isinstance(part, OverlapRemainder):
         return part._replace(beside=part.beside._replace(group=group))
+    if isinstance(part, BucketWork):
+        return part._replace(streamed=part.streamed._replace(group=group))
     return part._replace(group=group) if isinstance(part, LayerWork | HostCopy | HostWait) else part

@@ -1,0 +1,331 @@
+"""DDP hooks with gradient compression: buckets are compressed, communicated and decompressed.
+
+Kernels, collectives and buffers are those of the executor's communication hooks (executor/distributed/compression.py),
+which are torch's where torch has them. Bytes per element are what single kernels of eager torch read and write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from simplan.model.layer import CollectiveKind, LayerSpec
+from simplan.plan.compression import BLOCK, Compression, CompressionKind, compressed_matrix_rank, quantized_part
+from simplan.program.action import Action
+from simplan.program.lowering.hooks import Bucket, DdpHooks, ddp_buckets
+from simplan.program.lowering.stage import Stages
+from simplan.program.lowering.writer import RankWriter
+from simplan.program.program import BucketWork, Communication, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
+
+_FP32 = 4
+_INDEX = 8  # of torch's selections; indices are sent in 4 bytes
+_ADD = 3 * _FP32  # two reads and a write per element
+_PASS = 2 * _FP32
+
+
+class BucketStep(NamedTuple):
+    """Kernels on a bucket, or a collective, in the order of a communication hook.
+
+    Attributes:
+        what: Kernels: ``compress``, ``decompress`` or the like. Collectives: what is communicated.
+        kind: Kind of a collective; None for kernels.
+        num_bytes: Bytes of the collective, or read and written by the kernels.
+        num_kernels, flops, num_selected: See ``BucketWork``.
+        during_bytes: Buffers that exist only meanwhile.
+        kept_bytes: Change of the buffers that exist afterwards.
+    """
+
+    what: str
+    kind: CollectiveKind | None
+    num_bytes: int
+    num_kernels: int = 0
+    flops: int = 0
+    num_selected: int = 0
+    during_bytes: int = 0
+    kept_bytes: int = 0
+
+
+Steps = Iterator[BucketStep]
+
+
+def bucket_steps(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
+    """Yields the steps of one bucket of FP32 gradients over a group of ranks."""
+    yield from _STEPS[compression.kind](compression, bucket, num_ranks)
+
+
+def state_bytes(compression: Compression, bucket: Bucket, num_ranks: int) -> int:
+    """Bytes that a rank keeps between steps for a bucket: errors, and factors of PowerSGD."""
+    kept = bucket.num_bytes if compression.keeps_errors else 0
+    match compression.kind:
+        case "powersgd":
+            return kept + _FP32 * sum(_factors(compression, bucket))
+        case "int8" | "one_bit":  # of all parts, and of the mean of the own part
+            part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
+            return _FP32 * part * (num_ranks + 1) if kept else 0
+        case _:
+            return kept
+
+
+def _sixteen_bits(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
+    del compression, num_ranks
+    half = bucket.num_bytes // 2
+    elements = bucket.num_bytes // _FP32
+    yield BucketStep("compress", None, elements * (_FP32 + 2 + 2 + 2), 2, kept_bytes=half)
+    yield BucketStep("values", CollectiveKind.ALL_REDUCE, half)
+    yield BucketStep("decompress", None, elements * (2 + _FP32), 1, kept_bytes=-half)
+
+
+def _top_k(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
+    elements = bucket.num_bytes // _FP32
+    kept = compression.num_kept(elements)
+    sent, added = 2 * _FP32 * kept, _ADD * elements * compression.keeps_errors
+    gathered = num_ranks * sent
+    # values are picked, indices are cast, both are joined, and values become zero
+    picked = kept * (_INDEX + _PASS + _INDEX + _FP32 + 2 * _PASS + _INDEX + _FP32)
+    yield BucketStep(
+        "compress",
+        None,
+        added + _PASS * elements + picked,
+        7 + compression.keeps_errors,
+        num_selected=elements,
+        during_bytes=max(bucket.num_bytes + kept * (_FP32 + _INDEX), kept * (_FP32 + _INDEX + _FP32) + sent),
+        kept_bytes=sent + kept * _INDEX,
+    )
+    yield BucketStep("values and indices", CollectiveKind.ALL_GATHER, gathered, kept_bytes=gathered)
+    yield BucketStep(
+        "decompress",
+        None,
+        (_FP32 + _PASS) * elements + num_ranks * kept * (_FP32 + _ADD),
+        2 + num_ranks,
+        kept_bytes=-gathered - sent - kept * _INDEX,
+    )
+
+
+def _random_k(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
+    del num_ranks
+    elements = bucket.num_bytes // _FP32
+    kept = compression.num_kept(elements)
+    sent, added = _FP32 * kept, _ADD * elements * compression.keeps_errors
+    yield BucketStep(
+        "compress",
+        None,
+        added + _INDEX * elements + kept * (2 * _INDEX + _INDEX + _PASS + _INDEX + _FP32),
+        4 + compression.keeps_errors,
+        num_selected=elements,
+        during_bytes=_INDEX * (elements + kept),
+        kept_bytes=sent + _INDEX * kept,
+    )
+    yield BucketStep("values", CollectiveKind.ALL_REDUCE, sent)
+    yield BucketStep(
+        "decompress",
+        None,
+        _FP32 * elements + kept * (_PASS + _INDEX + _PASS),
+        3,
+        kept_bytes=-sent - _INDEX * kept,
+    )
+
+
+_ENCODE: dict[CompressionKind, tuple[int, int]] = {"int8": (38, 5), "one_bit": (34, 7)}
+"""Bytes per element, and kernels, to compress: magnitudes, scales of blocks, numbers or packed signs."""
+_DECODE: dict[CompressionKind, tuple[int, int]] = {"int8": (14, 4), "one_bit": (14, 3)}
+
+
+def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
+    kind, feeds = compression.kind, compression.keeps_errors
+    (encode, encode_kernels), (decode, decode_kernels) = _ENCODE[kind], _DECODE[kind]
+    part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
+    padded = num_ranks * part
+    sent = num_ranks * (part // (1 if kind == "int8" else 8) + _FP32 * (part // BLOCK))
+    # errors are added, and what is sent is taken from the sum
+    errors, error_kernels = (2 * _ADD + decode, 2 + decode_kernels) if feeds else (0, 0)
+    whole = _FP32 * padded
+    temporary = whole + padded  # values, and the bytes that they are made of
+    yield BucketStep(
+        "compress",
+        None,
+        padded * (_FP32 + _PASS + encode + errors),
+        2 + encode_kernels + error_kernels,
+        during_bytes=whole + sent + temporary,
+        kept_bytes=whole + sent,
+    )
+    yield BucketStep("parts", CollectiveKind.ALL_TO_ALL, sent, kept_bytes=sent)
+    yield BucketStep(
+        "average",
+        None,
+        padded * (decode + _FP32) + part * (_FP32 + encode + errors),
+        1 + decode_kernels + encode_kernels + error_kernels,
+        during_bytes=temporary,
+    )
+    yield BucketStep("averages", CollectiveKind.ALL_GATHER, sent)
+    yield BucketStep(
+        "decompress",
+        None,
+        padded * (decode + _PASS),
+        1 + decode_kernels,
+        during_bytes=temporary,
+        kept_bytes=-whole - 2 * sent,
+    )
+
+
+def _factors(compression: Compression, bucket: Bucket) -> tuple[int, int]:
+    """Elements of the factors P and Q of the matrices of a bucket."""
+    ranks = [(rows, columns, compressed_matrix_rank(rows, columns, compression)) for rows, columns in _matrices(bucket)]
+    return sum(rows * rank for rows, _, rank in ranks), sum(columns * rank for _, columns, rank in ranks)
+
+
+def _matrices(bucket: Bucket) -> Iterator[tuple[int, int]]:
+    """Yields rows and columns of all gradients, as PowerSGD views them."""
+    for rows, *others in bucket.shapes:
+        columns = 1
+        for size in others:
+            columns *= size
+        yield rows, columns
+
+
+def _powersgd(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
+    """Torch's hook: Q is made orthonormal, P = M Q, P likewise, Q = M^T P, and the gradient is P Q^T."""
+    del num_ranks
+    split = [(rows, columns, compressed_matrix_rank(rows, columns, compression)) for rows, columns in _matrices(bucket)]
+    made = [each for each in split if each[2]]
+    left = sum(rows * columns for rows, columns, rank in split if not rank)
+    matrices = sum(rows * columns for rows, columns, _ in made)
+    multiplied = 2 * sum(rows * columns * rank for rows, columns, rank in made)
+    p, q = _factors(compression, bucket)
+    elements, feeds = bucket.num_bytes // _FP32, compression.keeps_errors
+    copy = bucket.num_bytes if feeds else 0
+    orthonormal = [_orthonormal(rank) for *_, rank in made]
+    passes, kernels = max((a for a, _ in orthonormal), default=0), sum(b for _, b in orthonormal)
+    orthonormal_flops = [2 * rank * rank for *_, rank in made]
+    q_flops = sum(columns * flops for (_, columns, _), flops in zip(made, orthonormal_flops, strict=True))
+    p_flops = sum(rows * flops for (rows, _, _), flops in zip(made, orthonormal_flops, strict=True))
+    product, num = _FP32 * (matrices + p + q), len(made)
+    yield BucketStep(
+        "compress",
+        None,
+        elements * (_ADD + _PASS) * feeds + _PASS * left + passes * _FP32 * q + product,
+        2 * feeds + 1 + kernels + num,
+        multiplied + q_flops,
+        kept_bytes=copy + _FP32 * left,
+    )
+    if left:
+        yield BucketStep("uncompressed", CollectiveKind.ALL_REDUCE, _FP32 * left)
+        unpacked = len(split) - num
+        yield BucketStep("unpack", None, 2 * _PASS * left, 1 + unpacked)
+    if not num:
+        yield BucketStep(
+            "errors", None, elements * _ADD * feeds, feeds, kept_bytes=-copy - _FP32 * left, during_bytes=copy
+        )
+        return
+    yield BucketStep("P", CollectiveKind.ALL_REDUCE, _FP32 * p)
+    yield BucketStep("multiply", None, passes * _FP32 * p + product, kernels + num, multiplied + p_flops)
+    yield BucketStep("Q", CollectiveKind.ALL_REDUCE, _FP32 * q)
+    yield BucketStep(
+        "decompress",
+        None,
+        _PASS * q + product + elements * _ADD * feeds,
+        1 + num + feeds,
+        multiplied,
+        during_bytes=copy,
+        kept_bytes=-copy - _FP32 * left,
+    )
+
+
+def _orthonormal(rank: int) -> tuple[int, int]:
+    """Passes over a factor, and kernels, that make its columns orthonormal.
+
+    Gram-Schmidt up to rank 2, of 2 kernels per column and 4 per pair; else a QR decomposition, whose panels reflect
+    column after column (torch, ``_orthogonalize``; LAPACK geqrf and orgqr).
+    """
+    if rank <= 2:
+        return 3 * rank, 2 * rank + 4 * (rank - 1)
+    return 2 * rank, 4 * rank
+
+
+_STEPS: dict[CompressionKind, Callable[[Compression, Bucket, int], Steps]] = {
+    "fp16": _sixteen_bits,
+    "bf16": _sixteen_bits,
+    "powersgd": _powersgd,
+    "top_k": _top_k,
+    "random_k": _random_k,
+    "int8": _quantized,
+    "one_bit": _quantized,
+}
+
+
+class CompressedDdpHooks(DdpHooks):
+    """DDP hooks with compression.
+
+    Kinds of a single collective compress a bucket on the compute stream, once backward has completed its gradients, and
+    decompress it next to backward. Kinds of several phases (``Compression.blocks``) hold backward up until the bucket
+    is done: torch 2.13's PowerSGD waits for the whole device on GPUs (``torch.cuda.synchronize``), and on gloo its
+    callbacks of two buckets would wait for each other.
+    """
+
+    def __init__(self, stages: Stages, writer: RankWriter, level: int, compression: Compression) -> None:
+        super().__init__(stages, writer, level)
+        self._compression = compression
+        self._buckets: dict[int, tuple[Bucket, ...]] = {}
+        self._reduced: list[int] = []  # what the end of this backward waits for
+        self._num_done = 0  # buckets of this backward
+
+    def persistent_bytes(self) -> int:
+        """Errors and factors of all stages of the rank."""
+        stages = self.stages
+        mine = stages.stages_of(stages.mapping.place(self.writer.rank).pp)
+        each = (bucket for stage in mine for bucket in self._of_stage(stage))
+        return sum(state_bytes(self._compression, bucket, len(self._group)) for bucket in each)
+
+    def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
+        """Returns nothing: hooks divide what is compressed."""
+        del action, part
+        return ()
+
+    def after_backward(self, action: Action, part: range, phase: Phase) -> None:
+        """Compresses and communicates the buckets that this backward has completed."""
+        super().after_backward(action, part, phase)
+        if not self._reduces or phase is Phase.BACKWARD_INPUT:
+            return
+        buckets = self._of_stage(action.stage)
+        while self._num_done < len(buckets) and buckets[self._num_done].ready_layer >= part.start:
+            self._reduced += self._reduce(action, buckets[self._num_done])
+            self._num_done += 1
+
+    def _reductions(self, action: Action) -> list[int]:
+        del action
+        reduced, self._reduced, self._num_done, self._ended = self._reduced, [], 0, {}
+        return reduced
+
+    def _reduce(self, action: Action, bucket: Bucket) -> list[int]:
+        """Writes the steps of a bucket; returns the operations to wait for."""
+        writer, blocks = self.writer, self._compression.blocks
+        layer = self.stages.layers[action.stage][bucket.ready_layer]
+        of = f" bucket {self._num_done}" if self.level == 2 else ""
+        last: int | None = None
+        for number, step in enumerate(bucket_steps(self._compression, bucket, len(self._group))):
+            name = f"{step.what}{of}"
+            effects: tuple[MemoryEffect, ...] = ()
+            if step.during_bytes or step.kept_bytes:
+                during = max(step.kept_bytes, 0) if step.kind is not None else max(step.during_bytes, step.kept_bytes)
+                effects = (MemoryEffect(MemoryCategory.BUFFERS, during, step.kept_bytes),)
+            if step.kind is not None:
+                communication = Communication(step.kind, step.num_bytes, self._group)
+                last = writer.collective(action, Stream.DATA, name, communication, (writer.last_compute,), effects)
+                if blocks:
+                    writer.block_on(last)
+                continue
+            work = (self._work(step, layer),)
+            if blocks or number == 0:
+                writer.compute(action, name, work, effects)
+            else:
+                last = writer.callback(action, Stream.DATA, name, work, (last,), effects)
+        return [] if blocks or last is None else [last]
+
+    def _work(self, step: BucketStep, layer: LayerSpec) -> BucketWork:
+        scaled = LayerWork(layer, Phase.SCALE, self.stages.plan.microbatch_size, -(-step.num_bytes // _PASS))
+        name = f"{self._compression.kind}: {step.what}"
+        return BucketWork(name, scaled, step.num_kernels, step.flops, step.num_selected)
+
+    def _of_stage(self, stage: int) -> tuple[Bucket, ...]:
+        if stage not in self._buckets:
+            self._buckets[stage] = ddp_buckets(self.stages.layers[stage], self.stages.state.reduced, *self._limits)
+        return self._buckets[stage]

@@ -1,0 +1,221 @@
+"""Gradient compression: hooks against numpy, training against one process, bytes and memory against predictions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from executor.checks import check_job
+from executor.run import run_job
+from simplan import catalog
+from simplan.errors import NotModelledError
+from simplan.plan.compression import BLOCK, Compression, CompressionKind
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict, run_spec_of
+from simplan.runs.checkpoint import Checkpointing
+from simplan.scenario import evaluate, load_scenario
+from simplan.validate.compare import predicted_communications
+from tests.executor.conftest import RANK_PROGRAMS, make_job, make_model, slow_except
+from tests.executor.distributed.test_level2 import LLAMA, assert_issued_as_predicted, issued, run_predicted
+from tests.executor.rank_programs.compressing_ranks import NUM_RANKS
+from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
+from tests.test_architecture import ROOT
+
+Array = NDArray[np.float32]
+NUM_STEPS, NUM_ELEMENTS, RATIO = 4, 3500, 0.1
+ALL: dict[CompressionKind, dict[str, Any]] = {
+    "fp16": {},
+    "bf16": {},
+    "powersgd": {"rank": 2, "start_step": 2, "min_compression": 0.5},
+    "top_k": {"ratio": 0.05},
+    "random_k": {"ratio": 0.05},
+    "int8": {},
+    "one_bit": {"warmup_share": 0.0},
+}
+
+
+def top_k(values: Array, feedback: bool) -> Array:
+    """Averages of (step, rank, element): each rank sends its largest values, and keeps the others for later."""
+    num_kept, errors, found = int(RATIO * values.shape[2]), np.zeros_like(values[0]), []
+    for step in values:
+        errors = errors + step if feedback else step.copy()
+        average = np.zeros_like(step[0])
+        for own in errors:
+            largest = np.argsort(-np.abs(own))[:num_kept]
+            average[largest] += own[largest] / len(errors)
+            own[largest] = 0
+        found.append(average)
+    return np.stack(found)
+
+
+def in_blocks(values: Array, compress: Callable[[Array], Array], feedback: bool) -> Array:
+    """Averages of (step, rank, element): each rank's values are compressed, then the mean of them."""
+    num_blocks = -(-values.shape[2] // (BLOCK * NUM_RANKS)) * NUM_RANKS
+    padded = np.zeros((*values.shape[:2], num_blocks * BLOCK), np.float32)
+    padded[:, :, : values.shape[2]] = values
+    errors, mean_errors, found = np.zeros_like(padded[0]), np.zeros_like(padded[0, 0]), []
+    for number, step in enumerate(padded):
+        own = step + errors * feedback
+        sent = np.stack([np.concatenate([compress(block) for block in each.reshape(-1, BLOCK)]) for each in own])
+        errors = own - sent
+        if number == 1:
+            mean_errors[:] = 0  # buckets are made anew
+        mean = sent.mean(0, dtype=np.float32) + mean_errors * feedback
+        average = np.concatenate([compress(block) for block in mean.reshape(-1, BLOCK)])
+        mean_errors = mean - average
+        found.append(average[: values.shape[2]])
+    return np.stack(found)
+
+
+def to_int8(block: Array) -> Array:
+    scale = np.float32(np.abs(block).max() / np.float32(127))
+    return np.asarray(np.round(block / scale).astype(np.float32) * scale)
+
+
+def to_sign(block: Array) -> Array:
+    return np.asarray(np.where(block > 0, np.abs(block).mean(), -np.abs(block).mean()), np.float32)
+
+
+def at_random(values: Array, found: Array, feedback: bool) -> Array:
+    """As ``top_k``, of the elements that were found not to be 0; without feedback they stand for the others."""
+    num_kept, errors, averages = int(RATIO * values.shape[2]), np.zeros_like(values[0]), []
+    for step, there in zip(values, found != 0, strict=True):
+        assert there.sum() == num_kept
+        errors = errors + step if feedback else step * values.shape[2] / num_kept
+        averages.append(np.where(there, errors.mean(0), 0))
+        errors = np.where(there, 0, errors)
+    return np.stack(averages)
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[Array, Array], Array]]] = {
+    "top_k": ({"ratio": RATIO}, lambda x, _: top_k(x, feedback=True)),
+    "top_k without feedback": ({"ratio": RATIO, "error_feedback": False}, lambda x, _: top_k(x, feedback=False)),
+    "random_k": ({"ratio": RATIO}, lambda x, found: at_random(x, found, feedback=True)),
+    "random_k without feedback": (
+        {"ratio": RATIO, "error_feedback": False},
+        lambda x, found: at_random(x, found, feedback=False),
+    ),
+    "int8": ({}, lambda x, _: in_blocks(x, to_int8, feedback=True)),
+    "one_bit": ({"warmup_share": 0.0}, lambda x, _: in_blocks(x, to_sign, feedback=True)),
+    "one_bit without feedback": (
+        {"warmup_share": 0.0, "error_feedback": False},
+        lambda x, _: in_blocks(x, to_sign, feedback=False),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def reduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Array, list[dict[str, Array]]]:
+    """Gradients (step, rank, element), and by rank and case the averages (step, element)."""
+    folder = tmp_path_factory.mktemp("compressing")
+    gradients = torch.randn(NUM_STEPS, NUM_RANKS, NUM_ELEMENTS, generator=torch.Generator().manual_seed(3))
+    torch.save(gradients, folder / "gradients.pt")
+    torch.save([{"kind": name.split()[0], **keys} for name, (keys, _) in CASES.items()], folder / "cases.pt")
+    program = str(RANK_PROGRAMS / "compressing_ranks.py")
+    ranks = [subprocess.Popen([sys.executable, program, str(folder), str(rank)], cwd=ROOT) for rank in range(NUM_RANKS)]
+    assert [rank.wait(120) for rank in ranks] == [0] * NUM_RANKS
+    found = [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    return gradients.numpy(), [dict(zip(CASES, map(torch.Tensor.numpy, each), strict=True)) for each in found]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hook_averages_as_numpy_does(name: str, reduced: tuple[Array, list[dict[str, Array]]]) -> None:
+    gradients, (found, of_other) = reduced
+    assert np.array_equal(found[name], of_other[name])
+    expected = CASES[name][1](gradients, found[name])
+    differs = np.abs(found[name] - expected) > 1e-6 * np.abs(gradients).max()
+    # a sum in another order may round a value to the next of 255 numbers, or the sign of a value near 0
+    assert differs.mean() < (0.002 if name.split()[0] in ("int8", "one_bit") else 1e-9)
+
+
+@pytest.mark.parametrize(
+    "compression",
+    slow_except(
+        [{"kind": "top_k", "ratio": 1.0}],
+        [
+            {"kind": "top_k", "ratio": 1.0},
+            {"kind": "random_k", "ratio": 1.0},
+            {"kind": "powersgd", "rank": 1000, "min_compression": 0.0, "start_step": 2},
+        ],
+    ),
+)
+def test_whole_gradients_train_as_one_process(compression: dict[str, Any], tmp_path: Path) -> None:
+    """All elements, or factors of full rank, are the whole gradient; in float64, to the tolerance of plain DDP."""
+    plan = {"dp_replicate": 2, "bucket_bytes": 40_000, "compression": compression}
+    run = run_in_float64(make_job(plan=plan, dp=2, num_steps=3, num_warmup_steps=2, dtype="fp64"), tmp_path)
+    assert_equal_to_one_process(run)
+    assert_issued_as_predicted(run)
+
+
+@pytest.mark.parametrize("kind", slow_except(["powersgd"], ALL))
+def test_bytes_on_the_wire_are_those_predicted(kind: CompressionKind, tmp_path: Path) -> None:
+    plan = ParallelPlan(dp_replicate=2, bucket_bytes=300_000, compression=Compression(kind=kind, **ALL[kind]))
+    prediction, measurement = run_predicted(LLAMA, plan, 4, "fp32", tmp_path)
+    predicted = predicted_communications(measurement.job)
+    assert all(issued(measurement, rank) == predicted[rank] for rank in range(2))
+    assert len(predicted[0]) > 4
+    assert prediction.compression is not None
+    sent = sum(num_bytes * {"all_reduce": 1.0}.get(sort, 0.5) for sort, _, num_bytes, _ in issued(measurement, 0))
+    assert prediction.compression.sent_bytes == sent
+    assert sent < 0.51 * prediction.compression.whole_bytes
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), slow_except([("fp16", 1e-4)], [("fp16", 1e-4), ("bf16", 1e-3)]))
+def test_sixteen_bits_train_as_whole_gradients(kind: str, tolerance: float, tmp_path: Path) -> None:
+    losses = []
+    for compression in (None, {"kind": kind}):
+        job = make_job(dp=2, plan={"dp_replicate": 2, "compression": compression}, num_steps=6)
+        measurement = run_job(job, tmp_path / str(compression is None))
+        losses.append(np.array(measurement.losses))
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    assert not np.array_equal(losses[0], losses[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_peak_memory_is_that_predicted(kind: CompressionKind, tmp_path: Path) -> None:
+    """Within 10 %: torch frees some tensors in threads that its trace does not see."""
+    plan = ParallelPlan(dp_replicate=2, compression=Compression(kind=kind, **ALL[kind]))
+    prediction, _ = run_predicted(LLAMA, plan, 4, "fp32", tmp_path)
+    job = run_spec_of(prediction, num_steps=2, num_warmup_steps=2, device="cpu", profile_memory=True)
+    measured = run_job(job, tmp_path / "traced").ranks[0].peak_memory.allocated_bytes
+    assert measured == pytest.approx(prediction.memory[0].allocated_bytes, rel=0.1)
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(NotModelledError) as caught:
+        check_job(make_job(model=make_model(), dp=2, **fields))
+    return caught.value.problems[0].sentence()
+
+
+def test_run_refuses_what_it_would_not_measure_or_save(tmp_path: Path) -> None:
+    kept = Checkpointing(folder=str(tmp_path))
+    assert "2 steps with whole gradients, and this run measures all after its first 1" in refusal(
+        plan={"dp_replicate": 2, "compression": {"kind": "powersgd", "start_step": 2, "min_compression": 0.1}}
+    )
+    assert "errors, factors or a number of steps that checkpoints do not save" in refusal(
+        plan={"dp_replicate": 2, "compression": {"kind": "top_k"}}, checkpointing=kept
+    )
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "scenarios/ways").glob("compression-*.yaml")), ids=lambda file: file.stem
+)
+def test_scenario_of_a_kind_has_the_bytes_that_it_expects(file: Path) -> None:
+    scenario = load_scenario(file)
+    compression = scenario.job.plan.compression
+    assert compression is not None
+    assert file.stem == f"compression-{compression.kind.replace('_', '-')}"
+    there = replace(scenario.job, cluster=catalog.cluster("dgx-h100", num_devices=2))  # which needs no calibration
+    found = [evaluate(each, predict(there).to_json(timeline=False)) for each in scenario.expect]
+    assert len(found) == 2
+    assert all(each.passed for each in found), [each.message for each in found]
