@@ -204,7 +204,7 @@ class Usages:
             devices: Device of each of its ranks, always the same for a rank; None if ranks are devices.
         """
         devices = devices or communication.ranks
-        key = (communication.kind, devices, communication.draw, way.pattern, way.inside, way.between)
+        key = (communication.kind, devices, communication.draw, way.pattern, way.inside, way.between, way.server_shares)
         if key not in self._routed:
             self._routed[key] = self._route(communication, way, devices)
         routed, num_bytes = self._routed[key], communication.num_bytes
