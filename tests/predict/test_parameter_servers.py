@@ -265,7 +265,10 @@ def test_whole_parameters_go_round_the_servers(num_servers: int) -> None:
 @pytest.mark.parametrize("placement", ["whole", "parts"])
 @pytest.mark.parametrize("per_node", [1, 4])
 def test_flows_alone_on_a_switch_take_the_step_of_the_closed_form(per_node: int, placement: str) -> None:
-    """Slow links, so that the step ends with the communication of the last bucket."""
+    """Slow links, so that the step ends with the communication of the last bucket.
+
+    The card of the server with the most bytes sends totals to 3 nodes, and the sums of its node to the other servers.
+    """
     nodes = catalog.cluster("dgx-a100-80gb", num_devices=16).with_changes(devices_per_node=per_node)
     num_devices = 4 * per_node
     servers = {"all_reduce": "parameter_server", "parameter_servers": 3, "parameter_placement": placement}
@@ -277,5 +280,8 @@ def test_flows_alone_on_a_switch_take_the_step_of_the_closed_form(per_node: int,
     )
     alone, shared = predict(job), predict(job.with_changes({"cluster.topology": Switch(kind="switch")}))
     assert shared.step_time_s == pytest.approx(alone.step_time_s, rel=1e-6)
-    assert shared.network is not None
     assert alone.step_time_s > 0.5
+    assert shared.network is not None
+    largest = max(job.server_shares or [1 / 3])
+    sent = max(link.num_bytes for link in shared.network.links if ".nic" in link.name)
+    assert sent == pytest.approx((3 * largest + 1 - largest) * 4 * job.model.num_parameters / per_node, rel=1e-6)
