@@ -13,6 +13,7 @@ from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
 from simplan.model.step_work import StepWork
+from simplan.plan.collectives import shares_of_whole
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
@@ -62,6 +63,20 @@ class Job:
     def padded_model(self) -> ModelSpec:
         """Model with the vocabulary padded as the software does."""
         return self.software.padded(self.model, self.plan)
+
+    @property
+    def server_shares(self) -> tuple[float, ...]:
+        """Fraction of the gradients on each parameter server; empty for equal parts, and without servers."""
+        collectives = self.plan.collectives
+        if collectives is None or collectives.parameter_placement != "whole":
+            return ()
+        trained = (
+            parameter.num_elements
+            for layer in self.padded_model.layers
+            for parameter in layer.parameters
+            if not parameter.frozen and parameter.name not in layer.tied
+        )
+        return shares_of_whole(trained, collectives.num_servers)
 
     @property
     def placement(self) -> Placement | None:

@@ -30,6 +30,7 @@ class AnalyticCost:
         cluster, kernels: Cluster with the links for communication, and kernel times of its device.
         stack: Slowdown of communication in training with a framework; None for no slowdown.
         collectives: Algorithms that the plan prescribes; None for the library's choice.
+        server_shares: Fraction of the gradients on each parameter server; empty for equal parts.
 
     Attributes:
         placement: Devices of the ranks of communication; None if they are the devices of their own numbers.
@@ -43,11 +44,12 @@ class AnalyticCost:
         kernels: KernelCost,
         stack: FrameworkRates | None = None,
         collectives: Collectives | None = None,
+        server_shares: tuple[float, ...] = (),
     ) -> None:
         self._cluster = cluster
         self._kernels = kernels
         self._stack = stack or FrameworkRates()
-        self._collectives = collectives
+        self._collectives, self._server_shares = collectives, server_shares
         self._route_of = lru_cache(maxsize=1024)(partial(route_of, cluster=cluster))
         self._compute = cache(kernels.cost_estimate)
         self._moved: dict[tuple[CollectiveKind, int, ExpertDraw | None, Route | None], CostEstimate] = {}
@@ -82,7 +84,8 @@ class AnalyticCost:
         key = communication.kind, communication.num_bytes, communication.draw, route
         estimate = self._moved.get(key)
         if estimate is None:
-            estimate = communication_cost(communication, self._cluster, route, self._collectives)
+            prescribed = self._collectives, self._server_shares
+            estimate = communication_cost(communication, self._cluster, route, *prescribed)
             estimate = self._moved[key] = estimate.times(self._slowdown(route))
         return estimate
 

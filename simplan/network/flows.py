@@ -21,7 +21,7 @@ binomial tree       from the root to 1, 2, 4 ... other ranks, which forward like
 halving_doubling    between ranks at distance 1, 2, 4 ... of the order by nodes
 hierarchical        a ring in each node, and one over the ranks at each place of all nodes; all-to-all likewise
 SHARP               as NVLS or pairwise in the node; along a tree of switches over the ranks at each place of all nodes
-parameter server    between every rank and every server
+parameter server    a ring in each node; between the ranks at each place of all nodes and of every node that serves
 =================== ===================================================================================================
 
 Nodes are in the order of the first rank on each, which is that of the hostfile or of ``plan.placement``; the order of
@@ -120,9 +120,9 @@ def flows_of(
     by_rank = devices
     if communication.kind is CollectiveKind.BROADCAST:
         by_rank = [device for _, device in sorted(zip(communication.ranks, devices, strict=True))]
-    group = _Group(communication, devices, _by_node(by_rank, cluster), way.num_servers, cluster, fabric)
+    group = _Group(communication, devices, _by_node(by_rank, cluster), way.server_shares, cluster, fabric)
     node_of = {device: number for number, members in enumerate(group.nodes) for device in members}
-    by_tier = len(way.moves) > 1
+    by_tier = len(way.moves) > 1 and way.pattern is not Pattern.PARAMETER_SERVER
     flows: defaultdict[tuple[int, int, int], float] = defaultdict(float)
     for source, destination, share, phase in _FLOWS[way.pattern](group):
         if share > 0:
@@ -136,7 +136,8 @@ def phase_shares(way: CommAlgorithm, num_ranks: int) -> tuple[float, ...]:
     """Returns the fraction of the transfer time that each phase of an algorithm takes.
 
     Algorithms for two tiers are first inside nodes and then between them (an all-reduce then inside nodes again, which
-    is counted with the first phase). Rings and trees are pipelined, so that all their flows run at the same time.
+    is counted with the first phase). Between nodes, parameter servers have one phase of push and one of pull. Rings and
+    trees are pipelined, so that all their flows run at the same time.
     """
     if way.pattern is Pattern.BINOMIAL_TREE:
         durations = [float(phase.duration) for phase in broadcast_phases(num_ranks)]
@@ -150,13 +151,13 @@ class _Group(NamedTuple):
 
     Attributes:
         nodes: See ``Nodes``.
-        num_servers: Parameter servers; 0 for other algorithms.
+        server_shares: Fraction of the bytes on each parameter server; empty for other algorithms.
     """
 
     communication: Communication
     devices: Sequence[int]
     nodes: Nodes
-    num_servers: int
+    server_shares: tuple[float, ...]
     cluster: ClusterSpec
     fabric: Fabric
 
@@ -392,14 +393,21 @@ def _halving_doubling(group: _Group) -> Iterator[Flow]:
 
 
 def _parameter_server(group: _Group) -> Iterator[Flow]:
-    """Yields push and pull between all ranks and the servers: the first ranks of all nodes, then the second ones."""
-    places = ((place, members) for place in range(max(map(len, group.nodes))) for members in group.nodes)
-    servers = [members[place] for place, members in places if place < len(members)][: group.num_servers]
-    for server in servers:
-        for device in group.devices:
-            if device != server:
-                yield Flow(device, server, 1 / len(servers))
-                yield Flow(server, device, 1 / len(servers))
+    """Yields a ring in each node, and push and pull between all nodes and those that serve, the first ones.
+
+    The rank at each place of a node has the sum of its part of the buffer, and trades it with the ranks at that place.
+    """
+    k = group.num_channels
+    if k > 1:
+        for members in group.nodes:
+            yield from _cycle(members, _ring_share(group.kind, k))
+    push = int(k > 1)
+    for server, share in zip(group.nodes, group.server_shares, strict=False):
+        for worker in group.nodes:
+            if worker is not server:
+                for place in range(k):
+                    yield Flow(worker[place], server[place], share / k, push)
+                    yield Flow(server[place], worker[place], share / k, push + 1)
 
 
 def _hops(group: _Group) -> Iterator[Flow]:

@@ -160,7 +160,17 @@ def _sums(where: NDArray[np.integer], values: _Floats, size: int) -> _Floats:
 
 
 _RINGS = (Pattern.RING, Pattern.GLOO_RING)
-_ONE_STEP = (Pattern.HOP, Pattern.PAIRWISE, Pattern.ONCE_PER_NODE)
+_ONE_STEP = (Pattern.HOP, Pattern.PAIRWISE, Pattern.ONCE_PER_NODE, Pattern.HIERARCHICAL_ALL_TO_ALL)
+_LAST_BETWEEN_NODES = (Pattern.HALVING_DOUBLING, Pattern.HIERARCHICAL, Pattern.PARAMETER_SERVER)
+
+
+def _crossings(way: CommAlgorithm) -> int:
+    """Steps in which an algorithm can cross a long distance: all, without those inside nodes where steps tell them."""
+    if way.pattern in (*_RINGS, *_ONE_STEP):
+        return 1
+    if way.pattern in _LAST_BETWEEN_NODES:
+        return way.steps[-1][0]
+    return sum(number for number, _ in way.steps)
 
 
 class _PerByte(NamedTuple):
@@ -204,13 +214,13 @@ class Usages:
             devices: Device of each of its ranks, always the same for a rank; None if ranks are devices.
         """
         devices = devices or communication.ranks
-        key = (communication.kind, devices, communication.draw, way.pattern, way.inside, way.between)
+        key = (communication.kind, devices, communication.draw, way.pattern, way.inside, way.between, way.server_shares)
         if key not in self._routed:
             self._routed[key] = self._route(communication, way, devices)
         routed, num_bytes = self._routed[key], communication.num_bytes
         transfer_s = way.transfer_s(num_bytes)
         fixed_s = way.seconds(num_bytes) - transfer_s
-        steps = 1 if way.pattern in (*_RINGS, *_ONE_STEP) else sum(number for number, _ in way.steps)
+        distance_s = _crossings(way) * routed.distance_s
         return [
             LinkUsage(
                 phase.links,
@@ -219,7 +229,7 @@ class Usages:
                 0.0 if number else fixed_s,
                 share * transfer_s,
                 phase.shares * num_bytes,
-                0.0 if number else steps * routed.distance_s,
+                0.0 if number else distance_s,
                 number > 0,
                 phase.window_s * num_bytes,
                 phase.flow,

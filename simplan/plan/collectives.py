@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -12,6 +12,7 @@ from simplan.base import Count, Spec
 ReduceAlgorithm = Literal["ring", "tree", "nvls", "sharp", "halving_doubling", "hierarchical", "parameter_server"]
 ShardAlgorithm = Literal["ring", "nvls", "halving_doubling", "hierarchical"]
 AllToAllAlgorithm = Literal["pairwise", "hierarchical"]
+ParameterPlacement = Literal["whole", "parts"]
 
 
 class Collectives(Spec):
@@ -20,10 +21,14 @@ class Collectives(Spec):
     NCCL chooses from ``ring``, ``tree`` (double binary trees), ``nvls`` (reduction in the NVLink switch) and
     ``pairwise``. ``sharp`` reduces in the switches between nodes. ``halving_doubling`` is recursive halving and
     doubling. ``hierarchical`` does one collective inside each node and one between nodes. With ``parameter_server``,
-    all ranks send gradients to servers, which are ranks themselves, and fetch the sums.
+    ranks add gradients inside each node. Nodes then push the sums to servers, which are nodes themselves, and pull the
+    totals.
 
     Attributes:
-        parameter_servers: Ranks that each serve an equal part of the parameters; None for 1.
+        parameter_servers: Nodes that each serve some of the parameters; None for 1.
+        parameter_placement: Parameters of a server. ``parts``: an equal part of every parameter. ``whole``: every
+            parameter is on one server, the first on the first, the next on the next, and so on round the servers, as
+            TensorFlow places variables. None for ``parts``.
     """
 
     all_reduce: ReduceAlgorithm | None = None
@@ -31,11 +36,13 @@ class Collectives(Spec):
     reduce_scatter: ShardAlgorithm | None = None
     all_to_all: AllToAllAlgorithm | None = None
     parameter_servers: Count | None = None
+    parameter_placement: ParameterPlacement | None = None
 
     @model_validator(mode="after")
     def _servers_serve(self) -> Collectives:
-        if self.parameter_servers is not None and self.all_reduce != "parameter_server":
-            raise ValueError("has parameter_servers, and all_reduce is not parameter_server; add it, or remove them")
+        for name in ("parameter_servers", "parameter_placement"):
+            if getattr(self, name) is not None and self.all_reduce != "parameter_server":
+                raise ValueError(f"has {name}, and all_reduce is not parameter_server; add it, or remove {name}")
         return self
 
     @property
@@ -56,7 +63,8 @@ class Collectives(Spec):
     @property
     def words(self) -> str:
         """Description, e.g. ``all_reduce by tree, all_to_all by pairwise``."""
-        servers = f" (servers: {self.num_servers})" if self.num_servers else ""
+        whole = ", whole parameters" if self.parameter_placement == "whole" else ""
+        servers = f" (servers: {self.num_servers}{whole})" if self.num_servers else ""
         return ", ".join(f"{kind} by {algorithm}{servers}" for kind, algorithm in self.prescribed())
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -65,6 +73,22 @@ class Collectives(Spec):
 
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def shares_of_whole(parameters: Iterable[int], num_servers: int) -> tuple[float, ...]:
+    """Fraction of all elements on each server, where parameters are placed whole and in turn.
+
+    Source: tensorflow/python/training/device_setter.py (``_RoundRobinStrategy``).
+
+    >>> shares_of_whole([60, 10, 20, 10], 2)
+    (0.8, 0.2)
+
+    Args:
+        parameters: Elements of each parameter, in the order of the model.
+        num_servers: Servers; those that no parameter is left for serve nothing.
+    """
+    sizes = [*parameters]
+    return tuple(sum(sizes[server::num_servers]) / sum(sizes) for server in range(num_servers))
 
 
 def none_if_empty(collectives: Collectives | None) -> Collectives | None:

@@ -280,6 +280,7 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
         plan.shards_parameters,
         num_microbatches,
         plan.collectives,
+        job.server_shares,
         updates_on_host=plan.offload_optimizer,
     )
 
@@ -300,6 +301,7 @@ def _kept_cost(
     shards_parameters: bool,
     num_microbatches: int,
     collectives: Collectives | None,
+    server_shares: tuple[float, ...],
     *,
     updates_on_host: bool,
 ) -> AnalyticCost:
@@ -315,7 +317,7 @@ def _kept_cost(
         num_microbatches=num_microbatches,
         host_bytes_per_s=host_memory_rate(cluster) if updates_on_host else None,
     )
-    return AnalyticCost(cluster, kernels, software.rates, collectives)
+    return AnalyticCost(cluster, kernels, software.rates, collectives, server_shares)
 
 
 def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreUse | None:

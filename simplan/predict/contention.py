@@ -239,6 +239,7 @@ def apply_contention(
     program_costs: ProgramCosts,
     cluster: ClusterSpec,
     plan: ParallelPlan,
+    server_shares: tuple[float, ...],
     sharing: CoreUse | None,
     background: Sequence[BackgroundStep] = (),
     progress: Progress | None = None,
@@ -249,6 +250,7 @@ def apply_contention(
         program, program_costs: Program, and its durations without contention.
         cluster: Cluster with a topology.
         plan: Plan of the Program.
+        server_shares: See ``Job.server_shares``.
         sharing, progress: See ``simulate``.
         background: Steps of background jobs, on the same links.
 
@@ -256,12 +258,19 @@ def apply_contention(
         Costs with longer durations and deviations, and the load of the links.
     """
     fabric = fabric_of(cluster)
-    own = _ProgramUsages(program, program_costs, Usages(cluster, fabric), plan, cluster.fabric_nodes).of_ops()
+    own = _ProgramUsages(
+        program, program_costs, Usages(cluster, fabric), plan, server_shares, cluster.fabric_nodes
+    ).of_ops()
     alone_s = own.alone_s(program, program_costs)
     constant = [*flows_of_other_jobs(cluster, fabric)]
     others = [
         _ProgramUsages(
-            step.program, step.program_costs, Usages(step.job.cluster, fabric), step.job.plan, step.background.nodes
+            step.program,
+            step.program_costs,
+            Usages(step.job.cluster, fabric),
+            step.job.plan,
+            step.job.server_shares,
+            step.background.nodes,
         ).of_ops()
         for step in background
     ]
@@ -446,6 +455,7 @@ class _ProgramUsages:
     A simulated group stands for all groups whose members its ranks stand for; they run at the same time.
 
     Attributes:
+        server_shares: See ``Job.server_shares``.
         nodes: Node of the fabric of each node of the job.
     """
 
@@ -453,6 +463,7 @@ class _ProgramUsages:
     program_costs: ProgramCosts
     usages: Usages
     plan: ParallelPlan
+    server_shares: tuple[float, ...]
     nodes: tuple[int, ...]
     _ways: dict[tuple[object, ...], CommAlgorithm] = field(default_factory=dict)
 
@@ -521,7 +532,7 @@ class _ProgramUsages:
         route = route_of(self._devices(part.ranks), cluster)
         key = (part.kind, part.num_bytes, part.draw, route)
         if key not in self._ways:
-            self._ways[key] = algorithm_of(part, cluster, route, self.plan.collectives)
+            self._ways[key] = algorithm_of(part, cluster, route, self.plan.collectives, self.server_shares)
         return self._ways[key]
 
     @cached_property

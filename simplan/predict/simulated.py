@@ -55,6 +55,7 @@ class StepContext:
 
     Attributes:
         cluster, plan: Cluster and plan of the Program.
+        server_shares: See ``Job.server_shares``.
         backup_workers: See ``TrainingSpec``; needs a Program of all ranks.
         background: Steps of background jobs on the same links.
         progress: Called with the number of ended and of all communications on shared links; None for no calls.
@@ -62,6 +63,7 @@ class StepContext:
 
     cluster: ClusterSpec
     plan: ParallelPlan
+    server_shares: tuple[float, ...] = ()
     backup_workers: int = 0
     background: Sequence[BackgroundStep] = ()
     progress: Progress | None = None
@@ -69,7 +71,7 @@ class StepContext:
     @classmethod
     def of(cls, job: Job, background: Sequence[BackgroundStep] = (), progress: Progress | None = None) -> StepContext:
         """Context of a step of a job."""
-        return cls(job.cluster, job.plan, job.training.backup_workers, background, progress)
+        return cls(job.cluster, job.plan, job.server_shares, job.training.backup_workers, background, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,14 @@ def affected_costs(
         from simplan.predict.contention import apply_contention  # imports numba
 
         program_costs, contention = apply_contention(
-            program, program_costs, cluster, plan, sharing, context.background, context.progress
+            program,
+            program_costs,
+            cluster,
+            plan,
+            context.server_shares,
+            sharing,
+            context.background,
+            context.progress,
         )
     if Effect.JITTER in effects and program.level == 2 and cluster.jitter is not None:
         from simplan.predict.jitter import apply_jitter  # imports numba

@@ -23,7 +23,8 @@ _VALUES = {
     "schedule": "`simplan show schedules`",
     "placement": f"list of {', '.join(AXES)}",
     "compression": ", ".join(get_args(CompressionKind)),
-    "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers",
+    "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers, "
+    "parameter_placement",
 }
 """Values that types do not tell."""
 

@@ -37,8 +37,9 @@ def collectives_of_groups(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "parameter servers are for data parallelism alone, with unsharded states, and are ranks",
-    reads="collectives tp cp ep pp dp_replicate dp_shard zero_stage",
+    "parameter servers are for data parallelism alone, with unsharded states, and are nodes",
+    reads="collectives placement tp cp ep pp dp_replicate dp_shard zero_stage",
+    reads_cluster=True,
 )
 def parameter_servers_of_replicas(job: Job) -> Iterator[Problem]:
     plan = job.plan
@@ -52,9 +53,12 @@ def parameter_servers_of_replicas(job: Job) -> Iterator[Problem]:
     if plan.zero_stage > 0 and plan.dp_shard > 1:
         sentence = "shards states over ranks, and parameter servers serve ranks that have all parameters"
         yield problem_of(job, "plan.zero_stage", sentence, "use 0")
-    if plan.collectives.num_servers > plan.dp:
-        sentence, fix = f"is more than the {counted(plan.dp, 'rank')} that could serve", f"use {plan.dp} or less"
-        yield problem_of(job, "plan.collectives.parameter_servers", sentence, fix)
+    if plan.num_devices > job.cluster.num_devices:
+        return
+    num_nodes = len(set(map(job.node_of, range(plan.num_devices))))
+    if plan.collectives.num_servers > num_nodes:
+        sentence = f"is more than the {counted(num_nodes, 'node')} that could serve: gradients are added inside a node"
+        yield problem_of(job, "plan.collectives.parameter_servers", sentence, f"use {num_nodes} or less")
 
 
 def unused_collectives(job: Job) -> Iterator[tuple[str, str]]:
@@ -127,6 +131,8 @@ def _refusal(algorithm: str, kind: str, ranks: Sequence[int], job: Job) -> tuple
     nodes = Counter(map(job.node_of, ranks))
     num_ranks, num_nodes, local = len(ranks), len(nodes), min(nodes.values())
     is_even = len(set(nodes.values())) == 1
+    if algorithm == _SERVER and not is_even:
+        return "needs equally many ranks on each node", "use ring"
     link = cluster.intra_link or cluster.inter_link
     if link is not None and link.library != "nccl":
         return _refusal_of_library(algorithm, kind, link.library)

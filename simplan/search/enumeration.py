@@ -101,7 +101,8 @@ class Enumeration:
         if space.placement is None:  # rules about placements hold, and would be checked for every mesh
             job = job.with_plan(job.plan.model_copy(update={"placement": None}))
             needed = {"groups_of_equal_devices"} if job.cluster.is_mixed else set[str]()
-            needed |= set() if job.plan.collectives is None else {"collectives_of_groups"}
+            if job.plan.collectives is not None:
+                needed |= {"collectives_of_groups", "parameter_servers_of_replicas"}
             rules = tuple(rule for rule in rules if "placement" not in rule.reads or rule.name in needed)
         self.filter = PlanFilter(job, rules)
         self._why_not = _Steps(*self.filter.stages(*_STEPS))

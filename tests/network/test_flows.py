@@ -142,11 +142,15 @@ def test_busiest_link_takes_the_transfer_time_of_a_torus(
 
 
 def prescribed(
-    name: str, communication: Communication, cluster: ClusterSpec, num_servers: int | None = None
+    name: str,
+    communication: Communication,
+    cluster: ClusterSpec,
+    num_servers: int | None = None,
+    server_shares: tuple[float, ...] = (),
 ) -> list[CommAlgorithm]:
     """A prescribed algorithm with all protocols."""
     collectives = Collectives.model_validate({communication.kind.value: name, "parameter_servers": num_servers})
-    return prescribed_ways(name, collectives, communication, route_of(communication.ranks, cluster))
+    return prescribed_ways(name, collectives, communication, route_of(communication.ranks, cluster), server_shares)
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
@@ -194,22 +198,28 @@ def test_uplink_of_switches_that_reduce_has_the_bytes_of_one_node() -> None:
     assert link_bytes(ring, communication, cluster)[uplink] == pytest.approx(2 * 63 / 64 * 10**9)
 
 
+@pytest.mark.parametrize("fabric", [*FABRICS, "gloo"])
 @given(num_nodes=st.integers(1, NUM_NODES), num_local=st.integers(1, NUM_LOCAL), num_bytes=BYTES, data=st.data())
-def test_no_link_takes_more_than_push_and_pull_of_parameter_servers(
-    num_nodes: int, num_local: int, num_bytes: int, data: st.DataObject
+def test_busiest_links_take_the_time_of_each_phase_of_parameter_servers(
+    fabric: str, num_nodes: int, num_local: int, num_bytes: int, data: st.DataObject
 ) -> None:
-    """Links of servers are busy in both phases if all ranks serve; a single server receives, then sends."""
-    ranks = group(num_nodes, num_local)
+    """Of equal parts, and of whole parameters: the server with the most bytes counts. Ranks of gloo share one card."""
+    ranks = group(num_nodes, NUM_LOCAL if fabric == "gloo" else num_local)
     if len(ranks) == 1:
         return
-    servers = data.draw(st.integers(1, len(ranks)))
+    weights = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=num_nodes).filter(any))
+    shares = data.draw(st.sampled_from([(), tuple(weight / sum(weights) for weight in weights)]))
+    cluster = HOSTS if fabric == "gloo" else FABRICS[fabric]
     communication = Communication(CollectiveKind.ALL_REDUCE, num_bytes, ranks)
-    ways = prescribed("parameter_server", communication, NODES, servers)
-    for way, inside_s, between_s in busiest(communication, NODES, ways):
-        transfer_s, most_s = way.transfer_s(num_bytes), max(inside_s, between_s)
-        assert transfer_s * (1 / 2 - 1e-9) <= most_s <= transfer_s * (1 + 1e-9)
-        if servers in (1, len(ranks)):
-            assert most_s == pytest.approx(transfer_s / (2 if servers == 1 else 1), rel=1e-9)
+    for way in prescribed("parameter_server", communication, cluster, len(weights), shares):
+        links, phases = fabric_of(cluster), [defaultdict[int, float](float) for _ in way.moves]
+        for source, destination, share, phase in flows_of(way, communication, ranks, cluster, links).each():
+            for link in links.path(source, destination):
+                edge = links.links[link]
+                rate = edge.bytes_per_s * (way.inside if edge.is_inside_node else way.between)
+                phases[phase][link] += share * num_bytes / rate
+        times_s = [move.factor * num_bytes / move.bytes_per_s for move in way.moves]
+        assert [max(phase.values()) for phase in phases] == pytest.approx(times_s, rel=1e-9), way
 
 
 def test_devices_on_pcie_reduce_without_a_switch() -> None:

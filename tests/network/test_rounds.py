@@ -32,10 +32,15 @@ def nothing() -> Sent:
 
 
 def check_flows(
-    sent: Sent, pattern: Pattern, kind: CollectiveKind, ranks: Sequence[int], cluster: ClusterSpec, num_servers: int = 0
+    sent: Sent,
+    pattern: Pattern,
+    kind: CollectiveKind,
+    ranks: Sequence[int],
+    cluster: ClusterSpec,
+    server_shares: tuple[float, ...] = (),
 ) -> None:
     """Asserts that the flows of an algorithm are the bytes sent between each pair of ranks, as parts of the buffer."""
-    way = CommAlgorithm("", 0.0, (), (), pattern, num_servers=num_servers)
+    way = CommAlgorithm("", 0.0, (), (), pattern, server_shares=server_shares)
     flows = flows_of(way, Communication(kind, 1, tuple(ranks)), ranks, cluster, fabric_of(cluster))
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
     for source, destination, share, _ in flows.each():
@@ -205,17 +210,37 @@ def test_hierarchical_all_to_all(shape: tuple[int, int]) -> None:
 
 @given(SHAPES, st.data())
 def test_parameter_servers(shape: tuple[int, int], data: st.DataObject) -> None:
-    ranks, sent = group(*shape), nothing()
-    num_servers = data.draw(st.integers(1, len(ranks)))
-    servers = sorted(ranks, key=lambda rank: (rank % 8, rank // 8))[:num_servers]
-    per_node = Counter(server // 8 for server in servers)
-    assert max(per_node.values()) - min(per_node.get(node, 0) for node in range(shape[0])) <= 1
-    for server in servers:
-        for rank in ranks:
-            if rank != server:
-                sent[rank, server] += Fraction(1, num_servers)  # push
-                sent[server, rank] += Fraction(1, num_servers)  # pull
-    check_flows(sent, Pattern.PARAMETER_SERVER, ALL_REDUCE, ranks, NODES, num_servers)
+    """A ring adds each part of the buffer in the node, servers add their bytes of all nodes, and the ring gathers."""
+    (num_nodes, k), sent = shape, nothing()
+    weights = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=num_nodes).filter(any))
+    served = [Fraction(weight, sum(weights)) for weight in weights]
+    addends = {(rank, part): {rank} for rank in group(*shape) for part in range(k)}
+
+    def ring(step: int, first: int, *, adds: bool) -> None:
+        for node in range(num_nodes):
+            moved = [(place, (place + first - step) % k) for place in range(k)]
+            parts = {chunk: set(addends[8 * node + place, chunk]) for place, chunk in moved}
+            for place, chunk in moved:
+                here, there = 8 * node + place, 8 * node + (place + 1) % k
+                sent[here, there] += Fraction(1, k)
+                addends[there, chunk] = addends[there, chunk] | parts[chunk] if adds else parts[chunk]
+
+    for step in range(k - 1):
+        ring(step, -1, adds=True)  # so that the rank at a place ends with the sum of the part of that number
+    for place in range(k):
+        sums = [addends[8 * node + place, place] for node in range(num_nodes)]
+        assert sums == [{8 * node + other for other in range(k)} for node in range(num_nodes)]
+        for server, part in enumerate(served):
+            for node in range(num_nodes):
+                if node != server:
+                    sent[8 * node + place, 8 * server + place] += part / k  # push
+                    sent[8 * server + place, 8 * node + place] += part / k  # pull
+        for node in range(num_nodes):
+            addends[8 * node + place, place] = set().union(*sums)
+    for step in range(k - 1):
+        ring(step, 0, adds=False)
+    assert all(members == set(group(*shape)) for members in addends.values())
+    check_flows(sent, Pattern.PARAMETER_SERVER, ALL_REDUCE, group(*shape), NODES, tuple(map(float, served)))
 
 
 @given(st.integers(2, 32))

@@ -126,6 +126,22 @@ def test_rings_cross_a_distance_once_a_lap() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "name", "steps"),
+    [
+        (CollectiveKind.ALL_REDUCE, "halving_doubling", 4),  # two halvings and two doublings over four nodes
+        (CollectiveKind.ALL_REDUCE, "hierarchical", 6),  # two laps of three steps
+        (CollectiveKind.ALL_REDUCE, "parameter_server", 2),  # push and pull
+        (CollectiveKind.ALL_TO_ALL, "hierarchical", 1),
+    ],
+)
+def test_steps_inside_nodes_cross_no_distance(kind: CollectiveKind, name: str, steps: int) -> None:
+    usages = usages_on(Sites(kind="sites", nodes_per_site=2, gbit_per_site=400, latency_s=0.01))
+    communication = Communication(kind, 2**30, tuple(range(32)))
+    way = algorithm_of(communication, usages.cluster, None, Collectives.model_validate({kind.value: name}))
+    assert usages.of(communication, way)[0].distance_s == pytest.approx(steps * 0.01)
+
+
+@pytest.mark.parametrize(
     ("kind", "window", "share"),
     [
         (CollectiveKind.SEND, None, 2 * 8 * 128 * 1024),  # two channels, each with eight steps of 128 kB in flight

@@ -59,7 +59,7 @@ class CommAlgorithm(NamedTuple):
         inside: Fraction of the datasheet bandwidth of links inside nodes that the algorithm achieves. The bytes that
             cross the busiest link, divided by this bandwidth, take the time of the transfers.
         between: As ``inside``, for links between nodes.
-        num_servers: Parameter servers; 0 for other algorithms.
+        server_shares: Fraction of the bytes on each parameter server; empty for other algorithms.
     """
 
     name: str
@@ -69,7 +69,7 @@ class CommAlgorithm(NamedTuple):
     pattern: Pattern
     inside: float = 1.0
     between: float = 1.0
-    num_servers: int = 0
+    server_shares: tuple[float, ...] = ()
 
     def transfer_s(self, num_bytes: float) -> float:
         """Returns the seconds of the transfers of ``num_bytes`` bytes, without start and steps."""

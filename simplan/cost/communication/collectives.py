@@ -48,6 +48,7 @@ def communication_cost(
     cluster: ClusterSpec,
     route: Route | None = None,
     collectives: Collectives | None = None,
+    server_shares: tuple[float, ...] = (),
 ) -> CostEstimate:
     """Estimates the time on a cluster with two tiers. A group of one rank costs nothing.
 
@@ -55,6 +56,7 @@ def communication_cost(
         communication, cluster: Communication, whose ranks are devices of the cluster.
         route: Route of the ranks; None to compute it.
         collectives: Algorithms that the plan prescribes; None for the library's choice.
+        server_shares: Fraction of the gradients on each parameter server; empty for equal parts.
 
     Raises:
         SpecError: The cluster names no link for a tier that the communication crosses.
@@ -63,7 +65,7 @@ def communication_cost(
         return CostEstimate.nothing("a group of one")
     route = route or route_of(communication.ranks, cluster)
     link, num_bytes = route.slowest.link, communication.num_bytes
-    way = algorithm_of(communication, cluster, route, collectives)
+    way = algorithm_of(communication, cluster, route, collectives, server_shares)
     relative_std, is_fitted = _relative_std(route, num_bytes, cluster), link.fitted_on is not None
     if collectives is not None and collectives.of(communication.kind) not in (None, *_OF_LIBRARIES):
         relative_std, is_fitted = max(relative_std, _UNFITTED_STD), False
@@ -88,17 +90,23 @@ def algorithm_of(
     cluster: ClusterSpec,
     route: Route | None = None,
     collectives: Collectives | None = None,
+    server_shares: tuple[float, ...] = (),
 ) -> CommAlgorithm:
     """Returns the algorithm of two or more ranks; arguments and errors as ``communication_cost``.
 
     It is the fastest that the library has, or of those that the plan prescribes.
     """
-    allowed = _allowed(communication, cluster, route or route_of(communication.ranks, cluster), collectives)
+    route = route or route_of(communication.ranks, cluster)
+    allowed = _allowed(communication, cluster, route, collectives, server_shares)
     return min(allowed, key=lambda way: way.seconds(communication.num_bytes))
 
 
 def _allowed(
-    communication: Communication, cluster: ClusterSpec, route: Route, collectives: Collectives | None
+    communication: Communication,
+    cluster: ClusterSpec,
+    route: Route,
+    collectives: Collectives | None,
+    server_shares: tuple[float, ...],
 ) -> list[CommAlgorithm]:
     name = None if collectives is None else collectives.of(communication.kind)
     if collectives is None or name is None:
@@ -107,7 +115,7 @@ def _allowed(
         known = algorithms_of(communication, cluster, route)
         allowed = [way for way in known if way.pattern in _OF_LIBRARIES[name]]
     else:
-        allowed = prescribed_ways(name, collectives, communication, route)
+        allowed = prescribed_ways(name, collectives, communication, route, server_shares)
     assert allowed, f"simplan.rules.collectives refuses {name} here"
     return allowed
 

@@ -13,12 +13,17 @@ sharp            2 inside, one between nodes                  B/k to the switch 
                                                               reduce and gather: by NVLS, or 2 (k-1)/k x B
 hierarchical     one in each phase, and posting k - 2 and     (k-1)/k x B inside, to the rank with the place of the
 all_to_all       N - 2 more                                   destination; then (N-1)/N x B to ranks with that place
-parameter_server 2, and posting n - 2 more in each            2 (n-k)/s x B on the network of each of s servers, or 2
-                                                              (k-1)/s x B inside: push to all servers, then pull
+parameter_server 2 (k-1), 2 between nodes, and posting N - 2  2 (k-1)/k x B inside: a ring adds gradients first and
+                 more in each of these                        gathers totals last; (N-1)/s x B on the network of each
+                                                              of s nodes that serve, in push, and again in pull
 ================ ============================================ =====================================================
 
 They are assumed to be written with NCCL's primitives: steps and bandwidths are those of its protocols, of which the
 fastest counts. On gloo's links only the parameter server is modeled.
+
+A parameter server has the network of all ranks of its node. It serves B/s bytes, or those of its parameters where they
+are placed whole: the server with the most sets the time. It knows no buckets: every communication is assumed to have
+the same fraction for each server as all gradients have, so that a step has the bytes of each server exactly.
 
 Sources: Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in MPICH" (halving and
 doubling); Rabenseifner 2004 (the same with the nearest ranks first); Graham et al. 2020, doi
@@ -32,7 +37,7 @@ from __future__ import annotations
 
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, TransferTerm
 from simplan.cost.communication.nccl import LAPS, NO_PROTOCOL, NVLS_STEP_INSIDE, PROTOCOLS, Protocol
-from simplan.cost.communication.route import Route, Tier
+from simplan.cost.communication.route import Route
 from simplan.model.layer import CollectiveKind
 from simplan.plan.collectives import Collectives
 from simplan.program.program import Communication
@@ -41,14 +46,25 @@ _COLLNET_INSIDE, _COLLNET_BETWEEN = 1.18, 1.11  # steps relative to a ring's: 4.
 
 
 def prescribed_ways(
-    name: str, collectives: Collectives, communication: Communication, route: Route
+    name: str,
+    collectives: Collectives,
+    communication: Communication,
+    route: Route,
+    server_shares: tuple[float, ...] = (),
 ) -> list[CommAlgorithm]:
-    """Returns an algorithm with each of its protocols, for a group that can run it (``simplan.rules.collectives``)."""
+    """Returns an algorithm with each of its protocols, for a group that can run it (``simplan.rules.collectives``).
+
+    Args:
+        name: Algorithm that ``collectives`` prescribes for the communication.
+        collectives, communication, route: As in ``communication_cost``.
+        server_shares: Fraction of the gradients on each parameter server; empty for equal parts.
+    """
     kind = communication.kind
     protocols = (NO_PROTOCOL,) if route.slowest.link.library == "gloo" else PROTOCOLS
     match name:
         case "parameter_server":
-            return [_parameter_server(protocol, collectives.num_servers, route) for protocol in protocols]
+            shares = server_shares or (1 / collectives.num_servers,) * collectives.num_servers
+            return [_parameter_server(protocol, shares, route) for protocol in protocols]
         case "sharp":
             return [_sharp(route)]
         case "halving_doubling":
@@ -114,24 +130,25 @@ def _hierarchical_all_to_all(protocol: Protocol, route: Route) -> CommAlgorithm:
     return _named("hierarchical", protocol, route, steps, moves, Pattern.HIERARCHICAL_ALL_TO_ALL)
 
 
-def _parameter_server(protocol: Protocol, num_servers: int, route: Route) -> CommAlgorithm:
-    """Returns push and pull; the servers are spread over nodes, and the slower tier of a server counts."""
-    n, k = route.num_ranks, route.local
-    tiers: list[tuple[Tier, float, TransferTerm]] = []
-    if route.inside is not None:
-        rate = protocol.inside.share * route.inside.group_bytes_per_s
-        move = TransferTerm(2 * (k - 1) / num_servers, rate, f"2 x {k - 1}/{{n}} x ", num_servers)
-        tiers.append((route.inside, protocol.inside.ring_step, move))
-    if route.between is not None:
-        rate = protocol.between.share * route.between.pair_bytes_per_s
-        move = TransferTerm(2 * (n - k) / num_servers, rate, f"2 x {n - k}/{{n}} x ", num_servers)
-        tiers.append((route.between, protocol.between.ring_step, move))
-    _, _, slowest = max(tiers, key=lambda tier: tier[2].factor / tier[2].bytes_per_s)
-    step_s = max(relative * tier.latency_s for tier, relative, _ in tiers)
-    steps = [(2, step_s), (2 * (n - 2), protocol.post_s)]
-    return _named("parameter server", protocol, route, steps, [slowest], Pattern.PARAMETER_SERVER)._replace(
-        num_servers=num_servers
-    )
+def _parameter_server(protocol: Protocol, server_shares: tuple[float, ...], route: Route) -> CommAlgorithm:
+    """Returns a ring in each node around push and pull; the card of the server with the most bytes counts.
+
+    A node without a server sends all bytes over its card in the push, which is never more: of N nodes, N - 1 or fewer
+    serve then, and one of them at least 1 / (N - 1) of the bytes.
+    """
+    inside, between, k, nodes = route.inside, route.between, route.local, route.num_nodes
+    steps, moves = [], []
+    if inside is not None:
+        steps.append((2 * (k - 1), protocol.inside.ring_step * inside.latency_s))
+        rate = protocol.inside.share * inside.group_bytes_per_s
+        moves.append(TransferTerm(2 * (k - 1) / k, rate, "2 ({n}-1)/{n} x ", k))
+    if between is not None:
+        largest = max(server_shares)
+        rate = protocol.between.share * k * between.pair_bytes_per_s
+        steps.append((2, protocol.between.ring_step * between.latency_s + (nodes - 2) * protocol.post_s))
+        moves += 2 * [TransferTerm((nodes - 1) * largest, rate, f"{nodes - 1}/{{n}} x ", 1 / largest)]
+    way = _named("parameter server", protocol, route, steps, moves, Pattern.PARAMETER_SERVER)
+    return way._replace(server_shares=server_shares)
 
 
 def _named(
