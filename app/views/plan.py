@@ -170,7 +170,7 @@ def _fix_numbers(fix: Fix) -> str:
 
 
 def _show_other_jobs(document: dict[str, Any], calibrated_at: int, job: Job) -> None:
-    """What to do if no plan of these devices fits: adapters instead of all weights, or more devices."""
+    """Ways out if no plan of these devices fits: adapters instead of all weights, or more devices."""
     adapters = None
     if job.training.task == "pretrain" and "lora_rank" in FAMILIES[job.model.family].fields:
         tuned = with_value(document, ("training", "task"), "sft")

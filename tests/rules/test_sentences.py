@@ -267,7 +267,7 @@ def test_cluster_rules() -> None:
     whole = catalog.cluster("dgx-h100", 16)
     unconnected = whole.model_copy(update={"intra_link": None, "inter_link": None})
     found = [sentence.split(":")[0] for sentence in problems(GPT2, {"dp_replicate": 8}, cluster=unconnected)]
-    assert found[:2] == ["cluster.intra_link", "cluster.nic_gbit"]
+    assert found[:2] == ["cluster.intra_link", "cluster.inter_link_gbit_per_node"]
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
