@@ -148,7 +148,7 @@ def test_predictions_are_told_apart_and_add_up(documents: dict[str, dict[str, An
         worst = next(rank for rank in document["ranks"] if rank["rank"] == document["worst_rank"])
         peak = worst["peak_memory_gib"]
         caption = f"Memory of rank {worst['rank']} at its peak: {peak['device']:.2f} GiB"
-        bar = page[page.index(caption) :][:600].partition("GiB of ")[2]
+        bar = page[page.index(caption) :][:600].partition(" of ")[2].partition(" GiB")[2]
         parts = re.findall(r"([\d.]+) GiB \(([\d.]+) %\)", bar)
         assert sum(float(gib) for gib, _ in parts) == pytest.approx(peak["device"], rel=0.01)
         assert sum(float(share) for _, share in parts) == pytest.approx(100, abs=1)

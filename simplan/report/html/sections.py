@@ -92,7 +92,8 @@ def _memory(rank: Document, capacity_gib: float | None) -> str:
     """Bar of the memory of a rank by category with the allocator's reserve, in a box as wide as the device's memory."""
     peak = rank["peak_memory_gib"]
     sizes = {**rank["memory_gib"], "allocator_reserve": peak["reserved"] - peak["allocated"]}
-    of = f" of {capacity_gib:.2f} GiB" if capacity_gib else ""
+    of = " with the allocator's whole reserve," if rank["reserve_short_gib"] else ""
+    of += f" of {capacity_gib:.2f} GiB" if capacity_gib else ""
     return bar(
         (Share(words(name), gib, f"{gib:.2f} GiB") for name, gib in _largest(sizes)),
         sum(sizes.values()),

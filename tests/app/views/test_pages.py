@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from html import unescape
 from typing import Any
 
 import pytest
@@ -263,7 +264,7 @@ def test_memory_that_decides_the_fit_is_one_number(microbatch_size: int, fits: b
     if not fits:  # those that fit are shown with the memory that they want
         several = predictions_text(compared_predictions([prediction.to_json()]))
         shown |= {"several": several, "repr": repr(prediction)}
-    shown["report"] = html_report([("one", prediction.to_json())], written="")
+    shown["report"] = unescape(html_report([("one", prediction.to_json())], written=""))
     assert device_memory_words(worst) in explain(prediction).report()
     for name in ("plan", "compare", "timeline"):
         page = opened(name, document, {"scenarios": [SMALL]})
