@@ -21,7 +21,6 @@ from app.figures.validation import predict_published
 from app.fitting import document_text
 from app.jobs.job import Jobs, StartedJob, TaskRequest, searches
 from app.jobs.run import Run, runs
-from app.state import USUAL
 from app.views.validate import with_settings
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.predict.step_summary import summarize_step
@@ -191,7 +190,7 @@ def test_measurement_is_compared_with_the_current_scenario() -> None:
 
 def test_log_of_another_framework_is_said_before_its_error() -> None:
     for software, warns in (("torch", True), ("megatron-core", False)):
-        page = opened("validate", {**USUAL, "software": software}, {"held": "measured"})
+        page = opened("validate", {**JOB, "plan": {"tp": 8, "dp_replicate": 4}, "software": software}, {"held": "measured"})
         page.file_uploader(key="measurement file").upload("log.txt", LOG.encode(), "text/plain").run()
         assert_no_bug(page)
         assert page.info, "compared all the same"
