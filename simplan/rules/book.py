@@ -125,7 +125,7 @@ _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
         ),
     }
 )
-"""Whether a job has what the rules of a module are about; without it, none of them can be violated."""
+"""Predicates on jobs by module of rules: without the feature of a module, none of its rules can be violated."""
 
 
 def violations(job: Job, rules: Sequence[Rule] = RULES) -> list[Problem]:

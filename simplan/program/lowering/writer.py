@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import RankGroup
+from simplan.plan.plan import GroupKind, RankGroup
 from simplan.program.action import Action
 from simplan.program.folding import Folding
 from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, RendezvousPoint, TemplateRow
@@ -69,7 +69,7 @@ class RankWriter:
         self.blocking: list[int] = []
         self._sending: list[int] = []  # operations that the next compute waits for, but no P2P transfer
         self._works: dict[tuple[Work, ...], tuple[Work, ...]] = {}
-        self._members: dict[tuple[int, ...], RankGroup] = {}
+        self._members: dict[tuple[GroupKind, RankGroup], RankGroup] = {}
 
     def take_rows(self) -> list[TemplateRow]:
         """Returns the operations written since the last call."""
@@ -113,10 +113,11 @@ class RankWriter:
         Members match in order of issue per stream.
         """
         ranks = (communications if isinstance(communications, Communication) else communications[0]).ranks
-        members = self._members.get(ranks)
+        assert isinstance(ranks, RankGroup), "groups of a Program have a kind"
+        members = self._members.get((ranks.kind, ranks))
         if members is None:
-            assert isinstance(ranks, RankGroup)
-            members = self._members[ranks] = RankGroup.of(ranks.kind, self._folding.members(ranks))
+            members = RankGroup.of(ranks.kind, self._folding.members(ranks))
+            self._members[ranks.kind, ranks] = members
         meeting = RendezvousPoint(stream, members) if len(members) > 1 else None
         work = self._shared(communications) if isinstance(communications, Communication) else tuple(communications)
         return self._add(action, stream, name, work, waits, meeting, memory)
