@@ -18,7 +18,7 @@ from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
 from simplan.training import TrainingBudget
-from simplan.units import GIB, format_bytes, format_percent, format_time
+from simplan.units import GIB, counted, format_bytes, format_percent, format_rate, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -286,6 +286,70 @@ class CompressionStep:
         return f"{text}; whole gradients in the first {self.num_warmup:,} steps" if self.num_warmup else text
 
 
+_SMALL_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationRound:
+    """A round of replicas that train alone between outer steps (``Replication.has_rounds``).
+
+    Attributes:
+        inner_steps: Optimizer steps of a round.
+        outer_steps: Outer steps of a round, one for each fragment.
+        steps_beside: Steps during which an outer step communicates; 0 if replicas wait for it.
+        mean_step_s: Mean seconds of an optimizer step.
+        inner_step_s: Seconds of a step without an outer step.
+        outer_s: Seconds of a step with an outer step, or of all steps beside it.
+        sent_bytes: Bytes that a rank sends for the outer steps of a round, as a ring does.
+    """
+
+    inner_steps: int
+    outer_steps: int
+    steps_beside: int
+    mean_step_s: float
+    inner_step_s: float
+    outer_s: float
+    sent_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON of the round."""
+        hidden = {"round_s": self.round_s, "exposed_s": self.exposed_s, "hiding_bytes_per_s": self.hiding_bytes_per_s}
+        return asdict(self) | hidden
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round."""
+        return self.inner_steps * self.mean_step_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a round that outer steps add to its inner steps."""
+        return max(0.0, self.round_s - self.inner_steps * self.inner_step_s)
+
+    @property
+    def hiding_bytes_per_s(self) -> float:
+        """Bandwidth of a rank at which communication disappears.
+
+        Beside steps, it is the one at which an outer step ends with them. Where replicas wait, it is the one at which
+        communication takes 5 % as long as the inner steps.
+        """
+        if self.steps_beside:
+            return self.sent_bytes / self.outer_steps / (self.steps_beside * self.inner_step_s)
+        return self.sent_bytes / (_SMALL_SHARE * self.inner_steps * self.inner_step_s)
+
+    @property
+    def words(self) -> str:
+        """Times of a round, its bytes, and the bandwidth at which communication disappears."""
+        steps, each = counted(self.inner_steps, "inner step"), format_time(self.inner_step_s)
+        many = counted(self.outer_steps, "outer step")
+        waits = f"ends with the {counted(self.steps_beside, 'step')} beside it" if self.steps_beside else "takes 5 %"
+        return (
+            f"a round takes {format_time(self.round_s)}: {steps} of {each}, and {format_time(self.exposed_s)} more for "
+            f"{many}; each rank sends {format_bytes(self.sent_bytes)} a round, which {waits} at "
+            f"{format_rate(self.hiding_bytes_per_s)}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """A full training at a constant step time, without failures, checkpoints and restarts.
@@ -424,6 +488,7 @@ class Prediction:
         hashing: Times of steps with other seeds of the hash of ECMP; None for one seed.
         backup_workers: Effect of dropped gradients, which count neither in throughput nor in MFU; None if none are.
         compression: Steps before gradient compression starts, and what it saves; None without compression.
+        replication: A round of replicas that train alone, of which ``step_time_s`` is the mean step; None without.
     """
 
     name: str
@@ -452,6 +517,7 @@ class Prediction:
     backup_workers: BackupStep | None = None
     hashing: HashedStep | None = None
     compression: CompressionStep | None = None
+    replication: ReplicationRound | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -616,6 +682,7 @@ class Prediction:
             **({} if self.hashing is None else {"hashing": asdict(self.hashing)}),
             **({} if self.backup_workers is None else {"backup_workers": asdict(self.backup_workers)}),
             **({} if self.compression is None else {"compression": asdict(self.compression)}),
+            **({} if self.replication is None else {"replication": self.replication.to_json()}),
             **({"node_groups": [group.to_json() for group in self.node_groups]} if job.cluster.is_mixed else {}),
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,

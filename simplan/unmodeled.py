@@ -25,29 +25,9 @@ class Unmodeled:
 _ELASTIC = f"`simplan run` survives failures: {documentation('how-to/elastic')}"
 _RECORDS = (
     Unmodeled(
-        "asynchronous SGD is",
-        "async async_sgd asynchronous asynchronous_sgd staleness max_staleness stale_gradients hogwild",
-        "use synchronous data parallelism, e.g. plan.dp_replicate",
-    ),
-    Unmodeled(
-        "an asynchronous parameter server is",
-        "async_parameter_server asynchronous_parameter_server async_ps ssp",
-        "use a synchronous one, plan.collectives: {all_reduce: parameter_server, parameter_servers: 1}",
-    ),
-    Unmodeled(
         "compression of the weights and gradients of ZeRO (ZeRO++) is",
         "zeroplusplus zero_quantized_weights zero_quantized_gradients",
         "use plan.compression with plan.dp_replicate, or plan.grad_dtype: bf16",
-    ),
-    Unmodeled(
-        "local SGD is",
-        "local_sgd localsgd local_steps post_local_sgd sync_every fedavg",
-        "use plan.grad_sync: step, which reduces gradients once per step",
-    ),
-    Unmodeled(
-        "DiLoCo is",
-        "diloco outer_optimizer outer_steps streaming_diloco",
-        "use plan.grad_sync: step, which reduces gradients once per step",
     ),
     Unmodeled("preemption is", "preemption preemptions preemptible spot spot_instances", _ELASTIC),
     Unmodeled(

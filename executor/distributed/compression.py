@@ -1,7 +1,7 @@
 """Gradient compression: communication hooks of DDP that communicate less than whole gradients.
 
 ``fp16``, ``bf16`` and ``powersgd`` are torch's own hooks. ``top_k`` and ``random_k`` follow Stich et al. 2018
-(arXiv:1809.07599), ``int8`` and ``one_bit`` the compressed all-reduce of 1-bit Adam (Tang et al. 2021,
+(arXiv:1809.07599), ``int8``, ``int4`` and ``one_bit`` the compressed all-reduce of 1-bit Adam (Tang et al. 2021,
 arXiv:2102.02888). Every collective is recorded.
 
 Hooks with several phases end before the next bucket begins. gloo matches collectives by the order of their issue, and
@@ -33,6 +33,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 _FP32_BYTES = 4
 _MAX_INT8 = 127.0
+_MAX_INT4 = 7.0
+_NIBBLE, _LOW_NIBBLE = 4, 0x0F
 _WEIGHTS = 2.0 ** torch.arange(8)  # of the signs in a byte
 _SIGNS = (torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1) * 2.0 - 1.0  # (byte, sign)
 _MAX_BUCKETS = 2**20  # for seeds
@@ -63,7 +65,7 @@ def compressed(compression: Compression, peers: Peers, average: Hook, num_whole_
             return state, _powersgd
         case "top_k" | "random_k":
             return None, _Sparse(compression, peers).reduce
-        case "int8" | "one_bit":
+        case "int8" | "int4" | "one_bit":
             return None, _Quantized(compression, peers, average, num_whole_steps).reduce
 
 
@@ -180,11 +182,11 @@ class _Sparse:
 
 
 class _Quantized:
-    """``int8`` and ``one_bit``: every rank averages a part of the gradients, from and to few bits."""
+    """``int8``, ``int4`` and ``one_bit``: every rank averages a part of the gradients, from and to few bits."""
 
     def __init__(self, compression: Compression, peers: Peers, average: Hook, num_whole_steps: int) -> None:
         self._peers, self._average, self._num_whole_steps = peers, average, num_whole_steps
-        self._encode, self._decode = (_to_int8, _from_int8) if compression.kind == "int8" else (_to_signs, _from_signs)
+        self._encode, self._decode = QUANTIZERS[compression.kind]
         self._errors = _Errors() if compression.error_feedback else None
         self._mean_errors: dict[int, Tensor] = {}  # by bucket, of the part that this rank averages
         self._step = 0
@@ -246,6 +248,24 @@ def _from_int8(encoded: Tensor, num_elements: int) -> Tensor:
     return _blocks(numbers.contiguous().view(torch.int8).float()).mul_(scales).flatten(1)
 
 
+def _to_int4(values: Tensor) -> Tensor:
+    """``(rows, bytes)`` Every value in 4 bits, two to a byte, then the FP32 scales of all blocks."""
+    blocks = _blocks(values)
+    scales = blocks.abs().amax(2, keepdim=True).float().div_(_MAX_INT4)
+    numbers = (blocks / scales.clamp(min=torch.finfo(scales.dtype).tiny)).round_().add_(_MAX_INT4 + 1)
+    pairs = numbers.to(torch.uint8).view(len(values), -1, 2)
+    packed = pairs[:, :, 0] | (pairs[:, :, 1] << _NIBBLE)
+    return torch.cat((packed, scales.flatten(1).view(torch.uint8)), dim=1)
+
+
+def _from_int4(encoded: Tensor, num_elements: int) -> Tensor:
+    """``(rows, num_elements)`` Values of ``_to_int4``."""
+    packed, scales = torch.split(encoded, [num_elements // 2, encoded.shape[1] - num_elements // 2], dim=1)
+    scales = scales.contiguous().view(torch.float32).unsqueeze(2)
+    numbers = torch.stack((packed & _LOW_NIBBLE, packed >> _NIBBLE), dim=2).float().sub_(_MAX_INT4 + 1)
+    return _blocks(numbers.flatten(1)).mul_(scales).flatten(1)
+
+
 def _to_signs(values: Tensor) -> Tensor:
     """``(rows, bytes)`` Signs of all values, 8 to a byte, then the mean magnitudes of all blocks in FP32."""
     scales = _blocks(values).abs().mean(2).float()
@@ -260,3 +280,11 @@ def _from_signs(encoded: Tensor, num_elements: int) -> Tensor:
     scales = scales.contiguous().view(torch.float32).unsqueeze(2)
     signs = functional.embedding(packed.int(), _SIGNS.to(encoded.device))
     return _blocks(signs.flatten(1)).mul_(scales).flatten(1)
+
+
+QUANTIZERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Tensor]]] = {
+    "int8": (_to_int8, _from_int8),
+    "int4": (_to_int4, _from_int4),
+    "one_bit": (_to_signs, _from_signs),
+}
+"""By kind of compression, rows of values to bytes, and bytes with the number of values of a row back to values."""

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 
 from simplan.base import Count, NonNegative, Spec
 
-CompressionKind = Literal["fp16", "bf16", "powersgd", "top_k", "random_k", "int8", "one_bit"]
+CompressionKind = Literal["fp16", "bf16", "powersgd", "top_k", "random_k", "int8", "int4", "one_bit"]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 _KEYS: dict[CompressionKind, tuple[str, ...]] = {
@@ -20,13 +20,14 @@ _KEYS: dict[CompressionKind, tuple[str, ...]] = {
     "top_k": ("ratio", "error_feedback"),
     "random_k": ("ratio", "error_feedback"),
     "int8": ("error_feedback",),
+    "int4": ("error_feedback",),
     "one_bit": ("warmup_share", "error_feedback"),
 }
 """Keys of each kind besides ``kind``."""
 
 _EXCHANGES = ("all_to_all", "all_gather")
 BLOCK = 1024
-"""Gradient elements with a common FP32 scale, in ``int8`` and ``one_bit``."""
+"""Gradient elements with a common FP32 scale, in ``int8``, ``int4`` and ``one_bit``."""
 
 
 def _named(data: Any) -> Any:
@@ -40,9 +41,10 @@ class Compression(Spec):
     ``fp16`` and ``bf16`` all-reduce values of 16 bits. ``powersgd`` all-reduces two thin factors of every matrix
     (Vogels et al. 2019, arXiv:1905.13727); its defaults are those of torch 2.13 (powerSGD_hook.py). ``top_k``
     all-gathers the values of largest magnitude with their indices, which differ between ranks. ``random_k`` all-reduces
-    values at random indices, which all ranks draw alike. ``int8`` and ``one_bit`` send 8 bits or the sign of each
-    value, and one FP32 scale per ``BLOCK`` values. An all-to-all brings each rank its part of all gradients, and an
-    all-gather brings back the compressed mean (the all-reduce of 1-bit Adam, Tang et al. 2021, arXiv:2102.02888).
+    values at random indices, which all ranks draw alike. ``int8``, ``int4`` and ``one_bit`` send
+    8 bits, 4 bits or the sign of each value, and one FP32 scale per ``BLOCK`` values. An all-to-all brings each rank
+    its part of all gradients, and an all-gather brings back the compressed mean (the all-reduce of 1-bit Adam, Tang et
+    al. 2021, arXiv:2102.02888).
 
     Error feedback adds to each gradient what compression left out of the previous ones (Karimireddy et al. 2019,
     arXiv:1901.09847).
@@ -85,12 +87,14 @@ class Compression(Spec):
     @property
     def blocks(self) -> bool:
         """True if a bucket's next backward waits for its communication, which has several phases."""
-        return self.kind in ("powersgd", "int8", "one_bit")
+        return self.kind in ("powersgd", "int8", "int4", "one_bit")
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """Collectives of compressed gradients."""
-        return {"top_k": ("all_gather",), "int8": _EXCHANGES, "one_bit": _EXCHANGES}.get(self.kind, ("all_reduce",))
+        return {"top_k": ("all_gather",), "int8": _EXCHANGES, "int4": _EXCHANGES, "one_bit": _EXCHANGES}.get(
+            self.kind, ("all_reduce",)
+        )
 
     @property
     def keeps_errors(self) -> bool:
@@ -134,5 +138,5 @@ def compressed_matrix_rank(rows: int, columns: int, compression: Compression) ->
 
 
 def quantized_part(num_elements: int, num_ranks: int) -> int:
-    """Elements of a bucket that each rank averages with ``int8`` and ``one_bit``: equal parts of whole blocks."""
+    """Elements of a bucket that each rank averages with ``int8``, ``int4`` or ``one_bit``: parts of whole blocks."""
     return -(-num_elements // (num_ranks * BLOCK)) * BLOCK

@@ -11,12 +11,13 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from simplan.base import Count, Spec
 from simplan.plan.collectives import Collectives, none_if_empty
 from simplan.plan.compression import CompressionSection
 from simplan.plan.placement import check_placement
+from simplan.plan.replication import Replication, ReplicationSection
 from simplan.plan.schedules import SCHEDULE_FACTS, check_schedule_name
 from simplan.plan.shard import Shard
 
@@ -57,7 +58,9 @@ class ParallelPlan(Spec):
     host memory. ``offload_layers`` limits that to the first blocks of the model, ``None`` for all blocks.
 
     ``collectives`` prescribes algorithms of collectives, ``None`` for those that the library chooses. ``compression``
-    has DDP communicate less than whole gradients.
+    has DDP communicate less than whole gradients. ``replication`` is another way to keep the ``dp_replicate`` replicas
+    together than whole gradients in every step. Synchronous parameter servers are an algorithm of the all-reduce, so a
+    plan with them has ``collectives`` instead.
 
     Experts have a separate mesh over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel folding).
     ``etp`` ranks split every expert's matrices, ``ep`` groups of these ranks hold different experts, and the remaining
@@ -130,6 +133,9 @@ class ParallelPlan(Spec):
     compression: CompressionSection | None = Field(
         None, description="gradients of DDP in fewer bytes: a kind, or a mapping of kind, rank, ratio and others"
     )
+    replication: ReplicationSection | None = Field(
+        None, description="how replicas stay together: a kind, or a mapping of kind, inner_steps, outer and others"
+    )
     placement: Annotated[tuple[str, ...] | tuple[int, ...] | None, BeforeValidator(check_placement)] = Field(
         None,
         description=(
@@ -164,7 +170,7 @@ class ParallelPlan(Spec):
         ):  # a file has lists, and strict mode wants the tuple itself
             if isinstance(filled.get(name), list):
                 filled[name] = tuple(filled[name])
-        return filled
+        return _with_synchronous_servers(filled)
 
     def _without_defaults(self) -> dict[str, Any]:
         """Values of the fields, except those that ``_dependent_defaults`` would fill in.
@@ -206,6 +212,21 @@ class ParallelPlan(Spec):
         if isinstance(self.microbatch_sizes, tuple):
             return self.microbatch_sizes
         return (self.microbatch_size,) * self.dp
+
+    @property
+    def replicas_apart(self) -> bool:
+        """True if replicas do not reduce gradients with each other in every step (``replication``)."""
+        return self.replication is not None
+
+    @property
+    def gradient_group(self) -> GroupKind:
+        """Kind of the group that averages gradients in every step."""
+        return "shard" if self.replicas_apart else "dp"
+
+    @property
+    def num_averaging(self) -> int:
+        """Ranks that average gradients in every step."""
+        return (self.dp_shard if self.replicas_apart else self.dp) * self.cp
 
     @property
     def num_devices(self) -> int:
@@ -281,6 +302,34 @@ class ParallelPlan(Spec):
     def num_stages(self) -> int:
         """Pipeline stages: pipeline ranks times virtual stages."""
         return self.pp * self.virtual_stages
+
+
+def _with_synchronous_servers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a plan in which synchronous parameter servers are ``collectives``, however they were written."""
+    replication = fields.get("replication")
+    if isinstance(replication, str) and replication == "parameter_server":
+        replication = {"kind": replication}
+    if isinstance(replication, dict) and replication.get("kind") == "parameter_server":
+        try:
+            replication = Replication(**replication)
+        except ValidationError:  # which the field itself raises, with its name
+            return fields
+    if not isinstance(replication, Replication) or not replication.is_synchronous:
+        return fields
+    if replication.server_nodes == "apart":
+        raise ValueError(
+            "has replication.server_nodes = apart, and synchronous parameter servers are modeled on the workers' nodes "
+            "only; remove it, or use staleness above 0"
+        )
+    if fields.get("collectives") is not None:
+        raise ValueError(
+            "has replication.kind = parameter_server and collectives, which both say how gradients are reduced; "
+            "remove one of them"
+        )
+    placement = replication.parameter_placement
+    servers = {"all_reduce": "parameter_server", "parameter_servers": replication.servers}
+    whole = {"parameter_placement": placement} if placement == "whole" else {}
+    return {**fields, "replication": None, "collectives": Collectives(**servers, **whole)}
 
 
 def _stages_of(schedule: object) -> int:

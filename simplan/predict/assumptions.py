@@ -159,6 +159,9 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     if (compression := job.plan.compression) is not None:
         kernels = "; kernels that compress were not timed, and may take half or twice as long"
         yield f"{compression.words}: its effect on the loss is not predicted{kernels}"
+    if (replication := job.plan.replication) is not None:
+        equal = "; fragments are of equal size" if replication.outer_steps > 1 else ""
+        yield f"{replication.words}: its effect on the loss is not predicted{equal}"
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield from _of_links(cluster)
 

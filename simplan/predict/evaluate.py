@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,9 @@ from simplan.predict.assumptions import assumptions, buffer_assumption
 from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
-from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
+from simplan.predict.simulated import ErrorSource, Simulated, error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import BackupStep, CompressionStep, HashedStep, Prediction, Term, worst_memory
+from simplan.prediction import BackupStep, CompressionStep, HashedStep, Prediction, ReplicationRound, Term, worst_memory
 from simplan.program.action import Table
 from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused
@@ -92,7 +92,7 @@ def predict_step(
     (simulated, *shorter), fine = step.simulated, step.programs[0]
     if shorter:
         simulated = replace(simulated, shorter=shorter[0], num_periods=extent.num_periods)
-    step_time_s, *moved_s = step.seconds(_vectors).tolist()
+    step_time_s, *moved_s = step.seconds(partial(_vectors, sources=error_sources(fine))).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
     memory = step.memory()
@@ -143,6 +143,7 @@ def predict_step(
         backup_workers=_backup_step(job, step_time_s, calibration),
         hashing=_hashed_step(job, step_time_s, calibration),
         compression=_compression_step(job, step_time_s, calibration, fine),
+        replication=_replication_round(step, step_time_s),
     )
     return prediction, simulated
 
@@ -223,18 +224,42 @@ def _compression_step(
     )
 
 
+def _replication_round(step: TruncatedStep, step_time_s: float) -> ReplicationRound | None:
+    """Steps of a round of replicas that train alone; None without."""
+    replication = step.job.plan.replication
+    if replication is None or not replication.has_rounds:
+        return None
+    outer_s = float(step.own_seconds())
+    return ReplicationRound(
+        inner_steps=replication.inner_steps,
+        outer_steps=replication.outer_steps,
+        steps_beside=replication.steps_beside,
+        mean_step_s=step_time_s,
+        inner_step_s=outer_s if step.inner is None else float(step.inner.seconds()[0]),
+        outer_s=outer_s,
+        sent_bytes=replication.outer_steps * _sent_bytes(step.programs[0], Stream.REPLICATE),
+    )
+
+
 def _gradient_bytes(program: Program) -> int:
-    """Bytes that the first rank sends on the stream of its data-parallel group, as a ring does."""
+    """Bytes that the first rank sends for its gradients, as a ring does."""
+    return _sent_bytes(program, Stream.DATA)
+
+
+def _sent_bytes(program: Program, stream: Stream) -> int:
+    """Bytes that the first rank sends on a stream, as a ring does."""
     indices = program.rank_indices[program.ranks[0]]
-    ops = (program.op(int(index)) for index in indices[program.on_stream(Stream.DATA, indices=indices)])
+    ops = (program.op(int(index)) for index in indices[program.on_stream(stream, indices=indices)])
     moved = (each for op in ops for each in op.communications)
     return round(sum(bus_factor(each.kind, len(each.ranks)) * each.num_bytes for each in moved))
 
 
-def _vectors(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:
+def _vectors(
+    program: Program, program_costs: ProgramCosts, sources: tuple[ErrorSource, ...]
+) -> list[NDArray[np.float64]]:
     """Durations with errors of each source, then those without contention, and without other jobs, if there are any."""
     others = (program_costs.uncontended_s, program_costs.without_background_s)
-    return [*moved_durations_s(program, program_costs), *(each for each in others if each is not None)]
+    return [*moved_durations_s(program, program_costs, sources), *(each for each in others if each is not None)]
 
 
 def _simulation_assumptions(job: Job, extent: Extent, calibration: Calibration | None) -> Iterator[str]:
@@ -280,6 +305,23 @@ def recomputed_share(job: Job, assignment: StageAssignment) -> float:
 
 def _terms(step: TruncatedStep) -> tuple[Term, ...]:
     """Cost terms of a step; equal work of several ranks is one term, with the mean count per rank."""
+    found = _terms_of_program(step)
+    replication = step.job.plan.replication
+    if replication is None or not replication.has_rounds:
+        return found
+    outer_share = replication.outer_steps / replication.inner_steps
+    inner_share = 1 - outer_share * max(1, replication.steps_beside)
+    weighted = [(term, outer_share) for term in found]
+    weighted += [(term, inner_share) for term in (() if step.inner is None else _terms_of_program(step.inner))]
+    merged: dict[tuple[str, float], Term] = {}
+    for term, share in weighted:
+        key = term.name, term.seconds
+        before = merged[key].count if key in merged else 0.0
+        merged[key] = replace(term, count=before + share * term.count)
+    return tuple(merged.values())
+
+
+def _terms_of_program(step: TruncatedStep) -> tuple[Term, ...]:
     num_ranks = len(step.programs[0].stands_for)
     merged: dict[tuple[str, CostEstimate], Term] = {}
     fewer: dict[tuple[str, CostEstimate], float] = {}

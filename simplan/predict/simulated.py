@@ -189,11 +189,17 @@ def affected_costs(
     return AffectedCosts(alone, program_costs, contention, jitter, factors)
 
 
-def moved_durations_s(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:
+def moved_durations_s(
+    program: Program, program_costs: ProgramCosts, sources: Collection[ErrorSource] | None = None
+) -> list[NDArray[np.float64]]:
     """Durations of all operations with one source of error shifted by one standard deviation.
 
     The sources are compute, communication and host. Errors within a source are fully correlated; the sources are
     independent.
+
+    Args:
+        program, program_costs: A Program, and its cost estimates.
+        sources: Sources that are shifted; None for those that the Program has.
 
     Returns:
         One vector per source with longer durations, then one per source with shorter ones. Both shifts use the same
@@ -205,8 +211,9 @@ def moved_durations_s(program: Program, program_costs: ProgramCosts) -> list[NDA
     shorter_s = np.divide(durations_s**2, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
     least_s = np.minimum(program_costs.least_s, durations_s)
     shorter_s = np.maximum(shorter_s, durations_s ** (1 - 1 / NINE_IN_TEN) * least_s ** (1 / NINE_IN_TEN))
-    sources = [own for own in sources_of_error(program).values() if own.any()]
-    return [np.where(own, moved_s, durations_s) for moved_s in (longer_s, shorter_s) for own in sources]
+    found = sources_of_error(program)
+    names = error_sources(program) if sources is None else sources
+    return [np.where(found[name], moved_s, durations_s) for moved_s in (longer_s, shorter_s) for name in names]
 
 
 def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
@@ -215,6 +222,11 @@ def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
     by_host = np.array([bool(work) and all(isinstance(part, _OF_HOST) for part in work) for work in program.works])
     host = by_host[program.columns.work] & ~communications
     return {"compute": ~communications & ~host, "host": host, "communication": communications}
+
+
+def error_sources(program: Program) -> tuple[ErrorSource, ...]:
+    """Sources of error that a Program has."""
+    return tuple(name for name, own in sources_of_error(program).items() if own.any())
 
 
 def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
@@ -17,7 +18,7 @@ from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import folding_of
 from simplan.predict.memory import device_memory
-from simplan.predict.simulated import interval_s, moved_durations_s
+from simplan.predict.simulated import error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
 from simplan.prediction import MemoryKind, RankMemory
 from simplan.program.no_gc import gc_paused
@@ -81,7 +82,8 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
         steps_overlap: See ``TruncatedStep.seconds``.
     """
     step = summarized_step(job, steps_overlap=steps_overlap)
-    step_time_s, *moved_s = step.seconds(moved_durations_s, steps_overlap=steps_overlap).tolist()
+    moved = partial(moved_durations_s, sources=error_sources(step.programs[0]))
+    step_time_s, *moved_s = step.seconds(moved, steps_overlap=steps_overlap).tolist()
     memory = [device_memory(peaks, job, rank=rank) for rank, peaks in step.peaks().items()]
     kinds, known = get_args(MemoryKind), all(rank.capacity_bytes is not None for rank in memory)
     worst = {kind: max(memory, key=lambda rank: getattr(rank, f"{kind}_bytes")) for kind in kinds}

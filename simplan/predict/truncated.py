@@ -126,6 +126,10 @@ class TruncatedStep:
         folding: Folding of ranks; None for all ranks.
         expand_all: See ``Lowering``.
         background, progress: See ``StepContext``.
+        is_inner: True for a step without the outer step of replicas that train alone.
+
+    Replicas that train alone (``Replication.has_rounds``) have steps of two kinds: those with an outer step, or beside
+    one, which are the Program here, and ``inner`` ones. All quantities are then means over the steps of a round.
     """
 
     job: Job
@@ -136,6 +140,35 @@ class TruncatedStep:
     expand_all: bool = False
     background: Sequence[BackgroundStep] = ()
     progress: Progress | None = None
+    is_inner: bool = False
+
+    @cached_property
+    def inner(self) -> TruncatedStep | None:
+        """A step without an outer step; None if there is none, or if replicas meet in every step."""
+        if not self._has_outer_step or not self._num_inner:
+            return None
+        step = replace(self, is_inner=True)
+        vars(step).update(cost=self.cost, assignment=self.assignment, tables=self.tables, _balanced=None)
+        return step
+
+    @property
+    def _has_outer_step(self) -> bool:
+        replication = self.job.plan.replication
+        return replication is not None and replication.has_rounds and not self.is_inner
+
+    @property
+    def _num_inner(self) -> int:
+        """Steps of a round that are ``inner`` ones."""
+        replication = self.job.plan.replication
+        assert replication is not None
+        return replication.inner_steps - replication.outer_steps * max(1, replication.steps_beside)
+
+    def _mean(self, of_outer: _Growing, of_inner: _Growing) -> _Growing:
+        """Mean over the steps of a round, from values of the Program with an outer step and of an inner step."""
+        replication = self.job.plan.replication
+        assert replication is not None
+        total = replication.outer_steps * of_outer + self._num_inner * of_inner
+        return total / replication.inner_steps  # type: ignore[return-value]
 
     @cached_property
     def cost(self) -> CostModel:
@@ -205,7 +238,8 @@ class TruncatedStep:
         expand_all = self.expand_all or expands_for_links(job)
         how = Lowering(self.level, self.folding, expand_all, host_waits=job.cluster.device.kind == "cpu")
         lowerer = Lowerer(job, self.assignment, self.tables[0], how)
-        return tuple(lowerer.program(table) for table in self.tables)
+        lowered = lowerer.round_of if self._has_outer_step else lowerer.program
+        return tuple(lowered(table) for table in self.tables)
 
     @cached_property
     def simulated(self) -> tuple[Simulated, ...]:
@@ -225,6 +259,18 @@ class TruncatedStep:
             steps_overlap: True if no rank waits for others at the end of a step: the step time is then the time of the
                 busiest rank. False: the step lasts from the first start to the last end.
         """
+        found = self._seconds(others, steps_overlap=steps_overlap)
+        if not self._has_outer_step:
+            return found
+        nothing = np.zeros_like(found)
+        return self._mean(found, nothing if self.inner is None else self.inner.seconds(others))
+
+    def own_seconds(self) -> float:
+        """Seconds of the Program with an outer step, which is one step or the steps beside it."""
+        return float(self._seconds(lambda *_: [], steps_overlap=False)[0])
+
+    def _seconds(self, others: _Vectors, *, steps_overlap: bool) -> _Floats:
+        """Seconds of the Program; see ``seconds``."""
         vectors = [
             np.array([each.program_costs.durations_s, *others(each.program, each.program_costs)])
             for each in self.simulated
@@ -279,15 +325,22 @@ class TruncatedStep:
     def splits(self, step_time_s: float) -> dict[int, Split]:
         """Time split of every simulated rank, of a full step that takes ``step_time_s`` seconds."""
         longer, *shorter = (_splits_of_ranks(step.program, step.times) for step in self.simulated)
-        if not shorter:
+        if not shorter and not self._has_outer_step:
             return longer
+        inner = None if not self._has_outer_step or self.inner is None else self.inner.splits(step_time_s)
         found = {}
         for rank, split in longer.items():
-            parts = {
-                name: self._extrapolated(seconds, getattr(shorter[0][rank], name))
-                for name, seconds in asdict(split).items()
-                if name != "wait_s"
-            }
+            parts = {name: seconds for name, seconds in asdict(split).items() if name != "wait_s"}
+            if shorter:
+                parts = {
+                    name: self._extrapolated(seconds, getattr(shorter[0][rank], name))
+                    for name, seconds in parts.items()
+                }
+            if self._has_outer_step:
+                parts = {
+                    name: self._mean(seconds, 0.0 if inner is None else getattr(inner[rank], name))
+                    for name, seconds in parts.items()
+                }
             found[rank] = Split(**parts, wait_s=max(0.0, step_time_s - sum(parts.values())))
         return found
 
@@ -306,8 +359,20 @@ class TruncatedStep:
             return None
         from simplan.predict.contention import network_of
 
-        def extrapolated(longer: _Floats, *shorter: _Floats) -> _Floats:
+        num_own = len(steps)
+        inner = self.inner if self._has_outer_step else None
+        for each in () if inner is None else inner.simulated:
+            assert each.contention is not None
+            steps.append((each.contention, each.times.step_time_s))
+
+        def full(longer: _Floats, *shorter: _Floats) -> _Floats:
             return self._extrapolated(longer, shorter[0]) if shorter else longer
+
+        def extrapolated(*sums: _Floats) -> _Floats:
+            found = full(*sums[:num_own])
+            if not self._has_outer_step:
+                return found
+            return self._mean(found, full(*sums[num_own:]) if inner is not None else np.zeros_like(found))
 
         return network_of(steps, extrapolated, step_time_s, uncontended_s, without_background_s)
 
@@ -316,9 +381,17 @@ class TruncatedStep:
 
         The optimizer step is excluded, as in the closed forms.
         """
+        busy_s, total_s = self._busy_and_total_s()
+        return max(0.0, 1.0 - busy_s / len(self.programs[0].stands_for) / total_s)  # not -1e-16 by rounding
+
+    def _busy_and_total_s(self) -> tuple[float, float]:
+        """See the function of this name; of the full step, in the mean of a round."""
         longer, *shorter = (_busy_and_total_s(step.program, step.times) for step in self.simulated)
         busy_s, total_s = map(self._extrapolated, longer, shorter[0]) if shorter else longer
-        return max(0.0, 1.0 - busy_s / len(self.programs[0].stands_for) / total_s)  # not -1e-16 by rounding
+        if not self._has_outer_step:
+            return busy_s, total_s
+        inner_busy_s, inner_total_s = (0.0, 0.0) if self.inner is None else self.inner._busy_and_total_s()
+        return self._mean(busy_s, inner_busy_s), self._mean(total_s, inner_total_s)
 
 
 def _splits_of_ranks(program: Program, times: Times) -> dict[int, Split]:

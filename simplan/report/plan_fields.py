@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from simplan.plan.compression import CompressionKind
 from simplan.plan.placement import AXES
 from simplan.plan.plan import ParallelPlan
+from simplan.plan.replication import ReplicationKind
 
 _DEFAULTS = {
     "zero_stage": "3 where dp_shard > 1, or cp > 1 with software that shards over both, else 0",
@@ -23,6 +24,7 @@ _VALUES = {
     "schedule": "`simplan show schedules`",
     "placement": f"list of {', '.join(AXES)}",
     "compression": ", ".join(get_args(CompressionKind)),
+    "replication": ", ".join(get_args(ReplicationKind)),
     "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers, "
     "parameter_placement",
 }

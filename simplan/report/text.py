@@ -178,6 +178,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         yield f"  backup       {prediction.backup_workers.words}"
     if prediction.compression is not None:
         yield f"  compression  {prediction.compression.words}"
+    if prediction.replication is not None:
+        yield f"  replication  {prediction.replication.words}"
 
 
 def _training_run(run: TrainingRun) -> Iterator[str]:
@@ -412,6 +414,8 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append(plan.collectives.words)
     if plan.compression is not None:
         parts.append(plan.compression.words)
+    if plan.replication is not None:
+        parts.append(f"replicas by {plan.replication.words}")
     return ", ".join(parts) or "one device"
 
 

@@ -22,6 +22,7 @@ from simplan.rules import (
     model,
     parallel,
     recompute,
+    replication,
     schedule,
     sharding,
     training,
@@ -62,6 +63,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     collectives.parameter_servers_of_replicas, collectives.collectives_of_groups,
     compression.compression_of_replicas, compression.compression_of_ddp, compression.compression_of_software,
     compression.powersgd_of_matrices, compression.compression_alone,
+    replication.replication_of_replicas, replication.replication_alone, replication.start_step_of_ddp,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (
@@ -90,6 +92,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
     model.transformers_recompute, model.transformers_split_backward,
     model.transformers_experts_autocast, training.cp_of_low_attention, compression.compression_modelled,
+    replication.replication_modelled,
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precision_sizes)
@@ -117,6 +120,7 @@ _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
             or job.plan.recompute_layers is not None
             or job.plan.recompute_modules is not None
         ),
+        replication: lambda job: job.plan.replication is not None,
         schedule: lambda job: (
             job.plan.pp > 1
             or job.plan.schedule != "none"

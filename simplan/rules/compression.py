@@ -14,8 +14,8 @@ from simplan.wording import either
 _FIELD = "plan.compression"
 _OF_TORCH: tuple[CompressionKind, ...] = ("fp16", "bf16", "powersgd")
 _KINDS: dict[str, tuple[CompressionKind, ...]] = {
-    "torch": (*_OF_TORCH, "top_k", "random_k", "int8", "one_bit"),
-    "transformers": (*_OF_TORCH, "top_k", "random_k", "int8", "one_bit"),
+    "torch": (*_OF_TORCH, "top_k", "random_k", "int8", "int4", "one_bit"),
+    "transformers": (*_OF_TORCH, "top_k", "random_k", "int8", "int4", "one_bit"),
     "accelerate": _OF_TORCH,  # accelerate 1.15.0, utils/dataclasses.py, DDPCommunicationHookType
 }
 """Kinds by software whose data parallelism is torch's DDP, and takes a hook."""

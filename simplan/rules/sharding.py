@@ -18,10 +18,10 @@ _MAX_BROADCASTS = 4096
 _WITH_HOST_OPTIMIZER = (*_WITH_FSDP2, "deepspeed")
 
 
-@rule("dp_shard > 1 needs zero_stage 1, 2 or 3", reads="dp zero_stage")
+@rule("dp_shard > 1 needs zero_stage 1, 2 or 3, or replicas that train alone", reads="dp zero_stage replication")
 def zero_stage_of_shards(job: Job) -> Iterator[Problem]:
     plan = job.plan
-    if plan.dp_shard > 1 and plan.zero_stage == 0:
+    if plan.dp_shard > 1 and plan.zero_stage == 0 and not plan.replicas_apart:  # whose ranks may be those of DDP
         sentence = f"shards nothing, and dp_shard = {plan.dp_shard}"
         yield problem_of(
             job, "plan.zero_stage", sentence, f"use 1, 2 or 3, or dp_replicate = {plan.dp} and dp_shard = 1"

@@ -194,6 +194,13 @@ _OTHER_WORDS = {
     "plan.collectives": "nccl_algo collective_algorithms all_reduce_algorithm",
     "plan.collectives, with all_reduce: parameter_server": "parameter_server parameter_servers num_ps",
     "plan.compression": "gradient_compression grad_compression comm_hook ddp_comm_hook",
+    "plan.replication": "replication_kind async async_sgd asynchronous asynchronous_sgd outer_optimizer",
+    "plan.replication, with kind: local_sgd": "local_sgd localsgd post_local_sgd local_steps sync_every fedavg",
+    "plan.replication, with kind: diloco": "diloco outer_steps",
+    "plan.replication, with kind: streaming_diloco": "streaming_diloco",
+    "plan.replication, with kind: hogwild": "hogwild",
+    "plan.replication, with kind: parameter_server and staleness": "staleness max_staleness stale_gradients "
+    "async_parameter_server asynchronous_parameter_server async_ps ssp",
     "plan.compression, with kind: powersgd": "powersgd power_sgd",
     "plan.compression, with kind: top_k": "topk_compression top_k_compression",
     "plan.compression, with kind: one_bit": "onebit_adam 1bit_adam one_bit_adam onebitadam",

@@ -77,6 +77,11 @@ def _gradients_sent_gib(prediction: Mapping[str, Any]) -> float | None:
     return prediction["compression"]["sent_bytes"] / GIB if "compression" in prediction else None
 
 
+def _of_round(key: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads a quantity of a round of replicas that train alone; None without."""
+    return lambda prediction: prediction["replication"][key] * scale if "replication" in prediction else None
+
+
 def _slowest_link_gib(prediction: Mapping[str, Any]) -> float | None:
     links = prediction["network"]["links"] if "network" in prediction else []
     return links[0]["num_bytes"] / GIB if links else None
@@ -142,6 +147,14 @@ _ALL = (
         "what a rank sends for its gradients in a step with plan.compression, as in a ring",
         "GiB",
         _gradients_sent_gib,
+    ),
+    Metric("round_s", "a round of plan.replication, its outer steps included", "s", _of_round("round_s")),
+    Metric("outer_exposed_s", "what outer steps add to the inner steps of a round", "s", _of_round("exposed_s")),
+    Metric(
+        "outer_sent_gib",
+        "what a rank sends for the outer steps of a round, as in a ring",
+        "GiB",
+        _of_round("sent_bytes", 1 / GIB),
     ),
     Metric("background_s", "what the other jobs of cluster.background add to the step", "s", _background_s),
     Metric("contention_s", "what contention on the links of cluster.topology adds to the step", "s", _contention_s),

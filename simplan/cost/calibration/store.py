@@ -118,12 +118,21 @@ def _of_layers(plan: ParallelPlan, model: ModelSpec) -> set[CollectiveKind]:
     return kinds
 
 
+def _of_outer_steps(plan: ParallelPlan) -> set[CollectiveKind]:
+    """Returns the kinds of outer steps of replicas that train alone."""
+    if plan.replication is None:
+        return set()
+    return {CollectiveKind(kind) for kind in plan.replication.collectives}
+
+
 def _of_gradients(plan: ParallelPlan) -> set[CollectiveKind]:
     """Returns the kinds that reduce gradients and distribute updates of sharded optimizers."""
     if plan.shards_parameters:
         kinds = {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER}
-        return kinds | {CollectiveKind.ALL_REDUCE} if plan.dp_replicate > 1 else kinds
-    kinds = {CollectiveKind.ALL_REDUCE} if plan.dp * plan.cp > 1 else set()
+        kinds |= _of_outer_steps(plan)
+        return kinds | {CollectiveKind.ALL_REDUCE} if plan.dp_replicate > 1 and not plan.replicas_apart else kinds
+    kinds = {CollectiveKind.ALL_REDUCE} if plan.num_averaging > 1 else set()
+    kinds |= _of_outer_steps(plan)
     if plan.compression is not None:  # whole gradients are predicted as well
         kinds |= {CollectiveKind(kind) for kind in plan.compression.collectives}
     return kinds | {CollectiveKind.BROADCAST} if plan.shards_optimizer_only else kinds

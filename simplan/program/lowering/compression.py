@@ -59,7 +59,7 @@ def state_bytes(compression: Compression, bucket: Bucket, num_ranks: int) -> int
     match compression.kind:
         case "powersgd":
             return kept + _FP32 * sum(_factors(compression, bucket))
-        case "int8" | "one_bit":  # of all parts, and of the mean of the own part
+        case "int8" | "int4" | "one_bit":  # of all parts, and of the mean of the own part
             part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
             return _FP32 * part * (num_ranks + 1) if kept else 0
         case _:
@@ -125,9 +125,10 @@ def _random_k(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps
     )
 
 
-_ENCODE: dict[CompressionKind, tuple[int, int]] = {"int8": (38, 5), "one_bit": (34, 7)}
+_ENCODE: dict[CompressionKind, tuple[int, int]] = {"int8": (38, 5), "int4": (43, 8), "one_bit": (34, 7)}
 """Bytes per element, and kernels, to compress: magnitudes, scales of blocks, numbers or packed signs."""
-_DECODE: dict[CompressionKind, tuple[int, int]] = {"int8": (14, 4), "one_bit": (14, 3)}
+_BITS: dict[CompressionKind, int] = {"int8": 8, "int4": 4, "one_bit": 1}
+_DECODE: dict[CompressionKind, tuple[int, int]] = {"int8": (14, 4), "int4": (18, 6), "one_bit": (14, 3)}
 
 
 def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
@@ -135,7 +136,7 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
     (encode, encode_kernels), (decode, decode_kernels) = _ENCODE[kind], _DECODE[kind]
     part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
     padded = num_ranks * part
-    sent = num_ranks * (part // (1 if kind == "int8" else 8) + _FP32 * (part // BLOCK))
+    sent = num_ranks * (part * _BITS[kind] // 8 + _FP32 * (part // BLOCK))
     # errors are added, and what is sent is taken from the sum
     errors, error_kernels = (2 * _ADD + decode, 2 + decode_kernels) if feeds else (0, 0)
     whole = _FP32 * padded
@@ -248,6 +249,7 @@ _STEPS: dict[CompressionKind, Callable[[Compression, Bucket, int], Steps]] = {
     "top_k": _top_k,
     "random_k": _random_k,
     "int8": _quantized,
+    "int4": _quantized,
     "one_bit": _quantized,
 }
 

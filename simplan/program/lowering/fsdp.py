@@ -62,7 +62,8 @@ class FsdpHooks(Hooks):
         self._reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
         self.shard_group = stages.mapping.group("shard", writer.rank)
         self._expert_group = stages.mapping.group("expert_shard", writer.rank)
-        self._replicate_group = stages.mapping.group("replicate", writer.rank)
+        apart = stages.plan.replicas_apart
+        self._replicate_group = () if apart else stages.mapping.group("replicate", writer.rank)
         self.num_shards = len(self.shard_group)
         self._casts = state.gathered != state.parameter
         self._copies_to_host = plan.offload_optimizer and not host_waits

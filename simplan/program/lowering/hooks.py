@@ -99,11 +99,11 @@ class DdpHooks(Hooks):
         super().__init__(stages, writer, level)
         software, plan = stages.software, stages.plan
         shares = plan.shards_optimizer_only and software.optimizer_shards == "elements"
-        self._group, self._kind = stages.mapping.group("dp", writer.rank), CollectiveKind.ALL_REDUCE
+        self._group, self._kind = stages.mapping.group(plan.gradient_group, writer.rank), CollectiveKind.ALL_REDUCE
         self._replicas: tuple[int, ...] = ()
         if shares:
             self._group, self._kind = stages.mapping.group("shard", writer.rank), CollectiveKind.REDUCE_SCATTER
-            self._replicas = stages.mapping.group("replicate", writer.rank)
+            self._replicas = () if plan.replicas_apart else stages.mapping.group("replicate", writer.rank)
         if level == 1 or not software.grad_overlap:
             self._limits = (_ENDLESS, _ENDLESS)
         elif plan.bucket_bytes is not None:

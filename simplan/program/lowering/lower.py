@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from simplan.program.program import (
     Work,
     magnitude_bytes,
 )
+from simplan.program.sequence import in_sequence
 from simplan.program.size import refuse_many_bytes, refuse_many_operations
 from simplan.program.timeline import SpanKind
 
@@ -48,6 +50,9 @@ _BACKWARD_PHASE = {
     _K.BACKWARD_INPUT: Phase.BACKWARD_INPUT,
     _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
 }
+_OUTER_BYTES = 4
+"""Bytes of an element of the outer parameters, and of outer momentum."""
+RoundPart = Literal["step", "send", "merge"]
 _AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT, "etp": Stream.EXPERT}
 
 
@@ -125,8 +130,25 @@ class Lowerer:
         leader, leading = self._leaders[key]
         return leader, dict(zip(own, leading, strict=True))
 
-    def program(self, table: Table) -> Program:
+    def round_of(self, table: Table) -> Program:
+        """Lowers steps that end with an outer step of replicas that train alone, or beside which it communicates.
+
+        Raises:
+            SpecError: They have too many operations.
+        """
+        replication = self._job.plan.replication
+        assert replication is not None
+        updates = tuple(tuple(action for action in row if action.kind is _K.OPTIM) for row in table)
+        step, send, merge = self.program(table), self.program(updates, "send"), self.program(updates, "merge")
+        beside = replication.steps_beside
+        parts = [send, *[step] * beside, merge] if beside else [step, send, merge]
+        return in_sequence(parts, carried=Stream.REPLICATE)
+
+    def program(self, table: Table, part: RoundPart = "step") -> Program:
         """Lowers an action table to a Program.
+
+        Args:
+            part: What OPTIM does: the optimizer step of the replica, or the beginning or end of an outer step.
 
         Raises:
             SpecError: It has too many operations.
@@ -140,6 +162,7 @@ class Lowerer:
 
         def walk(rank: int) -> tuple[RowWalk, Integers, Integers]:
             leader, leading = self._leader(rank)
+            leader.part = part
             pp_rank, leader_of[rank] = rank // width, leader
             if (leader.rank, pp_rank) not in walks:
                 walks[leader.rank, pp_rank] = leader.walk(table[pp_rank], leading)
@@ -247,6 +270,7 @@ class _RankLowering:
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_collectives: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
         self.is_paired = self.receives = False
+        self.part: RoundPart = "step"
         self.alike = self._alike_stages()
         self.received: list[int] = []  # receives that the pass being lowered needs
         self.new_received: list[int] = []
@@ -295,7 +319,7 @@ class _RankLowering:
         """Returns the key of an action's template; the state of the rank is the other part of it."""
         kind, stage = variant.action.kind, variant.action.stage
         alone = variant.is_first or kind is _K.OPTIM
-        return kind, -1 - stage if alone else self.alike[stage], *variant[1:]
+        return kind, -1 - stage if alone else self.alike[stage], *variant[1:], self.part
 
     def _alike_stages(self) -> dict[int, int]:
         """Returns stage of the rank -> first stage whose passes have the same operations.
@@ -360,8 +384,10 @@ class _RankLowering:
             case _K.REDUCE_GRAD:
                 self.hooks.reduce(action)
                 complete_gradients(action, self.states, self.writer)
-            case _K.OPTIM:
+            case _K.OPTIM if self.part == "step":
                 self._optimizer(action)
+            case _K.OPTIM:
+                self._outer_step(action)
 
     def persistent_bytes(self) -> dict[MemoryCategory, int]:
         """Returns the persistent memory of the rank between steps by category, in bytes."""
@@ -374,6 +400,11 @@ class _RankLowering:
         state = stages.state
         parameter_bytes = trained * state.parameter + frozen * state.frozen
         optimizer_bytes = self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer)
+        if (replication := stages.plan.replication) is not None:
+            outer_bytes = replication.num_outer_states * _OUTER_BYTES * trained
+        else:
+            outer_bytes = 0
+        outer_on_host = replication is not None and replication.outer.on_host
         offloads = stages.plan.offload_optimizer  # gradients are there from the first reduction to the update only
         reduces = isinstance(self.hooks, DdpHooks)
         drops, copies = reduces and software.ddp_drops_gradients, reduces and software.ddp_copies_gradients
@@ -381,10 +412,10 @@ class _RankLowering:
         buffer_bytes = self.bucket_bytes() if drops or copies else 0  # else the buckets are the gradients
         buffer_bytes += self.hooks.persistent_bytes()
         return {
-            MemoryCategory.HOST: parameter_bytes + optimizer_bytes if offloads else 0,
+            MemoryCategory.HOST: (parameter_bytes + optimizer_bytes if offloads else 0) + outer_bytes * outer_on_host,
             MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes) + stages.quantized_weight_bytes(mine),
             MemoryCategory.GRADIENTS: gradient_bytes,
-            MemoryCategory.OPTIMIZER: 0 if offloads else optimizer_bytes,
+            MemoryCategory.OPTIMIZER: (0 if offloads else optimizer_bytes) + outer_bytes * (not outer_on_host),
             MemoryCategory.BUFFERS: buffer_bytes + (received_bytes if software.preallocated_receives else 0),
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + stages.placeholder_bytes(mine)
@@ -536,6 +567,16 @@ class _RankLowering:
             self.writer.compute(action, "host", (HostWait("step"),), kind=SpanKind.HOST)
         step_optimizer(action, self.states, self.writer, release)
 
+    def _outer_step(self, action: Action) -> None:
+        """Writes the beginning or the end of an outer step."""
+        from simplan.program.lowering.outer import OuterStep  # only where needed
+
+        step = OuterStep(self.states, self.writer, self.stages.layers[action.stage][0])
+        if self.part == "send":
+            step.send(action)
+        else:
+            step.merge(action)
+
     def _parts(self, action: Action) -> Sequence[range]:
         """Returns the layers per operation: all of the stage if merged, one each if expanded."""
         num_layers = len(self.stages.layers[action.stage])
@@ -555,7 +596,7 @@ def _hooks(stages: Stages, writer: RankWriter, how: Lowering) -> Hooks:
     if plan.shards_parameters:
         hooks = FsdpListHooks if stages.software.per_rank_tensor_lists else FsdpHooks
         return hooks(stages, writer, how.level, host_waits=how.host_waits)
-    if plan.dp * plan.cp == 1:
+    if plan.num_averaging == 1:
         return Hooks(stages, writer, how.level)
     if plan.compression is None:
         return DdpHooks(stages, writer, how.level)

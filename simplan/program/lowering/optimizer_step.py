@@ -45,7 +45,7 @@ def _temporaries(states: RankStates) -> tuple[MemoryEffect, ...]:
     """Returns the memory of casts and of the optimizer's kernels; offloaded gradients are freed after the update."""
     plan, state = states.stages.plan, states.stages.state
     copied = states.trained_elements * state.widened_bytes + states.temporary_bytes
-    if state.narrowed_bytes and plan.dp * plan.cp > 1:
+    if state.narrowed_bytes and plan.num_averaging > 1:
         copied += states.elements.trained * state.narrowed_bytes
     if plan.offload_optimizer:
         return (MemoryEffect(MemoryCategory.HOST, copied, -states.elements.trained * state.gradient),)
@@ -134,7 +134,7 @@ def _average_experts(action: Action, states: RankStates, writer: RankWriter) -> 
         return
     own = zip(stages.layers[action.stage], stages.experts[action.stage], strict=True)
     work = tuple(LayerWork(layer, Phase.SCALE, plan.microbatch_size, number) for layer, number in own if number)
-    divided = writer.compute(action, "divide experts", work if plan.dp * plan.cp > 1 else ())
+    divided = writer.compute(action, "divide experts", work if plan.num_averaging > 1 else ())
     group = stages.mapping.group("expert", writer.rank)
     if len(group) == 1:
         return

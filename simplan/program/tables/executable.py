@@ -53,7 +53,7 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
 
 def _replicates(plan: ParallelPlan) -> bool:
     """Returns True if the plan uses DistributedDataParallel: unsharded parameters and averaged gradients."""
-    return plan.dp * plan.cp > 1 and not plan.shards_parameters
+    return plan.num_averaging > 1 and not plan.shards_parameters
 
 
 def _loss_order(table: Table) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _not_modelled(table: Table, plan: ParallelPlan, software: SoftwareSpec) -> I
     if split is not None and software.compiled:
         rule = f"the backward of a compiled block is one function, which {split} would run whole"
         yield Problem(field="software.compiled", value="true", rule=rule, fix="use false, or a table without I and W")
-    if plan.pp > 1 and plan.grad_sync == "microbatch" and plan.dp * plan.cp > 1:
+    if plan.pp > 1 and plan.grad_sync == "microbatch" and plan.num_averaging > 1:
         rule = "torch's pipelines reduce gradients once per step, at REDUCE_GRAD"
         yield Problem(field="plan.grad_sync", value=plan.grad_sync, rule=rule, fix="use step")
     torch_default = (2**20, 25 * 2**20)  # the only sizes with a smaller first bucket

@@ -1,0 +1,78 @@
+"""Rules about replicas that do not reduce whole gradients in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.plan.replication import Replication
+from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
+
+_FIELD = "plan.replication"
+
+
+def _refused(job: Job, sentence: str, fix: str) -> Problem:
+    return problem_of(job, _FIELD, sentence, fix, value=_replication(job).kind)
+
+
+def _replication(job: Job) -> Replication:
+    assert job.plan.replication is not None
+    return job.plan.replication
+
+
+@rule("replication is about replicas, and there is one", reads="replication dp_replicate")
+def replication_of_replicas(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.replication is not None and plan.dp_replicate == 1:
+        fix = f"use dp_replicate = {plan.dp_shard} and dp_shard = 1; or remove it" if plan.dp_shard > 1 else "remove it"
+        yield _refused(job, "is about the replicas of dp_replicate, and there is one", fix)
+
+
+@rule(
+    "replication and another way to reduce gradients between replicas do not go together",
+    reads="replication compression collectives",
+)
+def replication_alone(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.replication is None:
+        return
+    if plan.compression is not None and plan.num_averaging == 1:
+        sentence = "leaves no gradients to reduce in every step, and plan.compression is about those"
+        fix = "remove one of them; replication.outer.dtype sends pseudo-gradients in fewer bits"
+        yield _refused(job, sentence, fix if plan.replication.has_rounds else "remove one of them")
+    if plan.collectives is not None and plan.collectives.num_servers:
+        yield _refused(job, "does not send gradients to synchronous parameter servers", "remove one of them")
+    if job.training.backup_workers:
+        yield _refused(job, "has no step in which all replicas wait for gradients", "use training.backup_workers = 0")
+
+
+@rule("the first steps of post-local SGD need whole gradients on every rank (DDP)", reads="replication dp_shard tp pp")
+def start_step_of_ddp(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.replication is None or not plan.replication.start_step:
+        return
+    split = [f"{key} = {getattr(plan, key)}" for key in ("dp_shard", "cp", "tp", "pp") if getattr(plan, key) > 1]
+    if split:
+        sentence = f"starts with steps of torch's DDP over all ranks, and {', '.join(split)}"
+        yield problem_of(job, f"{_FIELD}.start_step", sentence, "use 0, or dp_replicate alone")
+
+
+@unmodelled(
+    "replication is modeled for torch's data parallelism with FP32 parameters of equal ranks",
+    reads="replication ep etp tp microbatch_sizes compression",
+)
+def replication_modelled(job: Job) -> Iterator[Problem]:
+    plan, training = job.plan, job.training
+    if plan.replication is None:
+        return
+    refused = [f"software.id = {job.software.id}"] if job.software.runtime != "torch" else []
+    if job.model.num_experts and experts_apart(plan):
+        refused.append(f"plan.ep = {plan.ep}" if plan.ep > 1 else f"plan.etp = {plan.etp}")
+    refused += ["plan.microbatch_sizes"] if plan.microbatch_sizes is not None else []
+    refused += ["plan.compression inside of replicas"] if plan.compression and plan.num_averaging > 1 else []
+    refused += ["plan.offload_optimizer"] if plan.offload_optimizer else []
+    refused += ["training.pure_bf16"] if training.pure_bf16 else []
+    if refused:
+        fix = "use software torch and dp_replicate alone, or remove it"
+        yield not_modelled(job, f"{_FIELD}.kind", f"replication with {', '.join(refused)}", fix)
