@@ -326,10 +326,12 @@ def _with_synchronous_servers(fields: dict[str, Any]) -> dict[str, Any]:
             "has replication.kind = parameter_server and collectives, which both say how gradients are reduced; "
             "remove one of them"
         )
-    placement = replication.parameter_placement
-    servers = {"all_reduce": "parameter_server", "parameter_servers": replication.servers}
-    whole = {"parameter_placement": placement} if placement == "whole" else {}
-    return {**fields, "replication": None, "collectives": Collectives(**servers, **whole)}
+    prescribed = Collectives(
+        all_reduce="parameter_server",
+        parameter_servers=replication.servers,
+        parameter_placement="whole" if replication.parameter_placement == "whole" else None,
+    )
+    return {**fields, "replication": None, "collectives": prescribed}
 
 
 def _stages_of(schedule: object) -> int:

@@ -177,7 +177,7 @@ class Replication(Spec):
 
     @property
     def words(self) -> str:
-        """Description, e.g. ``diloco (500 inner steps)``."""
+        """Description, e.g. ``replicas by diloco (500 inner steps)``."""
         match self.kind:
             case "hogwild":
                 detail = "with a lock" if self.lock else "without a lock"
@@ -186,7 +186,7 @@ class Replication(Spec):
                 detail = f"{self.servers} {many}, staleness {self.staleness}"
             case _:
                 detail = f"{self.inner_steps} inner steps"
-        return f"{self.kind} ({detail})"
+        return f"replicas by {self.kind} ({detail})"
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Fields of the short form: those of the kind."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, get_args
 
 import numpy as np

@@ -410,12 +410,8 @@ def plan_words(plan: ParallelPlan) -> str:
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recomputed}")
     parts += _locations(plan)
-    if plan.collectives is not None:
-        parts.append(plan.collectives.words)
-    if plan.compression is not None:
-        parts.append(plan.compression.words)
-    if plan.replication is not None:
-        parts.append(f"replicas by {plan.replication.words}")
+    sections = (plan.collectives, plan.compression, plan.replication)
+    parts += [section.words for section in sections if section is not None]
     return ", ".join(parts) or "one device"
 
 
