@@ -52,9 +52,14 @@ def round_of(prediction: Prediction) -> ReplicationRound:
 
 @pytest.mark.parametrize("replica", REPLICAS, ids=str)
 def test_inner_steps_are_those_of_one_replica_by_itself(replica: dict[str, Any]) -> None:
+    """But for the slowest of more devices, for which steps wait, and which is 2 to 3 % slower."""
     found = round_of(predict(job_with(replica, DILOCO)))
-    alone = job_with(replica, None, replicas=1)
-    assert found.inner_step_s == pytest.approx(predict(alone).step_time_s, rel=1e-9)
+    if replica.get("zero_stage") == 0:  # DDP, whose ranks are replicas elsewhere
+        alone = job_with({}, None, replicas=2)
+        alone = alone.with_changes({"training.global_batch_size": 16, "cluster.devices_per_node": 2})
+    else:
+        alone = job_with(replica, None, replicas=1)
+    assert 1 <= found.inner_step_s / predict(alone).step_time_s < 1.03
 
 
 @pytest.mark.parametrize("replica", REPLICAS, ids=str)
