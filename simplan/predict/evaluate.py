@@ -89,9 +89,7 @@ def predict_step(
                 check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
             check_executable(step.tables[0], plan, job.software)
     load_for_another(step.programs)
-    (simulated, *shorter), fine = step.simulated, step.programs[0]
-    if shorter:
-        simulated = replace(simulated, shorter=shorter[0], num_periods=extent.num_periods)
+    simulated, fine = step.full, step.programs[0]
     step_time_s, *moved_s = step.seconds(partial(_vectors, sources=error_sources(fine))).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s

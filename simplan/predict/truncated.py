@@ -33,7 +33,7 @@ from simplan.plan.plan import StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.build import assign_layers, balances_unequal_stages, cost_model, expands_for_links, table_of
 from simplan.predict.memory import RankPeaks, device_memory, rank_memory, rank_peaks
-from simplan.predict.simulated import Simulated, StepContext, simulate_program
+from simplan.predict.simulated import InnerSteps, Simulated, StepContext, simulate_program
 from simplan.prediction import RankMemory
 from simplan.program.action import ActionKind, Table
 from simplan.program.folding import Folding
@@ -169,6 +169,20 @@ class TruncatedStep:
         assert replication is not None
         total = replication.outer_steps * of_outer + self._num_inner * of_inner
         return total / replication.inner_steps  # type: ignore[return-value]
+
+    @property
+    def full(self) -> Simulated:
+        """The simulated step with the shorter one, and with the other steps of its round."""
+        longer, *shorter = self.simulated
+        if shorter:
+            longer = replace(longer, shorter=shorter[0], num_periods=self.extent.num_periods)
+        if not self._has_outer_step:
+            return longer
+        replication = self.job.plan.replication
+        assert replication is not None
+        each = replication.outer_steps
+        inner = None if self.inner is None else self.inner.full
+        return replace(longer, inner=InnerSteps(inner, self._num_inner / each, replication.inner_steps / each))
 
     @cached_property
     def cost(self) -> CostModel:

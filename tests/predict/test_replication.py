@@ -13,7 +13,13 @@ from simplan.prediction import Prediction, ReplicationRound
 from simplan.program.program import MemoryCategory, Stream
 from tests.search.jobs import small_job
 
-LARGE = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "seq_len": 512}
+LARGE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "seq_len": 512,
+}
 DILOCO = {"kind": "diloco", "inner_steps": 10}
 STREAMING = {"kind": "streaming_diloco", "inner_steps": 12, "fragments": 3, "overlap_steps": 2}
 REPLICAS: list[dict[str, Any]] = [
