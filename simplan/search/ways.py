@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
@@ -125,7 +125,8 @@ def _value(goal: Goal, plan: RankedPlan) -> tuple[float, ...]:
 
 def _samples_factor(space: SearchSpace, kind: str) -> tuple[float | None, str]:
     """The factor of a way with its source; None if the user gives none."""
-    given = dict[str, Any](space.samples_factor or {}).get(kind)
+    factors = {str(name): factor for name, factor in (space.samples_factor or {}).items()}
+    given = factors.get(kind)
     if given == "published":
         if (published := PUBLISHED.get(kind)) is None:
             rule = f"there is no published number of samples of {kind}; there is one of {', '.join(PUBLISHED)}"
