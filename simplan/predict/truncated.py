@@ -86,11 +86,12 @@ def extent_of(job: Job) -> Extent:
     A pipeline of p ranks fills within p microbatches, drains within the last p, and needs two more in between. An
     interleaved one needs three rounds, since the first may differ. Custom schedules and schedules that depend on stage
     times change with the number of microbatches, so they are simulated in full. So are steps with jitter, flapping
-    links or background jobs, in which no microbatch is like another.
+    links or background jobs, in which no microbatch is like another, and steps beside an outer step.
     """
     plan, cluster, whole = job.plan, job.cluster, job.num_microbatches
     flaps = any(slow.period_s is not None for slow in cluster.slow_links)
-    if cluster.jitter is not None or flaps or cluster.background_jobs:
+    beside = plan.replication is not None and plan.replication.steps_beside  # communication that may outlast fewer
+    if cluster.jitter is not None or flaps or cluster.background_jobs or beside:
         return Extent(whole, 0, whole)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     if plan.pp == 1:
