@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from app.figures.ways import ways_figure
 from simplan.errors import SpecError
 from simplan.explain.ways_map import WAYS, ways_lines, ways_map
+from simplan.plan.compression import CompressionKind
+from simplan.plan.replication import ReplicationKind
 from simplan.predict import predict
 from simplan.report.drawings.ways_svg import ways_svg
 from tests.predict.ways.test_replication import job_with
