@@ -41,5 +41,5 @@ def ways_figure(found: WaysMap) -> Figure:
     ]
     ticks = ticks_of(found.bytes_per_s[0], found.bytes_per_s[-1])
     xaxis = {"type": "log", "title": f"{found.link} per device", "tickvals": ticks}
-    yaxis = {"type": "log", "title": "step time, s"}
+    yaxis = {"type": "log", "title": "step time, s", "dtick": "D2"}
     return figure(traces, height=440, xaxis={**xaxis, "ticktext": [format_rate(rate) for rate in ticks]}, yaxis=yaxis)
