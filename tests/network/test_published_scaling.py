@@ -2,7 +2,7 @@
 
 Horovod's benchmarks (horovod/horovod at 2626dc87, docs/benchmarks.rst): 128 servers of 4 P100, 25 Gbit/s RoCE, 90 % of
 linear scaling for Inception v3 and ResNet-101, 68 % for VGG-16. Rates of one P100, batch 64: TensorFlow's benchmarks,
-docs_src/performance/benchmarks.md at 5984ffe (Inception v3, VGG-16), and for ResNet-101 a sixteenth of Horovod's 16 GPUs.
+docs_src/performance/benchmarks.md at 5984ffe (Inception v3, VGG-16); of ResNet-101, a sixteenth of Horovod at 16 GPUs.
 """
 
 from __future__ import annotations
