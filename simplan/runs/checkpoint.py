@@ -123,9 +123,9 @@ def differences(
 ) -> Iterator[Problem]:
     """Yields the reasons why a job cannot resume from a checkpoint: another training, or an incompatible split.
 
-    Data- and tensor-parallel sizes, sharding of states, and pipeline stages may differ. There are two exceptions: a
+    Data- and tensor-parallel sizes, sharding of states, and pipeline stages may differ. There are three exceptions: a
     tied embedding, which has two copies in a pipeline, needs equal stages; experts with tensor parallelism need an
-    equal tensor-parallel size.
+    equal tensor-parallel size; replicas that train alone have states of their own, by rank.
     """
     same = [
         ("model", header.model.model_dump(), model.model_dump()),
@@ -138,6 +138,8 @@ def differences(
     axes = ["ep", "etp", *(_SAME_STAGES if model.tied_embeddings else ())]
     if max(header.plan.etp, plan.etp) > 1:
         axes.append("tp")
+    if plan.replicas_apart or header.plan.replicas_apart:
+        axes = ["replication", "dp_replicate", "dp_shard", "zero_stage", "cp", "tp", "ep", "etp", *_SAME_STAGES]
     for key in axes:
         if getattr(header.plan, key) != getattr(plan, key):
             yield _differs(f"plan.{key}", getattr(plan, key), getattr(header.plan, key))

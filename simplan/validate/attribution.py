@@ -107,6 +107,7 @@ def attribute(
 ) -> tuple[tuple[TermDifference, ...], tuple[RankSplit, ...]]:
     """Terms of the critical paths, largest difference first, and the time splits of all ranks.
 
+    Of replicas that train alone, the steps are those with an outer step, and longer than the mean step of a round.
     Unexplained time, and the difference of the recorded step to the median step, are terms of their own. If the
     measurement does not separate recomputation from backward, both sides count it as backward. Without recorded actions
     there are no terms.
@@ -120,7 +121,8 @@ def attribute(
     found = {rank: pieces_of(activity, recorded_s) for rank, activity in of_measured.items()}
     predicted_terms = _by_part(critical_pieces(expected, predicted.step_time_s))
     measured_terms = _by_part(critical_pieces(found, recorded_s))
-    measured_terms[_OTHER_STEPS, ActivityShare.UNEXPLAINED] = measurement.step_time_s - recorded_s
+    if measurement.job.round_steps == 1:  # else the recorded step is longer than the mean step
+        measured_terms[_OTHER_STEPS, ActivityShare.UNEXPLAINED] = measurement.step_time_s - recorded_s
     terms = [
         TermDifference(part, share, predicted_terms.get((part, share), 0.0), measured_terms.get((part, share), 0.0))
         for part, share in dict.fromkeys((*predicted_terms, *measured_terms))
