@@ -114,11 +114,8 @@ def compare(
         rows.append(compared(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
     rows += _memory_rows(prediction, measurement)
     expected, found = _action_times(predicted), _action_times(measured)
-    for key in (
-        ()
-        if goes_beside
-        else sorted(expected.keys() & found.keys(), key=lambda key: (TIMED_KINDS.index(key[1]), key[0]))
-    ):
+    timed = () if goes_beside else expected.keys() & found.keys()
+    for key in sorted(timed, key=lambda key: (TIMED_KINDS.index(key[1]), key[0])):
         means_s = statistics.fmean(expected[key]), statistics.fmean(found[key])
         rows.append(compared(f"{key[1].value} of stage {key[0]}", *means_s, "s", relative_spread(found[key])))
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
@@ -301,7 +298,7 @@ def predicted_communications(job: RunSpec, program: Program | None = None) -> di
         any_cluster = catalog.cluster("dgx-h100", plan.num_devices)  # a run has no cluster; the result is the same
         changes: dict[str, Any] = {"offload_optimizer": False}  # copies made by torch are not recorded
         if replication is not None and beside:  # the step after which an outer step is sent
-            changes["replication"] = replication.model_copy(update={"overlap_steps": 0})
+            changes["replication"] = replication.with_changes(overlap_steps=0)
         asked = Job(job.model, any_cluster, job.training, plan.model_copy(update=changes), job.software)
         lowerer = Lowerer(asked, job.assignment, table, Lowering(level=2))
         program = lowerer.round_of(table) if plan.round_steps > 1 else lowerer.program(table)
