@@ -228,12 +228,14 @@ def average_quantized(
     gradients = buffer.new_zeros(peers.size, part)
     gradients.view(-1)[: buffer.numel()] = buffer
     sent = _quantized(kind, gradients, errors)
+    del gradients
     received = torch.empty_like(sent)
     handle = peers.issue("all_to_all", sent)
     dist.all_to_all_single(received, sent, group=peers.group)
     peers.complete(handle)
     mean = decode(received, part).mean(0, keepdim=True)
     sent = _quantized(kind, mean, mean_errors)
+    del mean
     handle = peers.issue("all_gather", received)
     all_gather(received.view(-1), sent.view(-1), group=peers.group)
     peers.complete(handle)

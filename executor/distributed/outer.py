@@ -90,7 +90,7 @@ class _InFlight:
     """A fragment that is communicated beside steps.
 
     Attributes:
-        number: Number of the outer step in the run, from 1.
+        number: Number of the outer step in the run, from 1; 0 for none, before the first.
         mean: Pseudo-gradient, and its mean once it has arrived.
         arrived: Done when the mean is there; None for one of a checkpoint.
     """
@@ -161,7 +161,7 @@ class OuterSteps:
         """
         done, beside = step + 1 - self._replication.start_step, self._replication.steps_beside
         flying = self._in_flight
-        if flying is not None and done == flying.number * self._between + beside:
+        if flying is not None and flying.number and done == flying.number * self._between + beside:
             self._in_flight = None
             self._wait(flying)
             self._merge(flying.number, flying.mean)

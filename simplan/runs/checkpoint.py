@@ -127,9 +127,11 @@ def differences(
     tied embedding, which has two copies in a pipeline, needs equal stages; experts with tensor parallelism need an
     equal tensor-parallel size; replicas that train alone have states of their own, by rank.
     """
+    together = [{} if each.replication is None else each.replication.model_dump() for each in (header.plan, plan)]
     same = [
         ("model", header.model.model_dump(), model.model_dump()),
         ("training", header.training.model_dump(), training.model_dump()),
+        ("plan.replication", *together),
     ]
     for section, then, now in same:
         for key in sorted(then.keys() | now.keys()):
@@ -139,7 +141,7 @@ def differences(
     if max(header.plan.etp, plan.etp) > 1:
         axes.append("tp")
     if plan.replicas_apart or header.plan.replicas_apart:
-        axes = ["replication", "dp_replicate", "dp_shard", "zero_stage", "cp", "tp", "ep", "etp", *_SAME_STAGES]
+        axes = ["dp_replicate", "dp_shard", "zero_stage", "cp", "tp", "ep", "etp", *_SAME_STAGES]
     for key in axes:
         if getattr(header.plan, key) != getattr(plan, key):
             yield _differs(f"plan.{key}", getattr(plan, key), getattr(header.plan, key))

@@ -104,7 +104,7 @@ def compare(
     rows = [compared("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
     replication = measurement.job.plan.replication
     goes_beside = replication is not None and replication.steps_beside > 0
-    terms, splits = ((), ()) if goes_beside else attribute(predicted, measurement)
+    terms, splits = ((), ()) if goes_beside else attribute(predicted, measurement, prediction["step_time_s"])
     calibrated_s, slowdown = prediction.get("reference_s"), None
     if calibrated_s is not None and measurement.reference_s is not None and not goes_beside:
         slowdown = float(measurement.reference_s / calibrated_s)
@@ -301,7 +301,8 @@ def predicted_communications(job: RunSpec, program: Program | None = None) -> di
             changes["replication"] = replication.with_changes(overlap_steps=0)
         asked = Job(job.model, any_cluster, job.training, plan.model_copy(update=changes), job.software)
         lowerer = Lowerer(asked, job.assignment, table, Lowering(level=2))
-        program = lowerer.round_of(table) if plan.round_steps > 1 else lowerer.program(table)
+        has_rounds = replication is not None and replication.has_rounds
+        program = lowerer.round_of(table) if has_rounds else lowerer.program(table)
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
         if op.stream in (Stream.TO_HOST, Stream.FROM_HOST):
