@@ -25,9 +25,9 @@ from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import evaluate, load_scenario
 from simplan.training import TrainingSpec
-from simplan.validate.compare import issued_as_predicted, ran_as_predicted
-from tests.executor.conftest import RANK_PROGRAMS, make_job, slow_except
-from tests.executor.distributed.test_level2 import LLAMA, run_predicted
+from simplan.validate.compare import issued_as_predicted
+from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model, slow_except
+from tests.executor.distributed.test_level2 import LLAMA, assert_issued_as_predicted, run_predicted
 from tests.executor.train.reference_optimizers import reference_optimizer
 from tests.executor.train.test_equality import one_process
 from tests.test_architecture import ROOT
@@ -175,7 +175,33 @@ def test_replicas_train_as_models_alone(name: str, tmp_path: Path) -> None:
         first, inner = job.num_whole_steps, job.plan.round_steps
         assert together == [step < first or (step + 1 - first) % inner == 0 for step in range(NUM_STEPS)]
     assert len(measurement.step_times_s) % job.plan.round_steps == 0
-    assert ran_as_predicted(measurement)
+    assert_issued_as_predicted(Run(job, measurement, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "inside",
+    [
+        {"tp": 2},
+        {"pp": 2, "schedule": "1f1b"},
+        {"cp": 2, "cp_comm": "all_gather"},
+        {"cp": 2, "cp_comm": "a2a", "dp_shard": 1, "zero_stage": 2},
+        {"dp_shard": 2, "zero_stage": 2},
+        {"dp_shard": 2, "recompute": "full"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["diloco", "streaming"])
+def test_replicas_are_split(inside: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """By other axes; fragments of streaming DiLoCo are then other elements, and its losses others."""
+    fields = {**inside}
+    schedule = fields.pop("schedule", "none")
+    model = make_model("llama", vocab_size=96)
+    job = job_of(CASES[name][0], plan={**fields, "schedule": schedule}, model=model, schedule=schedule)
+    measurement = run_job(job, tmp_path)
+    if name == "diloco":
+        assert measurement.losses == pytest.approx(Replicas(job).train(job.num_all_steps).losses, rel=RELATIVE)
+    assert_issued_as_predicted(Run(job, measurement, tmp_path))
 
 
 def test_local_sgd_that_averages_every_step_is_synchronous(tmp_path: Path) -> None:
@@ -235,13 +261,8 @@ def test_peak_memory_is_that_predicted(replication: dict[str, Any], tmp_path: Pa
     assert measured == pytest.approx(prediction.memory[0].allocated_bytes, rel=0.02)
 
 
-RESUMED: list[tuple[str, int]] = [
-    ("streaming", 4),
-    ("streaming-late", 5),
-    ("diloco", 5),
-    ("post-local", 8),
-    ("fsdp", 5),
-]
+RESUMED = [("streaming", 4), ("streaming-late", 5), ("diloco", 5), ("post-local", 8), ("fsdp", 5)]
+"""Case, and the steps after which it is resumed."""
 
 
 @pytest.mark.parametrize(("name", "stopped"), slow_except([RESUMED[1]], RESUMED))
@@ -277,7 +298,7 @@ def test_run_refuses_rounds_that_it_would_not_measure() -> None:
         "num_steps = 10: is less than a round of plan.replication, of 500 steps, whose mean is measured; "
         "use 500, or replication.inner_steps = 10 or less"
     )
-    late = job_of({"kind": "local_sgd", "inner_steps": 2, "start_step": 20}, num_warmup_steps=2)
+    late = job_of({"kind": "local_sgd", "inner_steps": 2, "start_step": 20}, num_steps=2, num_warmup_steps=2)
     with pytest.raises(NotModelledError) as whole:
         check_job(late)
     assert "20 steps with whole gradients, and this run measures all after its first 2" in str(whole.value)
