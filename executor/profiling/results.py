@@ -119,9 +119,10 @@ def gather(
     checkpoints = tuple(_read_checkpoints(files[0].get(names[0].checkpoints.name, "")))
     steps = [_on_one_clock(step, nodes) for step in _common_steps([records for records, _ in read], first_step)]
     times_s = [max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps]
-    begin = steady_from(times_s) if job.num_warmup_steps is None else 0
+    begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
     steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
-    shown = _from_start(steps[_representative(steady, times_s)]) if steady else None
+    steady = steady[len(steady) % job.round_steps :]  # whole rounds
+    shown = _from_start(steps[_representative(_comparable(job, steps, steady), times_s)]) if steady else None
     ranks = []
     for rank, (_, memory) in enumerate(read):
         record = None if shown is None else shown[rank]
@@ -229,6 +230,15 @@ def _reference_s(steps: Sequence[Sequence[StepRecord]]) -> float | None:
     """Median over steps and ranks, as in a calibration (``executor.calibration.timing``)."""
     seconds = [record.reference_s for step in steps for record in step if record.reference_s is not None]
     return statistics.median(seconds) if seconds else None
+
+
+def _comparable(job: RunSpec, steps: Sequence[Sequence[StepRecord]], steady: Sequence[int]) -> list[int]:
+    """Steady steps of the kind whose Program is predicted: of replicas that train alone, those with an outer step."""
+    replication = job.plan.replication
+    if job.round_steps == 1 or replication is None:
+        return [*steady]
+    between = job.round_steps // replication.outer_steps
+    return [i for i in steady if (steps[i][0].step + 1 - replication.start_step) % between == 0]
 
 
 def _representative(steps: Sequence[int], times_s: Sequence[float]) -> int:

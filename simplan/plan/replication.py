@@ -57,7 +57,7 @@ class Outer(Spec):
     @property
     def num_states(self) -> int:
         """Copies of the parameters that the outer optimizer keeps between rounds: themselves, and momentum."""
-        return 2 if self.optimizer == "nesterov" else 1
+        return 2 if self.optimizer == "nesterov" and self.momentum else 1
 
 
 def _named(data: Any) -> Any:

@@ -28,7 +28,16 @@ from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import ErrorSource, Simulated, error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import BackupStep, CompressionStep, HashedStep, Prediction, ReplicationRound, Term, worst_memory
+from simplan.prediction import (
+    BackupStep,
+    CompressionStep,
+    HashedStep,
+    Prediction,
+    RankMemory,
+    ReplicationRound,
+    Term,
+    worst_memory,
+)
 from simplan.program.action import Table
 from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused
@@ -93,7 +102,7 @@ def predict_step(
     step_time_s, *moved_s = step.seconds(partial(_vectors, sources=error_sources(fine))).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
-    memory = step.memory()
+    memory = _with_first_steps(step, step.memory())
     splits = step.splits(step_time_s)
     capacities = [each.capacity_bytes for each in memory]
     fits = None if None in capacities else all(m.fits for m in memory)
@@ -144,6 +153,19 @@ def predict_step(
         replication=_replication_round(step, step_time_s),
     )
     return prediction, simulated
+
+
+def _with_first_steps(step: TruncatedStep, memory: tuple[RankMemory, ...]) -> tuple[RankMemory, ...]:
+    """Memory of every rank in the steps of rounds or, if it is more, in the first steps of post-local SGD, by DDP."""
+    job, replication = step.job, step.job.plan.replication
+    if replication is None or not replication.start_step:
+        return memory
+    whole = job.with_plan(job.plan.with_changes(replication=None))
+    first = replace(step, job=whole, extent=predicted_extent(whole, step.folding or folding_of(whole)))
+    return tuple(
+        max(each, of_first, key=lambda found: found.allocated_bytes)
+        for each, of_first in zip(memory, first.memory(), strict=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)
