@@ -26,26 +26,29 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "top_k, 1%": {"plan.compression": {"kind": "top_k", "ratio": 0.01}},
     "random_k, 1%": {"plan.compression": {"kind": "random_k", "ratio": 0.01}},
 }
-"""Keys that a way changes in the scenario, by its name in the report; the first way is what others are compared with."""
+"""Keys that a way changes in the scenario, by its name in the report; others are compared with the first way."""
 
 SEEDS = (0, 1, 2)
 NUM_STEPS = 400
+FOLDER = SCENARIO.parents[2] / "build" / "losses"
+"""Measurements; an interrupted comparison resumes, and a new way runs alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossRun:
-    """One run: a way with a seed, which decides about weights and samples."""
+    """One run: a way with a seed of weights and samples."""
 
     way: str
     seed: int
 
     def job(self) -> RunSpec:
-        """The job; seeds are equal over ways."""
+        """The job."""
         scenario = load_scenario(SCENARIO)
         # a run does not depend on the cluster, and this one needs no calibration
         asked = replace(scenario.job, cluster=catalog.cluster("dgx-h100", num_devices=scenario.job.plan.num_devices))
         job = run_spec_of(
             predict(asked.with_changes(dict(WAYS[self.way]))),
+            name=self.way,
             num_steps=NUM_STEPS,
             num_warmup_steps=0,
             seed=self.seed,
@@ -57,9 +60,9 @@ class LossRun:
         whole = job.num_whole_steps
         return job.model_copy(update={"num_steps": NUM_STEPS - whole, "num_warmup_steps": whole})
 
-    def measure(self, folder: Path) -> Measurement:
-        """Measurement of the run; read from the folder if the same job has been run there."""
-        job, out = self.job(), folder / f"{self.way.replace(', ', '-').replace('%', '')}-seed{self.seed}"
+    def measure(self) -> Measurement:
+        """Measurement of the run; read from ``FOLDER`` if the same job has been run."""
+        job, out = self.job(), FOLDER / f"{self.way.replace(', ', '-').replace('%', '')}-seed{self.seed}"
         file = out / "measurement.json"
         if file.exists() and (found := read_model(file, Measurement)).complete and found.job == job:
             return found
