@@ -34,8 +34,8 @@ def test_cost_of_the_loss_that_both_runs_reach() -> None:
     """A loss of a/n takes n = a/loss samples: three times the scale, three times the samples, nine times the time."""
     for run, baseline, factor in ((3.0, 1.0, 3.0), (1.0, 3.0, 1 / 3), (1.0, 1.0, 1.0)):
         found = compare_with_baseline(measurement(run), measurement(baseline))
-        assert found.samples_factor == pytest.approx(factor, rel=0.05), "losses are means of 20 steps"
-        assert found.seconds_factor == pytest.approx(factor**2, rel=0.05)
+        assert found.samples_factor == pytest.approx(factor, rel=0.1), "losses are means of 20 steps"
+        assert found.seconds_factor == pytest.approx(factor**2, rel=0.1)
         assert found.loss == pytest.approx(2 + max(run, baseline) / 3200, rel=1e-3)
 
 
