@@ -26,11 +26,12 @@ _HOW_TO_READ = """\
   is the same for all ways.
 - **final loss:** mean of the last {window} steps, in nats, on samples that the model has not trained on yet.
 - **samples:** samples to the loss that both the way and `{first}` training reach, over those of `{first}` training.
-- **step time:** median of the steps, without the first ones that have whole gradients.
-- **seconds:** as samples, for the time. The ranks share the memory of one machine, where compression only costs time.
-  Over a network it saves time: [predictions](../explanation/ways-to-train.md#when-it-pays) say how much.
-- Other programs ran during these runs. Times are divided by that of a matmul that every run times between its steps,
-  and are those of the fastest run. They scatter all the same.
+- **step time:** median of the steps, without the first ones that have whole gradients. Other programs ran during these
+  runs. So step times are divided by the time of a matmul that every run times between its steps, and multiplied by that
+  of the fastest run. They scatter all the same.
+- **seconds:** samples times step time, over those of `{first}` training. The ranks share the memory of one machine,
+  where compression only costs time. Over a network it saves time:
+  [predictions](../explanation/ways-to-train.md#when-it-pays) say how much.
 
 All ways have AdamW with a learning rate of 0.001; none was tuned. The factors belong to this model, batch and length of
 training. They rank the ways, and do not forecast models of billions of parameters.
@@ -59,7 +60,6 @@ def make_data(runs: Mapping[str, Sequence[Measurement]], machine: str) -> dict[s
                     "step_time_s": run.step_time_s,
                     "reference_s": run.reference_s,
                     "num_samples": [point.num_samples for point in run.loss_curve],
-                    "seconds": [round(point.seconds, 3) for point in run.loss_curve],
                     "losses": [round(point.loss, 4) for point in run.loss_curve],
                 }
                 for run in measured
@@ -70,27 +70,30 @@ def make_data(runs: Mapping[str, Sequence[Measurement]], machine: str) -> dict[s
 
 
 def curves_of(data: Mapping[str, Any]) -> dict[str, list[LossCurve]]:
-    """Loss curves by way, one per seed, with seconds at the machine's speed during the fastest run."""
+    """Loss curves by way, one per seed; all steps of a run take ``step_times_s``."""
     return {
         way: [
             LossCurve.of_points(
                 way,
                 data["least_loss"],
                 [
-                    LossPoint(num_samples=samples, seconds=seconds * speed, loss=loss)
-                    for samples, seconds, loss in zip(run["num_samples"], run["seconds"], run["losses"], strict=True)
+                    LossPoint(num_samples=samples, seconds=step * step_time_s, loss=loss)
+                    for step, (samples, loss) in enumerate(zip(run["num_samples"], run["losses"], strict=True), 1)
                 ],
             )
-            for run, speed in zip(runs, _speeds(data, way), strict=True)
+            for run, step_time_s in zip(runs, step_times_s(data, way), strict=True)
         ]
         for way, runs in data["ways"].items()
     }
 
 
-def _speeds(data: Mapping[str, Any], way: str) -> list[float]:
-    """Speed of the machine during each run, 1 during the fastest, by the matmul that a run times between its steps."""
+def step_times_s(data: Mapping[str, Any], way: str) -> list[float]:
+    """Step time of each run of a way, at the machine's speed during the fastest run.
+
+    A run times a matmul between its steps. Other programs slow both.
+    """
     fastest_s = min(run["reference_s"] for runs in data["ways"].values() for run in runs)
-    return [fastest_s / run["reference_s"] for run in data["ways"][way]]
+    return [run["step_time_s"] * fastest_s / run["reference_s"] for run in data["ways"][way]]
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -114,8 +117,7 @@ def _rows(data: Mapping[str, Any], curves: Mapping[str, Sequence[LossCurve]]) ->
     for way, of_seeds in curves.items():
         final = [curve.losses[-1] for curve in of_seeds]
         costs = [compare_losses(curve, base) for curve, base in zip(of_seeds, curves[first], strict=True)]
-        runs = zip(data["ways"][way], _speeds(data, way), strict=True)
-        step_time_s = statistics.median(run["step_time_s"] * speed for run, speed in runs)
+        step_time_s = statistics.median(step_times_s(data, way))
         yield [
             f"`{way}`",
             _mean(final),

@@ -48,18 +48,16 @@ def compare_command(
         fix = f"write {plot.with_suffix('.svg')}" if plot.name else "name a file"
         raise SpecError(Problem(field="--plot", value=str(plot), rule="must end in .svg or .html", fix=fix))
     prediction, measured = read_prediction(prediction_file), read_run(measurement_file)
-    if plot is not None and isinstance(measured, LoggedRun):
-        fix = "leave it out, or measure with `simplan run`"
-        raise SpecError(Problem(field="--plot", rule="draws a timeline, and a log has none", fix=fix))
+    for option, value, does in (("--plot", plot, "draws a timeline"), ("--baseline", baselines, "compares losses")):
+        if value and isinstance(measured, LoggedRun):
+            fix = "leave it out, or measure with `simplan run`"
+            raise SpecError(Problem(field=option, rule=f"{does}, and a log has none", fix=fix))
     try:
         comparison = compare(prediction, measured)
     except SpecError as error:
         raise error if error.file else error.in_file(str(measurement_file)) from None
     if isinstance(comparison, Comparison) and isinstance(measured, Measurement):
         comparison = replace(comparison, baselines=tuple(_with_baseline(measured, file) for file in baselines))
-    elif baselines:
-        fix = "leave it out, or measure with `simplan run`"
-        raise SpecError(Problem(field="--baseline", rule="compares losses, and a log has none", fix=fix))
     if plot is not None and not isinstance(measured, LoggedRun):
         write_text(plot, _WRITERS[plot.suffix.lower()](draw_comparison(prediction, measured)))
         say(f"wrote {plot}; any browser opens it")
@@ -73,6 +71,7 @@ def compare_command(
 
 
 def _with_baseline(measured: Measurement, file: Path) -> LossComparison:
+    """Comparison with the run of a file, which has the file's name if the two have one name."""
     try:
         found = compare_with_baseline(measured, read_model(file, Measurement))
     except SpecError as error:
