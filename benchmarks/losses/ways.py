@@ -24,7 +24,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "powersgd, rank 4": {"plan.compression": {"kind": "powersgd", "rank": 4, "start_step": 2}},
     "powersgd, rank 1": {"plan.compression": {"kind": "powersgd", "rank": 1, "start_step": 2}},
     "top_k, 1%": {"plan.compression": {"kind": "top_k", "ratio": 0.01}},
-    "random_k, 1%": {"plan.compression": {"kind": "random_k", "ratio": 0.01}},
 }
 """Keys that a way changes in the scenario, by its name in the report; others are compared with the first way."""
 

@@ -140,10 +140,8 @@ def model_batch(
 
     def image(generator: Generator) -> tuple[Tensor, Tensor]:
         shape = (spec.num_channels, spec.image_size, spec.image_size)
-        noise, label = (
-            torch.randn(shape, generator=generator),
-            torch.randint(spec.num_classes, (1,), generator=generator),
-        )
+        noise = torch.randn(shape, generator=generator)
+        label = torch.randint(spec.num_classes, (1,), generator=generator)
         if data == "random":
             return noise, label
         phase = torch.rand(1, generator=generator)

@@ -390,11 +390,12 @@ def data_of_task(job: Job) -> Iterator[Problem]:
 
 @rule("classes of gratings must be different gratings of the image")
 def gratings_of_image(job: Job) -> Iterator[Problem]:
-    model = job.model
-    if job.training.data == "gratings" and 0 < num_gratings(model.image_size) < model.num_classes:
+    model, size = job.model, job.model.image_size
+    is_of_images = FAMILIES[model.family].task == "class"
+    if job.training.data == "gratings" and is_of_images and num_gratings(size) < model.num_classes:
         sentence = (
-            f"has {num_gratings(model.image_size)} different images of {model.image_size} x {model.image_size} pixels, "
-            f"and the model {model.num_classes} classes"
+            f"has {num_gratings(size)} different images of {size} x {size} pixels, and the model {model.num_classes} "
+            f"classes"
         )
         yield problem_of(job, "training.data", sentence, "use larger images, or fewer classes")
 
