@@ -22,12 +22,12 @@ A way is a line of `benchmarks/losses/ways.py`; the scenario is `scenarios/ways/
 """
 _FIGURE = "![Loss against samples and against seconds, a line for each way](losses.svg)\n\n"
 _HOW_TO_READ = """\
-- Numbers are means over {num_seeds} seeds, with the standard deviation. A seed decides about weights and samples, and
-  is the same for all ways.
+- **±:** mean and standard deviation over {num_seeds} seeds. A seed decides about weights and samples, and is the same
+  for all ways.
 - **final loss:** mean of the last {window} steps, in nats, on samples that the model has not trained on yet.
 - **samples:** samples to the loss that both the way and `{first}` training reach, over those of `{first}` training.
-- **step time:** median of the steps, without the first ones that have whole gradients. Other programs ran during these
-  runs. So step times are divided by the time of a matmul that every run times between its steps, and multiplied by that
+- **step time:** median of the steps, without the first ones that have whole gradients, and of the seeds. Other programs
+  ran during these runs. So step times are divided by the time of a matmul that every run times between its steps, and multiplied by that
   of the fastest run. They scatter all the same.
 - **seconds:** samples times step time, over those of `{first}` training. The ranks share the memory of one machine,
   where compression only costs time. Over a network it saves time:
