@@ -26,9 +26,9 @@ _HOW_TO_READ = """\
   for all ways.
 - **final loss:** mean of the last {window} steps, in nats, on samples that the model has not trained on yet.
 - **samples:** samples to the loss that both the way and `{first}` training reach, over those of `{first}` training.
-- **step time:** median of the steps, without the first ones that have whole gradients, and of the seeds. Other programs
-  ran during these runs. So step times are divided by the time of a matmul that every run times between its steps, and multiplied by that
-  of the fastest run. They scatter all the same.
+- **step time:** median of the steps, without the first ones that have whole gradients, and of the seeds. Other
+  programs ran during these runs. So step times are divided by the time of a matmul that every run times between its
+  steps, and multiplied by that of the fastest run. They scatter all the same.
 - **seconds:** samples times step time, over those of `{first}` training. The ranks share the memory of one machine,
   where compression only costs time. Over a network it saves time:
   [predictions](../explanation/ways-to-train.md#when-it-pays) say how much.
