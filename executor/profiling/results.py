@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from executor.profiling.steps import find_slow_ranks, steady_from
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.measurement import (
     EarlierSegment,
+    LossPoint,
     MeasuredCollective,
     MeasuredSpan,
     Measurement,
@@ -137,6 +138,9 @@ def gather(
                 step_times_s=tuple(steps[i][rank].end_s - steps[i][rank].start_s for i in steady),
             )
         )
+    losses = [statistics.fmean(loss for record in step for loss in record.losses) for step in steps]
+    num_samples = [job.training.global_batch_size * (step[0].step + 1) for step in steps]
+    curve = [] if job.training.data == "random" else zip(num_samples, accumulate(times_s), losses, strict=True)
     num_nodes = len(set(nodes))
     num_local = num_ranks // num_nodes
     facts = environment(num_local, cuda=runs_on_cuda(job, num_local))
@@ -148,7 +152,8 @@ def gather(
         step_times_s=tuple(times_s[i] for i in steady),
         warmup_step_times_s=tuple(time_s for i, time_s in enumerate(times_s) if i not in set(steady)),
         reference_s=_reference_s([steps[i] for i in steady]),
-        losses=tuple(statistics.fmean(loss for record in step for loss in record.losses) for step in steps),
+        losses=tuple(losses),
+        loss_curve=tuple(LossPoint(num_samples=n, seconds=s, loss=loss) for n, s, loss in curve),
         ranks=tuple(ranks),
         first_step=steps[0][0].step if steps else 0,
         checkpoints=checkpoints,

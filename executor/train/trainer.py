@@ -142,6 +142,7 @@ class Trainer:
             step=step,
             first_sample=self._data_rank * num_samples,
             num_samples=num_samples,
+            data=self._job.training.data,
         )
         if inputs.is_floating_point():
             inputs = inputs.to(weight_dtype(self._job))

@@ -100,6 +100,7 @@ class Outcome:
                 "step_time_s": measured.step_time_s,
                 "step_times_s": list(measured.step_times_s),
                 "spread": measured.spread,
+                "loss_curve": [point.model_dump(mode="json") for point in measured.loss_curve],
                 "peak_memory_gib": {key: None if value is None else value / GIB for key, value in peaks.items()},
                 "ranks": [rank.model_dump(mode="json") for rank in measured.ranks],
                 "slow_ranks": [slow.model_dump(mode="json") for slow in measured.slow_ranks],

@@ -130,6 +130,21 @@ class RankMeasurement(Spec):
     node: str = ""
 
 
+class LossPoint(Spec):
+    """Loss of one step, and the cost of the training up to there.
+
+    Attributes:
+        num_samples: Samples of all ranks since the beginning of the training, those of the step included.
+        seconds: Sum of the step times since the ranks started, that of the step included.
+        loss: Mean cross-entropy over the step's targets on all ranks, in nats, before its update. No sample occurs
+            twice, so it is the loss on samples that the model has not seen.
+    """
+
+    num_samples: Count
+    seconds: Positive
+    loss: float
+
+
 class SlowRank(Spec):
     """A rank whose compute takes longer than on its peers with equal work.
 
@@ -191,6 +206,7 @@ class Measurement(Spec):
         reference_s: Seconds of the executor's reference matmul between the steady steps, a measure of the machine's
             speed; None if it was not timed.
         losses: Mean loss of every step, warm-up included.
+        loss_curve: The losses with samples and seconds; empty for ``training.data: random``, with nothing to learn.
         ranks: One entry per rank.
         first_step: Steps completed in the checkpoint from which the run, or its last part, began; 0 for a run from the
             beginning.
@@ -209,6 +225,7 @@ class Measurement(Spec):
     warmup_step_times_s: tuple[Positive, ...] = ()
     reference_s: Positive | None = None
     losses: tuple[float, ...] = ()
+    loss_curve: tuple[LossPoint, ...] = ()
     ranks: tuple[RankMeasurement, ...] = ()
     first_step: Natural = 0
     earlier: tuple[EarlierSegment, ...] = ()

@@ -24,6 +24,7 @@ from simplan.units import GIB, counted
 from simplan.validate.activity import CLIPPING, UNEXPLAINED, ActivityShare
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.logged_memory import measurable_gib
+from simplan.validate.losses import LossComparison, LossCurve
 from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 
@@ -48,6 +49,8 @@ class Comparison:
         splits: Time split of each rank; per rank, the differences sum to the step-time difference.
         slowdown: Time of the reference matmul in the run over its time in the calibration; None if either did not time
             it.
+        loss_curve: Loss of the run; None if its data has nothing to learn.
+        baselines: The run's loss compared with other runs; empty if none were given.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -58,6 +61,8 @@ class Comparison:
     terms: tuple[TermDifference, ...] = ()
     splits: tuple[RankSplit, ...] = ()
     slowdown: float | None = None
+    loss_curve: LossCurve | None = None
+    baselines: tuple[LossComparison, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -145,6 +150,7 @@ def compare(
         terms=terms,
         splits=splits,
         slowdown=slowdown,
+        loss_curve=LossCurve.of(measurement),
     )
 
 
