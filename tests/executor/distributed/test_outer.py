@@ -19,6 +19,7 @@ from executor.train.loss import cross_entropy
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.plan.plan import ParallelPlan
+from simplan.plan.replication import Replication
 from simplan.predict import predict, run_spec_of
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.measurement import Measurement
@@ -254,7 +255,7 @@ def test_communication_is_that_predicted(dtype: str, tmp_path: Path) -> None:
     ],
 )
 def test_peak_memory_is_that_predicted(replication: dict[str, Any], tmp_path: Path) -> None:
-    plan = ParallelPlan(dp_replicate=2, replication=replication)
+    plan = ParallelPlan(dp_replicate=2, replication=Replication(**replication))
     prediction, _ = run_predicted(LLAMA, plan, 4, "fp32", tmp_path, num_steps=4)
     job = run_spec_of(prediction, num_steps=4, num_warmup_steps=2, device="cpu", profile_memory=True)
     measured = run_job(job, tmp_path / "traced").ranks[0].peak_memory.allocated_bytes
