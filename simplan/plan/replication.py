@@ -1,4 +1,4 @@
-"""How the replicas of a plan stay together, other than by whole gradients in every step."""
+"""Ways to keep the replicas of a plan together, other than by whole gradients in every step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _named(data: Any) -> Any:
 
 
 class Replication(Spec):
-    """How the ``dp_replicate`` replicas of a plan stay together.
+    """Way to keep the ``dp_replicate`` replicas of a plan together.
 
     ``local_sgd`` averages parameters after every ``inner_steps`` steps (Stich 2018, arXiv:1805.09767); with
     ``start_step`` replicas reduce gradients in every step before (post-local SGD, Lin et al. 2018, arXiv:1808.07217).
