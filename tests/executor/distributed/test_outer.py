@@ -214,6 +214,13 @@ def test_local_sgd_that_averages_every_step_is_synchronous(tmp_path: Path) -> No
     assert measurement.losses == pytest.approx(losses, rel=1e-6)
 
 
+def test_step_time_is_the_mean_of_whole_rounds() -> None:
+    job = job_of({"kind": "diloco", "inner_steps": 3})
+    measurement = Measurement(job=job, step_times_s=(1.0, 1.0, 4.0, 1.0, 1.0, 7.0))
+    assert measurement.step_time_s == 2.5  # of rounds of 2 and 3 seconds a step
+    assert measurement.spread == 0.0
+
+
 @pytest.mark.parametrize(("dtype", "levels"), slow_except([("int4", 7)], [("int4", 7), ("int8", 127)]))
 def test_few_bits_are_within_their_rounding(dtype: str, levels: int, tmp_path: Path) -> None:
     """Values and their mean are rounded to a multiple of the largest of a block, over half of the levels."""
