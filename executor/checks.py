@@ -107,10 +107,6 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             plan.collectives is not None,
             "the executor leaves algorithms to the library; remove it",
         ),
-        "plan.replication": (
-            plan.replication is not None and not plan.replication.has_rounds,
-            "the executor does not run this kind; use local_sgd, diloco or streaming_diloco",
-        ),
         "plan.grad_dtype": (
             plan.grad_dtype not in (None, "fp32"),
             "the executor keeps gradients in the precision of the weights; leave it out",
@@ -152,6 +148,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             yield Problem(field=field, value=_value(job, field), rule=rule, fix=fix)
     yield from unmodelled_recompute(job)
     yield from _unmodelled_compression(job)
+    yield from _unmodelled_replication(job)
     yield from _unmeasured_first_steps(job)
 
 
@@ -164,6 +161,17 @@ def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
         rule = "has errors, factors or a number of steps that checkpoints do not save"
         fix = "run without checkpoints, or use fp16 or bf16"
         yield Problem(field="plan.compression", value=compression.kind, rule=rule, fix=fix)
+
+
+def _unmodelled_replication(job: RunSpec) -> Iterator[Problem]:
+    """Replicas have states of their own, with which no other number of replicas can resume."""
+    replication = job.plan.replication
+    if replication is not None and not replication.has_rounds:
+        rule, fix = "the executor does not run this kind", "use local_sgd, diloco or streaming_diloco"
+        yield Problem(field="plan.replication.kind", value=replication.kind, rule=rule, fix=fix)
+    elif replication is not None and job.fewer_nodes:
+        rule, fix = "has replicas with states of their own, with which fewer nodes cannot go on", "use --nnodes N"
+        yield Problem(field="plan.replication.kind", value=replication.kind, rule=rule, fix=fix)
 
 
 def _unmeasured_first_steps(job: RunSpec) -> Iterator[Problem]:

@@ -253,10 +253,9 @@ def _timed_steps(
 ) -> None:
     """Takes the steps; writes a line for each to the rank's file, outside of the timed part."""
     num_warmup_steps = job.num_warmup_steps
-    if num_warmup_steps is None and job.round_steps > 1:  # step times differ
-        num_warmup_steps = job.num_all_steps - job.num_steps
-    elif num_warmup_steps is None:  # found later by the step times, at the beginning of a run
-        num_warmup_steps = _AFTER_RESTART if first else 0
+    if num_warmup_steps is None:  # found later by the step times, at the beginning of a run of equal steps
+        at_start = job.num_all_steps - job.num_steps if job.round_steps > 1 else 0
+        num_warmup_steps = _AFTER_RESTART if first else at_start
     num_warmup_steps = max(num_warmup_steps, job.num_whole_steps)
     for step in range(first, job.num_all_steps):
         batch = trainer.batch(step)

@@ -76,8 +76,8 @@ def _of_parts(plan: ParallelPlan) -> str:
     assert plan.replication is not None
     step_time = "the step time is the mean step of a round, its median over the rounds that were measured"
     if plan.replication.steps_beside:
-        beside = counted(plan.replication.steps_beside, "step")
-        return f"{step_time}; parts of steps are not compared, for an outer step goes on beside {beside}"
+        further = counted(plan.replication.steps_beside, "further step")
+        return f"{step_time}; parts of steps are not compared, for an outer step overlaps {further}"
     return f"{step_time}; parts of the step are those of a step with an outer step, the one with the median step time"
 
 
