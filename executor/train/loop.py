@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from executor.distributed.backup_workers import FirstReplicas, StepOverError
 from executor.profiling.recorder import Recorder
 from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind
@@ -26,6 +27,7 @@ class LoopEngine:
         loss: Returns the loss of a microbatch from the module's output and the targets.
         complete_gradients: Called in REDUCE_GRAD, before gradients are divided.
         sync_each: Reduce gradients after every microbatch, not only after the last.
+        replicas: With backup workers, the replicas that average their gradients after the last backward; else None.
     """
 
     module: nn.Module
@@ -36,6 +38,7 @@ class LoopEngine:
     complete_gradients: Callable[[], None]
     sync_each: bool
     recorder: Recorder
+    replicas: FirstReplicas | None = None
 
     def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One step up to and including REDUCE_GRAD.
@@ -45,8 +48,18 @@ class LoopEngine:
             targets: The tokens that follow them.
 
         Returns:
-            Loss of every microbatch in order, detached.
+            Loss of every microbatch in order, detached; none if the step drops the gradients of this replica.
         """
+        try:
+            return self._run_row(tokens, targets)
+        except StepOverError:
+            assert self.replicas is not None
+            self.recorder.close()
+            self.replicas.take_mean()
+            self._divide()
+            return []
+
+    def _run_row(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         inputs, wanted = tokens.chunk(self.num_microbatches), targets.chunk(self.num_microbatches)
         graphs: dict[int, Tensor] = {}
         losses: dict[int, Tensor] = {}
@@ -55,8 +68,7 @@ class LoopEngine:
             with self.recorder.span(action):
                 if action.kind is ActionKind.REDUCE_GRAD:
                     self.complete_gradients()
-                    if self.num_microbatches > 1:  # sums become means, as in torch's pipelining runtime
-                        divide_gradients(self.trained, self.num_microbatches)
+                    self._divide()
                 elif action.kind is ActionKind.FORWARD:
                     assert microbatch is not None
                     with self._ddp_synchronized(microbatch):
@@ -69,7 +81,13 @@ class LoopEngine:
                     if isinstance(self.module, FSDPModule):
                         self.module.set_requires_gradient_sync(self._synchronizes(microbatch))
                     graphs.pop(microbatch).backward()  # type: ignore[no-untyped-call]
+                    if self.replicas is not None and self._synchronizes(microbatch):
+                        self.replicas.average()
         return [loss for _, loss in sorted(losses.items())]
+
+    def _divide(self) -> None:
+        if self.num_microbatches > 1:  # sums become means, as in torch's pipelining runtime
+            divide_gradients(self.trained, self.num_microbatches)
 
     def _synchronizes(self, microbatch: int) -> bool:
         last = next(action for action in reversed(self.row) if action.kind is ActionKind.BACKWARD)

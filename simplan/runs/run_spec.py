@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from simplan.base import Count, Natural, Positive, Spec
+from simplan.cluster.hardware import Slowdown
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import Table, parse_table
@@ -35,6 +36,8 @@ class RunSpec(Spec):
         checkpointing: Checkpointing options; None for no checkpoints.
         predicted_memory_bytes: Per rank, predicted bytes on its device; empty without a prediction.
         fewer_nodes: Plans for continuation on fewer nodes, in descending number of nodes; empty for no continuation.
+        slowdowns: Per rank, time of its kernels over that of ranks that are not slow; the executor makes ranks with more
+            than 1 slow. Empty without slow ranks.
         profile_memory: True to run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
@@ -53,6 +56,7 @@ class RunSpec(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Positive = 120.0
     predicted_memory_bytes: tuple[Natural, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
     profile_memory: bool = True
     checkpointing: Checkpointing | None = None
     fewer_nodes: tuple[FewerNodes, ...] = ()
