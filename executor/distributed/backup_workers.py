@@ -1,10 +1,10 @@
 """Backup workers: a step uses the gradients of the first replicas, and drops those of the last.
 
-An all-reduce would wait for all ranks. Here a replica with complete gradients counts itself in at the store of the ranks
-(Chen et al. 2016, arXiv:1604.00981, with a parameter server). The first replicas average their gradients in a ring of
-P2P sends. Each of them then sends the part that it has summed to the other replicas, and does not wait for them. A late
-replica learns at its next layer that the step is over. It leaves its passes, receives the mean and updates its parameters
-like the others, so that all replicas stay equal.
+Chen et al. 2016 (arXiv:1604.00981) have a parameter server for this. Here a replica with complete gradients counts
+itself in at the store of the ranks, and the first replicas average theirs in a ring of P2P sends: an all-reduce would
+wait for all ranks. Each of the first then sends the part that it has summed to the late replicas, for which it does not
+wait. A late replica learns at its next layer that the step is over. It leaves its passes, receives the mean and updates
+its parameters like the others, so that all replicas stay equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepOverError(Exception):
 class FirstReplicas:
     """Replicas of a model, of which every step averages the gradients of the first to complete them.
 
-    Every replica must make it as often as the others, and then take the same steps: ``begin_step``, then ``average`` or,
+    Every replica must make it as often as the others, and take the same steps: ``begin_step``, then ``average`` or,
     after a ``StepOverError``, ``take_mean``; after the last step ``finish``.
 
     Args:
@@ -43,13 +43,11 @@ class FirstReplicas:
 
     Attributes:
         kept: Ranks whose gradients the last step used, in order of their arrival.
-        arrived_s: Time at which this replica completed its gradients, or left its passes, in the last step; on the clock
+        arrived_s: Time at which this replica completed its gradients or left its passes in the last step, on the clock
             that processes of a host share.
     """
 
-    def __init__(
-        self, peers: Peers, num_dropped: int, parameters: Sequence[nn.Parameter], recorder: Recorder
-    ) -> None:
+    def __init__(self, peers: Peers, num_dropped: int, parameters: Sequence[nn.Parameter], recorder: Recorder) -> None:
         self._peers, self._parameters, self._recorder = peers, parameters, recorder
         self._rank, self._num_kept = peers.ranks[peers.rank], peers.size - num_dropped
         self._store = PrefixStore(f"simplan/replicas{next(_trainings)}", _get_default_store())
@@ -154,7 +152,7 @@ class FirstReplicas:
         return work
 
     def _views(self) -> list[Tensor]:
-        parts = self._bucket.split([parameter.numel() for parameter in self._parameters])
+        parts = torch.split(self._bucket, [parameter.numel() for parameter in self._parameters])
         return [part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)]
 
     def _take_bucket(self) -> None:

@@ -135,7 +135,7 @@ def gather(
                 reruns=None if record is None or job.software.compiled else record.reruns,
                 collectives=() if record is None else record.collectives,
                 step_times_s=tuple(steps[i][rank].end_s - steps[i][rank].start_s for i in steady),
-                is_dropped=bool(record and record.kept) and rank not in record.kept,
+                is_dropped=record is not None and bool(record.kept) and rank not in record.kept,
             )
         )
     num_nodes = len(set(nodes))

@@ -34,7 +34,7 @@ class LayerBoundaries:
             layer.register_forward_pre_hook(reached)
             for parameter in layer.parameters():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(reached)
+                    parameter.register_post_accumulate_grad_hook(reached)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Begins to count: what the thread has done until now is no compute of the model."""

@@ -209,8 +209,8 @@ class Measurement(Spec):
 
     Attributes:
         complete: False if the run ended early; ``failure`` has the reason, and earlier steps are kept.
-        step_times_s: Steady steps, in seconds: last rank's end minus first rank's start. With backup workers, of the ranks
-            whose gradients the step used.
+        step_times_s: Steady steps, in seconds: last rank's end minus first rank's start. With backup workers, of the
+            ranks whose gradients the step used.
         warmup_step_times_s: Warm-up steps before them, in seconds; not counted.
         reference_s: Seconds of the executor's reference matmul between the steady steps, a measure of the machine's
             speed; None if it was not timed.

@@ -36,8 +36,7 @@ class RunSpec(Spec):
         checkpointing: Checkpointing options; None for no checkpoints.
         predicted_memory_bytes: Per rank, predicted bytes on its device; empty without a prediction.
         fewer_nodes: Plans for continuation on fewer nodes, in descending number of nodes; empty for no continuation.
-        slowdowns: Per rank, time of its kernels over that of ranks that are not slow; the executor makes ranks with more
-            than 1 slow. Empty without slow ranks.
+        slowdowns: Per rank, the factor by which the executor slows down its compute; empty without slow ranks.
         profile_memory: True to run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
