@@ -21,13 +21,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from executor.distributed.mesh import Peers
 from executor.profiling.recorder import Recorder
+from executor.train.loop import StepOverError
 
 _ASK_EVERY_S = 0.002  # a question to the store takes 0.1 ms
 _trainings = count()
-
-
-class StepOverError(Exception):
-    """The step is over: it has the gradients that it needs, without those of this replica."""
 
 
 class FirstReplicas:

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from executor.distributed.backup_workers import FirstReplicas, StepOverError
 from executor.profiling.recorder import Recorder
 from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind
+
+if TYPE_CHECKING:
+    from executor.distributed.backup_workers import FirstReplicas
+
+
+class StepOverError(Exception):
+    """The step is over for a late replica: others have given it the gradients that it needs."""
 
 
 @dataclass(frozen=True, slots=True)

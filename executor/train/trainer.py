@@ -27,7 +27,6 @@ from executor.models.embedding_and_head import OutputHead
 from executor.models.lora import trained_parameters
 from executor.models.model import Stage, build_stage, split_dimensions
 from executor.profiling.recorder import Recorder
-from executor.train.boundaries import LayerBoundaries
 from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from executor.distributed.fsdp import StageSharding
     from executor.distributed.pipeline import PipelineEngine, StageModule
     from executor.distributed.zero import ShardedOptimizer
+    from executor.train.boundaries import LayerBoundaries
     from executor.train.training_state import TrainingState
 
 
@@ -311,6 +311,8 @@ class Trainer:
         slowdown, replicas = self._job.slowdowns[rank] if self._job.slowdowns else 1.0, self.replicas
         if slowdown == 1.0 and replicas is None:
             return None
+        from executor.train.boundaries import LayerBoundaries
+
         boundaries = LayerBoundaries(slowdown, (lambda: None) if replicas is None else replicas.leave_if_over)
         for stage in self.stages.values():
             boundaries.watch(stage)
