@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,14 +57,13 @@ class LoopEngine:
         Returns:
             Loss of every microbatch in order, detached; none if the step drops the gradients of this replica.
         """
-        try:
+        with suppress(StepOverError):
             return self._run_row(tokens, targets)
-        except StepOverError:
-            assert self.replicas is not None
-            self.recorder.close()
-            self.replicas.take_mean()
-            self._divide()
-            return []
+        assert self.replicas is not None
+        self.recorder.close()
+        self.replicas.take_mean()
+        self._divide()
+        return []
 
     def _run_row(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         inputs, wanted = tokens.chunk(self.num_microbatches), targets.chunk(self.num_microbatches)
