@@ -45,6 +45,5 @@ class LayerBoundaries:
         leave()
         end_s = time.thread_time() + (self._slowdown - 1) * (time.thread_time() - self._mark_s)
         while time.thread_time() < end_s:
-            time.sleep(0)  # lets threads of torch run
             leave()
         self.begin()
