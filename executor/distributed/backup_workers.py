@@ -96,7 +96,7 @@ class FirstReplicas:
     def take_mean(self) -> None:
         """Receives the mean of the gradients of the first replicas, after a ``StepOverError``."""
         self.arrived_s = time.perf_counter()
-        self._free_backward()
+        self.free_backward()
         self._wait_for_arrivals()
         ring, parts = sorted(self.kept), self._bucket.tensor_split(self._num_kept)
         works = [self._receive(_summed(parts, number), rank) for number, rank in enumerate(ring)]
@@ -111,7 +111,7 @@ class FirstReplicas:
             work.wait()
         self._sending.clear()
 
-    def _free_backward(self) -> None:
+    def free_backward(self) -> None:
         """Frees the activations of a backward that an exception has ended.
 
         torch 2.13 leaves nodes that were due in a queue of this thread. Later nodes come first, so that a backward of a
