@@ -261,17 +261,22 @@ def _timed_steps(
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
         reference_s = reference.time_once()
-        _barrier(reference.device)
+        replicas = trainer.replicas
+        if replicas is None or step == first:  # with backup workers nobody waits for a late rank
+            _barrier(reference.device)
         recorder.begin_step(step)
         losses = trainer.step(*batch)
         start_s, end_s = recorder.end_step()
         is_warmup = step < first + num_warmup_steps
         record = recorder.record(start_s, end_s, list(map(float, losses)), is_warmup=is_warmup, reference_s=reference_s)
+        if replicas is not None:
+            record = record.model_copy(update={"kept": replicas.kept, "arrived_s": replicas.arrived_s})
         print(record.model_dump_json(), file=file, flush=True)
         if saver is not None:
             saver.after_step(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
     trainer.finish()
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
+    trainer.finish()
 
 
 def _keep_steps_before(first: int, file: Path) -> None:

@@ -96,6 +96,8 @@ class StepRecord(Spec):
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
         reruns: Spans of recomputed forwards inside of the actions, one per block or attention core.
         reference_s: Duration of the reference matmul right before the step, in seconds.
+        kept: With backup workers, ranks whose gradients the step used, in order of their arrival; else empty.
+        arrived_s: With backup workers, time when this rank completed its gradients or left its passes; else None.
     """
 
     step: int
@@ -107,6 +109,8 @@ class StepRecord(Spec):
     reruns: tuple[MeasuredSpan, ...] = ()
     collectives: tuple[MeasuredCollective, ...]
     reference_s: Annotated[float, Field(gt=0, le=_MAX_CLOCK_S)] | None = None
+    kept: tuple[int, ...] = ()
+    arrived_s: float | None = None
 
     @model_validator(mode="after")
     def _goes_forward(self) -> Self:

@@ -28,6 +28,7 @@ from simplan.runs.measurement import (
     Measurement,
     PeakMemory,
     RankMeasurement,
+    ReplicaArrivals,
 )
 from simplan.runs.run_spec import RunSpec
 
@@ -119,7 +120,7 @@ def gather(
     read = [_read(texts.get(name.steps.name, "")) for name, texts in zip(names, files, strict=True)]
     checkpoints = tuple(_read_checkpoints(files[0].get(names[0].checkpoints.name, "")))
     steps = [_on_one_clock(step, nodes) for step in _common_steps([records for records, _ in read], first_step)]
-    times_s = [max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps]
+    times_s = [_end_s(step) - _start_s(step) for step in steps]
     begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
     steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
     steady = steady[len(steady) % job.round_steps :]  # whole rounds
@@ -136,6 +137,7 @@ def gather(
                 reruns=None if record is None or job.software.compiled else record.reruns,
                 collectives=() if record is None else record.collectives,
                 step_times_s=tuple(steps[i][rank].end_s - steps[i][rank].start_s for i in steady),
+                is_dropped=record is not None and bool(record.kept) and rank not in record.kept,
             )
         )
     losses = [statistics.fmean(loss for record in step for loss in record.losses) for step in steps]
@@ -158,6 +160,7 @@ def gather(
         first_step=steps[0][0].step if steps else 0,
         checkpoints=checkpoints,
         slow_ranks=slow,
+        arrivals=tuple(_arrivals(steps)),
         notes=(*notes, *_unwritten(checkpoints), *(rank.sentence for rank in slow)),
         environment={**facts, "num_nodes": num_nodes} if num_nodes > 1 else facts,
         earlier=tuple(_earlier(segments)),
@@ -253,8 +256,39 @@ def _representative(steps: Sequence[int], times_s: Sequence[float]) -> int:
 
 def _from_start(step: tuple[StepRecord, ...]) -> list[StepRecord]:
     """The records with times from the common start of the step."""
-    start_s = min(record.start_s for record in step)
-    return [_moved(record, start_s) for record in step]
+    start_s, end_s = _start_s(step), _end_s(step)
+    kept = {id(record) for record in _kept(step)}
+    return [_moved(record if id(record) in kept else _until(record, end_s), start_s) for record in step]
+
+
+def _kept(step: tuple[StepRecord, ...]) -> list[StepRecord]:
+    """Records of the ranks whose gradients the step used: all ranks without backup workers."""
+    return [step[rank] for rank in step[0].kept] or list(step)
+
+
+def _start_s(step: tuple[StepRecord, ...]) -> float:
+    return min(record.start_s for record in _kept(step))
+
+
+def _end_s(step: tuple[StepRecord, ...]) -> float:
+    return max(record.end_s for record in _kept(step))
+
+
+def _until(record: StepRecord, end_s: float) -> StepRecord:
+    """Record of a dropped replica, which ends with the step."""
+    spans = tuple(
+        span.model_copy(update={"end_s": min(span.end_s, end_s)}) for span in record.spans if span.start_s < end_s
+    )
+    reruns = tuple(rerun for rerun in record.reruns if rerun.end_s < end_s)
+    return record.model_copy(update={"spans": spans, "reruns": reruns, "collectives": ()})
+
+
+def _arrivals(steps: Sequence[tuple[StepRecord, ...]]) -> Iterator[ReplicaArrivals]:
+    """Arrivals in steps with backup workers."""
+    for step in steps:
+        if step[0].kept:
+            times_s = tuple((record.arrived_s or 0.0) - _start_s(step) for record in step)
+            yield ReplicaArrivals(step=step[0].step, kept=step[0].kept, arrived_s=times_s)
 
 
 def _moved(record: StepRecord, zero_s: float) -> StepRecord:
@@ -265,4 +299,5 @@ def _moved(record: StepRecord, zero_s: float) -> StepRecord:
         return timed.model_copy(update={"start_s": timed.start_s - zero_s, "end_s": end_s})
 
     parts = {name: tuple(map(moved, getattr(record, name))) for name in ("spans", "reruns", "collectives")}
-    return moved(record).model_copy(update=parts)
+    arrived_s = None if record.arrived_s is None else record.arrived_s - zero_s
+    return moved(record).model_copy(update={**parts, "arrived_s": arrived_s})

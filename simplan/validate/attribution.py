@@ -126,7 +126,9 @@ def attribute(
     expected = {rank: pieces_of(activity, predicted.step_time_s) for rank, activity in of_predicted.items()}
     found = {rank: pieces_of(activity, recorded_s) for rank, activity in of_measured.items()}
     predicted_terms = _by_part(critical_pieces(expected, predicted.step_time_s))
-    measured_terms = _by_part(critical_pieces(found, recorded_s))
+    dropped = {rank.rank for rank in measurement.ranks if rank.is_dropped}
+    kept = {rank: pieces for rank, pieces in found.items() if rank not in dropped}
+    measured_terms = _by_part(critical_pieces(kept, recorded_s))
     others = _OTHER_STEPS if measurement.job.round_steps == 1 else _MEAN_STEP
     predicted_terms[others, ActivityShare.UNEXPLAINED] = (step_time_s or predicted.step_time_s) - predicted.step_time_s
     measured_terms[others, ActivityShare.UNEXPLAINED] = measurement.step_time_s - recorded_s
