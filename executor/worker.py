@@ -276,7 +276,6 @@ def _timed_steps(
             saver.after_step(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
     trainer.finish()
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
-    trainer.finish()
 
 
 def _keep_steps_before(first: int, file: Path) -> None:

@@ -205,11 +205,6 @@ class Trainer:
             self._outer.resume(step)
             self._leave_ddp(step)
 
-    def finish(self) -> None:
-        """Waits for communication beside steps, at the end of a run."""
-        if self._outer is not None:
-            self._outer.finish()
-
     def _leave_ddp(self, step: int) -> None:
         """After the first steps of post-local SGD nothing reduces gradients, and they persist as in other plans."""
         engine, replication = self._engine, self._job.plan.replication
@@ -225,7 +220,9 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
 
     def finish(self) -> None:
-        """Ends the training after its last step: other ranks may still need something from this one."""
+        """Ends the training after its last step: something may be in flight, or needed by other ranks."""
+        if self._outer is not None:
+            self._outer.finish()
         if self.replicas is not None:
             self.replicas.finish()
 

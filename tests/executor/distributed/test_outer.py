@@ -210,7 +210,7 @@ def test_local_sgd_that_averages_every_step_is_synchronous(tmp_path: Path) -> No
     training = TrainingSpec(global_batch_size=16, precision="fp32", optimizer="sgd")
     job = job_of({"kind": "local_sgd", "inner_steps": 1}, training=training, num_steps=3)
     measurement = run_job(job, tmp_path)
-    losses, _ = one_process(job, job.num_all_steps)
+    losses, *_ = one_process(job, job.num_all_steps)
     assert measurement.losses == pytest.approx(losses, rel=1e-6)
 
 
