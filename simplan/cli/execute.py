@@ -105,6 +105,7 @@ class Outcome:
                 "peak_memory_gib": {key: None if value is None else value / GIB for key, value in peaks.items()},
                 "ranks": [rank.model_dump(mode="json") for rank in measured.ranks],
                 "slow_ranks": [slow.model_dump(mode="json") for slow in measured.slow_ranks],
+                "arrivals": [step.model_dump(mode="json") for step in measured.arrivals],
                 "environment": measured.environment,
             },
             "comparison": self.comparison.to_json(),
