@@ -95,15 +95,15 @@ class RunSpec(Spec):
 
     @property
     def traced_steps(self) -> tuple[int, ...]:
-        """Indices of the steps that have the peak of allocated memory: all kinds of steps, each twice or after another.
+        """Indices of steps whose allocations are traced: the first two, or the last two of a round and those beside.
 
-        Steps that only repeat others are left out, down to the last two before an outer step is sent.
+        First steps with whole gradients come before.
         """
         first, replication = self.num_whole_steps, self.plan.replication
         if replication is None or not replication.has_rounds:
             return tuple(range(first + 2))
         sent = first + replication.inner_steps // replication.outer_steps
-        return (*range(first), *range(max(first, sent - 2), sent + replication.steps_beside))
+        return (*range(first), *range(max(first, sent - 2), max(first + 2, sent + replication.steps_beside)))
 
     @property
     def assignment(self) -> StageAssignment:
