@@ -351,6 +351,61 @@ class ReplicationRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationWorkers:
+    """Steps of workers that do not wait for all others (``Replication.has_workers``), simulated beside each other.
+
+    Attributes:
+        num_workers: Workers; the predicted step time is that of as many updates.
+        num_steps: Simulated steps of all workers, without those in which they spread.
+        updates_per_s: Gradients that are applied per second.
+        staleness_mean, staleness_p90: Mean and 90 % quantile of the updates of other workers that a server applied
+            between a worker's pull of parameters and the update by the gradient that it computed with them.
+        staleness_shares: By staleness, the fraction of updates that had it.
+        queued_s: Mean seconds for which an update waited for those before it at its server, or for the lock.
+        held_s: Mean seconds of a step for which a worker waited for slower ones (SSP).
+        most_ahead: Largest number of steps by which a worker was ahead of the slowest.
+        sent_bytes, received_bytes: Bytes that a worker sends and receives per step.
+        busiest_link_share: Fraction of the time for which the busiest link is full; None if no links are shared.
+        server_bytes: Bytes of parameters, gradients, optimizer states and buffers of the largest server.
+    """
+
+    num_workers: int
+    num_steps: int
+    updates_per_s: float
+    staleness_mean: float
+    staleness_p90: float
+    staleness_shares: dict[int, float]
+    queued_s: float
+    held_s: float
+    most_ahead: int
+    sent_bytes: int
+    received_bytes: int
+    busiest_link_share: float | None
+    server_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON of the workers."""
+        return asdict(self) | {"staleness_shares": {str(key): share for key, share in self.staleness_shares.items()}}
+
+    @property
+    def words(self) -> str:
+        """Rate of updates, staleness, waiting and bytes."""
+        waits = f", waits {format_time(self.queued_s)} for its turn" if self.queued_s else ""
+        held = f" and {format_time(self.held_s)} for slower workers" if self.held_s else ""
+        text = (
+            f"{self.updates_per_s:.4g} updates per second of {counted(self.num_workers, 'worker')}; an update is "
+            f"{self.staleness_mean:.3g} updates stale in the mean (90 % at most {self.staleness_p90:.0f}){waits}{held}"
+        )
+        if not self.sent_bytes:
+            return text
+        link = "" if self.busiest_link_share is None else f"; the busiest link is full {self.busiest_link_share:.0%} of the time"
+        return (
+            f"{text}; each worker sends {format_bytes(self.sent_bytes)} and receives {format_bytes(self.received_bytes)} "
+            f"per step{link}; a server has {format_bytes(self.server_bytes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """A full training at a constant step time, without failures, checkpoints and restarts.
 
@@ -488,7 +543,8 @@ class Prediction:
         hashing: Times of steps with other seeds of the hash of ECMP; None for one seed.
         backup_workers: Effect of dropped gradients, which count neither in throughput nor in MFU; None if none are.
         compression: Steps before gradient compression starts, and what it saves; None without compression.
-        replication: A round of replicas that train alone, of which ``step_time_s`` is the mean step; None without.
+        replication: A round of replicas that train alone, of which ``step_time_s`` is the mean step; or workers that do
+            not wait for all others, where it is the time of as many updates as there are workers. None without.
     """
 
     name: str
@@ -517,7 +573,7 @@ class Prediction:
     backup_workers: BackupStep | None = None
     hashing: HashedStep | None = None
     compression: CompressionStep | None = None
-    replication: ReplicationRound | None = None
+    replication: ReplicationRound | ReplicationWorkers | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""

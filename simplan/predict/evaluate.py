@@ -28,7 +28,7 @@ from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import ErrorSource, Simulated, error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import BackupStep, CompressionStep, HashedStep, Prediction, ReplicationRound, Term, worst_memory
+from simplan.prediction import BackupStep, CompressionStep, HashedStep, Prediction, ReplicationRound, ReplicationWorkers, Term, worst_memory
 from simplan.program.action import Table
 from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused
@@ -143,7 +143,7 @@ def predict_step(
         backup_workers=_backup_step(job, step_time_s, calibration),
         hashing=_hashed_step(job, step_time_s, calibration),
         compression=_compression_step(job, step_time_s, calibration, fine),
-        replication=_replication_round(step, step_time_s),
+        replication=_replication(step, step_time_s),
     )
     return prediction, simulated
 
@@ -224,9 +224,11 @@ def _compression_step(
     )
 
 
-def _replication_round(step: TruncatedStep, step_time_s: float) -> ReplicationRound | None:
-    """Steps of a round of replicas that train alone; None without."""
+def _replication(step: TruncatedStep, step_time_s: float) -> ReplicationRound | ReplicationWorkers | None:
+    """Steps of a round of replicas that train alone, or of workers that do not wait for all others; None without."""
     replication = step.job.plan.replication
+    if step.asynchronous is not None:
+        return step.asynchronous.result(step_time_s)
     if replication is None or not replication.has_rounds:
         return None
     outer_s = float(step.own_seconds())
