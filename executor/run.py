@@ -165,7 +165,7 @@ class _Run:
         launch = RankLaunch(
             rank_module,
             (str(job_file), str(out_dir)),
-            job.plan.num_devices if rendezvous is None else rendezvous.nodes.ranks_per_node,
+            job.num_processes if rendezvous is None else rendezvous.nodes.ranks_per_node,
             out_dir,
             job.timeout_s,
             rendezvous,
@@ -200,7 +200,7 @@ class _Run:
 
     def _layout(self, num_ranks: int) -> tuple[Path, int]:
         job = self._job_on(num_ranks)
-        return self._folder_of(job), job.plan.num_devices
+        return self._folder_of(job), job.num_processes
 
     def _rank_of(self, num_ranks: int, process: int) -> int:
         placement = Placement.of(self._job_on(num_ranks).plan)

@@ -164,7 +164,7 @@ class AsynchronousStep:
         job, replication = self.step.job, self._replication
         if not replication.has_servers or (job.cluster.num_nodes == 1 and replication.server_nodes == "workers"):
             return None
-        from simplan.network.usage import link_use  # predictions with one node load no network
+        from simplan.network.usage import LinkUsage, link_use  # predictions with one node load no network
 
         usages, places = list[LinkUsage](), list[int]()
         shape = (self._num_workers, replication.servers)

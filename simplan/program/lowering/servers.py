@@ -19,8 +19,8 @@ from simplan.program.program import BucketWork, Communication, LayerWork, Memory
 from simplan.program.timeline import SpanKind
 
 FP32_BYTES = 4
-HEADER_BYTES = 4
-"""Bytes of a message besides its gradients or parameters: one FP32 number, negative from a worker that leaves."""
+HEADER_BYTES = 16
+"""Bytes of a message besides its gradients or parameters: four FP32 numbers (executor/distributed/parameter_server.py)."""
 _PASS = 8  # bytes that the division of an FP32 gradient reads and writes
 
 
