@@ -364,9 +364,9 @@ class ReplicationWorkers:
         queued_s: Mean seconds for which an update waited for those before it at its server, or for the lock.
         held_s: Mean seconds of a step for which a worker waited for slower ones (SSP).
         most_ahead: Largest number of steps by which a worker was ahead of the slowest.
-        sent_bytes, received_bytes: Bytes that a worker sends and receives per step.
+        pushed_bytes, pulled_bytes: Bytes between a worker and all servers per step; 0 on shared memory.
         busiest_link_share: Fraction of the time for which the busiest link is full; None if no links are shared.
-        server_bytes: Bytes of parameters, gradients, optimizer states and buffers of the largest server.
+        server_bytes: Bytes of parameters, optimizer states and the gradients of every worker on the largest server.
     """
 
     num_workers: int
@@ -378,8 +378,8 @@ class ReplicationWorkers:
     queued_s: float
     held_s: float
     most_ahead: int
-    sent_bytes: int
-    received_bytes: int
+    pushed_bytes: int
+    pulled_bytes: int
     busiest_link_share: float | None
     server_bytes: int
 
@@ -396,11 +396,15 @@ class ReplicationWorkers:
             f"{self.updates_per_s:.4g} updates per second of {counted(self.num_workers, 'worker')}; an update is "
             f"{self.staleness_mean:.3g} updates stale in the mean (90 % at most {self.staleness_p90:.0f}){waits}{held}"
         )
-        if not self.sent_bytes:
+        if not self.pushed_bytes:
             return text
-        link = "" if self.busiest_link_share is None else f"; the busiest link is full {self.busiest_link_share:.0%} of the time"
+        link = (
+            ""
+            if self.busiest_link_share is None
+            else f"; the busiest link is full {self.busiest_link_share:.0%} of the time"
+        )
         return (
-            f"{text}; each worker sends {format_bytes(self.sent_bytes)} and receives {format_bytes(self.received_bytes)} "
+            f"{text}; each worker pushes {format_bytes(self.pushed_bytes)} and pulls {format_bytes(self.pulled_bytes)} "
             f"per step{link}; a server has {format_bytes(self.server_bytes)}"
         )
 

@@ -60,11 +60,11 @@ class ServerClient:
         device = parameters[0].device
         self._joined = torch.zeros(sum(sizes), device=device)
         self._sent = self._joined if device.type == "cpu" else torch.zeros(sum(sizes), pin_memory=True)
-        self._messages = self._sent.split(sizes)
+        self._messages = torch.split(self._sent, sizes)
         self._slots: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._gradients: list[Tensor] = []
-        for message, own in zip(self._joined.split(sizes), slices, strict=True):
+        for message, own in zip(torch.split(self._joined, sizes), slices, strict=True):
             place = HEADER
             for index, begin, end in own:
                 weight, gradient = parameters[index].detach(), parameters[index].grad
@@ -93,7 +93,10 @@ class ServerClient:
         for message in self._messages:
             message[0] = 1.0
         pushed = [
-            (self._recorder.issue("send", (self._worker, beside), message.nbytes), dist.isend(message, self._num_workers + k))
+            (
+                self._recorder.issue("send", (self._worker, beside), message.nbytes),
+                dist.isend(message, self._num_workers + k),
+            )
             for k, (message, beside) in enumerate(zip(self._messages, self._beside, strict=True))
         ]
         for handle, work in pushed:
@@ -221,9 +224,10 @@ class ParameterServer:
             clocks.changed.notify_all()
             applied_s = time.monotonic()
             clocks.changed.wait_for(lambda: self._ahead(worker) <= (self._max_ahead or float("inf")))
+            held_s = time.monotonic() - applied_s
             clocks.pulled[worker] = clocks.version
             self._write(message, to_message=True)
-            message[:HEADER] = torch.tensor([staleness, queued_s, time.monotonic() - applied_s, self._ahead(worker)])
+            message[:HEADER] = torch.tensor([staleness, queued_s, held_s, self._ahead(worker)])
 
     def _ahead(self, worker: int) -> float:
         return self._clocks.applied[worker] - min(self._clocks.applied)
@@ -251,7 +255,7 @@ class ParameterServer:
 
     def _write(self, message: Tensor, *, to_message: bool | None) -> None:
         """Copies parameters to a message or from it; None makes its slices the gradients."""
-        slots = message[HEADER:].split(self._sizes)
+        slots = torch.split(message[HEADER:], self._sizes)
         if to_message is None:
             for parameter, slot in zip(self.parameters, slots, strict=True):
                 parameter.grad = slot

@@ -193,7 +193,7 @@ def measured_workers(steps: Sequence[Sequence[StepRecord]], steady: Sequence[int
         queued_s=statistics.fmean(update.queued_s for update in updates),
         held_s=statistics.fmean(update.held_s for update in updates),
         most_ahead=max(update.steps_ahead for step in steps for record in step for update in record.updates),
-        sent_bytes=total // len(sent),
+        pushed_bytes=total // len(sent),
     )
 
 

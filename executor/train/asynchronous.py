@@ -122,7 +122,7 @@ class Common:
     def share(self, parameters: list[nn.Parameter]) -> None:
         """Moves parameters into the memory of all; every worker must call this."""
         weights = self._shared("parameters", sum(parameter.numel() for parameter in parameters), torch.float32)
-        slots = weights.split([parameter.numel() for parameter in parameters])
+        slots = torch.split(weights, [parameter.numel() for parameter in parameters])
         if self._worker == 0:
             for parameter, slot in zip(parameters, slots, strict=True):
                 slot.copy_(parameter.detach().view(-1))

@@ -80,7 +80,9 @@ class AsynchronousStep:
             others: See ``TruncatedStep.seconds``.
         """
         moved = [others(each.program, each.program_costs) for each in self.step.simulated]
-        durations = [[each.program_costs.durations_s, *vectors] for each, vectors in zip(self.step.simulated, moved, strict=True)]
+        durations = [
+            [each.program_costs.durations_s, *vectors] for each, vectors in zip(self.step.simulated, moved, strict=True)
+        ]
         times = [self.times, *(self._times([*vectors]) for vectors in islice(zip(*durations, strict=True), 1, None))]
         return self._num_workers / np.array([each.updates_per_s for each in times])
 
@@ -96,7 +98,9 @@ class AsynchronousStep:
         return simulate_workers(self._workers(durations_s), steps)
 
     def _workers(self, durations_s: list[_Floats]) -> Workers:
-        parts = [_Parts.of(each, durations[None]) for each, durations in zip(self.step.simulated, durations_s, strict=True)]
+        parts = [
+            _Parts.of(each, durations[None]) for each, durations in zip(self.step.simulated, durations_s, strict=True)
+        ]
         longer, *shorter = parts
         compute_s = longer.compute_s
         if shorter:
@@ -169,9 +173,9 @@ class AsynchronousStep:
         usages, places = list[LinkUsage](), list[int]()
         shape = (self._num_workers, replication.servers)
         numbers = {True: np.full(shape, -1, np.int64), False: np.full(shape, -1, np.int64)}
+        find: Callable[[_Transfer], list[LinkUsage]] = self._usages_of_nodes
         if is_static(job.cluster):
             num_links = 2 * (job.cluster.num_nodes + replication.servers)
-            find = self._usages_of_nodes
         else:
             from simplan.network.build import fabric_of
 
@@ -248,13 +252,14 @@ class AsynchronousStep:
             staleness_mean=float(staleness.mean()),
             staleness_p90=float(np.quantile(staleness, 0.9, method="inverted_cdf")),
             staleness_shares={
-                int(value): count / len(staleness) for value, count in zip(values.tolist(), counts.tolist(), strict=True)
+                int(value): count / len(staleness)
+                for value, count in zip(values.tolist(), counts.tolist(), strict=True)
             },
             queued_s=times.queued_s,
             held_s=times.held_s,
             most_ahead=times.most_ahead,
-            sent_bytes=sum(sizes[: len(sizes) // 2]),
-            received_bytes=sum(sizes[len(sizes) // 2 :]),
+            pushed_bytes=sum(sizes[: len(sizes) // 2]),
+            pulled_bytes=sum(sizes[len(sizes) // 2 :]),
             busiest_link_share=self._busiest_link_share(step_time_s),
             server_bytes=max(self.server_bytes) if replication.has_servers else 0,
         )
@@ -269,10 +274,10 @@ class AsynchronousStep:
 
     @cached_property
     def server_bytes(self) -> list[int]:
-        """By server, bytes of its parameters, their gradients, optimizer states, and a buffer per worker."""
+        """By server, bytes of its parameters, optimizer states, and the gradients of every worker."""
         job = self.step.job
         states = job.software.state(job.training, job.plan).optimizer_bytes(job.training.optimizer)
-        each = (2 + self._num_workers) * FP32_BYTES + states
+        each = (1 + self._num_workers) * FP32_BYTES + states
         return [elements * each for elements in self.served_elements] if self._replication.has_servers else []
 
     def with_servers(self, host_bytes: list[int]) -> list[int]:
@@ -327,7 +332,9 @@ class _Parts:
 def _update_of(program: Program, rank: int) -> int:
     """Operation that updates parameters: between push and pull, or else the last of OPTIM."""
     indices, transfers = program.rank_indices[rank], _transfers_of(program, rank)
-    updates = program.of_kind(SpanKind.OPTIMIZER, indices=indices) & program.of_action(ActionKind.OPTIM, indices=indices)
+    updates = program.of_kind(SpanKind.OPTIMIZER, indices=indices) & program.of_action(
+        ActionKind.OPTIM, indices=indices
+    )
     own = indices[updates & program.on_stream(Stream.COMPUTE, indices=indices)]
     if transfers:
         own = own[(own > transfers[0]) & (own < transfers[-1])]

@@ -28,7 +28,16 @@ from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import ErrorSource, Simulated, error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
-from simplan.prediction import BackupStep, CompressionStep, HashedStep, Prediction, ReplicationRound, ReplicationWorkers, Term, worst_memory
+from simplan.prediction import (
+    BackupStep,
+    CompressionStep,
+    HashedStep,
+    Prediction,
+    ReplicationRound,
+    ReplicationWorkers,
+    Term,
+    worst_memory,
+)
 from simplan.program.action import Table
 from simplan.program.folding import Folding
 from simplan.program.no_gc import gc_paused

@@ -155,7 +155,7 @@ class MeasuredWorkers(Spec):
         staleness_counts: Number of updates by staleness.
         queued_s, held_s: Means; see ``MeasuredUpdate``.
         most_ahead: Largest number of steps by which a worker was ahead of the slowest, in all steps.
-        sent_bytes: Bytes that a worker sent per step; 0 on shared memory.
+        pushed_bytes: Bytes that a worker sent per step; 0 on shared memory.
     """
 
     num_updates: Count
@@ -165,7 +165,7 @@ class MeasuredWorkers(Spec):
     queued_s: _Seconds
     held_s: _Seconds
     most_ahead: Natural
-    sent_bytes: Natural
+    pushed_bytes: Natural
 
 
 class SlowRank(Spec):

@@ -5,12 +5,14 @@ parameters of all. A server applies one update at a time, in order of arrival. H
 one server stands for the parameters in shared memory, which apply an update at a time with a lock, and any number
 without.
 
-An update is stale by the updates of others that its server has applied since the worker pulled.
+An update is stale by the updates of others that its server has applied since the worker pulled. If workers pull as
+soon as their updates are applied, that is the number of other workers in the mean, whatever their speeds: between two
+updates of one worker, each of the others is counted once for each of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ _LEAST_STEPS = 8
 _MOST_STEPS = 16
 """Steps per worker, over those asked for, after which it ends in any case."""
 _WARMUP = 0.25
-"""Fraction of the steps of a worker that are not counted: workers begin together, and queues spread them."""
+"""First fraction of a simulation that is not counted: workers begin together, and queues spread them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +155,7 @@ class _Simulation:
         num, capacity = workers.num_workers, 1 if workers.has_lock else workers.num_workers
         self.servers = [_Server(Resource(self.env, capacity), [0] * num, [0] * num) for _ in workers.update_s]
         self.ends_s: list[list[float]] = [[] for _ in range(num)]
-        self.updates: list[tuple[int, int, float, float]] = []  # step, staleness, queued and held seconds
+        self.updates: list[tuple[float, int, float, float]] = []  # end, staleness, queued and held seconds
         self.most_ahead, self.num_transfers = 0, 0
         self.enough = self.env.event()
         cores = workers.cores
@@ -178,8 +180,7 @@ class _Simulation:
             for begin, ends in zip(first, self.ends_s, strict=True)
             if len(ends) > begin + 1 and ends[-1] > ends[begin]
         ]
-        begin = min(first)
-        kept = [update for update in self.updates if update[0] >= begin]
+        kept = [update for update in self.updates if update[0] >= _WARMUP * self.env.now]
         return WorkerTimes(
             updates_per_s=sum(rates),
             num_steps=len(kept) // self.workers.num_servers,
@@ -199,7 +200,7 @@ class _Simulation:
             slowest = min(min(server.clocks) for server in self.servers)
             self.most_ahead = max(self.most_ahead, number - slowest)
             yield self.computing(worker, compute_s[number % total])
-            yield env.all_of([env.process(self.exchange(worker, k, number)) for k in range(w.num_servers)])
+            yield env.all_of([env.process(self.exchange(worker, k)) for k in range(w.num_servers)])
             yield self.computing(worker, finish_s)
             ends_s.append(env.now)
             number += 1
@@ -209,9 +210,9 @@ class _Simulation:
                 if slowest >= _LEAST_STEPS or done >= _MOST_STEPS * asked:
                     self.enough.succeed()
 
-    def exchange(self, worker: int, number: int, step: int) -> _Process:
+    def exchange(self, worker: int, number: int) -> _Process:
         """Push, update and pull of one worker at one server."""
-        env, w, server = self.env, self.workers, self.servers[number]
+        env, server = self.env, self.servers[number]
         yield self.transfer(worker, number, pushes=True)
         arrived_s = env.now
         with server.turn.request() as turn:
@@ -228,7 +229,7 @@ class _Simulation:
             server.held.append((worker, event))
             yield event
         server.pulled[worker] = server.version
-        self.updates.append((step, staleness, queued_s, env.now - applied_s))
+        self.updates.append((applied_s, staleness, queued_s, env.now - applied_s))
         yield self.transfer(worker, number, pushes=False)
 
     def _may_go_on(self, server: _Server, worker: int) -> bool:
@@ -249,7 +250,9 @@ class _Simulation:
     def updating(self, worker: int, number: int) -> Event:
         """End of an update."""
         cores = self.workers.cores
-        return self._on_cores(float(self.workers.update_s[number]), [(cores.servers[number], cores.computing)] if cores else [])
+        return self._on_cores(
+            float(self.workers.update_s[number]), [(cores.servers[number], cores.computing)] if cores else []
+        )
 
     def transfer(self, worker: int, number: int, *, pushes: bool) -> Event:
         """End of a transfer between a worker and a server."""

@@ -20,7 +20,9 @@ from simplan.program.timeline import SpanKind
 
 FP32_BYTES = 4
 HEADER_BYTES = 16
-"""Bytes of a message besides its gradients or parameters: four FP32 numbers (executor/distributed/parameter_server.py)."""
+"""Bytes of a message besides gradients or parameters: four numbers (executor/distributed/parameter_server.py)."""
+PULL = "pull parameters"
+"""Name of the transfer of parameters from a server."""
 _PASS = 8  # bytes that the division of an FP32 gradient reads and writes
 
 
@@ -39,36 +41,35 @@ def exchange_with_servers(
     stages = states.stages
     assert stages.plan.replication is not None
     replication: Replication = stages.plan.replication
-    num_workers, whole = stages.plan.dp_replicate, FP32_BYTES * states.elements.trained
     served = [sum(end - begin for _, begin, end in own) for own in replication.server_slices(states.tensor_sizes)]
-    ends = [(writer.rank, replication.server_rank(k, num_workers, writer.rank)) for k in range(replication.servers)]
+    sizes = [FP32_BYTES * elements + HEADER_BYTES for elements in served]
+    servers = [
+        replication.server_rank(server, stages.plan.dp_replicate, writer.rank) for server in range(replication.servers)
+    ]
     clip_gradients(action, states, writer)
     writer.compute(action, "join gradients", _copies(states, "join gradients"), (), SpanKind.OPTIMIZER)
     if on_host:
-        writer.block_on(
-            writer.host_copy(action, "gradients to host", whole, (writer.last_compute,), (), to_host=True)
-        )
-    joined = (writer.last_compute, *writer.blocking)
-    for elements, (worker, server) in zip(served, ends, strict=True):
-        communication = _transfer(elements, worker, server)
-        writer.block_on(writer.apart(action, Stream.REPLICATE, "push gradients", communication, joined))
+        joined = (writer.last_compute,)
+        writer.block_on(writer.host_copy(action, "gradients to host", sum(sizes), joined, (), to_host=True))
+    ready = (writer.last_compute, *writer.blocking)
+    for num_bytes, server in zip(sizes, servers, strict=True):
+        communication = _transfer(num_bytes, writer.rank, server)
+        writer.block_on(writer.apart(action, Stream.REPLICATE, "push gradients", communication, ready))
     update = tuple(_updates(states, max(served), on_host=on_host))
     writer.compute(action, "server update", update, (), SpanKind.OPTIMIZER)
     pulls = []
-    for elements, (worker, server) in zip(served, ends, strict=True):
-        communication = _transfer(elements, server, worker)
-        waits = (writer.last_compute,)
-        pulls.append(writer.apart(action, Stream.REPLICATE, "pull parameters", communication, waits))
+    for num_bytes, server in zip(sizes, servers, strict=True):
+        communication = _transfer(num_bytes, server, writer.rank)
+        pulls.append(writer.apart(action, Stream.REPLICATE, PULL, communication, (writer.last_compute,)))
     writer.block_on(*pulls)
     if on_host:
-        index = writer.host_copy(action, "parameters from host", whole, tuple(writer.blocking), (), to_host=False)
+        index = writer.host_copy(action, "parameters from host", sum(sizes), tuple(writer.blocking), (), to_host=False)
         writer.block_on(index)
     writer.compute(action, "{action}", _copies(states, "set parameters"), release, SpanKind.OPTIMIZER)
 
 
-def _transfer(elements: int, source: int, destination: int) -> Communication:
-    ranks = RankGroup.of("send", (source, destination))
-    return Communication(CollectiveKind.SEND, FP32_BYTES * elements + HEADER_BYTES, ranks)
+def _transfer(num_bytes: int, source: int, destination: int) -> Communication:
+    return Communication(CollectiveKind.SEND, num_bytes, RankGroup.of("send", (source, destination)))
 
 
 def _copies(states: RankStates, name: str) -> tuple[Work, ...]:
