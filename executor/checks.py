@@ -147,6 +147,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             yield Problem(field=field, value=_value(job, field), rule=rule, fix=fix)
     yield from unmodelled_recompute(job)
     yield from _unmodelled_compression(job)
+    yield from _unmodelled_workers(job)
 
 
 def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
@@ -165,6 +166,14 @@ def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
         least = max(2, num_warmup) if key == "start_step" else f"{num_warmup / job.num_all_steps:.2g} or less"
         fix = f"use {least}, or {num_whole} warm-up steps"
         yield Problem(field=f"plan.compression.{key}", value=str(getattr(compression, key)), rule=rule, fix=fix)
+
+
+def _unmodelled_workers(job: RunSpec) -> Iterator[Problem]:
+    """Workers have no step in which all could save the same parameters."""
+    replication = job.plan.replication
+    if replication is not None and replication.has_workers and job.checkpointing is not None:
+        rule = "has workers that do not wait for each other, and no checkpoint is made of their steps"
+        yield Problem(field="plan.replication", value=replication.kind, rule=rule, fix="run without checkpoints")
 
 
 def _value(job: RunSpec, field: str) -> str:
@@ -194,6 +203,10 @@ def _no_such_rank(job: RunSpec, rank: int) -> Iterator[Problem]:
 
 def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
     """A rehearsal follows every tensor, so torch must run every operation separately."""
+    replication = job.plan.replication
+    if replication is not None and replication.has_workers:
+        rule = "updates what other processes have, and a rehearsal has one rank"
+        yield Problem(field="plan.replication", value=replication.kind, rule=rule, fix="remove it, or `simplan run`")
     if job.plan.compression is not None:
         rule, fix = (
             "communicates what other ranks compress, and a rehearsal has one rank",

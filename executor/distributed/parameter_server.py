@@ -173,6 +173,7 @@ class ParameterServer:
         slices = replication.server_slices(sizes)[number]
         self.parameters = [nn.Parameter(torch.zeros(end - begin)) for _, begin, end in slices]
         self._sizes = [parameter.numel() for parameter in self.parameters]
+        self._weights = [parameter.detach() for parameter in self.parameters]
         self._optimizer = make_optimizer(update, self.parameters)
         self._clocks = _Clocks([0.0] * num_workers, [0] * num_workers)
         self._failure: BaseException | None = None
@@ -181,7 +182,7 @@ class ParameterServer:
         """Takes the first parameters from the first worker."""
         message = self._message()
         dist.recv(message, 0)
-        self._write(message, to_message=False)
+        torch._foreach_copy_(self._weights, self._slots(message))
 
     def serve(self, on_poll: Callable[[int], None]) -> None:
         """Serves until all workers have left.
@@ -208,7 +209,7 @@ class ParameterServer:
             most = most if least == float("inf") else int(least)
             on_poll(most)
 
-    def apply(self, worker: int, message: Tensor) -> None:
+    def answer(self, worker: int, message: Tensor) -> None:
         """Updates by the gradients of a message, and writes the reply into it.
 
         Waits for the turn of this worker, and until it may go on.
@@ -216,8 +217,7 @@ class ParameterServer:
         clocks, arrived_s = self._clocks, time.monotonic()
         with clocks.changed:
             queued_s = time.monotonic() - arrived_s
-            self._write(message, to_message=None)
-            self._optimizer.step()
+            self._apply(worker, message)
             staleness = clocks.version - clocks.pulled[worker]
             clocks.version += 1
             clocks.applied[worker] += 1
@@ -226,8 +226,15 @@ class ParameterServer:
             clocks.changed.wait_for(lambda: self._ahead(worker) <= (self._max_ahead or float("inf")))
             held_s = time.monotonic() - applied_s
             clocks.pulled[worker] = clocks.version
-            self._write(message, to_message=True)
+            torch._foreach_copy_(self._slots(message), self._weights)
             message[:HEADER] = torch.tensor([staleness, queued_s, held_s, self._ahead(worker)])
+
+    def _apply(self, worker: int, message: Tensor) -> None:
+        """Updates parameters by the gradients of a message; ``worker`` is whose."""
+        del worker
+        for parameter, slot in zip(self.parameters, self._slots(message), strict=True):
+            parameter.grad = slot
+        self._optimizer.step()
 
     def _ahead(self, worker: int) -> float:
         return self._clocks.applied[worker] - min(self._clocks.applied)
@@ -244,7 +251,7 @@ class ParameterServer:
             dist.recv(message, worker)
             if message[0] < 0:
                 break
-            self.apply(worker, message)
+            self.answer(worker, message)
             dist.send(message, worker)
         with self._clocks.changed:
             self._clocks.applied[worker] = float("inf")
@@ -253,13 +260,6 @@ class ParameterServer:
     def _message(self) -> Tensor:
         return torch.zeros(HEADER + sum(self._sizes))
 
-    def _write(self, message: Tensor, *, to_message: bool | None) -> None:
-        """Copies parameters to a message or from it; None makes its slices the gradients."""
-        slots = torch.split(message[HEADER:], self._sizes)
-        if to_message is None:
-            for parameter, slot in zip(self.parameters, slots, strict=True):
-                parameter.grad = slot
-        elif to_message:
-            torch._foreach_copy_(list(slots), [parameter.detach() for parameter in self.parameters])
-        else:
-            torch._foreach_copy_([parameter.detach() for parameter in self.parameters], list(slots))
+    def _slots(self, message: Tensor) -> list[Tensor]:
+        """Slices of a message, one for each of the parameters."""
+        return list(torch.split(message[HEADER:], self._sizes))

@@ -293,7 +293,9 @@ def predicted_communications(job: RunSpec, program: Program | None = None) -> di
         any_cluster = catalog.cluster("dgx-h100", job.plan.num_devices)  # a run has no cluster; the result is the same
         plan = job.plan.model_copy(update={"offload_optimizer": False})  # copies made by torch are not recorded
         asked = Job(job.model, any_cluster, job.training, plan, job.software)
-        program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2))
+        has_workers = plan.replication is not None and plan.replication.has_workers and job.device == "cpu"
+        # workers on CPUs have no copies of gradients between two memories
+        program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2, host_waits=has_workers))
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
         if op.stream in (Stream.TO_HOST, Stream.FROM_HOST):
