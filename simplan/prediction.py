@@ -350,6 +350,10 @@ class ReplicationRound:
         )
 
 
+_UNEVEN = 1.2
+"""Ratio of updates of the fastest and the slowest worker from which both are told."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationWorkers:
     """Steps of workers that do not wait for all others (``Replication.has_workers``), simulated beside each other.
@@ -358,6 +362,7 @@ class ReplicationWorkers:
         num_workers: Workers; the predicted step time is that of as many updates.
         num_steps: Simulated steps of all workers, without those in which they spread.
         updates_per_s: Gradients that are applied per second.
+        least_share, most_share: Fraction of the updates by the slowest and by the fastest worker.
         staleness_mean, staleness_p90: Mean and 90 % quantile of the updates of other workers that a server applied
             between a worker's pull of parameters and the update by the gradient that it computed with them.
         staleness_shares: By staleness, the fraction of updates that had it.
@@ -372,6 +377,8 @@ class ReplicationWorkers:
     num_workers: int
     num_steps: int
     updates_per_s: float
+    least_share: float
+    most_share: float
     staleness_mean: float
     staleness_p90: float
     staleness_shares: dict[int, float]
@@ -391,10 +398,16 @@ class ReplicationWorkers:
     def words(self) -> str:
         """Rate of updates, staleness, waiting and bytes."""
         waits = f", waits {format_time(self.queued_s)} for its turn" if self.queued_s else ""
+        uneven = self.most_share > _UNEVEN * self.least_share
+        shares = (
+            f", {format_percent(self.least_share)} to {format_percent(self.most_share)} of the updates each"
+            if uneven
+            else ""
+        )
         held = f" and {format_time(self.held_s)} for slower workers" if self.held_s else ""
         text = (
-            f"{self.updates_per_s:.4g} updates per second of {counted(self.num_workers, 'worker')}; an update is "
-            f"{self.staleness_mean:.3g} updates stale in the mean (90 % at most {self.staleness_p90:.0f}){waits}{held}"
+            f"{self.updates_per_s:.4g} updates per second of {counted(self.num_workers, 'worker')}{shares}; an update "
+            f"is {self.staleness_mean:.3g} updates stale in the mean, 90 % at most {self.staleness_p90:.0f}{waits}{held}"
         )
         if not self.pushed_bytes:
             return text

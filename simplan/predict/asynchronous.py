@@ -43,11 +43,11 @@ class _Transfer(NamedTuple):
     communication: Communication
 
 
-_STEPS = 60
-"""Simulated steps per worker, of which the first quarter is not counted."""
-_MAX_TRANSFERS = 40_000
+_STEPS = 40
+"""Simulated steps per worker, of which the first quarter is not counted; half of them for the interval."""
+_MAX_TRANSFERS = 10_000
 """Transfers and updates of a simulation; many workers and servers have fewer steps, at least ``_FEWEST_STEPS``."""
-_FEWEST_STEPS = 12
+_FEWEST_STEPS = 16
 _JITTERED_STEPS = 64
 """Steps with durations of their own, which workers take in turn where the cluster has jitter."""
 
@@ -83,18 +83,25 @@ class AsynchronousStep:
         durations = [
             [each.program_costs.durations_s, *vectors] for each, vectors in zip(self.step.simulated, moved, strict=True)
         ]
-        times = [self.times, *(self._times([*vectors]) for vectors in islice(zip(*durations, strict=True), 1, None))]
+        moved_times = (
+            self._times([*vectors], self._steps // 2) for vectors in islice(zip(*durations, strict=True), 1, None)
+        )
+        times = [self.times, *moved_times]
         return self._num_workers / np.array([each.updates_per_s for each in times])
 
     @cached_property
     def times(self) -> WorkerTimes:
         """Simulated steps."""
-        return self._times([each.program_costs.durations_s for each in self.step.simulated])
+        return self._times([each.program_costs.durations_s for each in self.step.simulated], self._steps)
 
-    def _times(self, durations_s: list[_Floats]) -> WorkerTimes:
+    @property
+    def _steps(self) -> int:
+        """Simulated steps per worker."""
+        transfers = self._num_workers * (self._replication.servers if self._replication.has_servers else 1)
+        return max(_FEWEST_STEPS, min(_STEPS, _MAX_TRANSFERS // transfers))
+
+    def _times(self, durations_s: list[_Floats], steps: int) -> WorkerTimes:
         """Simulated steps with these durations of each simulated Program."""
-        transfers = self._num_workers * max(1, self._replication.servers if self._replication.has_servers else 1)
-        steps = max(_FEWEST_STEPS, min(_STEPS, _MAX_TRANSFERS // transfers))
         return simulate_workers(self._workers(durations_s), steps)
 
     def _workers(self, durations_s: list[_Floats]) -> Workers:
@@ -249,6 +256,8 @@ class AsynchronousStep:
             num_workers=self._num_workers,
             num_steps=times.num_steps,
             updates_per_s=times.updates_per_s,
+            least_share=float(times.shares.min()),
+            most_share=float(times.shares.max()),
             staleness_mean=float(staleness.mean()),
             staleness_p90=float(np.quantile(staleness, 0.9, method="inverted_cdf")),
             staleness_shares={

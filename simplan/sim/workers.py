@@ -108,6 +108,7 @@ class WorkerTimes(NamedTuple):
     Attributes:
         updates_per_s: Steps per second of all workers.
         num_steps: Counted steps.
+        shares: ``(num_workers,)`` Fraction of the steps that each worker takes.
         staleness: ``(num_updates,)`` Updates of others since the pull, of every update of every server.
         queued_s: Mean seconds for which an update waits for those before it.
         held_s: Mean seconds for which a worker waits for slower ones before it may pull (SSP), of a step.
@@ -116,6 +117,7 @@ class WorkerTimes(NamedTuple):
 
     updates_per_s: float
     num_steps: int
+    shares: _Floats
     staleness: NDArray[np.int64]
     queued_s: float
     held_s: float
@@ -175,15 +177,17 @@ class _Simulation:
             self.env.process(self.worker(worker, steps_per_worker))
         self.env.run(self.enough)
         first = [int(_WARMUP * len(ends)) for ends in self.ends_s]
-        rates = [
-            (len(ends) - 1 - begin) / (ends[-1] - ends[begin])
-            for begin, ends in zip(first, self.ends_s, strict=True)
-            if len(ends) > begin + 1 and ends[-1] > ends[begin]
-        ]
+        rates = np.array(
+            [
+                (len(ends) - 1 - begin) / (ends[-1] - ends[begin]) if len(ends) > begin + 1 else 0.0
+                for begin, ends in zip(first, self.ends_s, strict=True)
+            ]
+        )
         kept = [update for update in self.updates if update[0] >= _WARMUP * self.env.now]
         return WorkerTimes(
-            updates_per_s=sum(rates),
+            updates_per_s=float(rates.sum()),
             num_steps=len(kept) // self.workers.num_servers,
+            shares=rates / rates.sum(),
             staleness=np.array([update[1] for update in kept], np.int64),
             queued_s=float(np.mean([update[2] for update in kept])),
             held_s=float(np.mean([update[3] for update in kept])),
@@ -196,6 +200,7 @@ class _Simulation:
         compute_s, finish_s = w.compute_s[:, worker].tolist(), float(w.finish_s[worker])
         ends_s, asked = self.ends_s[worker], steps_per_worker * w.num_workers
         number, total = 0, len(compute_s)
+        yield env.timeout(worker / w.num_workers * self.alone_s(worker))
         while True:
             slowest = min(min(server.clocks) for server in self.servers)
             self.most_ahead = max(self.most_ahead, number - slowest)
@@ -209,6 +214,12 @@ class _Simulation:
                 slowest = min(map(len, self.ends_s))
                 if slowest >= _LEAST_STEPS or done >= _MOST_STEPS * asked:
                     self.enough.succeed()
+
+    def alone_s(self, worker: int) -> float:
+        """Seconds of the first step of a worker that meets nobody."""
+        w = self.workers
+        servers_s = (w.push_s[worker] + w.update_s + w.pull_s[worker]).max()
+        return float(w.compute_s[0, worker] + servers_s + w.finish_s[worker])
 
     def exchange(self, worker: int, number: int) -> _Process:
         """Push, update and pull of one worker at one server."""
