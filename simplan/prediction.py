@@ -360,7 +360,7 @@ class ReplicationWorkers:
 
     Attributes:
         num_workers: Workers; the predicted step time is that of as many updates.
-        num_steps: Simulated steps of all workers, without those in which they spread.
+        num_steps: Simulated steps of all workers, without the first ones, in which queues fill.
         updates_per_s: Gradients that are applied per second.
         least_share, most_share: Fraction of the updates by the slowest and by the fastest worker.
         staleness_mean, staleness_p90: Mean and 90 % quantile of the updates of other workers that a server applied

@@ -1,7 +1,8 @@
 """Workers that update common parameters without waiting for all others, as SimPy processes.
 
 A worker repeats its own step: it computes, pushes its gradients to every server, and goes on when it has pulled the
-parameters of all. A server applies one update at a time, in order of arrival. Hogwild is the same without transfers:
+parameters of all. Workers begin one after the other, spread over a step: equal workers that begin together would share
+links in lockstep for hundreds of steps, which no random times of real ones allow. A server applies one update at a time, in order of arrival. Hogwild is the same without transfers:
 one server stands for the parameters in shared memory, which apply an update at a time with a lock, and any number
 without.
 
@@ -31,7 +32,7 @@ _LEAST_STEPS = 8
 _MOST_STEPS = 16
 """Steps per worker, over those asked for, after which it ends in any case."""
 _WARMUP = 0.25
-"""First fraction of a simulation that is not counted: workers begin together, and queues spread them."""
+"""First fraction of a simulation that is not counted, in which queues fill."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +104,7 @@ class Workers:
 
 
 class WorkerTimes(NamedTuple):
-    """Steps of simulated workers, without those in which they spread.
+    """Steps of simulated workers, without the first ones, in which queues fill.
 
     Attributes:
         updates_per_s: Steps per second of all workers.

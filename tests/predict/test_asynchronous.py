@@ -70,11 +70,14 @@ SLOW = {"server_nodes": "apart", "servers": 1}
 
 
 def test_network_of_the_server_limits_updates() -> None:
-    """Gradients of all workers come over its card, and parameters go over the other direction of it."""
+    """Gradients of all workers come over its card, and parameters go over the other direction of it.
+
+    It is not full all the time: transfers that share it end together, and so do updates and pulls behind them.
+    """
     prediction, workers = predicted(8, nodes_of_one(8, gbit=1.0), **SLOW)
     (push_s,) = {term.seconds for term in prediction.terms if term.name == "send"}
     assert push_s > PARAMETER_BYTES / (1e9 / 8)
-    assert prediction.step_time_s == pytest.approx(8 * push_s, rel=0.05)
+    assert 8 * push_s <= prediction.step_time_s < 1.2 * 8 * push_s
     assert workers.busiest_link_share is not None
     assert 0.75 < workers.busiest_link_share <= 1
 
