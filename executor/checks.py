@@ -17,10 +17,11 @@ from simplan import catalog
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
 from simplan.model.low_precision import TORCHAO_RECIPES
+from simplan.plan.compression import Compression
 from simplan.program.tables.executable import check_executable
 from simplan.rules import RULES, violations
 from simplan.rules.schedule import stages_within_layers
-from simplan.runs.run_spec import RunSpec
+from simplan.runs.run_spec import RunSpec, rounds_beyond_run
 from simplan.wording import either
 
 _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # dtype of a job by precision
@@ -106,6 +107,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             plan.collectives is not None,
             "the executor leaves algorithms to the library; remove it",
         ),
+        "plan.replication": (
+            plan.replication is not None and not plan.replication.has_rounds,
+            "the executor does not run this kind; use local_sgd, diloco or streaming_diloco",
+        ),
         "plan.grad_dtype": (
             plan.grad_dtype not in (None, "fp32"),
             "the executor keeps gradients in the precision of the weights; leave it out",
@@ -148,6 +153,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
     yield from unmodelled_recompute(job)
     yield from _unmodelled_compression(job)
     yield from _unmodelled_workers(job)
+    yield from _unmeasured_first_steps(job)
 
 
 def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
@@ -159,13 +165,22 @@ def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
         rule = "has errors, factors or a number of steps that checkpoints do not save"
         fix = "run without checkpoints, or use fp16 or bf16"
         yield Problem(field="plan.compression", value=compression.kind, rule=rule, fix=fix)
+
+
+def _unmeasured_first_steps(job: RunSpec) -> Iterator[Problem]:
+    """First steps with whole gradients are not those that are predicted."""
     num_whole, num_warmup = job.num_whole_steps, job.num_all_steps - job.num_steps
-    if num_whole > num_warmup:
-        key = "start_step" if compression.kind == "powersgd" else "warmup_share"
-        rule = f"has {num_whole:,} steps with whole gradients, and this run measures all after its first {num_warmup}"
-        least = max(2, num_warmup) if key == "start_step" else f"{num_warmup / job.num_all_steps:.2g} or less"
-        fix = f"use {least}, or {num_whole} warm-up steps"
-        yield Problem(field=f"plan.compression.{key}", value=str(getattr(compression, key)), rule=rule, fix=fix)
+    if num_whole <= num_warmup:
+        return
+    section, key = job.plan.replication or job.plan.compression, "start_step"
+    fewest = f"{num_warmup}"
+    if isinstance(section, Compression):
+        key = "start_step" if section.kind == "powersgd" else "warmup_share"
+        fewest = f"{max(2, num_warmup)}" if key == "start_step" else f"{num_warmup / job.num_all_steps:.2g} or less"
+    rule = f"has {num_whole:,} steps with whole gradients, and this run measures all after its first {num_warmup}"
+    field = f"plan.{'compression' if isinstance(section, Compression) else 'replication'}.{key}"
+    fix = f"use {fewest}, or {num_whole} warm-up steps"
+    yield Problem(field=field, value=str(getattr(section, key)), rule=rule, fix=fix)
 
 
 def _unmodelled_workers(job: RunSpec) -> Iterator[Problem]:
@@ -189,6 +204,7 @@ def _inconsistent(job: RunSpec) -> Iterator[Problem]:
         yield Problem(field="dtype", value=job.dtype, rule=rule)
     ends = job.boundaries[:1], job.boundaries[-1:]
     increase = all(before < after for before, after in pairwise(job.boundaries))
+    yield from rounds_beyond_run(job.plan, job.num_steps, "num_steps")
     if ends != ((0,), (len(job.model.layers),)) or len(job.boundaries) != num_stages + 1 or not increase:
         rule = f"must split {len(job.model.layers)} layers into {num_stages} stages"
         yield Problem(field="boundaries", value=str(list(job.boundaries)), rule=rule)
@@ -213,6 +229,9 @@ def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
             "remove it, or `simplan run`",
         )
         yield Problem(field="plan.compression", value=job.plan.compression.kind, rule=rule, fix=fix)
+    if job.plan.replication is not None:
+        rule, fix = "has replicas that meet between steps, and a rehearsal has one rank", "remove it, or `simplan run`"
+        yield Problem(field="plan.replication", value=job.plan.replication.kind, rule=rule, fix=fix)
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"
         yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")

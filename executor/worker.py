@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -247,6 +247,7 @@ def _train(
         saver = RunStateSaver(job, trainer.state(), files, stop)
         heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
         first = saver.restore()  # a run that does not resume has no checkpoints, which the launcher has checked
+        trainer.resume(first)
     _keep_steps_before(first, files.steps)
     watched: AbstractContextManager[None] = nullcontext()
     if job.software.compiled:
@@ -259,7 +260,7 @@ def _train(
         memory = without_bytes(peak_memory(device), reference.held_bytes)
         if device.type == "cpu" and job.profile_memory:
             heartbeat.beat(RankState.RUNNING, "measuring allocations")
-            run = partial(_first_steps, build, recorder, job.num_whole_steps + 2)
+            run = partial(_traced_steps, build, recorder, job.traced_steps)
             allocated_bytes = peak_allocated_bytes(run)
             memory = memory.model_copy(update={"allocated_bytes": allocated_bytes})
         print(memory.model_dump_json(), file=file, flush=True)
@@ -276,7 +277,9 @@ def _timed_steps(
 ) -> None:
     """Takes the steps; writes a line for each to the rank's file, outside of the timed part."""
     num_warmup_steps = job.num_warmup_steps
-    if num_warmup_steps is None:  # found later by the step times, at the beginning of a run
+    if num_warmup_steps is None and job.round_steps > 1:  # step times differ
+        num_warmup_steps = job.num_all_steps - job.num_steps
+    elif num_warmup_steps is None:  # found later by the step times, at the beginning of a run
         num_warmup_steps = _AFTER_RESTART if first else 0
     num_warmup_steps = max(num_warmup_steps, job.num_whole_steps)
     for step in range(first, job.num_all_steps):
@@ -292,6 +295,7 @@ def _timed_steps(
         print(record.model_dump_json(), file=file, flush=True)
         if saver is not None:
             saver.after_step(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
+    trainer.finish()
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
 
 
@@ -302,16 +306,17 @@ def _keep_steps_before(first: int, file: Path) -> None:
     write_whole(file, "".join(kept))
 
 
-def _first_steps(build: Callable[[], Trainer], recorder: Recorder, num_steps: int) -> None:
-    """Restarts the same training, to trace allocations.
+def _traced_steps(build: Callable[[], Trainer], recorder: Recorder, steps: Sequence[int]) -> None:
+    """Restarts the same training with steps of these indices, to trace allocations.
 
     States of the optimizer, and of compressed gradients, exist from the second step on in which they are used.
     """
     trainer = build()
-    for step in range(num_steps):
+    for step in steps:
         batch = trainer.batch(step)
         recorder.begin_step(step)
         trainer.step(*batch)
+    trainer.finish()
 
 
 def _barrier(device: torch.device) -> None:

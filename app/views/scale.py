@@ -26,9 +26,12 @@ from app.figures.scale import (
     worth,
     worth_figure,
 )
+from app.figures.ways import predicted_ways, ways_figure
 from app.fitting import document_text
 from app.page import bullets, run_page
+from app.predictions import sentences
 from app.result_cache import awaited
+from simplan.errors import SpecError
 from simplan.io import json_text
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
@@ -65,6 +68,7 @@ def show() -> None:
         show_figure(worth_figure(worths), "sensitivity", alt="Saving by resource")
     with two:
         slow = _show_slow(text)
+    _show_ways(scenario, text)
     document = scale_document(scenario, axis, points, rows, worths, slow)
     with st.container(horizontal=True):
         if rows:
@@ -93,6 +97,26 @@ def _show_curves(
     if failed:
         with st.expander(f"{counted(len(failed), 'value')} without a prediction"):
             st.markdown(bullets(f"{format_number(point.value)}: {point.refused}" for point in failed))
+
+
+def _show_ways(scenario: Scenario, text: str) -> None:
+    """Step time of every way to train over bandwidth, on request: it takes a prediction of each at ten bandwidths."""
+    st.subheader("Ways to train", help="Gradient compression, parameter servers, Local SGD and DiLoCo over bandwidth")
+    if not st.toggle("Predict every way", key="ways"):
+        return
+    try:
+        found = awaited("predicting every way", predicted_ways, text)
+    except SpecError as error:
+        st.info(sentences(error))
+        return
+    show_figure(ways_figure(found), f"{scenario.name} ways to train", alt="Step time of ways to train over bandwidth")
+    st.caption(
+        "A step of one way may be worth fewer samples than that of another: `search.samples_factor` weighs them."
+    )
+    refused = [curve for curve in found.curves if curve.refused]
+    if refused:
+        with st.expander(f"{counted(len(refused), 'way')} without a prediction"):
+            st.markdown(bullets(f"{curve.name}: {curve.refused}" for curve in refused))
 
 
 def _show_slow(text: str) -> tuple[float, tuple[DelayedRank, ...]]:

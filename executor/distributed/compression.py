@@ -186,7 +186,7 @@ class _Quantized:
 
     def __init__(self, compression: Compression, peers: Peers, average: Hook, num_whole_steps: int) -> None:
         self._peers, self._average, self._num_whole_steps = peers, average, num_whole_steps
-        self._encode, self._decode = QUANTIZERS[compression.kind]
+        self._kind = compression.kind
         self._errors = _Errors() if compression.error_feedback else None
         self._mean_errors: dict[int, Tensor] = {}  # by bucket, of the part that this rank averages
         self._step = 0
@@ -199,34 +199,63 @@ class _Quantized:
             return self._average(state, bucket)
         if step == 1:  # DDP has made its buckets anew
             self._mean_errors.pop(bucket.index(), None)
-        part = quantized_part(buffer.numel(), num_ranks)
-        gradients, mean_errors = buffer.new_zeros(num_ranks, part), None
-        gradients.view(-1)[: buffer.numel()] = buffer
-        errors = None if self._errors is None else self._errors.of(bucket, gradients.numel()).view_as(gradients)
-        sent = self._compressed(gradients, errors)
-        received = torch.empty_like(sent)
-        handle = self._peers.issue("all_to_all", sent)
-        dist.all_to_all_single(received, sent, group=self._peers.group)
-        self._peers.complete(handle)
-        mean = self._decode(received, part).mean(0, keepdim=True)
-        if errors is not None:
-            mean_errors = self._mean_errors.setdefault(bucket.index(), torch.zeros_like(mean))
-        sent = self._compressed(mean, mean_errors)
-        handle = self._peers.issue("all_gather", received)
-        all_gather(received.view(-1), sent.view(-1), group=self._peers.group)
-        self._peers.complete(handle)
-        buffer.copy_(self._decode(received, part).view(-1)[: buffer.numel()])
+        errors = mean_errors = None
+        if self._errors is not None:
+            part = quantized_part(buffer.numel(), num_ranks)
+            errors = self._errors.of(bucket, num_ranks * part).view(num_ranks, part)
+            if bucket.index() not in self._mean_errors:
+                self._mean_errors[bucket.index()] = buffer.new_zeros(1, part)
+            mean_errors = self._mean_errors[bucket.index()]
+        average_quantized(buffer, self._kind, self._peers, errors, mean_errors)
         averaged: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         averaged.set_result(buffer)
         return averaged
 
-    def _compressed(self, values: Tensor, errors: Tensor | None) -> Tensor:
-        """``(rows, bytes)`` Values plus errors, compressed; errors become what that leaves out. Changes both."""
-        if errors is None:
-            return self._encode(values)
-        encoded = self._encode(values.add_(errors))
-        torch.sub(values, self._decode(encoded, values.shape[1]), out=errors)
-        return encoded
+
+def average_quantized(
+    buffer: Tensor, kind: str, peers: Peers, errors: Tensor | None = None, mean_errors: Tensor | None = None
+) -> None:
+    """Replaces values by their mean over ranks, of which each averages a part, from and to few bits.
+
+    Args:
+        buffer: (elements,) values.
+        kind: Key of ``QUANTIZERS``.
+        peers: Ranks that average.
+        errors, mean_errors: (num_ranks, part) and (1, part) what compression left out before, of all parts and of the
+            mean of the own part; become what it leaves out now. None without error feedback.
+    """
+    part, (_, decode) = quantized_part(buffer.numel(), peers.size), QUANTIZERS[kind]
+    gradients = buffer.new_zeros(peers.size, part)
+    gradients.view(-1)[: buffer.numel()] = buffer
+    sent = _quantized(kind, gradients, errors)
+    del gradients
+    received = torch.empty_like(sent)
+    handle = peers.issue("all_to_all", sent)
+    dist.all_to_all_single(received, sent, group=peers.group)
+    peers.complete(handle)
+    mean = decode(received, part).mean(0, keepdim=True)
+    sent = _quantized(kind, mean, mean_errors)
+    del mean
+    handle = peers.issue("all_gather", received)
+    all_gather(received.view(-1), sent.view(-1), group=peers.group)
+    peers.complete(handle)
+    buffer.copy_(decode(received, part).view(-1)[: buffer.numel()])
+
+
+def quantized_bytes(buffer: Tensor, kind: str, num_ranks: int) -> int:
+    """Bytes of either collective of ``average_quantized``, without computing it."""
+    part, (encode, _) = quantized_part(buffer.numel(), num_ranks), QUANTIZERS[kind]
+    return encode(torch.empty(num_ranks, part, dtype=buffer.dtype, device="meta")).nbytes
+
+
+def _quantized(kind: str, values: Tensor, errors: Tensor | None) -> Tensor:
+    """``(rows, bytes)`` Values plus errors, compressed; errors become what that leaves out. Changes both."""
+    encode, decode = QUANTIZERS[kind]
+    if errors is None:
+        return encode(values)
+    encoded = encode(values.add_(errors))
+    torch.sub(values, decode(encoded, values.shape[1]), out=errors)
+    return encoded
 
 
 def _blocks(values: Tensor) -> Tensor:

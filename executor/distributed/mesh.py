@@ -109,7 +109,8 @@ class ParallelDims:
         pp: Ranks of the same pipeline, first stage first.
         dp: Ranks that average unsharded gradients (DDP).
         fsdp: Ranks over which parameters (FSDP) or optimizer states (ZeRO-1) are sharded.
-        replicate: Ranks that hold the same shard of the parameters.
+        replicate: Ranks that hold the same shard of the parameters, and reduce its gradients in every step (HSDP).
+        outer: Ranks that hold the same shard in replicas that train alone and meet in outer steps.
         experts: With expert parallelism, ranks that average the gradients of the same experts; with FSDP, the ranks
             over which these experts are sharded.
         tied: The two ranks of the pipeline that hold a tied embedding.
@@ -125,6 +126,7 @@ class ParallelDims:
     dp: Peers = field(default_factory=Peers)
     fsdp: Peers = field(default_factory=Peers)
     replicate: Peers = field(default_factory=Peers)
+    outer: Peers = field(default_factory=Peers)
     experts: Peers = field(default_factory=Peers)
     tied: Peers = field(default_factory=Peers)
     dp_mesh: DeviceMesh | None = None
@@ -159,15 +161,18 @@ class ParallelDims:
         sharded_experts = plan.expert_shards > 1
         tp = peers("tp")
         fsdp = peers("shard", plan.shards_parameters or plan.shards_optimizer_only)
-        replicate = peers("replicate", plan.shards_parameters)
+        replicate = peers("replicate", plan.shards_parameters and not plan.replicas_apart)
+        replication = plan.replication
+        begins_whole = replication is not None and replication.start_step > 0  # with the gradients of all ranks
         axes = {"replicate": replicate, "shard": fsdp if plan.shards_parameters else Peers(), "tp": tp}
         dp_mesh, tp_mesh = _split_mesh(axes, rank, device_type)
         return cls(
             plan.shard,
             pp=peers("pp"),
-            dp=peers("dp", not plan.shards_parameters),
+            dp=peers("dp" if begins_whole else plan.gradient_group, not plan.shards_parameters),
             fsdp=fsdp,
             replicate=replicate,
+            outer=peers("replicate", replication is not None and replication.has_rounds),
             dp_mesh=dp_mesh,
             cp=peers("cp").meshed("cp", device_type),
             tp=replace(tp, mesh=tp_mesh),

@@ -154,6 +154,11 @@ class Recorder:
         self._issued: list[_Issued] = []
 
     @property
+    def step(self) -> int:
+        """Index in the run of the step that runs or ran last."""
+        return self._step
+
+    @property
     def current(self) -> Action:
         """The action that runs or ran last."""
         return self._current

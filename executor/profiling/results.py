@@ -124,9 +124,12 @@ def gather(
     replication = job.plan.replication
     has_workers = replication is not None and replication.has_workers
     times_s = [_time_of_updates(step) if has_workers else _time_of_ranks(step) for step in steps]
-    begin = steady_from(times_s) if job.num_warmup_steps is None else 0
+    begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
     steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
-    shown = _from_start(steps[_representative(steady, times_s)], together=not has_workers) if steady else None
+    steady = steady[len(steady) % job.round_steps :]  # whole rounds
+    shown = None
+    if steady:
+        shown = _from_start(steps[_representative(_comparable(job, steps, steady), times_s)], together=not has_workers)
     ranks = []
     for rank, (_, memory) in enumerate(read):
         record = None if shown is None else shown[rank]
@@ -268,6 +271,15 @@ def _reference_s(steps: Sequence[Sequence[StepRecord]]) -> float | None:
     """Median over steps and ranks, as in a calibration (``executor.calibration.timing``)."""
     seconds = [record.reference_s for step in steps for record in step if record.reference_s is not None]
     return statistics.median(seconds) if seconds else None
+
+
+def _comparable(job: RunSpec, steps: Sequence[Sequence[StepRecord]], steady: Sequence[int]) -> list[int]:
+    """Steady steps of the kind whose Program is predicted: of replicas that train alone, those with an outer step."""
+    replication = job.plan.replication
+    if job.round_steps == 1 or replication is None:
+        return [*steady]
+    between = job.round_steps // replication.outer_steps
+    return [i for i in steady if (steps[i][0].step + 1 - replication.start_step) % between == 0]
 
 
 def _representative(steps: Sequence[int], times_s: Sequence[float]) -> int:

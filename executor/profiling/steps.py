@@ -61,7 +61,7 @@ def find_slow_ranks(job: RunSpec, steps: Sequence[Sequence[StepRecord]], *, cuda
     for rank in range(job.plan.num_devices):
         place = mapping.place(rank)
         peers[place.pp, place.cp].append(rank)
-    buckets = job.plan.dp > 1 and not job.plan.shards_parameters
+    buckets = job.plan.num_averaging > 1 and not job.plan.shards_parameters
     times_s = [[compute_s(record, buckets=buckets, cuda=cuda) for record in step] for step in steps]
     return tuple(slow for ranks in peers.values() for slow in _slow_among(ranks, times_s))
 

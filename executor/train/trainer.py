@@ -6,11 +6,13 @@ Modules that only some plans need are imported where they are used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from executor.distributed.gradients import (
     GradientClipper,
@@ -21,7 +23,7 @@ from executor.distributed.gradients import (
     partial_parameters,
     sum_partial_gradients,
 )
-from executor.distributed.mesh import ParallelDims
+from executor.distributed.mesh import ParallelDims, Peers
 from executor.distributed.precision import Autocast, compute_dtype, fp8_recipe, weight_dtype
 from executor.models.embedding_and_head import OutputHead
 from executor.models.lora import trained_parameters
@@ -40,6 +42,7 @@ from simplan.runs.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from executor.distributed.fsdp import StageSharding
+    from executor.distributed.outer import OuterSteps
     from executor.distributed.pipeline import PipelineEngine, StageModule
     from executor.distributed.zero import ShardedOptimizer
     from executor.train.training_state import TrainingState
@@ -95,6 +98,7 @@ class Trainer:
         self._sharded_optimizer: ShardedOptimizer | None = None
         self.optimizers = self._make_optimizers(parameters)
         self._clipper = self._make_clipper(parameters)
+        self._outer = self._make_outer(parameters)
         modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
         loss = self._loss()
         self._engine: LoopEngine | PipelineEngine
@@ -171,6 +175,34 @@ class Trainer:
             zero_gradients(self._parameters, drop=self._drops_gradients)
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.broadcast()
+        if self._outer is not None:
+            self._outer.after_step(self._recorder.step)
+            self._leave_ddp(self._recorder.step + 1)
+
+    def resume(self, step: int) -> None:
+        """Goes on after a number of steps, whose state was read into ``state``."""
+        if self._outer is not None:
+            self._outer.resume(step)
+            self._leave_ddp(step)
+
+    def finish(self) -> None:
+        """Waits for communication beside steps, at the end of a run."""
+        if self._outer is not None:
+            self._outer.finish()
+
+    def _leave_ddp(self, step: int) -> None:
+        """After the first steps of post-local SGD nothing reduces gradients, and they persist as in other plans."""
+        engine, replication = self._engine, self._job.plan.replication
+        assert replication is not None
+        if step < replication.start_step or not isinstance(engine, LoopEngine):
+            return
+        if not isinstance(engine.module, DistributedDataParallel) or self._job.plan.num_averaging > 1:
+            return
+        self._engine = replace(engine, module=engine.module.module)
+        self._drops_gradients = False
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     @property
     def local_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -184,7 +216,9 @@ class Trainer:
         split: dict[str, int] = {}
         for stage in self.stages.values():
             split |= split_dimensions(stage, self._job)
-        return TrainingState(self.stages.values(), self.local_optimizers, split, self._dims, self._device)
+        return TrainingState(
+            self.stages.values(), self.local_optimizers, split, self._dims, self._device, outer=self._outer
+        )
 
     def _build_stage(self, index: int) -> Stage:
         job, plan, model = self._job, self._job.plan, self._job.model
@@ -249,6 +283,16 @@ class Trainer:
             self._sharded_optimizer = ShardedOptimizer(others, self._dims.fsdp, make)
         first = self._sharded_optimizer or make(others)
         return [first, make(experts)] if experts else [first]
+
+    def _make_outer(self, parameters: list[nn.Parameter]) -> OuterSteps | None:
+        """Outer steps of replicas that train alone; None without."""
+        replication = self._job.plan.replication
+        if replication is None or not replication.has_rounds:
+            return None
+        from executor.distributed.outer import OuterSteps
+
+        shards = self._dims.fsdp if self._job.plan.shards_parameters else Peers()
+        return OuterSteps(replication, parameters, self._dims.outer, shards, self._recorder, self._optim_action)
 
     def _make_clipper(self, parameters: list[nn.Parameter]) -> GradientClipper | None:
         max_norm = self._job.training.clip_grad_norm

@@ -8,7 +8,7 @@ as separate tensors, with the rank's mesh coordinate as suffix.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
 
+if TYPE_CHECKING:
+    from executor.distributed.outer import OuterSteps
+
 
 class TrainingState:
     """Parameters, buffers, optimizer states and random number generators of one rank.
@@ -30,6 +33,8 @@ class TrainingState:
         stages: Stages of the rank, already sharded.
         split: By name of a parameter, the dimension along which ranks split it.
         dims: Tensor- and expert-parallel groups of the rank.
+        outer: Outer steps of replicas that train alone. Each of them has its own parameters, with its number as a
+            suffix, and the state of outer steps is stored by rank.
     """
 
     def __init__(
@@ -39,8 +44,11 @@ class TrainingState:
         split: Mapping[str, int],
         dims: ParallelDims,
         device: torch.device,
+        *,
+        outer: OuterSteps | None = None,
     ) -> None:
-        self._optimizers, self._device = optimizers, device
+        self._optimizers, self._device, self._outer = optimizers, device, outer
+        self._replica = "" if outer is None else f".replica{dims.outer.rank}"
         self._model = Stage((int(index), layer) for stage in stages for index, layer in stage.layers.items())
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         self._second_names = parameters.keys() - dict(self._model.named_parameters()).keys()
@@ -51,7 +59,7 @@ class TrainingState:
         """All of the state; tensors are not copied."""
         model: dict[str, Any] = get_model_state_dict(self._model)
         states: Any = get_optimizer_state_dict(self._model, self._optimizers)["state"]
-        rank = f"rank{dist.get_rank()}"
+        rank, outer = f"rank{dist.get_rank()}", self._outer
         generators = {"cpu": {rank: torch.get_rng_state()}}
         if self._device.type == "cuda":
             generators["cuda"] = {rank: torch.cuda.get_rng_state(self._device)}
@@ -70,6 +78,7 @@ class TrainingState:
                 for name, state in states.items()
             },
             "generators": generators,
+            **({} if outer is None else {"outer": {name: {rank: tensor} for name, tensor in outer.tensors().items()}}),
         }
 
     def restore(self, reader: FileSystemReader, group: dist.ProcessGroup) -> None:
@@ -100,7 +109,7 @@ class TrainingState:
                 torch.cuda.set_rng_state(state, self._device)
 
     def _stored(self, name: str) -> str:
-        return name + self._suffixes.get(name, "")
+        return name + self._suffixes.get(name, "") + self._replica
 
     def _placed(self, name: str, value: Tensor, shape: torch.Size) -> Tensor:
         """A tensor of a parameter's shape; a part as a DTensor that shares its memory, as DDP and ZeRO-1 have none."""

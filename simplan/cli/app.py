@@ -557,19 +557,25 @@ def draw(
     load: Annotated[
         bool, typer.Option("--load", help="Load of the links of cluster.topology over the step, in place of actions.")
     ] = False,
+    ways: Annotated[
+        bool, typer.Option("--ways", help="Step time over bandwidth for every way to train, in place of the step.")
+    ] = False,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Draw the predicted step: actions and idle time of every pipeline rank.
 
-    With --network, links and switches of the cluster. With --load, the load of links over the step.
+    With --network, links and switches of the cluster. With --load, the load of links over the step. With --ways, the
+    step time over bandwidth for gradient compression, parameter servers, Local SGD and DiLoCo.
     """
-    from simplan.cli.commands import draw_command, draw_load_command, draw_network_command
+    from simplan.cli.commands import draw_command, draw_load_command, draw_network_command, draw_ways_command
 
     if network:
         return draw_network_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
     if load:
         return draw_load_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
+    if ways:
+        return draw_ways_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
+from simplan.explain.ways_map import ways_lines, ways_map
 from simplan.io import MAX_JSON_BYTES, as_argument, parse_json, read_text, write_json, write_text
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
@@ -41,6 +42,7 @@ from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
 from simplan.report.drawings.fabric_svg import fabric_svg
 from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
+from simplan.report.drawings.ways_svg import ways_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.html import html_report
 from simplan.report.text import verdict
@@ -165,12 +167,7 @@ def draw_network_command(
     request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
 ) -> int:
     """``simplan draw --network``."""
-    for option, value in (("--width", width), ("--calibration", calibration_file)):
-        if value is not None:
-            rule, fix = "has no meaning with --network", "remove one of the two"
-            raise SpecError(Problem(field=option, value=str(value), rule=rule, fix=fix))
-    if output is not None:
-        refuse_other_suffix(output)
+    _refuse_with("--network", output, {"--width": width, "--calibration": calibration_file})
     drawing = draw_fabric(request.scenario().job.cluster)
     if output is not None:
         write_text(output, fabric_svg(drawing))
@@ -186,11 +183,7 @@ def draw_load_command(
     request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
 ) -> int:
     """``simplan draw --load``."""
-    if width is not None:
-        rule, fix = "has no meaning with --load", "remove one of the two"
-        raise SpecError(Problem(field="--width", value=str(width), rule=rule, fix=fix))
-    if output is not None:
-        refuse_other_suffix(output)
+    _refuse_with("--load", output, {"--width": width})
     scenario = request.scenario()
     if scenario.job.cluster.topology is None:
         fix = "give cluster.topology, e.g. {kind: leaf_spine, nodes_per_leaf: 4}"
@@ -206,6 +199,33 @@ def draw_load_command(
     else:
         print_result(link_load_text(drawing))
     return 0
+
+
+def draw_ways_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw --ways``."""
+    _refuse_with("--ways", output, {"--width": width, "--calibration": calibration_file})
+    scenario = request.scenario()
+    found = ways_map(scenario.job, scenario.name)
+    if output is not None:
+        write_text(output, ways_svg(found))
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_result("\n".join(ways_lines(found)))
+    return 0
+
+
+def _refuse_with(drawing: str, output: Path | None, options: Mapping[str, object]) -> None:
+    """Refuses options without meaning for a drawing, and files that are no SVG."""
+    for option, value in options.items():
+        if value is not None:
+            rule, fix = f"has no meaning with {drawing}", "remove one of the two"
+            raise SpecError(Problem(field=option, value=str(value), rule=rule, fix=fix))
+    if output is not None:
+        refuse_other_suffix(output)
 
 
 def run_command(

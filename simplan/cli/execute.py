@@ -26,7 +26,7 @@ from simplan.report.trace import write_measured_trace, write_predicted_trace
 from simplan.runs.checkpoint import Checkpointing, check_new_run, differences, readable_headers, step_folder
 from simplan.runs.elastic import Nodes, refuse_busy_port
 from simplan.runs.measurement import Measurement
-from simplan.runs.run_spec import RunSpec
+from simplan.runs.run_spec import RunSpec, rounds_beyond_run
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import fewer_nodes, scenarios_on_fewer
 from simplan.units import GIB
@@ -153,7 +153,8 @@ def check_before_calibrating(scenario: Scenario, options: RunOptions) -> None:
     """Refuses what a run would refuse after its calibration, which takes half a minute.
 
     Raises:
-        SpecError: The folder has checkpoints of another training, or the port at the endpoint is in use.
+        SpecError: The folder has checkpoints of another training, the run is shorter than a round, or the port at the
+            endpoint is in use.
     """
     kept, job = options.checkpointing, scenario.job
     if job.cluster.stragglers:
@@ -169,6 +170,8 @@ def check_before_calibrating(scenario: Scenario, options: RunOptions) -> None:
             problems := list(differences(newest, job.model, job.training, job.plan, seed, run_dtype(job.training)))
         ):
             raise SpecError(problems, file=str(step_folder(Path(kept.folder), newest.step)))
+    if problems := list(rounds_beyond_run(job.plan, options.num_steps, "--steps")):
+        raise SpecError(problems, file=scenario.file)
     if options.nodes is not None:
         refuse_busy_port(options.nodes)
 

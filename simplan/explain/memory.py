@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from simplan.explain.term import ExplainedTerm
+from simplan.job import Job
 from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
 from simplan.program.memory.low_precision_footprint import persistent_weight_bytes
@@ -76,14 +77,18 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
         MemoryCategory.GRADIENTS: state.gradient + state.unaccumulated,
         MemoryCategory.OPTIMIZER: state.optimizer_bytes(job.training.optimizer),
     }[category]
-    kept = wide if is_parameters else resting.get(category, 0)
-    formula = f"{kept // width:,} parameters x {width} B"
+    outer_bytes = _outer_bytes(job, trained or wide // state.parameter) if category is MemoryCategory.OPTIMIZER else 0
+    kept = (wide if is_parameters else resting.get(category, 0)) - outer_bytes
+    formula = f"{kept // max(1, width):,} parameters x {width} B"
     if frozen and is_parameters:
         formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
     elif frozen:
         formula = f"{kept // width:,} parameters trained x {width} B"
     if job.plan.shards_parameters:
         formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
+    if outer_bytes:
+        more = f"{format_bytes(outer_bytes, digits=4)} of outer parameters and momentum"
+        return f"{formula} + {more}" if kept else more
     if is_parameters and quantized:
         more = (
             f"+ {format_bytes(quantized, digits=4)} of"
@@ -94,6 +99,14 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
     elif num_bytes > kept:
         formula += f" + {format_bytes(num_bytes - kept, digits=4)} of gradients that wait to be added or reduced"
     return formula
+
+
+def _outer_bytes(job: Job, num_parameters: int) -> int:
+    """Bytes of the states of an outer optimizer on the device, in FP32."""
+    replication = job.plan.replication
+    if replication is None or replication.outer.on_host:
+        return 0
+    return replication.num_outer_states * 4 * num_parameters
 
 
 def _num_trained(prediction: Prediction, program: Program, rank: int) -> int | None:

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from simplan.cost.model import CostEstimate
 from simplan.units import format_bytes, format_number, format_time
 
+_WHOLE = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class ExplainedPart:
@@ -72,15 +74,21 @@ def remainder_words(whole_s: float, part_s: float, what: str = "") -> str:
     return f"{format_time(whole_s, digits=digits)} - {format_time(part_s, digits=digits)}{what and f' {what}'}"
 
 
-def parts_of(estimate: CostEstimate, count: int) -> Iterator[ExplainedPart]:
+def parts_of(estimate: CostEstimate, count: float) -> Iterator[ExplainedPart]:
     """Yield the parts of a cost estimate for all its occurrences."""
     for part in estimate.parts:
         yield ExplainedPart(part.name, str(part.limit), count * part.seconds, counted_formula(count, part.formula))
 
 
-def counted_formula(count: int, formula: str) -> str:
+def occurrences(times: float) -> float:
+    """Occurrences of work in a step: a whole number, except in the mean over the steps of a round."""
+    return round(times) if abs(times - round(times)) < _WHOLE else times
+
+
+def counted_formula(count: float, formula: str) -> str:
     """Formula of several occurrences."""
-    return formula if count == 1 else f"{count:,} x ({formula})"
+    number = f"{count:,}" if isinstance(count, int) else f"{count:.4g}"
+    return formula if count == 1 else f"{number} x ({formula})"
 
 
 def exposed_s(

@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.model import CostEstimate, Limit
-from simplan.explain.term import ExplainedPart, ExplainedTerm, counted_formula, exposed_s, parts_of, remainder_words
+from simplan.explain.term import (
+    ExplainedPart,
+    ExplainedTerm,
+    counted_formula,
+    exposed_s,
+    occurrences,
+    parts_of,
+    remainder_words,
+)
 from simplan.predict import Simulated
 from simplan.predict.overlap_slowdown import overlap_words
 from simplan.prediction import Prediction
@@ -37,7 +45,7 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
         for (of_kind, name, estimate), times in computed.items():
             if of_kind is not kind:
                 continue
-            count = round(times)
+            count = occurrences(times)
             left_s -= count * estimate.seconds
             yield ExplainedTerm(
                 group,
@@ -113,7 +121,7 @@ def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     """Yield exposed communication by name, with the cost estimates of its operations."""
     found = simulated.of_full_step(lambda step: _moved(step, rank))
     for label in dict.fromkeys(label for label, _ in found):
-        counts = [(e, round(n)) for (own, e), n in found.items() if own == label and isinstance(e, CostEstimate)]
+        counts = [(e, occurrences(n)) for (own, e), n in found.items() if own == label and isinstance(e, CostEstimate)]
         counts.sort(key=lambda item: -item[0].seconds * item[1])
         busy_s, exposed, waited_s = found[label, "busy"], found[label, "exposed"], found[label, "waited"]
         alone_s, first = busy_s - waited_s, counts[0][0]

@@ -219,6 +219,11 @@ class ParallelPlan(Spec):
         return self.replication is not None
 
     @property
+    def round_steps(self) -> int:
+        """Steps of a round of replicas that train alone between outer steps; 1 if all steps are alike."""
+        return self.replication.inner_steps if self.replication is not None and self.replication.has_rounds else 1
+
+    @property
     def gradient_group(self) -> GroupKind:
         """Kind of the group that averages gradients in every step."""
         return "shard" if self.replicas_apart else "dp"

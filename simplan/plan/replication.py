@@ -1,4 +1,4 @@
-"""How the replicas of a plan stay together, other than by whole gradients in every step."""
+"""Replication of a plan: what keeps replicas together other than whole gradients in every step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Outer(Spec):
     @property
     def num_states(self) -> int:
         """Copies of the parameters that the outer optimizer keeps between rounds: themselves, and momentum."""
-        return 2 if self.optimizer == "nesterov" else 1
+        return 2 if self.optimizer == "nesterov" and self.momentum else 1
 
 
 def _named(data: Any) -> Any:
@@ -66,7 +66,7 @@ def _named(data: Any) -> Any:
 
 
 class Replication(Spec):
-    """How the ``dp_replicate`` replicas of a plan stay together.
+    """Way in which the ``dp_replicate`` replicas of a plan stay together.
 
     ``local_sgd`` averages parameters after every ``inner_steps`` steps (Stich 2018, arXiv:1805.09767); with
     ``start_step`` replicas reduce gradients in every step before (post-local SGD, Lin et al. 2018, arXiv:1808.07217).

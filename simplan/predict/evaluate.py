@@ -33,6 +33,7 @@ from simplan.prediction import (
     CompressionStep,
     HashedStep,
     Prediction,
+    RankMemory,
     ReplicationRound,
     ReplicationWorkers,
     Term,
@@ -98,13 +99,11 @@ def predict_step(
                 check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
             check_executable(step.tables[0], plan, job.software)
     load_for_another(step.programs)
-    (simulated, *shorter), fine = step.simulated, step.programs[0]
-    if shorter:
-        simulated = replace(simulated, shorter=shorter[0], num_periods=extent.num_periods)
+    simulated, fine = step.full, step.programs[0]
     step_time_s, *moved_s = step.seconds(partial(_vectors, sources=error_sources(fine))).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
-    memory = step.memory()
+    memory = _with_first_steps(step, step.memory())
     splits = step.splits(step_time_s)
     capacities = [each.capacity_bytes for each in memory]
     fits = None if None in capacities else all(m.fits for m in memory)
@@ -155,6 +154,19 @@ def predict_step(
         replication=_replication(step, step_time_s),
     )
     return prediction, simulated
+
+
+def _with_first_steps(step: TruncatedStep, memory: tuple[RankMemory, ...]) -> tuple[RankMemory, ...]:
+    """Memory of every rank in the steps of rounds or, if it is more, in the first steps of post-local SGD, by DDP."""
+    job, replication = step.job, step.job.plan.replication
+    if replication is None or not replication.start_step:
+        return memory
+    whole = job.with_plan(job.plan.with_changes(replication=None))
+    first = replace(step, job=whole, extent=predicted_extent(whole, step.folding or folding_of(whole)))
+    return tuple(
+        max(each, of_first, key=lambda found: found.allocated_bytes)
+        for each, of_first in zip(memory, first.memory(), strict=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.program_costs import estimate_program
+from simplan.job import Job
 from simplan.predict.background import background_steps
 from simplan.predict.build import cost_model
 from simplan.predict.simulated import EFFECTS, Effect, Simulated, affected_costs
@@ -48,9 +52,21 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
     Raises:
         NotModelledError: Ranks share cores, so the machine has timings and no rates.
     """
-    program, before_s = simulated.program, simulated.times.step_time_s
+    job = prediction.job
+    before_s, after_s = _step_times_s(job, simulated)
+    if (inner := simulated.inner) is not None:  # the mean of a round
+        other_s, others_s = (0.0, dict[Resource, float]()) if inner.step is None else _step_times_s(job, inner.step)
+        before_s = inner.mean(before_s, other_s)
+        after_s = {name: inner.mean(seconds, others_s.get(name, 0.0)) for name, seconds in after_s.items()}
+    values = [MarginalValue(name, (seconds - before_s) / before_s) for name, seconds in after_s.items()]
+    return tuple(sorted(values, key=lambda value: value.relative_change))
+
+
+def _step_times_s(job: Job, simulated: Simulated) -> tuple[float, dict[Resource, float]]:
+    """Seconds of a step, and by resource seconds with a better one."""
+    program, context = simulated.program, simulated.context
     compiled = compile_program(program, simulated.sharing)
-    job, context, durations_s = prediction.job, simulated.context, {}
+    durations_s: dict[Resource, NDArray[np.float64]] = {}
     for resource in Resource:
         if (cluster := improved(job.cluster, resource)) is None:
             continue
@@ -59,11 +75,8 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
         costs = affected_costs(program, estimated, better, compiled, simulated.sharing, _FIXED).program_costs
         factors = 1.0 if simulated.factors is None else simulated.factors
         durations_s[resource] = costs.durations_s * factors
-    values = [
-        MarginalValue(resource, (step_time_s - before_s) / before_s)
-        for resource, step_time_s in zip(durations_s, compiled.step_times_s([*durations_s.values()]), strict=True)
-    ]
-    return tuple(sorted(values, key=lambda value: value.relative_change))
+    times_s = compiled.step_times_s([*durations_s.values()])
+    return simulated.times.step_time_s, dict(zip(durations_s, map(float, times_s), strict=True))
 
 
 def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) -> ClusterSpec | None:

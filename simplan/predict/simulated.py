@@ -86,6 +86,25 @@ class AffectedCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class InnerSteps:
+    """Steps of a round without the outer step that the others have.
+
+    Attributes:
+        step: One of them; None if there are none.
+        num_steps: Their number for each outer step.
+        round_steps: Steps of a round for each outer step.
+    """
+
+    step: Simulated | None
+    num_steps: float
+    round_steps: float
+
+    def mean(self, of_outer: float, of_inner: float) -> float:
+        """Mean over the steps of a round, from values of the Program with an outer step and of an inner step."""
+        return (of_outer + self.num_steps * of_inner) / self.round_steps
+
+
+@dataclass(frozen=True, slots=True)
 class Simulated:
     """One simulated step.
 
@@ -100,6 +119,7 @@ class Simulated:
         factors: ``(num_ops,)`` Factors of the durations in this step by jitter; None without.
         shorter: Of a truncated step, the shorter simulated one; None if all microbatches are simulated.
         num_periods: Differences of this step and the shorter one that the full step is longer than this one.
+        inner: Of a step with an outer step of replicas that train alone, the other steps of its round.
     """
 
     program: Program
@@ -114,14 +134,22 @@ class Simulated:
     factors: NDArray[np.float64] | None = None
     shorter: Simulated | None = None
     num_periods: int = 0
+    inner: InnerSteps | None = None
 
     def of_full_step(self, quantities: Callable[[Simulated], Mapping[_Key, float]]) -> dict[_Key, float]:
-        """Returns quantities of the full step from those of the simulated ones, which grow equally in every period."""
+        """Returns quantities of the full step from those of the simulated ones, which grow equally in every period.
+
+        In a round, they are the mean of its steps.
+        """
         found = dict(quantities(self))
-        if self.shorter is None:
+        if self.shorter is not None:
+            fewer = quantities(self.shorter)
+            found = {key: value + self.num_periods * (value - fewer.get(key, 0)) for key, value in found.items()}
+        if self.inner is None:
             return found
-        fewer = quantities(self.shorter)
-        return {key: value + self.num_periods * (value - fewer.get(key, 0)) for key, value in found.items()}
+        others = {} if self.inner.step is None else self.inner.step.of_full_step(quantities)
+        keys = dict.fromkeys([*found, *others])
+        return {key: self.inner.mean(found.get(key, 0), others.get(key, 0)) for key in keys}
 
 
 def simulate_program(program: Program, cost: CostModel, context: StepContext) -> Simulated:

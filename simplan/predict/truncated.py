@@ -33,7 +33,7 @@ from simplan.plan.plan import StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.build import assign_layers, balances_unequal_stages, cost_model, expands_for_links, table_of
 from simplan.predict.memory import RankPeaks, device_memory, rank_memory, rank_peaks
-from simplan.predict.simulated import Simulated, StepContext, simulate_program
+from simplan.predict.simulated import InnerSteps, Simulated, StepContext, simulate_program
 from simplan.prediction import RankMemory
 from simplan.program.action import ActionKind, Table
 from simplan.program.folding import Folding
@@ -87,11 +87,12 @@ def extent_of(job: Job) -> Extent:
     A pipeline of p ranks fills within p microbatches, drains within the last p, and needs two more in between. An
     interleaved one needs three rounds, since the first may differ. Custom schedules and schedules that depend on stage
     times change with the number of microbatches, so they are simulated in full. So are steps with jitter, flapping
-    links or background jobs, in which no microbatch is like another.
+    links or background jobs, in which no microbatch is like another, and steps beside an outer step.
     """
     plan, cluster, whole = job.plan, job.cluster, job.num_microbatches
     flaps = any(slow.period_s is not None for slow in cluster.slow_links)
-    if cluster.jitter is not None or flaps or cluster.background_jobs:
+    beside = plan.replication is not None and plan.replication.steps_beside  # communication that may outlast fewer
+    if cluster.jitter is not None or flaps or cluster.background_jobs or beside:
         return Extent(whole, 0, whole)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     if plan.pp == 1:
@@ -180,6 +181,20 @@ class TruncatedStep:
         assert replication is not None
         total = replication.outer_steps * of_outer + self._num_inner * of_inner
         return total / replication.inner_steps  # type: ignore[return-value]
+
+    @property
+    def full(self) -> Simulated:
+        """The simulated step with the shorter one, and with the other steps of its round."""
+        longer, *shorter = self.simulated
+        if shorter:
+            longer = replace(longer, shorter=shorter[0], num_periods=self.extent.num_periods)
+        if not self._has_outer_step:
+            return longer
+        replication = self.job.plan.replication
+        assert replication is not None
+        each = replication.outer_steps
+        inner = None if self.inner is None else self.inner.full
+        return replace(longer, inner=InnerSteps(inner, self._num_inner / each, replication.inner_steps / each))
 
     @cached_property
     def cost(self) -> CostModel:

@@ -11,7 +11,15 @@ from simplan.problems import render_value
 from simplan.report.table import format_table_text
 from simplan.report.text import links_words, memory_interval, plan_words, suggestions
 from simplan.search.incumbents import NOISE
-from simplan.search.result import EquivalentPlans, NearestMiss, OtherSoftware, RankedPlan, SearchResult, SpaceCount
+from simplan.search.result import (
+    EquivalentPlans,
+    NearestMiss,
+    OtherSoftware,
+    RankedPlan,
+    SearchedWay,
+    SearchResult,
+    SpaceCount,
+)
 from simplan.search.space import Objective
 from simplan.search.switch import ChangedSetting, PlanSwitch
 from simplan.units import counted, format_bytes, format_percent, format_time
@@ -183,6 +191,8 @@ def search_text(
         parts[0] += f"\n  memory       {headroom_words(result)}"
     if len(result.ranked) > 1:
         parts.append(_ranked_table(result))
+    if result.ways:
+        parts.append(_ways_table(result))
     if len(result.objectives) == 2 and result.pareto:
         parts.append(_front_table(result))
     parts.append(_space_table(result.space))
@@ -282,7 +292,8 @@ def _ranked_table(result: SearchResult) -> str:
             "" if why is None else f"{why.limit.replace('_', ' ')} {100 * why.shares[why.limit]:.0f} %",
             "" if why is None or why.help is None else RESOURCES[why.help],
             search_plan_words(plan.plan, plan.software)
-            + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
+            + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else "")
+            + (f" ({plan.samples_factor:g} x the samples)" if plan.samples_factor != 1.0 else ""),
         ]
 
     headers = [
@@ -315,6 +326,38 @@ def _front_table(result: SearchResult) -> str:
     more = f"\n  and {len(rows) - len(shown)} between the last two (--json has all)" if len(rows) > len(shown) else ""
     title = f"Pareto front of {names}: {counted_plans(len(rows))}\n"
     return title + format_table_text([*_headers(result), "plan"], shown, left=0, words_last=True) + more
+
+
+def _ways_table(result: SearchResult) -> str:
+    """Ways to train that change the mathematics, with what they must not need to pay."""
+    headers = ["step time", "device memory", "pays below", "samples", "plan"]
+    rows = [way_cells(way) for way in result.ways]
+    ranked = [way.samples_factor for way in result.ways if way.samples_factor is not None]
+    title = "Ways that change the mathematics: a step may be worth fewer samples."
+    if result.synchronous is not None:
+        best = result.synchronous
+        title += (
+            f"\n  The best synchronous plan takes {format_time(best.step_time_s)} a step: "
+            f"{search_plan_words(best.plan, best.software)}. "
+            "Each way pays if it needs fewer times its samples than shown."
+        )
+    if len(ranked) < len(result.ways):
+        title += "\n  A way without search.samples_factor is not ranked."
+    sources = [f"  {way.words}: samples x {way.source}" for way in result.ways if way.source]
+    return "\n".join([title, format_table_text(headers, rows, left=0, words_last=True), *sources])
+
+
+def way_cells(way: SearchedWay) -> list[str]:
+    """Step time, memory, factor below which it pays, samples factor, and plan of a way."""
+    if way.best is None:
+        return ["", "", "", "", f"{way.words}: {way.why_not}"]
+    return [
+        format_time(way.best.step_time_s),
+        format_bytes(way.best.device_bytes),
+        "" if way.pays_below is None else f"{way.pays_below:.3g} x",
+        "unknown" if way.samples_factor is None else f"{way.samples_factor:g} x",
+        search_plan_words(way.best.plan, way.best.software),
+    ]
 
 
 def _headers(result: SearchResult) -> list[str]:

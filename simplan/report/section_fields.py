@@ -12,7 +12,7 @@ from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
 from simplan.search.enumeration import DEFAULT_SCHEDULES, LONG_SEQUENCE
-from simplan.search.space import RANGES, SOFTWARE_RANGES, SearchSpace
+from simplan.search.space import RANGES, SOFTWARE_RANGES, WAYS, SearchSpace
 from simplan.training import TrainingSection
 
 _MAPPINGS = {"inside": "name, or mapping", "links": "list of mappings", "between": "two names"}
@@ -177,6 +177,9 @@ _DEFAULTS = {
     "num_devices": "the cluster's; with the objective num_devices its halves too",
     "recompute_layers": "least",
     "tp_across_nodes": "false",
+    "replication": "whole gradients in every step",
+    "compression": "none",
+    "samples_factor": "",
 }
 
 
@@ -185,7 +188,7 @@ def search_space() -> list[dict[str, str]]:
 
     The layer split is not a range: each plan has the one that ``predict`` gives it.
     """
-    ranges = (*RANGES, *SOFTWARE_RANGES)
+    ranges = (*RANGES, *WAYS, *SOFTWARE_RANGES)
     others = [name for name in SearchSpace.model_fields if name not in ranges]
     return [
         {"name": name, "default": _DEFAULTS[name], "description": SearchSpace.model_fields[name].description or ""}

@@ -123,13 +123,15 @@ def differences(
 ) -> Iterator[Problem]:
     """Yields the reasons why a job cannot resume from a checkpoint: another training, or an incompatible split.
 
-    Data- and tensor-parallel sizes, sharding of states, and pipeline stages may differ. There are two exceptions: a
+    Data- and tensor-parallel sizes, sharding of states, and pipeline stages may differ. There are three exceptions: a
     tied embedding, which has two copies in a pipeline, needs equal stages; experts with tensor parallelism need an
-    equal tensor-parallel size.
+    equal tensor-parallel size; replicas that train alone have states of their own, by rank.
     """
+    together = [{} if each.replication is None else each.replication.model_dump() for each in (header.plan, plan)]
     same = [
         ("model", header.model.model_dump(), model.model_dump()),
         ("training", header.training.model_dump(), training.model_dump()),
+        ("plan.replication", *together),
     ]
     for section, then, now in same:
         for key in sorted(then.keys() | now.keys()):
@@ -138,6 +140,8 @@ def differences(
     axes = ["ep", "etp", *(_SAME_STAGES if model.tied_embeddings else ())]
     if max(header.plan.etp, plan.etp) > 1:
         axes.append("tp")
+    if plan.replicas_apart or header.plan.replicas_apart:
+        axes = ["dp_replicate", "dp_shard", "zero_stage", "cp", "tp", "ep", "etp", *_SAME_STAGES]
     for key in axes:
         if getattr(header.plan, key) != getattr(plan, key):
             yield _differs(f"plan.{key}", getattr(plan, key), getattr(header.plan, key))

@@ -260,16 +260,22 @@ class Measurement(Spec):
 
     @property
     def step_time_s(self) -> float:
-        """Median of the steady steps, in seconds."""
-        return statistics.median(self.step_times_s)
+        """Median of the steady steps, in seconds; of replicas that train alone, of the mean steps of rounds."""
+        return statistics.median(self._repeated_s)
 
     @property
     def spread(self) -> float:
         """Half the difference of the 90th and 10th percentile, relative to the median."""
-        ordered = sorted(self.step_times_s)
+        ordered = sorted(self._repeated_s)
         low = ordered[int(0.1 * (len(ordered) - 1))]
         high = ordered[-1 - int(0.1 * (len(ordered) - 1))]
         return (high - low) / 2 / self.step_time_s
+
+    @property
+    def _repeated_s(self) -> list[float]:
+        """Times of what repeats: steps, or the mean steps of rounds, which have steps of two kinds."""
+        times_s, length = self.step_times_s, self.job.round_steps
+        return [statistics.fmean(times_s[first : first + length]) for first in range(0, len(times_s), length)]
 
 
 class ActionTime(Spec):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from simplan.base import Count, Natural, Positive, Spec
+from simplan.errors import Problem
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import Table, parse_table
@@ -15,6 +17,20 @@ from simplan.training import TrainingSpec
 
 _USUAL_WARMUP = 5
 """Additional steps to run if the number of warm-up steps is unspecified."""
+
+
+def rounds_beyond_run(plan: ParallelPlan, num_steps: int, field: str) -> Iterator[Problem]:
+    """Yields a problem if no whole round of replicas that train alone is measured.
+
+    Args:
+        plan: Plan of the run.
+        num_steps: Steps to measure.
+        field: Their name for the user.
+    """
+    if num_steps < plan.round_steps:
+        rule = f"is less than a round of plan.replication, of {plan.round_steps:,} steps, whose mean is measured"
+        fix = f"use {plan.round_steps}, or replication.inner_steps = {num_steps} or less"
+        yield Problem(field=field, value=str(num_steps), rule=rule, fix=fix)
 
 
 class RunSpec(Spec):
@@ -71,9 +87,27 @@ class RunSpec(Spec):
 
     @property
     def num_whole_steps(self) -> int:
-        """Number of first steps with whole gradients, before gradient compression starts; 0 without compression."""
-        compression = self.plan.compression
-        return 0 if compression is None else compression.warmup_steps(self.num_all_steps)
+        """Number of first steps with whole gradients, before gradient compression or Local SGD starts; 0 without."""
+        compression, replication = self.plan.compression, self.plan.replication
+        first = 0 if compression is None else compression.warmup_steps(self.num_all_steps)
+        return first if replication is None else replication.start_step
+
+    @property
+    def round_steps(self) -> int:
+        """Steps of a round of replicas that train alone; 1 if all steps are alike."""
+        return self.plan.round_steps
+
+    @property
+    def traced_steps(self) -> tuple[int, ...]:
+        """Indices of the steps that have the peak of allocated memory: all kinds of steps, each twice or after another.
+
+        Steps that only repeat others are left out, down to the last two before an outer step is sent.
+        """
+        first, replication = self.num_whole_steps, self.plan.replication
+        if replication is None or not replication.has_rounds:
+            return tuple(range(first + 2))
+        sent = first + replication.inner_steps // replication.outer_steps
+        return (*range(first), *range(max(first, sent - 2), sent + replication.steps_beside))
 
     @property
     def assignment(self) -> StageAssignment:

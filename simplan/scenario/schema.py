@@ -11,7 +11,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.expectation import METRICS, Expectation
-from simplan.search.space import RANGES, SOFTWARE_RANGES, SearchSpace
+from simplan.search.space import RANGES, SOFTWARE_RANGES, WAYS, SearchSpace
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSection
 
@@ -78,6 +78,8 @@ def scenario_schema() -> dict[str, Any]:
     search = _section(SearchSpace, definitions)
     for key in _SCALARS_OR_LISTS:
         search["properties"][key] = _also(search["properties"][key], {"type": ["string", "number", "boolean"]})
+    for key in WAYS:
+        search["properties"][key] = _also(search["properties"][key], {"type": ["string", "object"]})
     options = {option for name in catalog.names("software") for option in catalog.software(name).options}
     fields = _section(SoftwareSpec, definitions)["properties"]
     profile = _name("a name of `simplan show software`", catalog.names("software"))

@@ -46,6 +46,7 @@ from simplan.search.space import (
     with_options,
 )
 from simplan.search.statistics import ROUNDING, Statistics, rounded
+from simplan.search.ways import with_ways
 
 _LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step must be within the deadline"}
 
@@ -67,6 +68,9 @@ def search(
 
     Plans that fit only with full recomputation are also tried with the fewest recomputed blocks per stage that fit
     (``recompute_layers``). Only the most promising ones are tried, so this part of the search is not exhaustive.
+
+    Ways to train that change the mathematics (``SearchSpace.replication`` and ``compression``) are searched one after
+    the other, and ranked among the other plans only with a number of samples that they need (``samples_factor``).
 
     Layers are split into stages as in ``predict``: equal blocks per stage where the software requires it, else the
     contiguous split with the fastest slowest stage.
@@ -91,7 +95,13 @@ def search(
     """
     given = space if isinstance(space, SearchSpace) else parse_model(SearchSpace, dict(space or {}), prefix=("search",))
     possible = that_it_has(job.software, given)
-    return _Search(name, jobs_of_seeds(job)[0], possible, calibration, jobs, on_progress).result(explain=explain)
+
+    def search_one(asked: Job, within: SearchSpace) -> SearchResult:
+        return _Search(name, jobs_of_seeds(asked)[0], within, calibration, jobs, on_progress).result(explain=explain)
+
+    found = search_one(job, possible)
+    asks = possible.replication or possible.compression
+    return with_ways(found, job, possible, search_one) if asks and not found.interrupted else found
 
 
 class _Search:

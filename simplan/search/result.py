@@ -123,6 +123,8 @@ class RankedPlan:
         cost_dollars: Price of the token budget; None without a price.
         explanation: Bottleneck and sensitivities; None for plans that are not ranked.
         alike: Equivalent plans; empty for plans that are not ranked.
+        samples_factor: Samples for the same loss, relative to synchronous training with whole gradients; plans are
+            ranked as if a step took so many times longer.
     """
 
     plan: ParallelPlan
@@ -135,6 +137,7 @@ class RankedPlan:
     explanation: SearchExplanation | None = None
     alike: EquivalentPlans = EquivalentPlans()
     software: Mapping[str, Any] = field(default_factory=dict)
+    samples_factor: float = 1.0
 
     def main_difference(self, best: RankedPlan) -> tuple[str, float] | None:
         """Category of the step breakdown with most of the time by which the step is longer than the best plan's.
@@ -162,6 +165,7 @@ class RankedPlan:
             "headroom_gib": None if self.headroom_bytes is None else self.headroom_bytes / GIB,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "cost_dollars": self.cost_dollars,
+            **({} if self.samples_factor == 1.0 else {"samples_factor": self.samples_factor}),
             "alike": to_jsonable_python(self.alike),
         }
         why = self.explanation
@@ -182,6 +186,39 @@ class RankedPlan:
                 "other_software": [other.to_json() for other in why.other_software],
             }
         return document
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedWay:
+    """A way to train that changes the mathematics, and its best plan.
+
+    Attributes:
+        words: Description of the way.
+        best: Its best plan; None if none fits.
+        samples_factor: Samples that it needs for the same loss, relative to synchronous training with whole gradients;
+            None if it is not given, and the way is not ranked.
+        source: Where the factor is from; empty for none.
+        pays_below: Factor up to which its best plan reaches a loss before the best synchronous plan; None without both.
+        why_not: Reason for which it has no plan; empty if it has one.
+    """
+
+    words: str
+    best: RankedPlan | None
+    samples_factor: float | None
+    source: str
+    pays_below: float | None
+    why_not: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the document of ``simplan search --json``."""
+        return {
+            "way": self.words,
+            "best": None if self.best is None else self.best.to_json(),
+            "samples_factor": self.samples_factor,
+            "source": self.source,
+            "pays_below": self.pays_below,
+            "why_not": self.why_not,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +318,8 @@ class SearchResult:
         unit: Unit of throughput: ``tokens`` or ``images``.
         links: ``ClusterSpec.links`` of the job; a plan of fewer devices may lack one.
         assumptions: Sentences about values that were not given.
+        ways: Ways to train that change the mathematics; empty if the search asks for none.
+        synchronous: Best plan with whole gradients in every step, if the search compares other ways as well.
     """
 
     name: str
@@ -297,6 +336,8 @@ class SearchResult:
     unit: str = "tokens"
     links: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
+    ways: tuple[SearchedWay, ...] = ()
+    synchronous: RankedPlan | None = None
 
     def __repr__(self) -> str:
         """Number of plans and the best one, in one line."""
@@ -369,4 +410,11 @@ class SearchResult:
             "changes": to_jsonable_python(self.changes),
             "interrupted": self.interrupted,
             "unsearched": {name: list(values) for name, values in self.unsearched.items()},
+            **self._ways_json(),
         }
+
+    def _ways_json(self) -> dict[str, Any]:
+        if not self.ways:
+            return {}
+        synchronous = None if self.synchronous is None else self.synchronous.to_json()
+        return {"ways": [way.to_json() for way in self.ways], "synchronous": synchronous}

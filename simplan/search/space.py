@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self, get_args
@@ -12,8 +13,10 @@ from simplan.base import Count, NumDevices, Positive, Spec
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.job import Job
 from simplan.model.implementations.loss_in_chunks import LossMode
+from simplan.plan.compression import CompressionKind, CompressionSection
 from simplan.plan.placement import PlacedAxis, check_searched_placement
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
+from simplan.plan.replication import ReplicationKind, ReplicationSection
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
 from simplan.rules import RULES, check_job
@@ -67,6 +70,10 @@ class SearchSpace(Spec):
             ones, or both. By default both for a cluster of different nodes.
         placement: Placements to compare: orders of axes, each innermost first, or devices by rank; one, or a list of
             them. By default that of the mesh.
+        replication, compression: Ways to train that change the mathematics, each searched with all other ranges;
+            ``dp_replicate`` then has all values above 1 by default.
+        samples_factor: By kind of these, the samples that it needs for the same loss, relative to synchronous training
+            with whole gradients; or ``published``. A way is ranked among other plans only with it.
         compiled, loss: Values of the options of the software with these names to compare; by default the job's own.
     """
 
@@ -145,6 +152,16 @@ class SearchSpace(Spec):
         None, description="whole and losses in chunks to compare, where the software has them"
     )
 
+    replication: Annotated[tuple[ReplicationSection, ...], Field(min_length=1)] | None = Field(
+        None, description="ways of replicas to compare: kinds, or mappings as in plan.replication"
+    )
+    compression: Annotated[tuple[CompressionSection, ...], Field(min_length=1)] | None = Field(
+        None, description="gradient compression to compare: kinds, or mappings as in plan.compression"
+    )
+    samples_factor: Mapping[ReplicationKind | CompressionKind, Positive | Literal["published"]] | None = Field(
+        None, description="by kind of these, samples for the same loss relative to synchronous training; or published"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _lists(cls, data: Any) -> Any:
@@ -154,9 +171,9 @@ class SearchSpace(Spec):
 
         def listed(key: str, value: Any) -> Any:
             if (
-                key not in (*RANGES, *SOFTWARE_RANGES, "num_devices", "objectives")
+                key not in (*RANGES, *SOFTWARE_RANGES, *WAYS, "num_devices", "objectives")
                 or value is None
-                or isinstance(value, dict)
+                or (isinstance(value, dict) and key not in WAYS)
             ):
                 return value
             values = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -184,6 +201,14 @@ class SearchSpace(Spec):
             raise ValueError("asks for the cost; give dollars_per_device_hour and token_budget")
         return self
 
+    @model_validator(mode="after")
+    def _factors_of_ways(self) -> Self:
+        asked = {way.kind for ways in (self.replication, self.compression) for way in ways or ()}
+        unasked = [kind for kind in self.samples_factor or () if kind not in asked]
+        if unasked:
+            raise ValueError(f"has samples_factor.{unasked[0]}, and compares no such way; add it, or remove that")
+        return self
+
     @property
     def goals(self) -> tuple[Objective, ...]:
         """The objective, or both objectives."""
@@ -196,6 +221,9 @@ RANGES = (
     "grad_sync", "placement",
 )  # fmt: skip
 """Plan fields that a search varies."""
+
+WAYS = ("replication", "compression")
+"""Plan fields that a search compares one value after the other, since they change the mathematics."""
 
 SOFTWARE_RANGES = ("compiled", "loss")
 """Options of the software that a search varies on request."""

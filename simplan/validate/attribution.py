@@ -65,6 +65,7 @@ def _idle_tail_s(row: Sequence[Piece]) -> float:
 
 
 _OTHER_STEPS = "median step compared with the recorded step"
+_MEAN_STEP = "mean step compared with a step with an outer step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,19 @@ class RankSplit:
 
 
 def attribute(
-    predicted: Timeline, measurement: Measurement
+    predicted: Timeline, measurement: Measurement, step_time_s: float
 ) -> tuple[tuple[TermDifference, ...], tuple[RankSplit, ...]]:
     """Terms of the critical paths, largest difference first, and the time splits of all ranks.
 
-    Unexplained time, and the difference of the recorded step to the median step, are terms of their own. If the
+    Unexplained time, and the difference of the recorded step to the median step, are terms of their own. Of replicas
+    that train alone, a step with an outer step is recorded, and a term is its difference to the mean step. If the
     measurement does not separate recomputation from backward, both sides count it as backward. Without recorded actions
     there are no terms.
+
+    Args:
+        predicted: Timeline of the predicted step.
+        measurement: Measurement of the same job.
+        step_time_s: Predicted step time; of replicas that train alone, of the mean step.
     """
     of_measured = measured_activity(measurement)
     recorded_s = max((busy.end_s for activity in of_measured.values() for busy in activity.busy), default=0.0)
@@ -120,7 +127,9 @@ def attribute(
     found = {rank: pieces_of(activity, recorded_s) for rank, activity in of_measured.items()}
     predicted_terms = _by_part(critical_pieces(expected, predicted.step_time_s))
     measured_terms = _by_part(critical_pieces(found, recorded_s))
-    measured_terms[_OTHER_STEPS, ActivityShare.UNEXPLAINED] = measurement.step_time_s - recorded_s
+    others = _OTHER_STEPS if measurement.job.round_steps == 1 else _MEAN_STEP
+    predicted_terms[others, ActivityShare.UNEXPLAINED] = step_time_s - predicted.step_time_s
+    measured_terms[others, ActivityShare.UNEXPLAINED] = measurement.step_time_s - recorded_s
     terms = [
         TermDifference(part, share, predicted_terms.get((part, share), 0.0), measured_terms.get((part, share), 0.0))
         for part, share in dict.fromkeys((*predicted_terms, *measured_terms))

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from simplan import catalog
@@ -14,7 +15,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
-from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.lowering.lower import Lowerer, Lowering
 from simplan.program.lowering.servers import PULL
 from simplan.program.program import HostCopy, Program, Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
@@ -64,6 +65,18 @@ class Comparison:
         return {"schema_version": 1, "kind": "comparison", **asdict(self)}
 
 
+def _of_parts(plan: ParallelPlan) -> str:
+    """Note on the step whose parts are compared."""
+    if plan.round_steps == 1:
+        return "parts of the step are those of the representative step, the one with the median step time"
+    assert plan.replication is not None
+    step_time = "the step time is the mean step of a round, its median over the rounds that were measured"
+    if plan.replication.steps_beside:
+        beside = counted(plan.replication.steps_beside, "step")
+        return f"{step_time}; parts of steps are not compared, for an outer step goes on beside {beside}"
+    return f"{step_time}; parts of the step are those of a step with an outer step, the one with the median step time"
+
+
 _DEVICE_ROW = "peak memory, device"
 _RESIDENT_SET = (
     "device memory of a CPU rank is its resident set: free blocks that glibc keeps between tensors are not predicted"
@@ -90,22 +103,26 @@ def compare(
     _same_job(prediction, measurement)
     measured = measured_timeline(measurement)
     rows = [compared("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
-    terms, splits = attribute(predicted, measurement)
+    replication = measurement.job.plan.replication
+    goes_beside = replication is not None and replication.steps_beside > 0
+    terms, splits = ((), ()) if goes_beside else attribute(predicted, measurement, prediction["step_time_s"])
     calibrated_s, slowdown = prediction.get("reference_s"), None
-    if calibrated_s is not None and measurement.reference_s is not None:
+    if calibrated_s is not None and measurement.reference_s is not None and not goes_beside:
         slowdown = float(measurement.reference_s / calibrated_s)
         computing_s = sum(term.predicted_s for term in terms if term.share in _COMPUTING)
-        predicted_s = prediction["step_time_s"] + (slowdown - 1) * computing_s
+        computing_share = computing_s / predicted.step_time_s
+        predicted_s = prediction["step_time_s"] * (1 + (slowdown - 1) * computing_share)
         rows.append(compared(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
     rows += _memory_rows(prediction, measurement)
     expected, found = _action_times(predicted), _action_times(measured)
-    for key in sorted(expected.keys() & found.keys(), key=lambda key: (TIMED_KINDS.index(key[1]), key[0])):
+    timed = () if goes_beside else expected.keys() & found.keys()
+    for key in sorted(timed, key=lambda key: (TIMED_KINDS.index(key[1]), key[0])):
         means_s = statistics.fmean(expected[key]), statistics.fmean(found[key])
         rows.append(compared(f"{key[1].value} of stage {key[0]}", *means_s, "s", relative_spread(found[key])))
     rows += _worker_rows(prediction, measurement)
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
     low_s, high_s = prediction["step_time_interval_s"]
-    notes = ["parts of the step are those of the representative step, the one with the median step time"]
+    notes = [_of_parts(measurement.job.plan)]
     notes += [
         f"the steps that are kept of the part on {counted(part.num_nodes, 'node')} with "
         f"{counted(part.plan.num_devices, 'rank')} ({part.end_step - part.first_step}) are not compared: {part.ended}"
@@ -248,7 +265,7 @@ def ran_as_predicted(measurement: Measurement) -> bool:
     job, table = measurement.job, measurement.job.parsed_table()
     mapping = RankMapping.of(job.plan)
     return all(
-        [span.action for span in rank.actions]
+        [action for action, _ in groupby(span.action for span in rank.actions)]  # an outer step has spans of OPTIM
         == [str(action) for action in table[mapping.place(rank.rank).pp] if action.kind in TIMED_KINDS]
         for rank in measurement.ranks
     )
@@ -289,13 +306,19 @@ def predicted_communications(job: RunSpec, program: Program | None = None) -> di
         job: Job of the run.
         program: Program of the job. It is lowered here if None, not fully expanded, or with optimizer offload.
     """
-    if program is None or not program.all_written_out or job.plan.offload_optimizer:
-        any_cluster = catalog.cluster("dgx-h100", job.plan.num_devices)  # a run has no cluster; the result is the same
-        plan = job.plan.model_copy(update={"offload_optimizer": False})  # copies made by torch are not recorded
-        asked = Job(job.model, any_cluster, job.training, plan, job.software)
-        has_workers = plan.replication is not None and plan.replication.has_workers and job.device == "cpu"
+    plan, replication, table = job.plan, job.plan.replication, job.parsed_table()
+    beside = replication is not None and replication.steps_beside > 0
+    if program is None or not program.all_written_out or plan.offload_optimizer or beside:
+        any_cluster = catalog.cluster("dgx-h100", plan.num_devices)  # a run has no cluster; the result is the same
+        changes: dict[str, Any] = {"offload_optimizer": False}  # copies made by torch are not recorded
+        if replication is not None and beside:  # the step after which an outer step is sent
+            changes["replication"] = replication.with_changes(overlap_steps=0)
+        asked = Job(job.model, any_cluster, job.training, plan.model_copy(update=changes), job.software)
+        has_workers = replication is not None and replication.has_workers and job.device == "cpu"
         # workers on CPUs have no copies of gradients between two memories
-        program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2, host_waits=has_workers))
+        lowerer = Lowerer(asked, job.assignment, table, Lowering(level=2, host_waits=has_workers))
+        has_rounds = replication is not None and replication.has_rounds
+        program = lowerer.round_of(table) if has_rounds else lowerer.program(table)
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
         if op.stream in (Stream.TO_HOST, Stream.FROM_HOST):

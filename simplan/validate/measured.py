@@ -91,8 +91,11 @@ def stream_of(communication: MeasuredCollective, rank: int, mapping: RankMapping
     completes = action.kind is ActionKind.REDUCE_GRAD and communication.kind == "all_reduce"
     if mapping.ep > 1 and completes and members == mapping.group("expert", rank):
         return Stream.EXPERT_DATA
-    if communication.kind == "all_reduce" and members == groups[Stream.DATA] and members != groups[Stream.REPLICATE]:
-        return Stream.DATA
+    if communication.kind == "all_reduce":
+        # replicas that train alone reduce gradients among the ranks of one of them
+        of_replica = members == groups[Stream.SHARD] and action.kind is not ActionKind.OPTIM
+        if of_replica or members == groups[Stream.DATA] != groups[Stream.REPLICATE]:
+            return Stream.DATA
     return next((stream for stream, ranks in groups.items() if ranks == members), Stream.DATA)
 
 
@@ -111,4 +114,6 @@ def predicted_timeline(prediction: Mapping[str, Any]) -> Timeline:
         Span(**{name: span[name] for name in names} | {"kind": SpanKind(span["kind"])})
         for span in prediction["timeline"]
     )
-    return Timeline(spans, len({span.rank for span in spans}), prediction["step_time_s"])
+    # of replicas that train alone, the step with an outer step, or the steps beside it
+    step_time_s = prediction["replication"]["outer_s"] if "replication" in prediction else prediction["step_time_s"]
+    return Timeline(spans, len({span.rank for span in spans}), step_time_s)

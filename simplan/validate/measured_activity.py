@@ -65,7 +65,7 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, keyed: list[
     activity = Activity(idle=ActivityShare.UNEXPLAINED)
     synchronous = measurement.environment.get("backend") != "nccl"
     plan = measurement.job.plan
-    buckets = plan.dp > 1 and not plan.shards_parameters
+    buckets = plan.num_averaging > 1 and not plan.shards_parameters
     for span in computed_spans(rank):
         inside = [
             each.collective

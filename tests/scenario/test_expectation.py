@@ -97,6 +97,9 @@ def test_every_metric_reads_a_prediction() -> None:
             "contention_s",
             "slowest_link_gib",
             "gradients_sent_gib",
+            "round_s",
+            "outer_exposed_s",
+            "outer_sent_gib",
         )
 
 

@@ -28,15 +28,8 @@ def refusal(section: str, line: str) -> SpecError:
 @pytest.mark.parametrize(
     ("section", "line", "sentence"),
     [
-        ("plan", "async: true", "plan.async: asynchronous SGD is not modeled yet; use synchronous data parallelism"),
-        ("plan", "async_sgd: true", "plan.async_sgd: asynchronous SGD is not modeled yet; "),
-        ("plan", "async_parameter_server: 2", "plan.async_parameter_server: an asynchronous parameter server is not "
-         "modeled yet; use a synchronous one, plan.collectives: {all_reduce: parameter_server, "),
         ("plan", "zeroplusplus: true", "plan.zeroplusplus: compression of the weights and gradients of ZeRO (ZeRO++) "
          "is not modeled yet; use plan.compression with plan.dp_replicate"),
-        ("training", "sync: local_sgd", "training.sync: local SGD is not modeled yet; use plan.grad_sync: step"),
-        ("plan", "local_sgd: 8", "plan.local_sgd: local SGD is not modeled yet; use plan.grad_sync: step"),
-        ("training", "diloco: {}", "training.diloco: DiLoCo is not modeled yet; "),
         ("cluster", "preemption: 0.1", "cluster.preemption: preemption is not modeled yet; "),
         ("", "failures: 3", "failures: time lost to failures is not modeled yet; "),
         ("training", "qlora: true", "training.qlora: QLoRA is not modeled yet; use training.task: lora with "),
@@ -54,14 +47,31 @@ def test_technique_that_is_not_modeled_is_named(section: str, line: str, sentenc
 
 def test_search_with_a_technique_that_is_not_modeled_names_it() -> None:
     text = "".join(f"{name}: {{{keys}}}\n" for name, keys in SECTIONS.items() if name != "plan")
-    with pytest.raises(NotModelledError, match="asynchronous SGD is not modeled yet"):
-        parse_search(text + "search: {async: true}\n")
+    with pytest.raises(NotModelledError, match="an asynchronous pipeline is not modeled yet"):
+        parse_search(text + "search: {pipedream: true}\n")
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "lion", "shampoo"])
 def test_optimizer_that_is_not_modeled_is_named(name: str) -> None:
     [problem] = refusal("training", f"optimizer: {name}").problems
     assert problem.rule.startswith("is an optimizer that is not modeled yet")
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        ("local_sgd", "local_sgd"),
+        ("post_local_sgd", "local_sgd"),
+        ("diloco", "diloco"),
+        ("streaming_diloco", "streaming_diloco"),
+        ("hogwild", "hogwild"),
+        ("ssp", "parameter_server and staleness"),
+        ("async_ps", "parameter_server and staleness"),
+    ],
+)
+def test_name_of_a_replication_leads_to_its_kind(word: str, kind: str) -> None:
+    (problem,) = refusal("training", f"{word}: true").problems
+    assert problem.fix == f"write plan.replication, with kind: {kind}"
 
 
 @pytest.mark.parametrize("word", ["parameter_server", "parameter_servers", "num_ps"])

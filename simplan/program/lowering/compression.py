@@ -146,8 +146,8 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
         None,
         padded * (_FP32 + _PASS + encode + errors),
         2 + encode_kernels + error_kernels,
-        during_bytes=whole + sent + temporary,
-        kept_bytes=whole + sent,
+        during_bytes=whole + sent * feeds + temporary,
+        kept_bytes=sent,
     )
     yield BucketStep("parts", CollectiveKind.ALL_TO_ALL, sent, kept_bytes=sent)
     yield BucketStep(
@@ -155,7 +155,7 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
         None,
         padded * (decode + _FP32) + part * (_FP32 + encode + errors),
         1 + decode_kernels + encode_kernels + error_kernels,
-        during_bytes=temporary,
+        during_bytes=max(temporary, whole + _FP32 * part),
     )
     yield BucketStep("averages", CollectiveKind.ALL_GATHER, sent)
     yield BucketStep(
@@ -164,7 +164,7 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
         padded * (decode + _PASS),
         1 + decode_kernels,
         during_bytes=temporary,
-        kept_bytes=-whole - 2 * sent,
+        kept_bytes=-2 * sent,
     )
 
 

@@ -26,8 +26,11 @@ from simplan.program.program import (
 )
 from simplan.program.timeline import SpanKind
 
-_PASS = 8  # bytes that the division of an FP32 gradient reads and writes
 _FP32 = 4
+_COPY = 2 * _FP32  # bytes per element: a read and a write
+_DIVIDE = 2 * _FP32
+_ADD = 3 * _FP32  # two reads and a write
+_QUANTIZED = ("int8", "int4")
 
 
 class OuterStep:
@@ -54,26 +57,34 @@ class OuterStep:
     def _averages(self) -> bool:
         return self._replication.kind == "local_sgd"
 
+    @property
+    def _on_host(self) -> bool:
+        return self._replication.outer.on_host and not self._averages
+
     def send(self, action: Action) -> None:
         """Writes the pseudo-gradient of the fragment, or its parameters, and their mean over replicas."""
-        outer, elements, whole = self._replication.outer, self._elements, _FP32 * self._elements
-        # parameters are joined, then divided by the number of replicas, or taken from the outer ones
-        num_bytes = elements * (2 * _FP32 + (2 if self._averages else 3) * _FP32)
-        on_host = outer.on_host and not self._averages
-        self._compute(action, "flatten parameters", num_bytes, 2, whole, whole, on_host=on_host)
-        if on_host:
-            self._copy(action, "parameters to host", to_host=True)
-            self._copy(action, "pseudo-gradient from host", to_host=False)
-        dtype = "fp32" if self._averages else outer.dtype
+        elements, whole = self._elements, _FP32 * self._elements
+        dtype = "fp32" if self._averages else self._replication.outer.dtype
+        divide = (_DIVIDE * elements, 1) if dtype == "fp32" else (0, 0)  # others divide what they have cast
+        subtract = (0, 0) if self._averages else (_ADD * elements, 1)  # from the outer parameters
+        if self._on_host:
+            self._compute(action, "flatten parameters", (_COPY * elements, 1), whole, whole)
+            self._copy(action, "parameters to host", whole, to_host=True)
+            self._compute(action, "pseudo-gradient", subtract, on_host=True)
+            self._copy(action, "pseudo-gradient from host", -whole, to_host=False)
+            if divide[1]:
+                self._compute(action, "divide pseudo-gradient", divide)
+        else:
+            passes, kernels = zip((_COPY * elements, 1), subtract, divide, strict=True)
+            self._compute(action, "flatten parameters", (sum(passes), sum(kernels)), whole, whole)
         if dtype == "fp32":
             communication = Communication(CollectiveKind.ALL_REDUCE, whole, self._group)
             name = "all_reduce parameters" if self._averages else "all_reduce pseudo-gradient"
             self._writer.collective(action, Stream.REPLICATE, name, communication, (self._writer.last_compute,))
             return
         last = self._writer.last_compute
-        bucket = Bucket(whole, 0, ())
-        compression = Compression(kind=dtype, error_feedback=False) if dtype[0] == "i" else Compression(kind=dtype)
-        for step in bucket_steps(compression, bucket, len(self._group)):
+        compression = Compression(kind=dtype, error_feedback=False) if dtype in _QUANTIZED else Compression(kind=dtype)
+        for step in bucket_steps(compression, Bucket(whole, 0, ()), len(self._group)):
             last = self._write(action, step, last)
 
     def _write(self, action: Action, step: BucketStep, last: int | None) -> int:
@@ -90,45 +101,45 @@ class OuterStep:
     def merge(self, action: Action) -> None:
         """Writes the update by the mean, and copies it into the parameters."""
         replication, elements, whole = self._replication, self._elements, _FP32 * self._elements
-        outer = replication.outer
-        back = 3 * _FP32 if replication.steps_beside and replication.mixing else 2 * _FP32
-        if self._averages:
-            self._compute(action, "set parameters", elements * back, self._num_tensors, 0, -whole)
-            return
-        passes, kernels = (2 + 5 + 3 + 3, 5) if outer.optimizer == "nesterov" else (2 + 3, 2)
-        if outer.on_host:
-            self._copy(action, "mean to host", to_host=True)
-        during = whole if outer.optimizer == "nesterov" else 0
-        num_bytes = elements * passes * _FP32
-        self._compute(action, "outer update", num_bytes, kernels, during, 0, on_host=outer.on_host)
-        if outer.on_host:
-            self._copy(action, "parameters from host", to_host=False)
-        self._compute(action, "set parameters", elements * back, self._num_tensors, 0, -whole)
+        if not self._averages:
+            # momentum is scaled, and the mean added; the update is made anew, and added to the outer parameters
+            nesterov = replication.outer.optimizer == "nesterov"
+            passes, kernels = (_DIVIDE + 3 * _ADD, 4) if nesterov else (_ADD, 1)
+            if self._on_host:
+                self._copy(action, "mean to host", whole, to_host=True)
+            during = whole if nesterov else 0
+            self._compute(action, "outer update", (elements * passes, kernels), during, on_host=self._on_host)
+            if self._on_host:
+                self._copy(action, "parameters from host", -whole, to_host=False)
+        back = _ADD if replication.steps_beside and replication.mixing else _COPY
+        self._compute(action, "set parameters", (elements * back, self._num_tensors), 0, -whole)
 
     def _compute(
         self,
         action: Action,
         name: str,
-        num_bytes: int,
-        num_kernels: int,
-        during: int,
-        after: int,
+        work: tuple[int, int],
+        during: int = 0,
+        after: int = 0,
         *,
         on_host: bool = False,
     ) -> None:
-        category = MemoryCategory.HOST if on_host and not after else MemoryCategory.BUFFERS
-        effects = (MemoryEffect(category, during, after),)
-        work = (self._work(name, num_bytes, num_kernels, on_host=on_host),)
-        self._writer.compute(action, name, work, effects, SpanKind.OPTIMIZER)
+        """Writes kernels, given the bytes that they read and write and their number, and their buffers."""
+        category = MemoryCategory.HOST if on_host else MemoryCategory.BUFFERS
+        effects = (MemoryEffect(category, during, after),) if during or after else ()
+        self._writer.compute(action, name, (self._work(name, *work, on_host=on_host),), effects, SpanKind.OPTIMIZER)
 
-    def _copy(self, action: Action, name: str, *, to_host: bool) -> None:
+    def _copy(self, action: Action, name: str, buffer_bytes: int, *, to_host: bool) -> None:
+        """Writes a copy of a fragment that the host waits for, and the change of buffers on the host."""
         writer = self._writer
+        during = max(buffer_bytes, 0)
+        effects = (MemoryEffect(MemoryCategory.HOST, during, buffer_bytes),)
         num_bytes = _FP32 * self._elements
-        index = writer.host_copy(action, name, num_bytes, (writer.last_compute,), (), to_host=to_host)
+        index = writer.host_copy(action, name, num_bytes, (writer.last_compute,), effects, to_host=to_host)
         writer.block_on(index)
         writer.compute(action, f"wait for {name}")
 
     def _work(self, name: str, num_bytes: int, num_kernels: int, *, on_host: bool = False) -> BucketWork:
-        elements = -(-num_bytes // _PASS)
+        elements = -(-num_bytes // _DIVIDE)
         streamed = LayerWork(self._layer, Phase.SCALE, self._microbatch_size, elements, on_host=on_host)
         return BucketWork(f"outer: {name}", streamed, num_kernels)

@@ -252,7 +252,8 @@ def whole_bytes(num_bytes: Floats) -> Column:
 
 def _uses_ddp(rows: Candidates) -> NDArray[np.bool_]:
     """``(rows,)`` True where data-parallel or context-parallel ranks reduce unsharded gradients."""
-    return np.asarray(~rows.shards_parameters & (rows.dp * rows["cp"] > 1))
+    ranks = rows.num_shards if rows.base.replicas_apart else rows.dp * rows["cp"]
+    return np.asarray(~rows.shards_parameters & (ranks > 1))
 
 
 def _schedule_of(rows: Candidates) -> str:

@@ -131,6 +131,7 @@ class ShardingTimes:
         replicas, collective_s = groups_of(plan, cluster, "replicate"), self._cost_cache.collective_s
         known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
         found = []
+        apart = plan.replicas_apart
         for unit in units:
             key = unit.padded, unit.trained_padded, unit.experts
             if key not in known:
@@ -139,7 +140,7 @@ class ShardingTimes:
                 known[key] = (
                     collective_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, groups),
                     collective_s(CollectiveKind.REDUCE_SCATTER, num_bytes, groups),
-                    collective_s(CollectiveKind.ALL_REDUCE, num_bytes // len(groups[0]), replicas),
+                    0.0 if apart else collective_s(CollectiveKind.ALL_REDUCE, num_bytes // len(groups[0]), replicas),
                 )
             found.append(known[key])
         gathers_s, scatters_s, all_reduces_s = (list(each) for each in zip(*found, strict=True))

@@ -204,9 +204,11 @@ class StepTimeBound:
     def _reduced_s(self, num_bytes: Floats, plan: ParallelPlan, *, evenly: bool) -> Floats:
         """Seconds to reduce gradients in one collective, a lower bound for several buckets."""
         if not evenly:
-            return self._communications_s(CollectiveKind.ALL_REDUCE, num_bytes, self._groups(plan, "dp"))
+            return self._communications_s(CollectiveKind.ALL_REDUCE, num_bytes, self._groups(plan, plan.gradient_group))
         groups = self._groups(plan, "shard")
         scattered_s = self._communications_s(CollectiveKind.REDUCE_SCATTER, num_bytes, groups)
+        if plan.replicas_apart:
+            return scattered_s
         return scattered_s + self._communications_s(
             CollectiveKind.ALL_REDUCE, num_bytes / len(groups[0]), self._groups(plan, "replicate")
         )

@@ -19,6 +19,7 @@ VIEWS = st.fixed_dictionaries(
         "axis": st.sampled_from([*AXES, "nonsense"]),
         "batch": st.sampled_from(["same", "follows", 1]),
         "slower": st.sampled_from([5, 10, 100, 7, "x"]),
+        "ways": st.booleans(),
     },
 )
 

@@ -52,13 +52,13 @@ CASES: dict[str, tuple[ModelSpec, ParallelPlan, int, Precision]] = {
 
 
 def run_predicted(
-    model: ModelSpec, plan: ParallelPlan, batch: int, precision: Precision, folder: Path
+    model: ModelSpec, plan: ParallelPlan, batch: int, precision: Precision, folder: Path, num_steps: int = 1
 ) -> tuple[Prediction, Measurement]:
-    """A plan as it is predicted for GPUs, and one step of it on ranks of this machine."""
+    """A plan as it is predicted for GPUs, and steps of it on ranks of this machine."""
     cluster = catalog.cluster("dgx-a100-80gb", num_devices=plan.num_devices)
     training = TrainingSpec(global_batch_size=batch, precision=precision)
     prediction = predict(Job(model, cluster, training, plan, catalog.software("torch")), name="test")
-    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
+    job = run_spec_of(prediction, num_steps=num_steps, num_warmup_steps=2, device="cpu", profile_memory=False)
     return prediction, run_job(job, folder)
 
 

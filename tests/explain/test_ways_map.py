@@ -1,0 +1,65 @@
+"""Map of ways to train over bandwidth."""
+
+from __future__ import annotations
+
+from typing import get_args
+from xml.etree import ElementTree
+
+import pytest
+
+from app.figures.ways import ways_figure
+from simplan.errors import SpecError
+from simplan.explain.ways_map import WAYS, ways_lines, ways_map
+from simplan.plan.compression import CompressionKind
+from simplan.plan.replication import ReplicationKind
+from simplan.predict import predict
+from simplan.report.drawings.ways_svg import ways_svg
+from tests.predict.ways.test_replication import job_with
+from tests.search.jobs import small_job
+
+JOB = job_with({}, None, replicas=4)
+MAP = ways_map(JOB, "small")
+
+
+def test_every_point_is_a_prediction() -> None:
+    assert JOB.cluster.inter_link is not None
+    for curve in MAP.drawn:
+        for place in (0, -1):
+            link = JOB.cluster.inter_link.model_copy(update={"bytes_per_s": MAP.bytes_per_s[place]})
+            job = JOB.with_changes({"cluster.inter_link": link}).with_plan(curve.plan)
+            assert curve.step_times_s[place] == pytest.approx(predict(job).step_time_s, rel=1e-9)
+
+
+def test_no_way_gets_slower_with_bandwidth() -> None:
+    for curve in MAP.drawn:
+        assert all(a >= b * (1 - 1e-9) for a, b in zip(curve.step_times_s, curve.step_times_s[1:], strict=False))
+
+
+def test_on_a_slow_link_ways_that_send_less_are_faster() -> None:
+    first = {curve.name: curve.step_times_s[0] for curve in MAP.drawn}
+    assert first["fp16 gradients"] < first["whole gradients"] < first["parameter server"]
+    assert first["DiLoCo, 100 steps"] < first["Local SGD, 8 steps"] < first["whole gradients"]
+    assert first["DiLoCo, 100 steps, int4"] < first["DiLoCo, 100 steps"]
+
+
+def test_ways_have_all_kinds_that_exist() -> None:
+    """Kinds without a line are variants of others: bf16 of fp16, random-k of top-k, and int4; Hogwild has no link."""
+    every = {*get_args(CompressionKind), *get_args(ReplicationKind)}
+    fields = [value for way in WAYS.values() for value in way.values()]
+    assert every - {value if isinstance(value, str) else value["kind"] for value in fields} == {
+        "bf16", "random_k", "int4", "hogwild",
+    }  # fmt: skip
+
+
+def test_it_is_drawn_and_told() -> None:
+    root = ElementTree.fromstring(ways_svg(MAP))
+    drawn = [each for each in root.iter() if each.get("class") == "way"]
+    assert len(drawn) == len(MAP.drawn) == len(ways_figure(MAP)["data"])
+    text = "\n".join(ways_lines(MAP))
+    assert all(curve.name in text for curve in MAP.curves)
+    assert MAP.to_json()["ways"][0]["step_times_s"]
+
+
+def test_one_device_has_no_map() -> None:
+    with pytest.raises(SpecError, match="has no replicas with a link between them"):
+        ways_map(small_job("llama", 1, batch=8), "one")
