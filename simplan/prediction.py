@@ -407,7 +407,7 @@ class ReplicationWorkers:
         held = f" and {format_time(self.held_s)} for slower workers" if self.held_s else ""
         text = (
             f"{self.updates_per_s:.4g} updates per second of {counted(self.num_workers, 'worker')}{shares}; an update "
-            f"is {self.staleness_mean:.3g} updates stale in the mean, 90 % at most {self.staleness_p90:.0f}{waits}{held}"
+            f"is {self.staleness_mean:.3g} updates stale in the mean, 90 % up to {self.staleness_p90:.0f}{waits}{held}"
         )
         if not self.pushed_bytes:
             return text

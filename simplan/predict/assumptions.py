@@ -175,16 +175,16 @@ def _of_workers(job: Job, replication: Replication) -> Iterator[str]:
     if not replication.has_workers:
         return
     yield (
-        "the step time is that in which as many gradients are applied as there are workers; an update by one gradient "
-        "is not one by the mean of a global batch, so steps need not be as many as without replication"
+        "the step time is that in which one gradient per worker is applied; updates by single, stale gradients are no "
+        "update by the mean of a global batch, so the loss may need another number of steps"
     )
     if replication.kind == "hogwild":
         yield "shared parameters are updated at the bandwidth of memory that is not shared; caches are not modeled"
         if OPTIMIZERS[job.training.optimizer].num_states:
             yield f"hogwild: every process has states of {job.training.optimizer} of its own, of its own gradients"
         return
-    where = "the CPU of a node" if job.cluster.device.kind != "cpu" else "a process beside the workers"
-    apart = " of its own, which no device-hours count" if replication.server_nodes == "apart" else ""
+    where = "the CPU of a node" if job.cluster.device.kind != "cpu" else "a process of its own"
+    apart = " apart, which no device-hours count" if replication.server_nodes == "apart" else ""
     yield (
         f"a parameter server is on {where}{apart}, and has optimizer states; a worker has none, and joins its "
         "gradients in one buffer; transfers share the network of a node max-min fairly, and alone are P2P sends"

@@ -128,10 +128,10 @@ def differences(
     equal tensor-parallel size; replicas that train alone have states of their own, by rank.
     """
     together = [{} if each.replication is None else each.replication.model_dump() for each in (header.plan, plan)]
-    same = [
+    same: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("model", header.model.model_dump(), model.model_dump()),
         ("training", header.training.model_dump(), training.model_dump()),
-        ("plan.replication", *together),
+        ("plan.replication", together[0], together[1]),
     ]
     for section, then, now in same:
         for key in sorted(then.keys() | now.keys()):

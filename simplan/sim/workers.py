@@ -1,10 +1,12 @@
 """Workers that update common parameters without waiting for all others, as SimPy processes.
 
 A worker repeats its own step: it computes, pushes its gradients to every server, and goes on when it has pulled the
-parameters of all. Workers begin one after the other, spread over a step: equal workers that begin together would share
-links in lockstep for hundreds of steps, which no random times of real ones allow. A server applies one update at a time, in order of arrival. Hogwild is the same without transfers:
-one server stands for the parameters in shared memory, which apply an update at a time with a lock, and any number
+parameters of all. A server applies one update at a time, in order of arrival. Hogwild is the same without transfers:
+one server stands for the parameters in shared memory, which take an update at a time with a lock, and any number
 without.
+
+Workers begin one after the other, spread over a step. Equal workers that begin together would share links in lockstep
+for hundreds of steps, which the random times of real ones do not allow.
 
 An update is stale by the updates of others that its server has applied since the worker pulled. If workers pull as
 soon as their updates are applied, that is the number of other workers in the mean, whatever their speeds: between two

@@ -83,7 +83,7 @@ def simulated_again(
     """Updates per second and mean staleness of one server, by a heap of arrivals: no SimPy, and no common code."""
     free_s, version = 0.0, 0
     pulled, ends = [0] * len(compute_s), [0.0] * len(compute_s)
-    number, stale, applied = [0] * len(compute_s), [], []
+    number, stale, applied = [0] * len(compute_s), list[int](), list[float]()
     arrivals = [(own[0] + transfer_s, worker) for worker, own in enumerate(compute_s)]
     heapq.heapify(arrivals)
     while len(applied) < steps:
@@ -119,7 +119,8 @@ def test_exponential_steps_agree_with_a_machine_repairman(update_s: float, num_w
     So the throughput lies between that of exponential repairs (M/M/1//N) and that without any variance.
     """
     drawn = np.random.default_rng(2).exponential(1.0, (2000, num_workers))
-    workers = Workers(drawn, np.zeros(num_workers), *(2 * [np.zeros((num_workers, 1))]), np.array([update_s]))
+    nothing = np.zeros((num_workers, 1))
+    workers = Workers(drawn, np.zeros(num_workers), nothing, nothing, np.array([update_s]))
     times = simulate_workers(workers, 2000)
     weights = [1.0]
     for waiting in range(num_workers):
@@ -146,7 +147,8 @@ def test_workers_share_the_cores_of_their_node(num_cores: int, expected: float) 
 
 def test_times_are_the_same_in_every_run() -> None:
     drawn = np.random.default_rng(3).exponential(1.0, (50, 3))
-    workers = Workers(drawn, np.zeros(3), *(2 * [np.full((3, 2), 0.1)]), np.array([0.1, 0.2]), max_ahead=2)
+    transfers = np.full((3, 2), 0.1)
+    workers = Workers(drawn, np.zeros(3), transfers, transfers, np.array([0.1, 0.2]), max_ahead=2)
     first, second = (simulate_workers(workers, 30) for _ in range(2))
     assert isinstance(first, WorkerTimes)
     assert first.updates_per_s == second.updates_per_s

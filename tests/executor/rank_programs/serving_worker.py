@@ -76,6 +76,6 @@ class SameBatch(WorkerTrainer):
 if __name__ == "__main__":
     if FAULT == "same_batch":
         executor.train.asynchronous.WorkerTrainer = SameBatch  # type: ignore[misc]
-    executor.train.asynchronous.ParameterServer = RecordedServer  # type: ignore[misc,attr-defined]
-    executor.train.asynchronous.ServerClient = FaultyClient  # type: ignore[misc,attr-defined]
+    executor.train.asynchronous.ParameterServer = RecordedServer  # type: ignore[attr-defined]
+    executor.train.asynchronous.ServerClient = FaultyClient  # type: ignore[attr-defined]
     executor.worker.main(sys.argv[1:])

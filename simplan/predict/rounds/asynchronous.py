@@ -6,7 +6,7 @@ by a server, and the end of the step. ``simplan.sim.workers`` repeats the steps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.cost.model import CostModel
 from simplan.cost.program_costs import ProgramCosts
+from simplan.job import Job
 from simplan.plan.replication import Replication
 from simplan.predict.build import cores_of_ranks, is_static
 from simplan.prediction import ReplicationWorkers
@@ -29,7 +31,6 @@ from simplan.sim.workers import CoresOfNodes, Links, Workers, WorkerTimes, simul
 if TYPE_CHECKING:
     from simplan.network.usage import LinkUsage
     from simplan.predict.simulated import Simulated
-    from simplan.predict.truncated import TruncatedStep
 
 _Floats = NDArray[np.float64]
 
@@ -57,21 +58,26 @@ class AsynchronousStep:
     """Steps of workers of a job.
 
     Attributes:
-        step: Step of all workers, as if each were alone.
+        job, cost: Job and its cost model.
+        simulated: Step of all workers as if each were alone; of a truncated step the longer one, then the shorter one.
+        num_periods: Differences of both that the full step is longer than the longer one.
     """
 
-    step: TruncatedStep
+    job: Job
+    cost: CostModel
+    simulated: Sequence[Simulated]
+    num_periods: int
 
     @property
     def _replication(self) -> Replication:
-        replication = self.step.job.plan.replication
+        replication = self.job.plan.replication
         assert replication is not None
         assert replication.has_workers
         return replication
 
     @property
     def _num_workers(self) -> int:
-        return self.step.job.plan.dp_replicate
+        return self.job.plan.dp_replicate
 
     def seconds(self, others: Callable[[Program, ProgramCosts], list[_Floats]]) -> _Floats:
         """``(1 + num_others,)`` Seconds in which as many gradients are applied as there are workers.
@@ -79,9 +85,9 @@ class AsynchronousStep:
         Args:
             others: See ``TruncatedStep.seconds``.
         """
-        moved = [others(each.program, each.program_costs) for each in self.step.simulated]
+        moved = [others(each.program, each.program_costs) for each in self.simulated]
         durations = [
-            [each.program_costs.durations_s, *vectors] for each, vectors in zip(self.step.simulated, moved, strict=True)
+            [each.program_costs.durations_s, *vectors] for each, vectors in zip(self.simulated, moved, strict=True)
         ]
         moved_times = (
             self._times([*vectors], self._steps // 2) for vectors in islice(zip(*durations, strict=True), 1, None)
@@ -92,7 +98,7 @@ class AsynchronousStep:
     @cached_property
     def times(self) -> WorkerTimes:
         """Simulated steps."""
-        return self._times([each.program_costs.durations_s for each in self.step.simulated], self._steps)
+        return self._times([each.program_costs.durations_s for each in self.simulated], self._steps)
 
     @property
     def _steps(self) -> int:
@@ -105,14 +111,12 @@ class AsynchronousStep:
         return simulate_workers(self._workers(durations_s), steps)
 
     def _workers(self, durations_s: list[_Floats]) -> Workers:
-        parts = [
-            _Parts.of(each, durations[None]) for each, durations in zip(self.step.simulated, durations_s, strict=True)
-        ]
+        parts = [_Parts.of(each, durations[None]) for each, durations in zip(self.simulated, durations_s, strict=True)]
         longer, *shorter = parts
         compute_s = longer.compute_s
         if shorter:
-            compute_s = compute_s + self.step.extent.num_periods * (compute_s - shorter[0].compute_s)
-        simulated, jitter = self.step.simulated[0], self.step.job.cluster.jitter
+            compute_s = compute_s + self.num_periods * (compute_s - shorter[0].compute_s)
+        simulated, jitter = self.simulated[0], self.job.cluster.jitter
         if jitter is not None:
             from simplan.predict.jitter import Factors  # imports numba
 
@@ -145,15 +149,15 @@ class AsynchronousStep:
         """Elements of every trained parameter."""
         return [
             parameter.num_elements
-            for layer in self.step.job.padded_model.layers
+            for layer in self.job.padded_model.layers
             for parameter in layer.parameters
             if not parameter.frozen and parameter.name not in layer.tied
         ]
 
     @cached_property
     def _cores(self) -> CoresOfNodes | None:
-        job = self.step.job
-        shared = cores_of_ranks(job.cluster, self.step.cost)
+        job = self.job
+        shared = cores_of_ranks(job.cluster, self.cost)
         if shared is None:
             return None
         cores, threads, transferring = shared
@@ -163,7 +167,7 @@ class AsynchronousStep:
     @property
     def _nodes_of_servers(self) -> list[int]:
         """Node of each server; those apart follow the nodes of the cluster."""
-        replication, job = self._replication, self.step.job
+        replication, job = self._replication, self.job
         if not replication.has_servers:
             return [0]
         if replication.server_nodes == "apart":
@@ -172,7 +176,7 @@ class AsynchronousStep:
 
     @cached_property
     def _links(self) -> Links | None:
-        job, replication = self.step.job, self._replication
+        job, replication = self.job, self._replication
         if not replication.has_servers or (job.cluster.num_nodes == 1 and replication.server_nodes == "workers"):
             return None
         from simplan.network.usage import LinkUsage, link_use  # predictions with one node load no network
@@ -196,7 +200,7 @@ class AsynchronousStep:
 
     def _transfers(self) -> Iterator[_Transfer]:
         """Yield every transfer between nodes."""
-        program, job = self.step.simulated[0].program, self.step.job
+        program, job = self.simulated[0].program, self.job
         nodes = self._nodes_of_servers
         for worker in range(self._num_workers):
             for number, index in enumerate(_transfers_of(program, worker)):
@@ -210,7 +214,7 @@ class AsynchronousStep:
         """Links out of a node and into another, of which every device has an equal part."""
         from simplan.network.usage import LinkUsage
 
-        job, cost, communication = self.step.job, self.step.cost, transfer.communication
+        job, cost, communication = self.job, self.cost, transfer.communication
         alone_s = cost.communication(communication).seconds
         fixed_s = min(alone_s, cost.communication(communication._replace(num_bytes=1)).seconds)
         ends = [job.node_of(transfer.worker), self._nodes_of_servers[transfer.server]]
@@ -228,7 +232,7 @@ class AsynchronousStep:
         from simplan.network.build import fabric_of
         from simplan.network.usage import Usages
 
-        job = self.step.job
+        job = self.job
         fabric = Usages(job.cluster, fabric_of(job.cluster))
 
         def find(transfer: _Transfer) -> list[LinkUsage]:
@@ -249,7 +253,7 @@ class AsynchronousStep:
         times, replication = self.times, self._replication
         staleness = times.staleness
         values, counts = np.unique(staleness, return_counts=True)
-        program = self.step.simulated[0].program
+        program = self.simulated[0].program
         moved = [program.op(index).communications for index in _transfers_of(program, 0)]
         sizes = [sum(each.num_bytes for each in communications) for communications in moved]
         return ReplicationWorkers(
@@ -284,7 +288,7 @@ class AsynchronousStep:
     @cached_property
     def server_bytes(self) -> list[int]:
         """By server, bytes of its parameters, optimizer states, and the gradients of every worker."""
-        job = self.step.job
+        job = self.job
         states = job.software.state(job.training, job.plan).optimizer_bytes(job.training.optimizer)
         each = (1 + self._num_workers) * FP32_BYTES + states
         return [elements * each for elements in self.served_elements] if self._replication.has_servers else []
