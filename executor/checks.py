@@ -107,10 +107,6 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             plan.collectives is not None,
             "the executor leaves algorithms to the library; remove it",
         ),
-        "plan.replication": (
-            plan.replication is not None and not plan.replication.has_rounds,
-            "the executor does not run this kind; use local_sgd, diloco or streaming_diloco",
-        ),
         "plan.grad_dtype": (
             plan.grad_dtype not in (None, "fp32"),
             "the executor keeps gradients in the precision of the weights; leave it out",

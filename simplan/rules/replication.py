@@ -69,7 +69,6 @@ def replication_modelled(job: Job) -> Iterator[Problem]:
     if plan.replication is None:
         return
     refused = [f"software.id = {job.software.id}"] if job.software.runtime != "torch" else []
-    refused += [f"replication.kind = {plan.replication.kind}"] if not plan.replication.has_rounds else []
     if job.model.num_experts and experts_apart(plan):
         refused.append(f"plan.ep = {plan.ep}" if plan.ep > 1 else f"plan.etp = {plan.etp}")
     refused += ["plan.microbatch_sizes"] if plan.microbatch_sizes is not None else []
