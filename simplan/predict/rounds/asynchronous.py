@@ -282,8 +282,13 @@ class AsynchronousStep:
         links = self._links
         if links is None:
             return None
-        busy_s = np.bincount(links.use.link, links.use.seconds, links.use.num_links)
-        return float(busy_s.max(initial=0.0) / step_time_s)
+        use, steps = links.use, np.zeros(len(links.use.head))  # steps of the worker of each usage in that time
+        for worker, share in enumerate(self.times.shares.tolist()):
+            own = np.concatenate([links.push[worker], links.pull[worker]])
+            steps[own[own >= 0]] = share * self._num_workers
+        owner = np.repeat(np.arange(len(use.head)), np.diff(use.first))
+        busy_s = np.bincount(use.link, use.seconds * steps[use.head[owner]], use.num_links)
+        return min(1.0, float(busy_s.max(initial=0.0) / step_time_s))  # slow workers have taken few steps
 
     @cached_property
     def server_bytes(self) -> list[int]:

@@ -102,6 +102,9 @@ def test_a_worker_beside_its_server_gives_most_updates_over_a_slow_network() -> 
     cluster = nodes_of_one(8, gbit=1.0)
     free, bounded = (predicted(8, cluster, staleness=bound) for bound in ("unbounded", 4))
     assert free[1].most_share > 0.5
+    for _, workers in (free, bounded):
+        assert workers.busiest_link_share is not None
+        assert 0.3 < workers.busiest_link_share <= 1
     assert bounded[1].most_share == pytest.approx(1 / 8, rel=0.1)
     assert bounded[0].step_time_s > 5 * free[0].step_time_s
     assert "of the updates" in free[1].words
