@@ -43,7 +43,8 @@ def check_job(job: RunSpec, num_local_ranks: int | None = None) -> None:
         ProgramError: torch would run the table wrongly or not at all.
     """
     num_ranks = num_local_ranks or job.plan.num_devices
-    _check(job, (), [*_too_many_ranks(job, num_ranks), *_no_compiler(job, num_ranks)])
+    impossible = [*_too_many_ranks(job, num_ranks), *_no_compiler(job, num_ranks)]
+    _check(job, _unmodelled_late_ranks(job, num_ranks), impossible)
 
 
 def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
@@ -149,7 +150,28 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
     yield from unmodelled_recompute(job)
     yield from _unmodelled_compression(job)
     yield from _unmodelled_workers(job)
+    yield from _unmodelled_replication(job)
     yield from _unmeasured_first_steps(job)
+
+
+def _unmodelled_late_ranks(job: RunSpec, num_local_ranks: int) -> Iterator[Problem]:
+    """Slow ranks, and replicas that are dropped when they are late, are whole replicas on the CPUs of one host."""
+    plan, num_dropped, saves = job.plan, job.training.backup_workers, job.checkpointing is not None
+    asked = {"cluster.stragglers": job.slowdowns, "training.backup_workers": num_dropped}
+    limits = {
+        "is run only where every replica is one rank; use no other axis than plan.dp_replicate": plan.num_devices
+        > plan.dp_replicate,
+        "is run only on CPUs; use device cpu": runs_on_cuda(job, num_local_ranks),
+        "is run only on one node; use one node": num_local_ranks < plan.num_devices or bool(job.fewer_nodes),
+    }
+    found = [(field, sentence) for field in asked if asked[field] for sentence, is_so in limits.items() if is_so]
+    if num_dropped and saves:
+        found.append(("training.backup_workers", "is run without checkpoints, for which all ranks wait; use none"))
+    if num_dropped and job.software.gradient_as_bucket_view:
+        found.append(("software.gradient_as_bucket_view", "is not run with training.backup_workers; use false"))
+    for field, sentence in found:
+        rule, _, fix = sentence.partition("; ")
+        yield Problem(field=field, rule=rule, fix=fix)
 
 
 def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
@@ -161,6 +183,14 @@ def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
         rule = "has errors, factors or a number of steps that checkpoints do not save"
         fix = "run without checkpoints, or use fp16 or bf16"
         yield Problem(field="plan.compression", value=compression.kind, rule=rule, fix=fix)
+
+
+def _unmodelled_replication(job: RunSpec) -> Iterator[Problem]:
+    """Replicas have states of their own, with which no other number of replicas can resume."""
+    replication = job.plan.replication
+    if replication is not None and job.fewer_nodes:
+        rule, fix = "has replicas with states of their own, with which fewer nodes cannot go on", "use --nnodes N"
+        yield Problem(field="plan.replication.kind", value=replication.kind, rule=rule, fix=fix)
 
 
 def _unmeasured_first_steps(job: RunSpec) -> Iterator[Problem]:
@@ -228,6 +258,10 @@ def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
     if job.plan.replication is not None:
         rule, fix = "has replicas that meet between steps, and a rehearsal has one rank", "remove it, or `simplan run`"
         yield Problem(field="plan.replication", value=job.plan.replication.kind, rule=rule, fix=fix)
+    if job.training.backup_workers or job.slowdowns:
+        field = "training.backup_workers" if job.training.backup_workers else "cluster.stragglers"
+        rule, fix = "is about ranks that others wait for, and a rehearsal has one rank", "remove it, or `simplan run`"
+        yield Problem(field=field, rule=rule, fix=fix)
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"
         yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")

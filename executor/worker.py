@@ -277,26 +277,30 @@ def _timed_steps(
 ) -> None:
     """Takes the steps; writes a line for each to the rank's file, outside of the timed part."""
     num_warmup_steps = job.num_warmup_steps
-    if num_warmup_steps is None and job.round_steps > 1:  # step times differ
-        num_warmup_steps = job.num_all_steps - job.num_steps
-    elif num_warmup_steps is None:  # found later by the step times, at the beginning of a run
-        num_warmup_steps = _AFTER_RESTART if first else 0
+    if num_warmup_steps is None:  # found later by the step times, at the beginning of a run of equal steps
+        at_start = job.num_all_steps - job.num_steps if job.round_steps > 1 else 0
+        num_warmup_steps = _AFTER_RESTART if first else at_start
     num_warmup_steps = max(num_warmup_steps, job.num_whole_steps)
     for step in range(first, job.num_all_steps):
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
         reference_s = reference.time_once()
-        _barrier(reference.device)
+        replicas = trainer.replicas
+        if replicas is None or step == first:  # with backup workers nobody waits for a late rank
+            _barrier(reference.device)
         recorder.begin_step(step)
         losses = trainer.step(*batch)
         start_s, end_s = recorder.end_step()
         is_warmup = step < first + num_warmup_steps
         record = recorder.record(start_s, end_s, list(map(float, losses)), is_warmup=is_warmup, reference_s=reference_s)
+        if replicas is not None:
+            record = record.model_copy(update={"kept": replicas.kept, "arrived_s": replicas.arrived_s})
         print(record.model_dump_json(), file=file, flush=True)
         if saver is not None:
             saver.after_step(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
     trainer.finish()
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
+    trainer.finish()
 
 
 def _keep_steps_before(first: int, file: Path) -> None:

@@ -342,7 +342,7 @@ class ReplicationRound:
         """Times of a round, its bytes, and the bandwidth at which communication disappears."""
         steps, each = counted(self.inner_steps, "inner step"), format_time(self.inner_step_s)
         many = counted(self.outer_steps, "outer step")
-        waits = f"is hidden by {counted(self.steps_beside, 'step')}" if self.steps_beside else "takes 5 %"
+        waits = f"is hidden by {counted(self.steps_beside, 'further step')}" if self.steps_beside else "takes 5 %"
         return (
             f"a round takes {format_time(self.round_s)}: {steps} of {each}, and {format_time(self.exposed_s)} more for "
             f"{many}; each rank sends {format_bytes(self.sent_bytes)} a round, which {waits} at "

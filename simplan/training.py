@@ -1,7 +1,8 @@
-"""Batch, precision and optimizer of a training run."""
+"""Batch, precision, optimizer and data of a training run."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -61,6 +62,42 @@ LAYERWISE = frozenset(name for name, facts in OPTIMIZERS.items() if facts.num_no
 """Optimizers whose step depends on norms."""
 
 
+DataName = Literal["random", "markov", "gratings"]
+
+NUM_SUCCESSORS = 4
+"""Tokens that can follow a token and the parity of the token before it, in the data ``markov``."""
+
+
+def successor_probabilities(vocab_size: int) -> tuple[float, ...]:
+    """Probabilities of the tokens that can follow in the data ``markov``, the most probable first (Zipf's law).
+
+    >>> successor_probabilities(2)
+    (0.6666666666666666, 0.3333333333333333)
+    """
+    weights = [1 / rank for rank in range(1, min(NUM_SUCCESSORS, vocab_size) + 1)]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def num_gratings(image_size: int) -> int:
+    """Number of different gratings of a square image: whole periods along both sides, below the Nyquist frequency."""
+    return ((2 * ((image_size - 1) // 2) + 1) ** 2 - 1) // 2
+
+
+def least_loss(data: DataName, vocab_size: int) -> float | None:
+    """Least mean cross-entropy that a model can reach on new samples, in nats; None for data without structure.
+
+    For ``markov`` it is the entropy rate. All contexts have the same probabilities, of different tokens, so the rate is
+    the entropy of these probabilities. Classes of ``gratings`` can be told apart without error.
+    """
+    match data:
+        case "random":
+            return None
+        case "markov":
+            return -sum(p * math.log(p) for p in successor_probabilities(vocab_size))
+        case "gratings":
+            return 0.0
+
+
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 
 
@@ -92,6 +129,10 @@ class TrainingSpec(Spec):
             logits are computed.
         backup_workers: Data-parallel replicas whose gradients a step drops: it goes on when all but these have arrived
             (Chen et al. 2016, arXiv:1604.00981). Dropped sequences do not count in throughput.
+        data: Synthetic samples of a run; a prediction does not depend on them. ``random`` has uniform tokens, or noise
+            as images, and nothing to learn. ``markov`` has tokens of a Markov chain of order 2, for models that predict
+            the next token. ``gratings`` has images of sinusoidal gratings in noise, for models that predict a class.
+            ``least_loss`` has the loss that the best model reaches.
     """
 
     global_batch_size: Count = Field(description="sequences (or images) of an optimizer step, over all devices")
@@ -114,6 +155,10 @@ class TrainingSpec(Spec):
     )
     backup_workers: Natural = Field(
         0, description="replicas of plan.dp_replicate whose gradients, the last to arrive, a step drops"
+    )
+    data: DataName = Field(
+        "random",
+        description="samples of a run: markov (tokens) and gratings (images) can be learned; a step takes equally long",
     )
 
     @property

@@ -148,6 +148,7 @@ class ShapedPlan:
         degrees: Parallelism in a scenario, with ``{n}`` for the number of hosts.
         networks: Networks on which it runs; empty for all.
         placed: Group of plans that differ in the placement only.
+        num_steps: Steps to measure, then to run before.
     """
 
     name: str
@@ -156,6 +157,7 @@ class ShapedPlan:
     degrees: str
     networks: tuple[str, ...] = ()
     placed: str = ""
+    num_steps: tuple[int, int] = (5, 1)
 
 
 _TIERS = ("uplink-4",)

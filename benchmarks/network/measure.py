@@ -32,7 +32,6 @@ _PORT = 29_433
 _STREAM_PORT = 29_434
 _COMPUTE_BUDGET_S = 30
 _NETWORK_BUDGET_S = 25
-_STEPS = ("--steps", "5", "--warmup", "1")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Measurements:
         core, done = self.folder / "core.json", self.calibration(mbit_per_s)
         if done.exists():
             return
-        with _on(star(2, mbit_per_s)) as hosts:
+        with hosts_on(star(2, mbit_per_s)) as hosts:
             if not core.exists():
                 files = [self.scenario(network, plan, alone=True) for network, plan in steps]
                 args = ["--budget", _COMPUTE_BUDGET_S, "--calibration", core.with_suffix(".part")]
@@ -80,7 +79,7 @@ class Measurements:
     def time_collectives(self, network: ShapedNetwork) -> None:
         """Times collectives on a network."""
         if not self.collectives(network).exists():
-            with _on(network) as hosts:
+            with hosts_on(network) as hosts:
                 meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": _PORT, "WORLD_SIZE": len(hosts)}
                 common = {**meeting, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
                 started = [
@@ -94,17 +93,21 @@ class Measurements:
         left = [plan for plan in plans if not self.step(network, plan).exists()]
         if not left:
             return
-        with _on(network) as hosts:
+        with hosts_on(network) as hosts:
             for plan in left:
-                file = self.step(network, plan)
-                args = ["run", self.scenario(network, plan, alone=True), "--json", *_STEPS]
-                args += ["--calibration", self.calibration(network.mbit_per_s), "-o"]
-                folders = [file.with_suffix(f".out{k}") for k in range(len(hosts))]
-                printed = self._on_all(hosts, [[*args, folder] for folder in folders])
-                for folder in folders:
-                    shutil.rmtree(folder, ignore_errors=True)
-                _write(file, printed)
+                _write(self.step(network, plan), self.run(network, plan, hosts))
                 yield plan
+
+    def run(self, network: ShapedNetwork, plan: ShapedPlan, hosts: list[Host]) -> str:
+        """Runs the steps of a plan, and returns what ``simplan run --json`` prints."""
+        args = ["run", self.scenario(network, plan, alone=True), "--json"]
+        args += ["--steps", plan.num_steps[0], "--warmup", plan.num_steps[1]]
+        args += ["--calibration", self.calibration(network.mbit_per_s), "-o"]
+        folders = [self.step(network, plan).with_suffix(f".out{k}") for k in range(len(hosts))]
+        printed = self._on_all(hosts, [[*args, folder] for folder in folders])
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        return printed
 
     def _time_links(self, hosts: list[Host], file: Path, since: Path | None = None) -> None:
         """Times communication between hosts, and adds it to a calibration; every host saves a file of its own."""
@@ -160,7 +163,7 @@ def _finished(hosts: Sequence[Host], started: Sequence[subprocess.Popen[str]]) -
 
 
 @contextmanager
-def _on(network: ShapedNetwork) -> Iterator[list[Host]]:
+def hosts_on(network: ShapedNetwork) -> Iterator[list[Host]]:
     """Hosts of a network, one core each, with the traffic of the other job."""
     cores = sorted(os.sched_getaffinity(0))
     with wired_hosts(network.wires, cores=[[cores[k % len(cores)]] for k in range(network.num_hosts)]) as hosts:

@@ -134,6 +134,7 @@ class OuterSteps:
         self._on_host = replication.outer.on_host and not self._averages
         self._dtype = "fp32" if self._averages else replication.outer.dtype
         self._outer = [] if self._averages else [self._host_copy(fragment.joined()) for fragment in self._fragments]
+        self._momenta: list[Tensor] = []
         self._optimizer = self._make_optimizer() if self._outer else None
         self._in_flight: _InFlight | None = None
         self._thread = ThreadPoolExecutor(max_workers=1) if replication.steps_beside else None
@@ -148,8 +149,10 @@ class OuterSteps:
         optimizer = torch.optim.SGD(
             self._outer, outer.lr, outer.momentum, nesterov=outer.momentum > 0, foreach=False, fused=False
         )
-        for each in self._outer if outer.momentum else ():  # zeros become the first gradient
-            optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
+        if outer.momentum:  # zeros become the first gradient
+            self._momenta = [torch.zeros_like(each) for each in self._outer]
+        for each, momentum in zip(self._outer, self._momenta, strict=False):
+            optimizer.state[each]["momentum_buffer"] = momentum
         return optimizer
 
     @torch.no_grad()
@@ -179,9 +182,7 @@ class OuterSteps:
         Tensors are not copied, so that a checkpoint can be read into them.
         """
         found = {f"parameters{index}": outer for index, outer in enumerate(self._outer)}
-        for index, outer in enumerate(self._outer if self._optimizer is not None else ()):
-            if "momentum_buffer" in (state := self._optimizer.state[outer] if self._optimizer else {}):
-                found[f"momentum{index}"] = state["momentum_buffer"]
+        found |= {f"momentum{index}": momentum for index, momentum in enumerate(self._momenta)}
         if self._thread is not None:
             if self._in_flight is None:
                 fragment = self._fragments[0]

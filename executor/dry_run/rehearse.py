@@ -171,6 +171,8 @@ def fake_rank(job: RunSpec, rank: int, recorder: Recorder) -> Iterator[Trainer]:
         recorder: Recorder of the rank; a ``MemoryTracker`` tracks all tensors of the rank.
     """
     counting = recorder.storages.counting() if isinstance(recorder, MemoryTracker) else nullcontext()
+    training = job.training.model_copy(update={"data": "random"})  # samples that can be learned depend on numbers
+    job = job.model_copy(update={"training": training})
     with (
         as_single_rank(rank, job, recorder) as dims,
         _meshes_with_numbers(),

@@ -98,6 +98,8 @@ class StepRecord(Spec):
         reference_s: Duration of the reference matmul right before the step, in seconds; of workers that do not wait for
             all others, before the first step.
         updates: Of such a worker, the update by each server.
+        kept: With backup workers, ranks whose gradients the step used, in order of their arrival; else empty.
+        arrived_s: With backup workers, time when this rank completed its gradients or left its passes; else None.
     """
 
     step: int
@@ -110,6 +112,8 @@ class StepRecord(Spec):
     collectives: tuple[MeasuredCollective, ...]
     reference_s: Annotated[float, Field(gt=0, le=_MAX_CLOCK_S)] | None = None
     updates: tuple[MeasuredUpdate, ...] = ()
+    kept: tuple[int, ...] = ()
+    arrived_s: float | None = None
 
     @model_validator(mode="after")
     def _goes_forward(self) -> Self:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,12 +24,14 @@ from executor.profiling.steps import find_slow_ranks, steady_from
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.measurement import (
     EarlierSegment,
+    LossPoint,
     MeasuredCollective,
     MeasuredSpan,
     MeasuredWorkers,
     Measurement,
     PeakMemory,
     RankMeasurement,
+    ReplicaArrivals,
 )
 from simplan.runs.run_spec import RunSpec
 
@@ -123,7 +125,7 @@ def gather(
     steps = [_on_one_clock(step, nodes) for step in _common_steps([records for records, _ in read], first_step)]
     replication = job.plan.replication
     has_workers = replication is not None and replication.has_workers
-    times_s = [_time_of_updates(step) if has_workers else _time_of_ranks(step) for step in steps]
+    times_s = [_time_of_updates(step) if has_workers else _end_s(step) - _start_s(step) for step in steps]
     begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
     steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
     steady = steady[len(steady) % job.round_steps :]  # whole rounds
@@ -142,8 +144,12 @@ def gather(
                 reruns=None if record is None or job.software.compiled else record.reruns,
                 collectives=() if record is None else record.collectives,
                 step_times_s=tuple(steps[i][rank].end_s - steps[i][rank].start_s for i in steady),
+                is_dropped=record is not None and bool(record.kept) and rank not in record.kept,
             )
         )
+    losses = [statistics.fmean(loss for record in step for loss in record.losses) for step in steps]
+    num_samples = [job.training.global_batch_size * (step[0].step + 1) for step in steps]
+    curve = [] if job.training.data == "random" else zip(num_samples, accumulate(times_s), losses, strict=True)
     num_nodes = len(set(nodes))
     num_local = num_ranks // num_nodes
     facts = environment(num_local, cuda=runs_on_cuda(job, num_local))
@@ -155,21 +161,18 @@ def gather(
         step_times_s=tuple(times_s[i] for i in steady),
         warmup_step_times_s=tuple(time_s for i, time_s in enumerate(times_s) if i not in set(steady)),
         reference_s=_reference_s([steps[i] for i in steady]),
-        losses=tuple(statistics.fmean(loss for record in step for loss in record.losses) for step in steps),
+        losses=tuple(losses),
+        loss_curve=tuple(LossPoint(num_samples=n, seconds=s, loss=loss) for n, s, loss in curve),
         ranks=tuple(ranks),
         first_step=steps[0][0].step if steps else 0,
         checkpoints=checkpoints,
         slow_ranks=slow,
+        arrivals=tuple(_arrivals(steps)),
         notes=(*notes, *_unwritten(checkpoints), *(rank.sentence for rank in slow)),
         environment={**facts, "num_nodes": num_nodes} if num_nodes > 1 else facts,
         earlier=tuple(_earlier(segments)),
         workers=measured_workers(steps, steady) if has_workers and steady else None,
     )
-
-
-def _time_of_ranks(step: Sequence[StepRecord]) -> float:
-    """Seconds from the first start to the last end."""
-    return max(record.end_s for record in step) - min(record.start_s for record in step)
 
 
 def _time_of_updates(step: Sequence[StepRecord]) -> float:
@@ -289,8 +292,42 @@ def _representative(steps: Sequence[int], times_s: Sequence[float]) -> int:
 
 def _from_start(step: tuple[StepRecord, ...], *, together: bool) -> list[StepRecord]:
     """The records with times from the common start of the step, or each from its own."""
-    start_s = min(record.start_s for record in step)
-    return [_moved(record, start_s if together else record.start_s) for record in step]
+    start_s, end_s = _start_s(step), _end_s(step)
+    kept = {id(record) for record in _kept(step)}
+    return [
+        _moved(record if id(record) in kept else _until(record, end_s), start_s if together else record.start_s)
+        for record in step
+    ]
+
+
+def _kept(step: tuple[StepRecord, ...]) -> list[StepRecord]:
+    """Records of the ranks whose gradients the step used: all ranks without backup workers."""
+    return [step[rank] for rank in step[0].kept] or list(step)
+
+
+def _start_s(step: tuple[StepRecord, ...]) -> float:
+    return min(record.start_s for record in _kept(step))
+
+
+def _end_s(step: tuple[StepRecord, ...]) -> float:
+    return max(record.end_s for record in _kept(step))
+
+
+def _until(record: StepRecord, end_s: float) -> StepRecord:
+    """Record of a dropped replica, which ends with the step."""
+    spans = tuple(
+        span.model_copy(update={"end_s": min(span.end_s, end_s)}) for span in record.spans if span.start_s < end_s
+    )
+    reruns = tuple(rerun for rerun in record.reruns if rerun.end_s < end_s)
+    return record.model_copy(update={"spans": spans, "reruns": reruns, "collectives": ()})
+
+
+def _arrivals(steps: Sequence[tuple[StepRecord, ...]]) -> Iterator[ReplicaArrivals]:
+    """Arrivals in steps with backup workers."""
+    for step in steps:
+        if step[0].kept:
+            times_s = tuple((record.arrived_s or 0.0) - _start_s(step) for record in step)
+            yield ReplicaArrivals(step=step[0].step, kept=step[0].kept, arrived_s=times_s)
 
 
 def _moved(record: StepRecord, zero_s: float) -> StepRecord:
@@ -301,4 +338,5 @@ def _moved(record: StepRecord, zero_s: float) -> StepRecord:
         return timed.model_copy(update={"start_s": timed.start_s - zero_s, "end_s": end_s})
 
     parts = {name: tuple(map(moved, getattr(record, name))) for name in ("spans", "reruns", "collectives")}
-    return moved(record).model_copy(update=parts)
+    arrived_s = None if record.arrived_s is None else record.arrived_s - zero_s
+    return moved(record).model_copy(update={**parts, "arrived_s": arrived_s})

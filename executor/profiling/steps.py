@@ -56,6 +56,8 @@ def find_slow_ranks(job: RunSpec, steps: Sequence[Sequence[StepRecord]], *, cuda
         return ()
     if job.plan.ep > 1:  # the work of experts depends on the routing
         return ()
+    if job.training.backup_workers:  # a late replica leaves its passes; arrivals tell how late it was
+        return ()
     mapping = RankMapping.of(job.plan)
     peers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in range(job.plan.num_devices):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
+from itertools import accumulate
 
 import torch
 from torch import Generator, Tensor
@@ -10,6 +13,7 @@ from torch import Generator, Tensor
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.plan.shard import Shard
+from simplan.training import DataName, successor_probabilities
 
 IGNORED = -100
 """Target of a token without a loss, the ignore_index of torch's cross-entropy."""
@@ -17,6 +21,7 @@ IGNORED = -100
 _MASKED_SHARE = 0.15  # Devlin et al. 2019, section 3.1
 _MASK_TOKEN = 0
 _START_TOKEN = 0
+_FLAT_HEAD = 2.7  # of word frequencies by rank (Mandelbrot 1953)
 
 
 def make_batch(
@@ -36,7 +41,76 @@ def make_batch(
     return _stacked(draw, seed, step, first_sample, num_samples)
 
 
-def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num_samples: int) -> tuple[Tensor, Tensor]:
+def markov_batch(
+    vocab_size: int,
+    seq_len: int,
+    *,
+    seed: int,
+    step: int,
+    first_sample: int,
+    num_samples: int,
+    starts: Collection[int] = (0,),
+) -> tuple[Tensor, Tensor]:
+    """As ``make_batch``, with tokens of a Markov chain of order 2 that depends on the vocabulary and the seed.
+
+    A token and the parity of the token before it allow ``NUM_SUCCESSORS`` tokens, with ``successor_probabilities``.
+    Successors are sampled by their frequency, which follows Zipf's law, so that tokens are as unequal as words.
+
+    Args:
+        starts: Positions of tokens that no token precedes: those that begin a sequence or a packed document. Their
+            successors are those after an even token.
+    """
+    probabilities = torch.tensor(successor_probabilities(vocab_size))
+
+    def draw(generator: Generator) -> tuple[Tensor, Tensor]:
+        first = torch.multinomial(_frequencies(vocab_size), 1, generator=generator)
+        return first, torch.multinomial(probabilities, seq_len, replacement=True, generator=generator)
+
+    first, ranks = _stacked(draw, seed, step, first_sample, num_samples)
+    successors = _successors(vocab_size, seed)
+    tokens = [first[:, 0]]
+    parity = torch.zeros_like(tokens[0])
+    for position in range(seq_len):
+        if position in starts:
+            parity = torch.zeros_like(parity)
+        tokens.append(successors[parity, tokens[-1], ranks[:, position]])
+        parity = tokens[-2] % 2
+    return torch.stack(tokens[:-1], dim=1), torch.stack(tokens[1:], dim=1)
+
+
+def _frequencies(vocab_size: int) -> Tensor:
+    return 1.0 / (torch.arange(vocab_size) + 1 + _FLAT_HEAD)
+
+
+@lru_cache(maxsize=1)
+def _successors(vocab_size: int, seed: int) -> Tensor:
+    """Different tokens that follow each context, (parity, vocab_size, successors), sampled without replacement."""
+    num_contexts, num_successors = 2 * vocab_size, len(successor_probabilities(vocab_size))
+    generator = torch.Generator().manual_seed(-1 - seed)  # samples have the seeds from 0 on
+    frequencies = _frequencies(vocab_size)
+    found = torch.full((num_contexts, num_successors), -1)
+    for rank in range(num_successors):
+        missing = torch.arange(num_contexts)
+        while len(missing):
+            drawn = torch.multinomial(frequencies, len(missing), replacement=True, generator=generator)
+            is_new = (found[missing] != drawn[:, None]).all(dim=1)
+            found[missing[is_new], rank] = drawn[is_new]
+            missing = missing[~is_new]
+    return found.view(2, vocab_size, num_successors)
+
+
+@lru_cache(maxsize=1)
+def _waves(image_size: int, num_classes: int) -> Tensor:
+    """Periods of each class's grating along the height and width of an image, (num_classes, 2), the longest first."""
+    most = (image_size - 1) // 2
+    periods = range(-most, most + 1)
+    waves = [(y, x) for y in range(most + 1) for x in periods if (y, x) > (0, 0)]  # its inverse is the same wave
+    return torch.tensor(sorted(waves, key=lambda wave: (math.hypot(*wave), wave))[:num_classes])
+
+
+def model_batch(
+    spec: ModelSpec, *, seed: int, step: int, first_sample: int, num_samples: int, data: DataName = "random"
+) -> tuple[Tensor, Tensor]:
     """Inputs of a model, and targets of its head.
 
     Language models get tokens as in ``make_batch``. Packed documents have the same positions in every sequence; targets
@@ -47,6 +121,8 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
 
     Args:
         seed, step, first_sample, num_samples: See ``make_batch``.
+        data: ``markov`` for tokens of ``markov_batch``. ``gratings`` for images that show the class: a sinusoidal
+            grating of amplitude 1 and random phase, plus noise of standard deviation 1.
     """
 
     def masked(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -64,11 +140,20 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
 
     def image(generator: Generator) -> tuple[Tensor, Tensor]:
         shape = (spec.num_channels, spec.image_size, spec.image_size)
-        return torch.randn(shape, generator=generator), torch.randint(spec.num_classes, (1,), generator=generator)
+        noise = torch.randn(shape, generator=generator)
+        label = torch.randint(spec.num_classes, (1,), generator=generator)
+        if data == "random":
+            return noise, label
+        phase = torch.rand(1, generator=generator)
+        along_y, along_x = _waves(spec.image_size, spec.num_classes)[label[0]]
+        places = torch.arange(spec.image_size) / spec.image_size
+        return noise + torch.cos(math.tau * (along_y * places[:, None] + along_x * places + phase)), label
 
     match FAMILIES[spec.family].task:
         case "next_token":
-            tokens, targets = make_batch(
+            starts = accumulate(spec.document_lengths, initial=0)
+            batch = partial(markov_batch, starts=frozenset(starts)) if data == "markov" else make_batch
+            tokens, targets = batch(
                 spec.vocab_size,
                 spec.seq_len,
                 seed=seed,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,6 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from executor.profiling.recorder import Recorder
 from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind
+
+if TYPE_CHECKING:
+    from executor.distributed.backup_workers import FirstReplicas
+
+
+class StepOverError(Exception):
+    """The step is over for a late replica: others have given it the gradients that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,7 @@ class LoopEngine:
         loss: Returns the loss of a microbatch from the module's output and the targets.
         complete_gradients: Called in REDUCE_GRAD, before gradients are divided.
         sync_each: Reduce gradients after every microbatch, not only after the last.
+        replicas: With backup workers, the replicas that average their gradients after the last backward; else None.
     """
 
     module: nn.Module
@@ -36,6 +45,7 @@ class LoopEngine:
     complete_gradients: Callable[[], None]
     sync_each: bool
     recorder: Recorder
+    replicas: FirstReplicas | None = None
 
     def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One step up to and including REDUCE_GRAD.
@@ -45,8 +55,17 @@ class LoopEngine:
             targets: The tokens that follow them.
 
         Returns:
-            Loss of every microbatch in order, detached.
+            Loss of every microbatch in order, detached; none if the step drops the gradients of this replica.
         """
+        with suppress(StepOverError):
+            return self._run_row(tokens, targets)
+        assert self.replicas is not None
+        self.recorder.close()
+        self.replicas.take_mean()
+        self._divide()
+        return []
+
+    def _run_row(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         inputs, wanted = tokens.chunk(self.num_microbatches), targets.chunk(self.num_microbatches)
         graphs: dict[int, Tensor] = {}
         losses: dict[int, Tensor] = {}
@@ -55,8 +74,7 @@ class LoopEngine:
             with self.recorder.span(action):
                 if action.kind is ActionKind.REDUCE_GRAD:
                     self.complete_gradients()
-                    if self.num_microbatches > 1:  # sums become means, as in torch's pipelining runtime
-                        divide_gradients(self.trained, self.num_microbatches)
+                    self._divide()
                 elif action.kind is ActionKind.FORWARD:
                     assert microbatch is not None
                     with self._ddp_synchronized(microbatch):
@@ -69,7 +87,13 @@ class LoopEngine:
                     if isinstance(self.module, FSDPModule):
                         self.module.set_requires_gradient_sync(self._synchronizes(microbatch))
                     graphs.pop(microbatch).backward()  # type: ignore[no-untyped-call]
+                    if self.replicas is not None and self._synchronizes(microbatch):
+                        self.replicas.average()
         return [loss for _, loss in sorted(losses.items())]
+
+    def _divide(self) -> None:
+        if self.num_microbatches > 1:  # sums become means, as in torch's pipelining runtime
+            divide_gradients(self.trained, self.num_microbatches)
 
     def _synchronizes(self, microbatch: int) -> bool:
         last = next(action for action in reversed(self.row) if action.kind is ActionKind.BACKWARD)

@@ -41,10 +41,12 @@ from simplan.program.lowering.offload import backward_follows
 from simplan.runs.run_spec import RunSpec
 
 if TYPE_CHECKING:
+    from executor.distributed.backup_workers import FirstReplicas
     from executor.distributed.fsdp import StageSharding
     from executor.distributed.outer import OuterSteps
     from executor.distributed.pipeline import PipelineEngine, StageModule
     from executor.distributed.zero import ShardedOptimizer
+    from executor.train.boundaries import LayerBoundaries
     from executor.train.training_state import TrainingState
 
 
@@ -58,6 +60,7 @@ class Trainer:
     Attributes:
         stages: Stages of the rank by index, ascending.
         optimizers: Optimizers of all trained parameters.
+        replicas: With backup workers, the replicas of which every step drops the last; else None.
     """
 
     def __init__(self, job: RunSpec, rank: int, device: torch.device, dims: ParallelDims, recorder: Recorder) -> None:
@@ -89,9 +92,10 @@ class Trainer:
         self._parameters = parameters = [
             parameter for stage in self.stages.values() for parameter in trained_parameters(stage)
         ]
-        self._uses_ddp = dims.dp.size > 1 and not plan.shards_parameters
+        averages, num_dropped = dims.dp.size > 1 and not plan.shards_parameters, job.training.backup_workers
+        self._uses_ddp = averages and not num_dropped
         # on the host, so that FSDP allocates new gradients: the device would wait for accumulation into old ones
-        self._drops_gradients = plan.offload_optimizer or (self._uses_ddp and job.software.zero_grad_set_to_none)
+        self._drops_gradients = plan.offload_optimizer or (averages and job.software.zero_grad_set_to_none)
         for parameter in [] if self._drops_gradients else parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self._groups = ShardGroups.of(job, self.stages.values(), dims)
@@ -99,6 +103,12 @@ class Trainer:
         self.optimizers = self._make_optimizers(parameters)
         self._clipper = self._make_clipper(parameters)
         self._outer = self._make_outer(parameters)
+        self.replicas: FirstReplicas | None = None
+        if num_dropped:
+            from executor.distributed.backup_workers import FirstReplicas
+
+            self.replicas = FirstReplicas(dims.dp, num_dropped, parameters, recorder)
+        self._boundaries = self._watched_boundaries(rank)
         modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
         loss = self._loss()
         self._engine: LoopEngine | PipelineEngine
@@ -113,6 +123,7 @@ class Trainer:
                 complete_gradients=self._completion(index),
                 sync_each=plan.reduces_every_microbatch,
                 recorder=recorder,
+                replicas=self.replicas,
             )
         else:
             from executor.distributed.pipeline import PipelineEngine  # seconds to import: only where needed
@@ -142,6 +153,7 @@ class Trainer:
             step=step,
             first_sample=self._data_rank * num_samples,
             num_samples=num_samples,
+            data=self._job.training.data,
         )
         if inputs.is_floating_point():
             inputs = inputs.to(weight_dtype(self._job))
@@ -152,6 +164,10 @@ class Trainer:
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One optimizer step; gives the losses of the microbatches where this rank computes them."""
+        if self.replicas is not None:
+            self.replicas.begin_step()
+        if self._boundaries is not None:
+            self._boundaries.begin()
         with split_loss(self._dims):
             losses = self._engine.run(tokens, targets)
         self._recorder.begin(self._optim_action)
@@ -169,10 +185,14 @@ class Trainer:
 
     def update(self) -> None:
         """Runs OPTIM with complete gradients. Its collectives mostly wait and are outside of the recorded span."""
+        if self._boundaries is not None:
+            self._boundaries.begin()
         with self._recorder.span(self._optim_action):
             for optimizer in self.optimizers:
                 optimizer.step()
             zero_gradients(self._parameters, drop=self._drops_gradients)
+            if self._boundaries is not None:
+                self._boundaries.compute_longer()
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.broadcast()
         if self._outer is not None:
@@ -184,11 +204,6 @@ class Trainer:
         if self._outer is not None:
             self._outer.resume(step)
             self._leave_ddp(step)
-
-    def finish(self) -> None:
-        """Waits for communication beside steps, at the end of a run."""
-        if self._outer is not None:
-            self._outer.finish()
 
     def _leave_ddp(self, step: int) -> None:
         """After the first steps of post-local SGD nothing reduces gradients, and they persist as in other plans."""
@@ -203,6 +218,13 @@ class Trainer:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def finish(self) -> None:
+        """Ends the training after its last step: something may be in flight, or needed by other ranks."""
+        if self._outer is not None:
+            self._outer.finish()
+        if self.replicas is not None:
+            self.replicas.finish()
 
     @property
     def local_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -325,6 +347,18 @@ class Trainer:
                 num_whole_steps=job.num_whole_steps,
             )
         return module
+
+    def _watched_boundaries(self, rank: int) -> LayerBoundaries | None:
+        """Boundaries of layers, for a slow rank or a replica that may be late; None for neither."""
+        slowdown, replicas = self._job.slowdowns[rank] if self._job.slowdowns else 1.0, self.replicas
+        if slowdown == 1.0 and replicas is None:
+            return None
+        from executor.train.boundaries import LayerBoundaries
+
+        boundaries = LayerBoundaries(slowdown, (lambda: None) if replicas is None else replicas.leave_if_over)
+        for stage in self.stages.values():
+            boundaries.watch(stage)
+        return boundaries
 
     def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Function of the last stage's output and the targets."""

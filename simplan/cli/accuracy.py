@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from simplan.accuracy.evaluate import predict_runs
@@ -16,34 +18,46 @@ from simplan.cli.terminal.progress import ProgressLine
 from simplan.errors import Problem, SpecError
 from simplan.interop.compare_files import compare, read_prediction
 from simplan.interop.logs.formats import read_run
-from simplan.io import write_text
+from simplan.io import read_model, write_text
 from simplan.report.accuracy import accuracy_markdown, accuracy_text, run_rows
 from simplan.report.comparison import comparison_text, logged_text
 from simplan.report.drawings.accuracy_plot import accuracy_plot
 from simplan.report.drawings.accuracy_svg import accuracy_svg
 from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
+from simplan.runs.measurement import Measurement
+from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison
 from simplan.validate.logged_run import LoggedRun
+from simplan.validate.losses import LossComparison, compare_with_baseline
 
 _WRITERS = {".svg": comparison_svg, ".html": comparison_html}
 
 
 def compare_command(
-    prediction_file: Path, measurement_file: Path, *, as_json: bool, output: Path | None, plot: Path | None
+    prediction_file: Path,
+    measurement_file: Path,
+    *,
+    as_json: bool,
+    output: Path | None,
+    plot: Path | None,
+    baselines: Sequence[Path] = (),
 ) -> int:
     """``simplan compare``."""
     if plot is not None and plot.suffix.lower() not in _WRITERS:
         fix = f"write {plot.with_suffix('.svg')}" if plot.name else "name a file"
         raise SpecError(Problem(field="--plot", value=str(plot), rule="must end in .svg or .html", fix=fix))
     prediction, measured = read_prediction(prediction_file), read_run(measurement_file)
-    if plot is not None and isinstance(measured, LoggedRun):
-        fix = "leave it out, or measure with `simplan run`"
-        raise SpecError(Problem(field="--plot", rule="draws a timeline, and a log has none", fix=fix))
+    for option, value, does in (("--plot", plot, "draws a timeline"), ("--baseline", baselines, "compares losses")):
+        if value and isinstance(measured, LoggedRun):
+            fix = "leave it out, or measure with `simplan run`"
+            raise SpecError(Problem(field=option, rule=f"{does}, and a log has none", fix=fix))
     try:
         comparison = compare(prediction, measured)
     except SpecError as error:
         raise error if error.file else error.in_file(str(measurement_file)) from None
+    if isinstance(comparison, Comparison) and isinstance(measured, Measurement):
+        comparison = replace(comparison, baselines=tuple(_with_baseline(measured, file) for file in baselines))
     if plot is not None and not isinstance(measured, LoggedRun):
         write_text(plot, _WRITERS[plot.suffix.lower()](draw_comparison(prediction, measured)))
         say(f"wrote {plot}; any browser opens it")
@@ -54,6 +68,17 @@ def compare_command(
     else:
         print_result(comparison_text(comparison))
     return 0
+
+
+def _with_baseline(measured: Measurement, file: Path) -> LossComparison:
+    """Comparison with the run of a file, which has the file's name if the two have one name."""
+    try:
+        found = compare_with_baseline(measured, read_model(file, Measurement))
+    except SpecError as error:
+        raise error if error.file else error.in_file(str(file)) from None
+    if found.baseline.name != measured.job.name:
+        return found
+    return replace(found, baseline=replace(found.baseline, name=str(file)))
 
 
 def accuracy_command(

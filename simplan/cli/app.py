@@ -349,6 +349,13 @@ def compare(
         Path | None,
         typer.Option(metavar="FILE.svg", help="File for a drawing of both on one time axis; FILE.html for a page."),
     ] = None,
+    baseline: Annotated[
+        list[Path] | None,
+        _FILE(
+            help="measurement.json of another run, repeatable: its loss against samples and seconds, for runs with "
+            "training.data: markov or gratings."
+        ),
+    ] = None,
 ) -> int:
     """Show the errors of a prediction, next to the spread of the steps, and the terms that cause them.
 
@@ -358,7 +365,7 @@ def compare(
     """
     from simplan.cli.accuracy import compare_command
 
-    return compare_command(prediction, measurement, as_json=json, output=output, plot=plot)
+    return compare_command(prediction, measurement, as_json=json, output=output, plot=plot, baselines=baseline or ())
 
 
 @_command(short_help="Measure this machine: layers or kernels, and links.")

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -100,6 +101,7 @@ class Outcome:
                 "step_time_s": measured.step_time_s,
                 "step_times_s": list(measured.step_times_s),
                 "spread": measured.spread,
+                "loss_curve": [point.model_dump(mode="json") for point in measured.loss_curve],
                 "peak_memory_gib": {key: None if value is None else value / GIB for key, value in peaks.items()},
                 "ranks": [rank.model_dump(mode="json") for rank in measured.ranks],
                 "slow_ranks": [slow.model_dump(mode="json") for slow in measured.slow_ranks],
@@ -121,25 +123,28 @@ def refuse_other_software(scenario: Scenario) -> None:
         raise NotModelledError(problem, file=scenario.file)
 
 
-_ONLY_PREDICTED = ("stragglers", "slow_links", "jitter", "background")
+_ONLY_PREDICTED_BY_RUNS = ("cluster.jitter", "cluster.background")
+_ONLY_PREDICTED = (
+    "cluster.stragglers",
+    "cluster.slow_links",
+    *_ONLY_PREDICTED_BY_RUNS,
+    "training.backup_workers",
+)
 
 
 def refuse_what_is_only_predicted(scenario: Scenario, who: str, fields: Sequence[str] = _ONLY_PREDICTED) -> None:
-    """Slow ranks and links, jitter, other jobs and backup workers are predicted; nothing else makes them.
+    """Slow links, jitter and other jobs are predicted; nothing else makes them. Only runs have slow and late ranks.
 
     Args:
         scenario: The scenario.
         who: What would ignore them, e.g. ``a rehearsal``.
-        fields: Fields of the cluster that it would ignore.
+        fields: Fields of the job that it would ignore.
 
     Raises:
         NotModelledError: The scenario has some; lists all of them.
     """
-    cluster = scenario.job.cluster
     rule, fix = f"is predicted, and {who} would ignore it", "remove it"
-    problems = [Problem(field=f"cluster.{name}", rule=rule, fix=fix) for name in fields if getattr(cluster, name)]
-    if scenario.job.training.backup_workers:
-        problems.append(Problem(field="training.backup_workers", rule=rule, fix=fix))
+    problems = [Problem(field=field, rule=rule, fix=fix) for field in fields if attrgetter(field)(scenario.job)]
     if problems:
         raise NotModelledError(problems, file=scenario.file)
 
@@ -157,11 +162,7 @@ def check_before_calibrating(scenario: Scenario, options: RunOptions) -> None:
             endpoint is in use.
     """
     kept, job = options.checkpointing, scenario.job
-    if job.cluster.stragglers:
-        rule = "describes slow ranks, and a run has ranks as fast as they are"
-        fix = "remove it; `simplan compare` names slow ranks of a run"
-        raise SpecError(Problem(field="cluster.stragglers", rule=rule, fix=fix), file=scenario.file)
-    refuse_what_is_only_predicted(scenario, "a run", ("jitter", "background"))
+    refuse_what_is_only_predicted(scenario, "a run", _ONLY_PREDICTED_BY_RUNS)
     if kept is not None:
         newest = next(iter(readable_headers(Path(kept.folder))[0]), None)
         check_new_run(kept, newest)

@@ -155,8 +155,9 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
         )
     if job.training.backup_workers:
         yield (
-            "backup workers: a dropped replica delays no other and takes their parameters; communication costs the "
-            "same as with all replicas, and the effect of dropped gradients on the loss is not predicted"
+            "backup workers: gradients are averaged after backward, once those that are kept are complete, which costs "
+            "the same as an all-reduce of all replicas; a dropped replica delays no other and takes the mean; the "
+            "effect of dropped gradients on the loss is not predicted"
         )
     if (compression := job.plan.compression) is not None:
         kernels = "; kernels that compress were not timed, and may take half or twice as long"

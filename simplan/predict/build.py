@@ -82,6 +82,7 @@ def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
     from simplan.runs.run_spec import RunSpec
 
     job = prediction.job
+    slow = slowdowns(job.cluster, job.plan)
     fields: dict[str, Any] = {
         "name": prediction.name,
         "model": job.model,
@@ -92,6 +93,7 @@ def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
         "table": tuple(tuple(row) for row in format_table(prediction.table)),
         "predicted_memory_bytes": tuple(memory.measurable_bytes("device") for memory in prediction.memory),
         "dtype": run_dtype(job.training),
+        "slowdowns": tuple(slow.get(rank, 1.0) for rank in range(job.plan.num_devices)) if slow else (),
     }
     return RunSpec(**(fields | options))
 

@@ -62,9 +62,9 @@ def apply_stragglers(
 class BackupWorkers:
     """Replicas of a Program, of which a step drops the last gradients (Chen et al. 2016, arXiv:1604.00981).
 
-    A dropped replica leaves its step and takes the parameters of the others, so that it delays none of them. In the
-    simulated step, each of its operations has the duration of that of the slowest replica that is kept. Communication
-    costs the same as with all replicas.
+    A dropped replica leaves its step and takes the mean of the others' gradients, so that it delays none of them. In
+    the simulated step, each of its operations has the duration of that of the slowest replica that is kept. The mean is
+    taken after backward, when all that are kept have arrived, and costs the same as an all-reduce of all replicas.
 
     Attributes:
         num_dropped: Dropped gradients per step.

@@ -15,11 +15,13 @@ from simplan.validate.attribution import TermDifference
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison, UncertainTerm
 from simplan.validate.logged_memory import MemoryTerm
+from simplan.validate.losses import LossCurve
 from simplan.validate.rehearsal import MemoryRow, RehearsalComparison
 from simplan.validate.rows import ComparisonRow
 
 _MAX_RANKS = 8
 _HALF = 0.5
+_LOSS_ROWS = 8
 _NO_DIFFERENCE = 0.0005  # relative; shown as 0.0 %
 
 
@@ -36,8 +38,9 @@ def comparison_text(comparison: Comparison) -> str:
         "error = (predicted - measured) / measured; spread = half of p10 to p90 (of steps; for parts, of microbatches)",
         *comparison.notes,
         *([] if comparison.interval_holds else [_SLOW]),
+        *_loss_notes(comparison),
     ]
-    parts = [comparison_rows(comparison.rows), *_terms(comparison), *_splits(comparison)]
+    parts = [comparison_rows(comparison.rows), *_terms(comparison), *_splits(comparison), *_losses(comparison)]
     return "\n\n".join((*parts, "\n".join(f"- {note}" for note in notes)))
 
 
@@ -118,6 +121,49 @@ def _splits(comparison: Comparison) -> Iterator[str]:
     hidden = len(splits) - _MAX_RANKS
     more = f"\nand {hidden} more ranks (--json has all)" if hidden > 0 else ""
     yield format_table_text(headers, rows, indent=0, left=2) + more
+
+
+def _losses(comparison: Comparison) -> Iterator[str]:
+    """Loss against samples and seconds, of the run and of its baselines."""
+    curve, others = comparison.loss_curve, [each.baseline for each in comparison.baselines]
+    if curve is None:
+        return
+    least = curve.least_loss
+    headers = ["samples", "seconds", "loss", f"above {least:.3f}"]
+    headers += [head for other in others for head in (f"seconds, {other.name}", "loss", f"above {least:.3f}")]
+    num_steps = len(curve.losses)
+    rows = []
+    for row in range(min(_LOSS_ROWS, num_steps)):
+        step = num_steps * (row + 1) // min(_LOSS_ROWS, num_steps) - 1
+        samples = curve.num_samples[step]
+        cells = [f"{samples:,}", *_loss_cells(curve, step)]
+        for other in others:
+            cells += _loss_cells(other, other.step_at(samples))
+        rows.append(cells)
+    yield format_table_text(headers, rows, indent=0, left=0)
+
+
+def _loss_cells(curve: LossCurve, step: int | None) -> list[str]:
+    if step is None:
+        return ["-", "-", "-"]
+    loss = curve.losses[step]
+    return [f"{curve.seconds[step]:.1f}", f"{loss:.3f}", f"{loss - curve.least_loss:.3f}"]
+
+
+def _loss_notes(comparison: Comparison) -> Iterator[str]:
+    curve = comparison.loss_curve
+    if curve is None:
+        return
+    yield (
+        f"losses are means of a twentieth of the steps, in nats, of samples before the model trains on them; the best "
+        f"possible model has {curve.least_loss:.3f}"
+    )
+    for found in comparison.baselines:
+        cost = f"{found.samples_factor:.2f} times the samples and {found.seconds_factor:.2f} times the seconds"
+        yield (
+            f"to the loss {found.loss:.3f}, which both reach, the run takes {found.num_samples:,} samples and "
+            f"{format_time(found.seconds)}: {cost} of {found.baseline.name}"
+        )
 
 
 def signed_time(seconds: float) -> str:

@@ -53,7 +53,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     sharding.zero_stage_of_replicas, sharding.few_experts_divide, sharding.reshard_needs_shards,
     sharding.buckets_of_ddp, sharding.buckets_need_overlap, sharding.buckets_of_replicas,
     training.grad_sync_of_replicas,
-    training.backup_workers_of_replicas,
+    training.backup_workers_of_replicas, training.data_of_task, training.gratings_of_image,
     training.grad_sync_of_shards, schedule.stages_equal, schedule.virtual_stages_ddp,
     experts.expert_overlap_ranks, experts.expert_overlap_stages,
     experts.expert_overlap_precision, experts.expert_overlap_mtp, parallel.tp_divides_mtp,

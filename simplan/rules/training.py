@@ -13,7 +13,7 @@ from simplan.model.low_precision import LOW_PRECISIONS, LowPrecision, linear_for
 from simplan.plan.schedules import SCHEDULE_FACTS, splits_backward
 from simplan.rules.rule import experts_apart, nearest_multiples, not_modelled, problem_of, rule, unmodelled
 from simplan.software.software import SoftwareSpec
-from simplan.training import LAYERWISE
+from simplan.training import LAYERWISE, num_gratings
 from simplan.wording import either, nearest_divisors
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
@@ -368,6 +368,36 @@ def pipeline_cells(job: Job) -> Iterator[Problem]:
         others = "or a larger microbatch_size" if shares_cores else "a larger microbatch_size, or 1f1b"
         fix = f"use at most {most}, {others}" if most else "use fewer pipeline ranks"
         yield problem_of(job, "training.global_batch_size", sentence, fix)
+
+
+_TASKS = {
+    "next_token": ("markov", "the next token"),
+    "class": ("gratings", "the class of an image"),
+    "masked_token": ("", "masked tokens"),
+    "target_tokens": ("", "the tokens of a decoder"),
+}
+"""Data with something to learn, and the target in words, by the task of a family."""
+
+
+@rule("data with something to learn must be made for the task of the model")
+def data_of_task(job: Job) -> Iterator[Problem]:
+    data, (known, target) = job.training.data, _TASKS[FAMILIES[job.model.family].task]
+    if data not in ("random", known):
+        other = next(words for name, words in _TASKS.values() if name == data)
+        sentence = f"is made for models that predict {other}, and {job.model.family} predicts {target}"
+        yield problem_of(job, "training.data", sentence, f"use {known} or random" if known else "use random")
+
+
+@rule("classes of gratings must be different gratings of the image")
+def gratings_of_image(job: Job) -> Iterator[Problem]:
+    model, size = job.model, job.model.image_size
+    is_of_images = FAMILIES[model.family].task == "class"
+    if job.training.data == "gratings" and is_of_images and num_gratings(size) < model.num_classes:
+        sentence = (
+            f"has {num_gratings(size)} different images of {size} x {size} pixels, and the model {model.num_classes} "
+            f"classes"
+        )
+        yield problem_of(job, "training.data", sentence, "use larger images, or fewer classes")
 
 
 @rule("backup_workers must be fewer than the replicas of dp_replicate", reads="dp_replicate")

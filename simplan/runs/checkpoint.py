@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -127,11 +127,10 @@ def differences(
     tied embedding, which has two copies in a pipeline, needs equal stages; experts with tensor parallelism need an
     equal tensor-parallel size; replicas that train alone have states of their own, by rank.
     """
-    together = [{} if each.replication is None else each.replication.model_dump() for each in (header.plan, plan)]
     same: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("model", header.model.model_dump(), model.model_dump()),
         ("training", header.training.model_dump(), training.model_dump()),
-        ("plan.replication", together[0], together[1]),
+        ("plan.replication", _of_replication(header.plan), _of_replication(plan)),
     ]
     for section, then, now in same:
         for key in sorted(then.keys() | now.keys()):
@@ -148,6 +147,10 @@ def differences(
     for field, before, after in (("seed", header.seed, seed), ("dtype", header.dtype, dtype)):
         if before != after:
             yield _differs(field, after, before)
+
+
+def _of_replication(plan: ParallelPlan) -> dict[str, Any]:
+    return {} if plan.replication is None else plan.replication.model_dump()
 
 
 def check_new_run(checkpointing: Checkpointing, newest: CheckpointHeader | None) -> None:

@@ -119,6 +119,8 @@ class RankMeasurement(Spec):
             compiled blocks it is a part of their backward.
         step_times_s: The rank's own time of each steady step, in seconds.
         node: Host name and address of the rank's node; empty for a run on one node.
+        is_dropped: True if the representative step dropped the gradients of this rank: its actions end with the step,
+            and it has no collectives.
     """
 
     rank: _Rank
@@ -128,6 +130,42 @@ class RankMeasurement(Spec):
     reruns: tuple[MeasuredSpan, ...] | None = None
     step_times_s: tuple[Positive, ...] = ()
     node: str = ""
+    is_dropped: bool = False
+
+
+class ReplicaArrivals(Spec):
+    """Arrivals of replicas in a step with backup workers.
+
+    Attributes:
+        step: Index in the run, warm-up steps included.
+        kept: Ranks whose gradients the step used, in order of their arrival.
+        arrived_s: Per rank, seconds from the beginning of the step to its complete gradients; of a rank whose gradients
+            were dropped, to the end of its passes.
+    """
+
+    step: Natural
+    kept: Annotated[tuple[_Rank, ...], Field(min_length=1)]
+    arrived_s: tuple[_Seconds, ...]
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Ranks whose gradients the step dropped, ascending."""
+        return tuple(rank for rank in range(len(self.arrived_s)) if rank not in self.kept)
+
+
+class LossPoint(Spec):
+    """Loss of one step, and the cost of the training up to there.
+
+    Attributes:
+        num_samples: Samples of all ranks since the beginning of the training, those of the step included.
+        seconds: Sum of the step times since the ranks started, that of the step included.
+        loss: Mean cross-entropy over the step's targets on all ranks, in nats, before its update. No sample occurs
+            twice, so it is the loss on samples that the model has not seen.
+    """
+
+    num_samples: Count
+    seconds: Positive
+    loss: float
 
 
 class MeasuredUpdate(Spec):
@@ -224,17 +262,20 @@ class Measurement(Spec):
 
     Attributes:
         complete: False if the run ended early; ``failure`` has the reason, and earlier steps are kept.
-        step_times_s: Steady steps, in seconds: last rank's end minus first rank's start.
+        step_times_s: Steady steps, in seconds: last rank's end minus first rank's start. With backup workers, of the
+            ranks whose gradients the step used.
         warmup_step_times_s: Warm-up steps before them, in seconds; not counted.
         reference_s: Seconds of the executor's reference matmul between the steady steps, a measure of the machine's
             speed; None if it was not timed.
         losses: Mean loss of every step, warm-up included.
+        loss_curve: The losses with samples and seconds; empty for ``training.data: random``, with nothing to learn.
         ranks: One entry per rank.
         first_step: Steps completed in the checkpoint from which the run, or its last part, began; 0 for a run from the
             beginning.
         earlier: Parts on other nodes, in order; empty unless nodes left or joined.
         checkpoints: Time of each checkpoint on rank 0, over all parts; a repeated step may occur twice.
         slow_ranks: Ranks that are slower than their peers, beyond the spread of their steps.
+        arrivals: With backup workers, the arrivals in every step, warm-up included; else empty.
         notes: Further remarks for the reader, one sentence each.
         environment: Machine, versions, threads, backend.
         workers: Updates of workers that do not wait for all others; None for other runs. A step time is then that in
@@ -249,11 +290,13 @@ class Measurement(Spec):
     warmup_step_times_s: tuple[Positive, ...] = ()
     reference_s: Positive | None = None
     losses: tuple[float, ...] = ()
+    loss_curve: tuple[LossPoint, ...] = ()
     ranks: tuple[RankMeasurement, ...] = ()
     first_step: Natural = 0
     earlier: tuple[EarlierSegment, ...] = ()
     checkpoints: tuple[CheckpointTiming, ...] = ()
     slow_ranks: tuple[SlowRank, ...] = ()
+    arrivals: tuple[ReplicaArrivals, ...] = ()
     notes: tuple[str, ...] = ()
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
     workers: MeasuredWorkers | None = None

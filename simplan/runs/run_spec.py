@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from simplan.base import Count, Natural, Positive, Spec
+from simplan.cluster.hardware import Slowdown
 from simplan.errors import Problem
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
@@ -51,6 +52,7 @@ class RunSpec(Spec):
         checkpointing: Checkpointing options; None for no checkpoints.
         predicted_memory_bytes: Per rank, predicted bytes on its device; empty without a prediction.
         fewer_nodes: Plans for continuation on fewer nodes, in descending number of nodes; empty for no continuation.
+        slowdowns: Per rank, the factor by which the executor slows down its compute; empty without slow ranks.
         profile_memory: True to run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
@@ -69,6 +71,7 @@ class RunSpec(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Positive = 120.0
     predicted_memory_bytes: tuple[Natural, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
     profile_memory: bool = True
     checkpointing: Checkpointing | None = None
     fewer_nodes: tuple[FewerNodes, ...] = ()

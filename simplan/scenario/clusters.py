@@ -383,9 +383,7 @@ def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | 
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
     of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s", "jitter")
-    for key in (
-        of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology", "background", "slow_links", "stragglers")
-    ):
+    for key in of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology", "background", "slow_links"):
         if getattr(section, key) not in (None, ()):
             rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")
             sections.refuse(("cluster", key), rule, fix="remove it")
@@ -406,7 +404,8 @@ def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | 
         return None
     if cluster is None:
         return None
-    return cluster.model_copy(update={"intra_link": _intra_link(sections, section, cluster.device, None)})
+    links = {"intra_link": _intra_link(sections, section, cluster.device, None)}
+    return cluster.model_copy(update={**links, "stragglers": section.stragglers})
 
 
 def _machines_like_this(sections: Sections, section: ClusterSection, num_nodes: int) -> ClusterSpec | None:
@@ -433,7 +432,7 @@ def _accelerators_here(sections: Sections, section: ClusterSection) -> ClusterSp
         return None
     link, num_devices = _intra_link(sections, section, device, None), section.num_devices or 1
     node = catalog.NodeEntry(THIS_MACHINE, device, num_devices, link, None, "named in the scenario")
-    return catalog.make_cluster(node, num_devices)
+    return catalog.make_cluster(node, num_devices).with_changes(stragglers=section.stragglers)
 
 
 def _intra_link(

@@ -104,7 +104,7 @@ class RankSplit:
 
 
 def attribute(
-    predicted: Timeline, measurement: Measurement, step_time_s: float
+    predicted: Timeline, measurement: Measurement, step_time_s: float | None = None
 ) -> tuple[tuple[TermDifference, ...], tuple[RankSplit, ...]]:
     """Terms of the critical paths, largest difference first, and the time splits of all ranks.
 
@@ -116,7 +116,7 @@ def attribute(
     Args:
         predicted: Timeline of the predicted step.
         measurement: Measurement of the same job.
-        step_time_s: Predicted step time; of replicas that train alone, of the mean step.
+        step_time_s: Predicted step time, of replicas that train alone the mean step; None for that of the timeline.
     """
     of_measured = measured_activity(measurement)
     recorded_s = max((busy.end_s for activity in of_measured.values() for busy in activity.busy), default=0.0)
@@ -126,9 +126,11 @@ def attribute(
     expected = {rank: pieces_of(activity, predicted.step_time_s) for rank, activity in of_predicted.items()}
     found = {rank: pieces_of(activity, recorded_s) for rank, activity in of_measured.items()}
     predicted_terms = _by_part(critical_pieces(expected, predicted.step_time_s))
-    measured_terms = _by_part(critical_pieces(found, recorded_s))
+    dropped = {rank.rank for rank in measurement.ranks if rank.is_dropped}
+    kept = {rank: pieces for rank, pieces in found.items() if rank not in dropped}
+    measured_terms = _by_part(critical_pieces(kept, recorded_s))
     others = _OTHER_STEPS if measurement.job.round_steps == 1 else _MEAN_STEP
-    predicted_terms[others, ActivityShare.UNEXPLAINED] = step_time_s - predicted.step_time_s
+    predicted_terms[others, ActivityShare.UNEXPLAINED] = (step_time_s or predicted.step_time_s) - predicted.step_time_s
     measured_terms[others, ActivityShare.UNEXPLAINED] = measurement.step_time_s - recorded_s
     terms = [
         TermDifference(part, share, predicted_terms.get((part, share), 0.0), measured_terms.get((part, share), 0.0))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -25,6 +25,7 @@ from simplan.units import GIB, counted
 from simplan.validate.activity import CLIPPING, UNEXPLAINED, ActivityShare
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.logged_memory import measurable_gib
+from simplan.validate.losses import LossComparison, LossCurve
 from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 
@@ -49,6 +50,8 @@ class Comparison:
         splits: Time split of each rank; per rank, the differences sum to the step-time difference.
         slowdown: Time of the reference matmul in the run over its time in the calibration; None if either did not time
             it.
+        loss_curve: Loss of the run; None if its data has nothing to learn.
+        baselines: The run's loss compared with other runs; empty if none were given.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -59,6 +62,8 @@ class Comparison:
     terms: tuple[TermDifference, ...] = ()
     splits: tuple[RankSplit, ...] = ()
     slowdown: float | None = None
+    loss_curve: LossCurve | None = None
+    baselines: tuple[LossComparison, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -72,8 +77,8 @@ def _of_parts(plan: ParallelPlan) -> str:
     assert plan.replication is not None
     step_time = "the step time is the mean step of a round, its median over the rounds that were measured"
     if plan.replication.steps_beside:
-        beside = counted(plan.replication.steps_beside, "step")
-        return f"{step_time}; parts of steps are not compared, for an outer step goes on beside {beside}"
+        further = counted(plan.replication.steps_beside, "further step")
+        return f"{step_time}; parts of steps are not compared, for an outer step overlaps {further}"
     return f"{step_time}; parts of the step are those of a step with an outer step, the one with the median step time"
 
 
@@ -114,7 +119,8 @@ def compare(
         predicted_s = prediction["step_time_s"] * (1 + (slowdown - 1) * computing_share)
         rows.append(compared(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
     rows += _memory_rows(prediction, measurement)
-    expected, found = _action_times(predicted), _action_times(measured)
+    dropped = {rank.rank for rank in measurement.ranks if rank.is_dropped}  # they left their passes
+    expected, found = _action_times(predicted), _action_times(measured, dropped)
     timed = () if goes_beside else expected.keys() & found.keys()
     for key in sorted(timed, key=lambda key: (TIMED_KINDS.index(key[1]), key[0])):
         means_s = statistics.fmean(expected[key]), statistics.fmean(found[key])
@@ -136,6 +142,7 @@ def compare(
         notes.append(_RESIDENT_SET)
     notes += _beyond_the_device(prediction, measurement)
     notes += [slow.sentence for slow in measurement.slow_ranks]
+    notes += _dropped_gradients(measurement)
     if not measurement.complete:
         notes.append(f"the run ended early: {measurement.failure}")
     return Comparison(
@@ -147,6 +154,7 @@ def compare(
         terms=terms,
         splits=splits,
         slowdown=slowdown,
+        loss_curve=LossCurve.of(measurement),
     )
 
 
@@ -207,6 +215,14 @@ def _worker_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
         yield compared("pushed by a worker", expected["pushed_bytes"] / GIB, found.pushed_bytes / GIB, "GiB", None)
 
 
+def _dropped_gradients(measurement: Measurement) -> Iterable[str]:
+    """Yield a note on the gradients that steps with backup workers dropped, by rank."""
+    counts = Counter(rank for step in measurement.arrivals for rank in step.dropped)
+    if counts:
+        by_rank = ", ".join(f"{count} of rank {rank}" for rank, count in counts.most_common())
+        yield f"gradients that {counted(len(measurement.arrivals), 'step')} dropped, warm-up included: {by_rank}"
+
+
 def _beyond_the_device(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[str]:
     """Yield a note if a measured peak exceeds the memory of the predicted device."""
     capacity_gib = prediction["capacity_gib"]
@@ -223,8 +239,8 @@ def _beyond_the_device(prediction: Mapping[str, Any], measurement: Measurement) 
         )
 
 
-def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float]]:
-    """(stage, kind) -> durations of its actions over ranks and microbatches.
+def _action_times(timeline: Timeline, without: Collection[int] = ()) -> dict[tuple[int, ActionKind], list[float]]:
+    """(stage, kind) -> durations of its actions over microbatches and ranks, except some ranks.
 
     An action lasts from its first compute to the end of all its work, including gradient reduction, as the host sees
     it. OPTIM lasts from the start of the update: most of what comes before, the all-reduces of tied embeddings and of
@@ -234,7 +250,7 @@ def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float
     work: dict[tuple[int, Action], list[Span]] = defaultdict(list)
     for span in timeline.spans:
         action = actions[span.action]
-        if action.kind in TIMED_KINDS:
+        if action.kind in TIMED_KINDS and span.rank not in without:
             work[span.rank, action].append(span)
     found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for (_, action), spans in work.items():
@@ -261,18 +277,19 @@ Issued = tuple[str, tuple[int, ...], int, str]
 
 
 def ran_as_predicted(measurement: Measurement) -> bool:
-    """True if every rank ran exactly the actions of its row of the action table, in order."""
+    """True if every rank, except dropped ones, ran exactly the actions of its row of the action table, in order."""
     job, table = measurement.job, measurement.job.parsed_table()
     mapping = RankMapping.of(job.plan)
     return all(
         [action for action, _ in groupby(span.action for span in rank.actions)]  # an outer step has spans of OPTIM
         == [str(action) for action in table[mapping.place(rank.rank).pp] if action.kind in TIMED_KINDS]
         for rank in measurement.ranks
+        if not rank.is_dropped
     )
 
 
 def issued_as_predicted(measurement: Measurement, program: Program | None = None) -> bool:
-    """True if every rank issued exactly the communication of Level 2: kind, group, bytes and order.
+    """True if every rank, except dropped ones, issued exactly the communication of Level 2: kind, group, bytes, order.
 
     Host copies are compared in a separate order, since hooks reduce gradients in the middle of a backward.
 
@@ -291,6 +308,7 @@ def issued_as_predicted(measurement: Measurement, program: Program | None = None
         comparable([(c.kind, c.ranks, c.num_bytes, c.action) for c in rank.collectives])
         == comparable(predicted[rank.rank])
         for rank in measurement.ranks
+        if not rank.is_dropped
     )
 
 

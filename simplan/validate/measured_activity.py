@@ -62,7 +62,8 @@ def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_KeyedCollecti
 
 def _busy_activity(measurement: Measurement, rank: RankMeasurement, keyed: list[_KeyedCollective]) -> Activity:
     """Activity of a rank's actions, without their waits."""
-    activity = Activity(idle=ActivityShare.UNEXPLAINED)
+    # a dropped rank waits for the mean of the others' gradients
+    activity = Activity(idle=ActivityShare.WAIT if rank.is_dropped else ActivityShare.UNEXPLAINED)
     synchronous = measurement.environment.get("backend") != "nccl"
     plan = measurement.job.plan
     buckets = plan.num_averaging > 1 and not plan.shards_parameters

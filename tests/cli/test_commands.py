@@ -575,6 +575,8 @@ def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path
     assert "no term's uncertainty explains the difference of -" in simplan("compare", predicted, log).stdout
     plotted = simplan("compare", predicted, log, "--plot", tmp_path / "steps.svg")
     refused(plotted, "--plot: draws a timeline, and a log has none")
+    compared = simplan("compare", predicted, log, "--baseline", predicted)
+    refused(compared, "--baseline: compares losses, and a log has none")
     log.write_text("step_times_s: [0.02]\npeak_device_gib: [1, 2, 3]\n")
     said = f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks"
     refused(simplan("compare", predicted, log), said)

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 import simplan.cli.execute as execute_module
-from simplan.cli.execute import RunOptions, check_before_calibrating, execute
+from simplan.cli.execute import (
+    RunOptions,
+    check_before_calibrating,
+    execute,
+    refuse_what_is_only_predicted,
+    run_spec_of_scenario,
+)
 from simplan.cli.terminal import processes
 from simplan.errors import NotModelledError, RunError
 from simplan.io import read_model, write_model
@@ -39,6 +45,18 @@ def test_a_run_refuses_what_is_only_predicted(field: str) -> None:
         NotModelledError, match=rf"cluster\.{field}: is predicted, and a run would ignore it; remove it"
     ):
         check_before_calibrating(parse_scenario(text), RunOptions())
+
+
+def test_only_runs_have_slow_and_late_ranks() -> None:
+    text = SCENARIO.replace("num_devices: 2", "num_devices: 2, stragglers: [{rank: 1, slowdown: 2}]")
+    text = text.replace("pp: 2, schedule: 1f1b", "dp_replicate: 2").replace("size: 8", "size: 8, backup_workers: 1")
+    scenario = parse_scenario(text)
+    check_before_calibrating(scenario, RunOptions())
+    with pytest.raises(NotModelledError) as caught:
+        refuse_what_is_only_predicted(scenario, "a rehearsal")
+    assert [problem.field for problem in caught.value.problems] == ["cluster.stragglers", "training.backup_workers"]
+    job = run_spec_of_scenario(scenario, scenario.predict(None), RunOptions())
+    assert job.slowdowns == (1.0, 2.0)
 
 
 def test_a_plan_is_lowered_once_at_each_level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SCENARIO = """\
 name: tiny run
 model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256, seq_len: 32}
 cluster: {preset: this-machine, num_devices: 2}
-training: {global_batch_size: 8, precision: fp32}
+training: {global_batch_size: 8, precision: fp32, data: markov}
 plan: {pp: 2, schedule: 1f1b, microbatch_size: 2}
 """
 
@@ -62,7 +62,11 @@ def test_run_and_compare(simplan: Simplan, new_simplan: Simplan, tiny: Path, tmp
     prediction, measurement = folder / "prediction.json", folder / "measurement.json"
     compared = simplan("compare", prediction, measurement, "--json")
     assert json.loads(compared.stdout) == document["comparison"]
-    assert "step time" in simplan("compare", prediction, measurement).stdout
+    text = simplan("compare", prediction, measurement, "--baseline", measurement).stdout
+    assert "step time" in text
+    assert "above 1.242" in text, "the entropy rate of the data"
+    assert f"1.00 times the samples and 1.00 times the seconds of {measurement}" in text
+    assert [point["num_samples"] for point in document["measurement"]["loss_curve"]] == [8, 16, 24, 32, 40, 48]
     for name in ("predicted", "measured"):
         trace = json.loads((folder / f"{name}.trace.json").read_text())
         actions = [e["name"] for e in trace["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 0)]

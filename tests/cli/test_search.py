@@ -62,7 +62,7 @@ def test_the_report_says_what_is_best_and_why_not_the_others(simplan: Simplan, f
 
 def test_plans_whose_tp_does_not_divide_the_vocabulary_are_counted(simplan: Simplan) -> None:
     """50,257 is 29 times a prime. Megatron pads it, torch does not."""
-    job = ["gpt3-175b", "--cluster", "dgx-a100-80gb", "--num-nodes", "32", "--global-batch-size", "1536", "--pp", "1"]
+    job = ["gpt2-124m", "--gpus", "2", "--global-batch-size", "4", "--pp", "1"]
     unpadded, padded = (
         json.loads(simplan("search", *job, "--json", *size).stdout)["space"]["rejected"]
         for size in ([], ["--set", "model.vocab_size=50304"])
@@ -463,7 +463,8 @@ def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simpla
     assert of_file["switch"]["current"]["plan"]["pp"] == 2
     assert of_file["best"]["plan"]["pp"] == 1, "the ranges of the file hold"
     refused(simplan("search", file, "--from-current"), "compares with a plan, and SCENARIO has none; give the options")
-    none = simplan("search", "llama3-70b", "--gpus", "16", "--global-batch-size", "16", "--tp", "1", "--from-current")
+    unsharded = ["llama3-8b", "--gpus", "2", "--seq-len", "1024", "--global-batch-size", "2", "--dp-replicate", "2"]
+    none = simplan("search", *unsharded, "--from-current")
     assert (
         "From the plan with these options (none with them fits in 95 % of the device memory) to the best one"
         in none.stdout

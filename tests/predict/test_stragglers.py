@@ -127,6 +127,16 @@ def test_dropped_gradients_of_equal_replicas_only_cost_throughput(plan: Parallel
     assert f"drops the last of {replicas} gradients" in some.backup_workers.words
 
 
+def test_kept_gradients_are_reduced_after_backward() -> None:
+    """Until a replica has ended its backward, nobody knows that its gradients are kept."""
+    job = replace(job_of(ParallelPlan(dp_replicate=4), stragglers=slow(1, 1.5)), model=catalog.model("gpt2-124m"))
+    for num_dropped in (0, 1):
+        spans = [span for span in predict(dropping(job, num_dropped)).timeline.spans if span.rank == 1]
+        reduced_s = [span.start_s for span in spans if span.stream == "data_parallel"]
+        passed_s = max(span.end_s for span in spans if span.stream == "compute" and span.action.startswith("0B"))
+        assert (len(reduced_s) == 1, min(reduced_s) >= passed_s) == (bool(num_dropped), bool(num_dropped))
+
+
 @pytest.mark.parametrize(
     ("plan", "num_dropped", "words"),
     [

@@ -19,6 +19,7 @@ from simplan.rules import check_job, violations
 from simplan.rules.experts import expert_overlap_precision, expert_overlap_ranks, expert_overlap_stages
 from tests.jobs import job_of, problems, tiny_model
 from tests.model.test_moe import model_of
+from tests.search.jobs import FAMILIES
 
 GPT2 = "gpt2-124m"
 LLAMA = tiny_model(
@@ -261,6 +262,29 @@ def model(**fields: Any) -> ModelSpec:
 )
 def test_model_rules(fields: dict[str, Any], sentence: str) -> None:
     assert problems(model(**fields)) == [sentence]
+
+
+TEXT, PICTURES = "models that predict the next token", "models that predict the class of an image"
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "data", "sentence"),
+    [
+        ("gpt", {}, "markov", ""),
+        ("vit", {"num_classes": 112}, "gratings", ""),
+        ("vit", {"num_classes": 113}, "gratings",
+         "has 112 different images of 16 x 16 pixels, and the model 113 classes; use larger images, or fewer classes"),
+        ("gpt", {}, "gratings", f"is made for {PICTURES}, and gpt predicts the next token; use markov or random"),
+        ("bert", {}, "markov", f"is made for {TEXT}, and bert predicts masked tokens; use random"),
+        ("t5", {}, "markov", f"is made for {TEXT}, and t5 predicts the tokens of a decoder; use random"),
+        ("vit", {}, "markov", f"is made for {TEXT}, and vit predicts the class of an image; use gratings or random"),
+    ],
+)  # fmt: skip
+def test_data_to_learn_is_for_the_task_of_the_model(
+    family: str, fields: dict[str, Any], data: str, sentence: str
+) -> None:
+    model = ModelSpec(family=family, **{**FAMILIES[family], **fields})
+    assert problems(model, data=data) == ([f"training.data = {data}: {sentence}"] if sentence else [])
 
 
 def test_cluster_rules() -> None:

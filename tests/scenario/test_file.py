@@ -155,8 +155,9 @@ def test_this_machine(tmp_path: Path) -> None:
     rest = REST.replace("24}", "24, precision: fp32}")
     here = load(tmp_path, MODEL + "cluster: {preset: this-machine}\n" + rest).job.cluster
     assert (here.id, here.num_devices, here.device.kind, here.cores_per_node) == ("this-machine", 2, "cpu", 2)
-    gpu = "cluster: {preset: this-machine, device: h200-sxm, num_devices: 2}\n"
+    gpu = "cluster: {preset: this-machine, device: h200-sxm, num_devices: 2, stragglers: [{rank: 1, slowdown: 2}]}\n"
     there = load(tmp_path, MODEL + gpu + REST).job.cluster
+    assert [slow.rank for slow in there.stragglers] == [1]
     assert (there.id, there.num_devices, there.device.id, there.cores_per_node) == ("this-machine", 2, "h200-sxm", None)
     assert there.intra_link == catalog.link("nvlink4")
 

@@ -19,6 +19,8 @@ from simplan.report.drawings.comparison_svg import comparison_html, comparison_s
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, busy_span, pieces_of
 from simplan.validate.attribution import attribute, critical_pieces
+from simplan.validate.compare import ran_as_predicted
+from simplan.validate.measured_activity import measured_activity
 from tests.validate.measuring import predicted
 
 NAMED: dict[str, Any] = {"name": "<two & two>", "vocab_size": 50304}
@@ -145,6 +147,23 @@ def test_a_measured_pipeline_by_hand() -> None:
     assert of_rank_1 == pytest.approx(
         {"wait": 1.0 + 1.5, "exposed_communication": 1.0, "compute": 2.25, "optimizer": 0.5, "unexplained": 0.25}
     )
+
+
+def test_a_dropped_rank_waits_and_is_not_on_the_path() -> None:
+    """The step has ended with the kept rank, whatever the other one has done until then."""
+    prediction = predicted(ParallelPlan(dp_replicate=2), **NAMED)
+    row = [str(each) for each in prediction.table[0]]
+    kept = [action(text, float(number), number + 0.9) for number, text in enumerate(row)]
+    cut = [action(row[0], 0.0, 2.0), action(row[-1], 2.5, kept[-1].end_s)]
+    found = measured(prediction, {0: kept, 1: cut}, {0: [], 1: []}, kept[-1].end_s)
+    first, second = found.ranks
+    found = found.model_copy(update={"ranks": (first, second.model_copy(update={"is_dropped": True}))})
+    terms, _ = attribute(prediction.timeline, found)
+    on_path_s = {term.part: term.measured_s for term in terms}
+    assert (on_path_s["forward"], on_path_s["backward"]) == pytest.approx((1.8, 1.8))  # of two microbatches
+    assert measured_activity(found)[1].idle is ActivityShare.WAIT
+    assert ran_as_predicted(found)
+    assert not ran_as_predicted(found.model_copy(update={"ranks": (first, second)}))
 
 
 def test_recomputation_is_a_share_of_its_own_where_the_run_timed_it() -> None:

@@ -88,6 +88,10 @@ class DdpHooks(Hooks):
     Where optimizer states are sharded evenly, buckets are reduce-scattered over the shard group. Replicas of the shard
     group then all-reduce the resulting part.
 
+    With backup workers, one bucket has all gradients: which replicas are dropped is known only when the others have
+    ended their backward. Each of these has buffers for a part that it receives, and for a part that it sends to late
+    replicas.
+
     Buckets are made once. Gradients that torch frees after every update are held from the first backward of their layer
     on. They stay until the update, or until they become views of the buckets in the reduction.
     """
@@ -104,7 +108,7 @@ class DdpHooks(Hooks):
         if shares:
             self._group, self._kind = stages.mapping.group("shard", writer.rank), CollectiveKind.REDUCE_SCATTER
             self._replicas = () if plan.replicas_apart else stages.mapping.group("replicate", writer.rank)
-        if level == 1 or not software.grad_overlap:
+        if level == 1 or not software.grad_overlap or stages.training.backup_workers:
             self._limits = (_ENDLESS, _ENDLESS)
         elif plan.bucket_bytes is not None:
             self._limits = (plan.bucket_bytes, plan.bucket_bytes)
@@ -215,7 +219,11 @@ class DdpHooks(Hooks):
         for number, bucket in enumerate(buckets):
             name = f"bucket {number}" if self.level == 2 else str(self._kind)
             communication = Communication(self._kind, bucket.num_bytes, self._group)
-            index = writer.collective(action, Stream.DATA, name, communication, (self._ended[bucket.ready_layer],))
+            waits, memory = (self._ended[bucket.ready_layer],), list[MemoryEffect]()
+            if num_dropped := stages.training.backup_workers:
+                part_bytes = -(-bucket.num_bytes // (len(self._group) - num_dropped))
+                memory.append(MemoryEffect(MemoryCategory.BUFFERS, 2 * part_bytes, 0))
+            index = writer.collective(action, Stream.DATA, name, communication, waits, memory)
             if len(self._replicas) > 1:
                 part_bytes = -(-bucket.num_bytes // len(self._group))
                 communication = Communication(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)

@@ -96,7 +96,7 @@ class OuterStep:
             communication = Communication(step.kind, step.num_bytes, self._group)
             return writer.collective(action, Stream.REPLICATE, name, communication, (last,), effects)
         work = (self._work(step.what, step.num_bytes, step.num_kernels),)
-        return writer.callback(action, Stream.REPLICATE, name, work, (last,), effects)
+        return writer.callback(action, Stream.REPLICATE, name, work, (last,), effects, SpanKind.OPTIMIZER)
 
     def merge(self, action: Action) -> None:
         """Writes the update by the mean, and copies it into the parameters."""

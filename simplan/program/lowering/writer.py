@@ -141,9 +141,10 @@ class RankWriter:
         work: tuple[Work, ...],
         waits: Sequence[int | None],
         memory: Sequence[MemoryEffect] = (),
+        kind: SpanKind = SpanKind.COMPUTE,
     ) -> int:
         """Writes compute that follows a collective on its stream, next to the rank's compute; returns its index."""
-        return self._add(action, stream, name, work, waits, None, memory, SpanKind.COMPUTE)
+        return self._add(action, stream, name, work, waits, None, memory, kind)
 
     def exposed(self, action: Action, stream: Stream, name: str, communications: tuple[Work, ...]) -> None:
         """Writes sequential collectives among equal ranks, for which the next compute waits."""

@@ -19,6 +19,7 @@ from executor.train.loss import cross_entropy
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.plan.plan import ParallelPlan
+from simplan.plan.replication import Replication
 from simplan.predict import predict, run_spec_of
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.measurement import Measurement
@@ -213,6 +214,13 @@ def test_local_sgd_that_averages_every_step_is_synchronous(tmp_path: Path) -> No
     assert measurement.losses == pytest.approx(losses, rel=1e-6)
 
 
+def test_step_time_is_the_mean_of_whole_rounds() -> None:
+    job = job_of({"kind": "diloco", "inner_steps": 3})
+    measurement = Measurement(job=job, step_times_s=(1.0, 1.0, 4.0, 1.0, 1.0, 7.0))
+    assert measurement.step_time_s == 2.5  # of rounds of 2 and 3 seconds a step
+    assert measurement.spread == pytest.approx(0.5 * (3 - 2) / 2.5)
+
+
 @pytest.mark.parametrize(("dtype", "levels"), slow_except([("int4", 7)], [("int4", 7), ("int8", 127)]))
 def test_few_bits_are_within_their_rounding(dtype: str, levels: int, tmp_path: Path) -> None:
     """Values and their mean are rounded to a multiple of the largest of a block, over half of the levels."""
@@ -254,7 +262,7 @@ def test_communication_is_that_predicted(dtype: str, tmp_path: Path) -> None:
     ],
 )
 def test_peak_memory_is_that_predicted(replication: dict[str, Any], tmp_path: Path) -> None:
-    plan = ParallelPlan(dp_replicate=2, replication=replication)
+    plan = ParallelPlan(dp_replicate=2, replication=Replication(**replication))
     prediction, _ = run_predicted(LLAMA, plan, 4, "fp32", tmp_path, num_steps=4)
     job = run_spec_of(prediction, num_steps=4, num_warmup_steps=2, device="cpu", profile_memory=True)
     measured = run_job(job, tmp_path / "traced").ranks[0].peak_memory.allocated_bytes

@@ -14,6 +14,7 @@ from simplan.errors import NotModelledError, SpecError
 from simplan.model.model import ModelSpec
 from simplan.runs.measurement import MeasuredCollective
 from simplan.runs.run_spec import RunSpec
+from simplan.training import TrainingSpec
 from simplan.validate.compare import TIMED_KINDS, predicted_communications
 from tests.executor.conftest import make_job, slow_except
 
@@ -78,7 +79,8 @@ def test_a_rehearsed_rank_does_what_the_real_one_does(name: str, tmp_path: Path)
 def test_a_rank_of_a_job_that_no_machine_holds() -> None:
     """Everything of a rank in the middle of 512, from its groups to the order of what it issues."""
     plan = {"pp": 4, "tp": 2, "dp_shard": 64, "schedule": "1f1b"}
-    job = make_job("1f1b", model=LLAMA, plan={**plan, "zero_stage": 2})
+    training = TrainingSpec(global_batch_size=512, precision="fp32", data="markov")
+    job = make_job("1f1b", model=LLAMA, training=training, plan={**plan, "zero_stage": 2})
     rank = 234
     rehearsal = rehearse(job, rank, fake=True)
     assert issued(rehearsal.collectives) == [

@@ -27,7 +27,7 @@ from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, SlowRank
 from simplan.runs.run_spec import RunSpec
 from tests.executor.conftest import make_job, make_model
 
-SLOWER_S = 0.9
+SLOWER_S = 0.4
 """As in rank_programs/faulty_worker.py."""
 
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """executor.worker with a fault of rank 1, named by TEST_FAULT.
 
 ``raise``, ``kill``, ``exit``, ``hang``: at action 1F1 of the third step. ``memory``: the address space may not grow
-from action 1F2 on. ``slow``: 0.9 s longer for the first forward of every step.
+from action 1F2 on. ``slow``: 0.4 s longer for the first forward of every step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from executor.profiling.recorder import Recorder
 from simplan.program.action import Action
 
 ROOM_BYTES = 2**20
-SLOWER_S = 0.9
+SLOWER_S = 0.4
 FAULT = os.environ.get("TEST_FAULT", "")
 
 

@@ -17,12 +17,12 @@ class WeighingTrainer(Trainer):
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         losses = super().step(tokens, targets)
         (stage,) = self.stages.values()
-        weights = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in stage.parameters()]
-        flat = torch.cat([weight.flatten() for weight in weights])
+        weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in stage.parameters()]
+        flat = torch.cat([weight.detach().flatten() for weight in weights])
         torch.save(flat, Path(sys.argv[2]) / f"weights.rank{dist.get_rank()}.step{self._recorder.step}.pt")
         return losses
 
 
 if __name__ == "__main__":
-    executor.worker.Trainer = WeighingTrainer  # type: ignore[assignment, attr-defined]
+    executor.worker.Trainer = WeighingTrainer  # type: ignore[attr-defined]
     executor.worker.main(sys.argv[1:])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import build_stage, own_weight
@@ -25,8 +27,14 @@ from tests.executor.train.reference_optimizers import reference_optimizer
 RELATIVE = 1e-9
 
 
-def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Mean loss and gradients of each step: one mean over all microbatches of all ranks, then the update."""
+def one_process(
+    job: RunSpec, num_steps: int, kept: Sequence[Sequence[int]] = ()
+) -> tuple[list[float], list[dict[str, torch.Tensor]], nn.Module]:
+    """Mean loss and gradients of each step, and the trained model.
+
+    A step takes one mean over all microbatches, then the update; ``kept`` has the replicas whose microbatches it uses,
+    if not all.
+    """
     model = build_stage(job.model, range(len(job.model.layers)), torch.float64, torch.device("cpu"), job.seed)
     optimizer = reference_optimizer(job.training, list(model.parameters()))
     num_samples = job.training.global_batch_size
@@ -35,6 +43,9 @@ def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[st
     for step in range(num_steps):
         inputs, targets = model_batch(job.model, seed=job.seed, step=step, first_sample=0, num_samples=num_samples)
         inputs = inputs.double() if inputs.is_floating_point() else inputs
+        if kept:
+            used = torch.arange(num_samples).view(job.plan.dp, -1)[list(kept[step])].flatten()
+            inputs, targets, num_parts = inputs[used], targets[used], len(used) // job.plan.microbatch_size
         parts = [
             cross_entropy(model(x), y) for x, y in zip(inputs.chunk(num_parts), targets.chunk(num_parts), strict=True)
         ]
@@ -46,7 +57,7 @@ def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[st
         losses.append(loss.item())
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
-    return losses, gradients
+    return losses, gradients, model
 
 
 def run_in_float64(job: RunSpec, folder: Path) -> Run:
@@ -72,7 +83,7 @@ def assert_equal_to_one_process(finished_run: Run) -> None:
     """Losses and gradients of every step."""
     job = finished_run.job
     num_steps = job.num_all_steps
-    losses, gradients = one_process(job, num_steps)
+    losses, gradients, _ = one_process(job, num_steps)
     assert finished_run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
     for step, wanted in enumerate(gradients):
         largest = max(float(gradient.abs().max()) for gradient in wanted.values())
@@ -127,7 +138,7 @@ def test_pure_bf16_is_close_to_one_process(plan: dict[str, int], tmp_path: Path)
     training = TrainingSpec(global_batch_size=16, precision="bf16", pure_bf16=True, clip_grad_norm=0.5)
     job = make_job(model=make_model("llama", vocab_size=96), plan=plan, training=training, dtype="bf16")
     measurement = run_job(job, tmp_path)
-    losses, _ = one_process(job, 3)
+    losses, *_ = one_process(job, 3)
     assert measurement.losses == pytest.approx(losses, rel=1e-2)
     assert issued_as_predicted(measurement)
     reduced = "reduce_scatter" if "dp_shard" in plan else "all_reduce"
@@ -146,7 +157,7 @@ def test_bf16_is_close_to_one_process(name: str, tmp_path: Path) -> None:
     schedule = "1f1b" if "pp" in plan else "none"
     job = make_job(schedule, model=model, plan=plan, training=training, dtype="bf16")
     measurement = run_job(job, tmp_path)
-    losses, _ = one_process(job, 3)
+    losses, *_ = one_process(job, 3)
     assert measurement.losses == pytest.approx(losses, rel=2e-3)
     assert measurement.losses != pytest.approx(losses, rel=1e-7)
     assignment = job.assignment

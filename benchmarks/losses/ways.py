@@ -1,0 +1,68 @@
+"""Ways to train, and their runs: the model, batch and data of ``scenarios/ways/losses.yaml`` on two CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from executor.run import run_job
+from simplan import catalog, load_scenario, predict
+from simplan.io import read_model
+from simplan.predict import run_spec_of
+from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
+
+SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "ways" / "losses.yaml"
+SYNCHRONOUS = "synchronous"
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    SYNCHRONOUS: {},
+    "fp16": {"plan.compression": {"kind": "fp16"}},
+    "int8": {"plan.compression": {"kind": "int8"}},
+    "one_bit": {"plan.compression": {"kind": "one_bit", "warmup_share": 0.1}},
+    "powersgd, rank 4": {"plan.compression": {"kind": "powersgd", "rank": 4, "start_step": 2}},
+    "powersgd, rank 1": {"plan.compression": {"kind": "powersgd", "rank": 1, "start_step": 2}},
+    "top_k, 1%": {"plan.compression": {"kind": "top_k", "ratio": 0.01}},
+}
+"""Keys that a way changes in the scenario, by its name in the report; others are compared with the first way."""
+
+SEEDS = (0, 1, 2)
+NUM_STEPS = 400
+FOLDER = SCENARIO.parents[2] / "build" / "losses"
+"""Measurements; an interrupted comparison resumes, and a new way runs alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossRun:
+    """One run: a way with a seed of weights and samples."""
+
+    way: str
+    seed: int
+
+    def job(self) -> RunSpec:
+        """The job."""
+        scenario = load_scenario(SCENARIO)
+        # a run does not depend on the cluster, and this one needs no calibration
+        asked = replace(scenario.job, cluster=catalog.cluster("dgx-h100", num_devices=scenario.job.plan.num_devices))
+        job = run_spec_of(
+            predict(asked.with_changes(dict(WAYS[self.way]))),
+            name=self.way,
+            num_steps=NUM_STEPS,
+            num_warmup_steps=0,
+            seed=self.seed,
+            device="cpu",
+            profile_memory=False,
+            predicted_memory_bytes=(),
+        )
+        # steps with whole gradients are a part of the training, but not of the measured step time
+        whole = job.num_whole_steps
+        return job.model_copy(update={"num_steps": NUM_STEPS - whole, "num_warmup_steps": whole})
+
+    def measure(self) -> Measurement:
+        """Measurement of the run; read from ``FOLDER`` if the same job has been run."""
+        job, out = self.job(), FOLDER / f"{self.way.replace(', ', '-').replace('%', '')}-seed{self.seed}"
+        file = out / "measurement.json"
+        if file.exists() and (found := read_model(file, Measurement)).complete and found.job == job:
+            return found
+        return run_job(job, out)

@@ -1,0 +1,208 @@
+"""Command ``python -m benchmarks.ways``: ways to train on shaped hosts, measured beside their predictions.
+
+Two and four hosts on one switch, at 0.1, 0.4 and 1 Gbit/s, as ``make netbench`` makes them. Each way is calibrated and
+run as a user does it. Measurements are kept in ``build/waysbench`` until all cases have one: an interrupted command
+resumes. Bytes on the wire are those of the first host's link: of a run less those of a shorter run, per step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import combinations, product
+from pathlib import Path
+
+from benchmarks.network.cases import ShapedNetwork, ShapedPlan, star
+from benchmarks.network.measure import Measurements, hosts_on
+from simplan import load_scenario, predict
+from simplan.cli.terminal.processes import ending_signals_raise
+from simplan.cost.calibration.store import load
+from simplan.units import format_bytes, format_time
+from simplan.validate.compare import AT_THIS_SPEED
+from tests.hosts import unavailable
+
+_KEPT = Path(__file__).resolve().parents[1] / "build" / "waysbench"
+_RESULTS = Path(__file__).with_name("WAYS.md")
+NETWORKS = tuple(star(number, rate) for number, rate in product((2, 4), (100.0, 400.0, 1000.0)))
+_ROUND = 4
+TIME_GOAL, BYTES_GOAL, ORDER_GOAL, ALIKE = 0.12, 0.02, 0.9, 0.05
+
+
+def _way(name: str, words: str, keys: str, num_steps: tuple[int, int] = (5, 2)) -> ShapedPlan:
+    return ShapedPlan(name, words, True, f"dp_replicate: {{n}}{keys}", num_steps=num_steps)
+
+
+def _rounds(name: str, words: str, keys: str) -> ShapedPlan:
+    replication = f", replication: {{{{kind: {keys}, inner_steps: {_ROUND}}}}}"
+    return _way(name, words, replication, (3 * _ROUND, _ROUND))
+
+
+WAYS = (
+    _way("whole", "whole gradients", ""),
+    _way("fp16", "fp16", ", compression: fp16"),
+    _way("powersgd", "PowerSGD, rank 4", ", compression: {{kind: powersgd, rank: 4, start_step: 2}}"),
+    _way("top-k", "top-k, 1 %", ", compression: top_k"),
+    _way("int8", "int8", ", compression: int8"),
+    _way("one-bit", "one-bit", ", compression: {{kind: one_bit, warmup_share: 0.0}}"),
+    _rounds("local-sgd", "Local SGD", "local_sgd"),
+    _rounds("diloco", "DiLoCo", "diloco"),
+    _rounds("diloco-int4", "DiLoCo, int4", "diloco, outer: {{dtype: int4}}"),
+    _rounds("streaming", "streaming DiLoCo", "streaming_diloco, fragments: 2, overlap_steps: 1"),
+)
+"""Ways; rounds have 4 steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class WayResult:
+    """One way on one network.
+
+    Attributes:
+        network, way: Words.
+        predicted_s: Predicted seconds of a step, or of the mean step of a round, with compute as fast as in the run.
+        measured_s, low_s, high_s: Median, least and most of measured steps or rounds.
+    """
+
+    network: str
+    way: str
+    predicted_s: float
+    measured_s: float
+    low_s: float
+    high_s: float
+
+    @property
+    def error(self) -> float:
+        """Prediction over measurement, minus one."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def main() -> int:
+    """Exit code: 0 if all goals are met, 1 if not, 2 if hosts cannot be made here."""
+    if (reason := unavailable()) is not None:
+        print(f"ways on shaped hosts need Linux, root and iproute2: {reason}", file=sys.stderr)
+        return 2
+    found = Measurements(_KEPT)
+    cases = [(network, way) for network in NETWORKS for way in WAYS]
+    for rate in sorted({network.mbit_per_s for network in NETWORKS}):
+        found.calibrate(rate, cases)
+    for network in NETWORKS:
+        for way in found.run_steps(network, WAYS):
+            print(f"{network.num_hosts} hosts, {network.words}: {way.words}", flush=True)
+    results = [_result(network, way, found) for network, way in cases]
+    sent = [*_sent(found)]
+    text, met = report(results, sent)
+    _RESULTS.write_text(text)
+    print(text)
+    shutil.rmtree(_KEPT)
+    return 0 if met else 1
+
+
+def _result(network: ShapedNetwork, way: ShapedPlan, found: Measurements) -> WayResult:
+    document = json.loads(found.step(network, way).read_text())
+    rows = {row["name"]: row["predicted"] for row in document["comparison"]["rows"]}
+    job = load_scenario(found.scenario(network, way)).job
+    predicted_s = predict(job, calibration=load(found.calibration(network.mbit_per_s))).step_time_s
+    slower_s = rows.get(AT_THIS_SPEED, rows["step time"]) - rows["step time"]
+    times_s, length = document["measurement"]["step_times_s"], job.plan.round_steps
+    means_s = [statistics.fmean(times_s[first : first + length]) for first in range(0, len(times_s), length)]
+    words = f"{network.num_hosts} hosts, {network.mbit_per_s / 1000:g} Gbit/s"
+    return WayResult(words, way.words, predicted_s + slower_s, statistics.median(means_s), min(means_s), max(means_s))
+
+
+def _sent(found: Measurements) -> Iterator[tuple[str, float, float]]:
+    """Yields ways with bytes that a host sent per step, predicted and measured, on two hosts at 1 Gbit/s."""
+    network = star(2, 1000.0)
+    for way in WAYS:
+        job = load_scenario(found.scenario(network, way)).job
+        length = job.plan.round_steps
+        prediction = predict(job, calibration=load(found.calibration(network.mbit_per_s)))
+        if prediction.compression is not None:
+            predicted = float(prediction.compression.sent_bytes)
+        elif prediction.replication is not None:
+            predicted = prediction.replication.sent_bytes / prediction.replication.inner_steps
+        else:
+            predicted = 4.0 * job.padded_model.num_parameters  # a ring of two
+        counts = []
+        for more in (0, 8 * length):
+            steps = replace(way, name=f"{way.name}-{more}", num_steps=(way.num_steps[0] + more, way.num_steps[1]))
+            file = found.step(network, steps).with_suffix(".sent")
+            if not file.exists():
+                with hosts_on(network) as hosts:
+                    before = hosts[0].sent_bytes()
+                    found.run(network, steps, hosts)
+                    file.write_text(str(hosts[0].sent_bytes() - before))
+            counts.append(int(file.read_text()))
+        yield way.words, predicted, (counts[1] - counts[0]) / (8 * length)
+
+
+def report(results: Sequence[WayResult], sent: Sequence[tuple[str, float, float]]) -> tuple[str, bool]:
+    """Page with goals and all cases, and whether the goals are met."""
+    mean = statistics.fmean(abs(one.error) for one in results)
+    ascending = sorted(results, key=lambda one: one.measured_s)
+    pairs = [
+        (fast, slow)
+        for fast, slow in combinations(ascending, 2)
+        if fast.network == slow.network and slow.measured_s > (1 + ALIKE) * fast.measured_s
+    ]
+    right = sum(fast.predicted_s < slow.predicted_s for fast, slow in pairs)
+    worst = max((abs(measured / predicted - 1) for _, predicted, measured in sent), default=0.0)
+    goals = [
+        ("step or mean step of a round, mean error", f"at most {TIME_GOAL:.0%}", f"{mean:.1%}", mean <= TIME_GOAL),
+        (
+            "pairs of ways in the right order",
+            f"{ORDER_GOAL:.0%}",
+            f"{right} of {len(pairs)}",
+            right >= ORDER_GOAL * len(pairs),
+        ),
+        ("bytes on the wire, largest error", f"at most {BYTES_GOAL:.0%}", f"{worst:.1%}", worst <= BYTES_GOAL),
+    ]
+    lines = [
+        "# Ways to train on shaped hosts",
+        "",
+        _machine(),
+        "",
+        "| what | goal | found | met |",
+        "|---|---|---|---|",
+        *(f"| {name} | {goal} | {found} | {'yes' if ok else '**no**'} |" for name, goal, found, ok in goals),
+        "",
+        "Predicted steps are those with computing as fast as in the run, because the hosts share the cores of one",
+        "machine: the network is under test. Pairs whose measurements differ by less than 5 % have no order.",
+        "",
+        "| network | way | predicted | measured (least to most) | error |",
+        "|---|---|---:|---:|---:|",
+        *(
+            f"| {one.network} | {one.way} | {format_time(one.predicted_s)} | {format_time(one.measured_s)} "
+            f"({format_time(one.low_s)} to {format_time(one.high_s)}) | {one.error:+.1%} |"
+            for one in results
+        ),
+        "",
+        "Bytes that the first of two hosts sent per step, TCP/IP headers and heartbeats included in what was measured:",
+        "",
+        "| way | predicted | measured | error |",
+        "|---|---:|---:|---:|",
+        *(
+            f"| {way} | {format_bytes(predicted)} | {format_bytes(measured)} | {measured / predicted - 1:+.1%} |"
+            for way, predicted, measured in sent
+        ),
+    ]
+    return "\n".join(lines) + "\n", all(ok for *_, ok in goals)
+
+
+def _machine() -> str:
+    from executor.profiling.results import environment
+
+    facts, load_average = environment(2, cuda=False), os.getloadavg()[1]
+    return (
+        f"{datetime.now(UTC).date()}, {facts['device']}, {len(os.sched_getaffinity(0))} cores, torch {facts['torch']}, "
+        f"load average {load_average:.1f} over five minutes at the end."
+    )
+
+
+if __name__ == "__main__":
+    with ending_signals_raise():
+        sys.exit(main())

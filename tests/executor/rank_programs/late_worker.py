@@ -1,0 +1,43 @@
+"""dumping_worker with ranks that sleep before some of their steps, and the weights of every rank at the end.
+
+TEST_LATE names what they do. ``turns``: two of them sleep in steps of their own, longer than the others need for
+several steps. ``kill``: the last rank is killed in the third step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import executor.worker
+from tests.executor.rank_programs.dumping_worker import DumpingTrainer
+
+LATE = {(0, 2), (3, 0)}
+"""Steps and ranks."""
+LATE_S = 1.0
+
+
+class LateTrainer(DumpingTrainer):
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+        rank, program = dist.get_rank(), os.environ["TEST_LATE"]
+        if program == "turns" and (self.steps_done, rank) in LATE:
+            time.sleep(LATE_S)
+        if program == "kill" and (self.steps_done, rank) == (2, dist.get_world_size() - 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(tokens, targets)
+
+    def finish(self) -> None:
+        super().finish()
+        weights = {name: weight for stage in self.stages.values() for name, weight in stage.named_parameters()}
+        torch.save(weights, Path(sys.argv[2]) / f"weights.rank{dist.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    executor.worker.Trainer = LateTrainer  # type: ignore[assignment, attr-defined]
+    executor.worker.main(sys.argv[1:])
