@@ -149,6 +149,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             yield Problem(field=field, value=_value(job, field), rule=rule, fix=fix)
     yield from unmodelled_recompute(job)
     yield from _unmodelled_compression(job)
+    yield from _unmodelled_workers(job)
     yield from _unmodelled_replication(job)
     yield from _unmeasured_first_steps(job)
 
@@ -187,10 +188,7 @@ def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
 def _unmodelled_replication(job: RunSpec) -> Iterator[Problem]:
     """Replicas have states of their own, with which no other number of replicas can resume."""
     replication = job.plan.replication
-    if replication is not None and not replication.has_rounds:
-        rule, fix = "the executor does not run this kind", "use local_sgd, diloco or streaming_diloco"
-        yield Problem(field="plan.replication.kind", value=replication.kind, rule=rule, fix=fix)
-    elif replication is not None and job.fewer_nodes:
+    if replication is not None and job.fewer_nodes:
         rule, fix = "has replicas with states of their own, with which fewer nodes cannot go on", "use --nnodes N"
         yield Problem(field="plan.replication.kind", value=replication.kind, rule=rule, fix=fix)
 
@@ -209,6 +207,14 @@ def _unmeasured_first_steps(job: RunSpec) -> Iterator[Problem]:
     field = f"plan.{'compression' if isinstance(section, Compression) else 'replication'}.{key}"
     fix = f"use {fewest}, or {num_whole} warm-up steps"
     yield Problem(field=field, value=str(getattr(section, key)), rule=rule, fix=fix)
+
+
+def _unmodelled_workers(job: RunSpec) -> Iterator[Problem]:
+    """Workers have no step in which all could save the same parameters."""
+    replication = job.plan.replication
+    if replication is not None and replication.has_workers and job.checkpointing is not None:
+        rule = "has workers that do not wait for each other, and no checkpoint is made of their steps"
+        yield Problem(field="plan.replication", value=replication.kind, rule=rule, fix="run without checkpoints")
 
 
 def _value(job: RunSpec, field: str) -> str:
@@ -239,6 +245,10 @@ def _no_such_rank(job: RunSpec, rank: int) -> Iterator[Problem]:
 
 def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
     """A rehearsal follows every tensor, so torch must run every operation separately."""
+    replication = job.plan.replication
+    if replication is not None and replication.has_workers:
+        rule = "updates what other processes have, and a rehearsal has one rank"
+        yield Problem(field="plan.replication", value=replication.kind, rule=rule, fix="remove it, or `simplan run`")
     if job.plan.compression is not None:
         rule, fix = (
             "communicates what other ranks compress, and a rehearsal has one rank",

@@ -14,7 +14,7 @@ from executor.launch.nodes import Rendezvous
 from executor.launch.rank import RankFiles, folder_of
 from executor.launch.watchdog import Beats
 from executor.profiling.results import RunSegment, gather, written_here
-from simplan.errors import RunError, SimplanError
+from simplan.errors import NotModelledError, Problem, RunError, SimplanError
 from simplan.io import write_whole
 from simplan.plan.placement import Placement
 from simplan.runs.checkpoint import Checkpointing
@@ -79,6 +79,11 @@ def run_on_nodes(
     Raises:
         SpecError, ProgramError, RunError: As ``run_job``; or nodes did not come, or have another request.
     """
+    replication = None if job is None else job.plan.replication
+    if replication is not None and replication.has_workers:
+        rule = "is run on one node only, as each node would need to start servers"
+        fix = "run it without --nodes"
+        raise NotModelledError(Problem(field="plan.replication", value=replication.kind, rule=rule, fix=fix))
     resuming: list[str] = []
     with _owned(None if job is None else job.checkpointing):
         if job is not None:
@@ -165,7 +170,7 @@ class _Run:
         launch = RankLaunch(
             rank_module,
             (str(job_file), str(out_dir)),
-            job.plan.num_devices if rendezvous is None else rendezvous.nodes.ranks_per_node,
+            job.num_processes if rendezvous is None else rendezvous.nodes.ranks_per_node,
             out_dir,
             job.timeout_s,
             rendezvous,
@@ -200,7 +205,7 @@ class _Run:
 
     def _layout(self, num_ranks: int) -> tuple[Path, int]:
         job = self._job_on(num_ranks)
-        return self._folder_of(job), job.plan.num_devices
+        return self._folder_of(job), job.num_processes
 
     def _rank_of(self, num_ranks: int, process: int) -> int:
         placement = Placement.of(self._job_on(num_ranks).plan)

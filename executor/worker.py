@@ -131,8 +131,12 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
     is_watched = PARENT_VARIABLE in os.environ  # by the launcher, which has checked the job
     if not is_watched:
         _check(job)
-    if rank >= job.plan.num_devices:
+    if rank >= job.num_processes:
         _idle(heartbeat)
+        return
+    replication = job.plan.replication
+    if replication is not None and replication.has_workers:
+        _work(job, folder, out_dir, heartbeat, rank, gathers=not is_watched)
         return
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     allow_tf32(allowed=job.training.precision == "tf32")
@@ -153,6 +157,26 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
     dist.destroy_process_group()
 
 
+def _work(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, rank: int, *, gathers: bool) -> None:
+    """Life of a worker that does not wait for all others, or of a parameter server, whose transfers are gloo's."""
+    from executor.train.asynchronous import serve, train_worker  # only where needed
+
+    cpu, files, is_server = torch.device("cpu"), RankFiles(folder, rank), rank >= job.plan.num_devices
+    device = use_device("cpu" if is_server else job.device, job.plan.num_devices)
+    allow_tf32(allowed=job.training.precision == "tf32")
+    start_rank(cpu, job.timeout_s, job.num_processes)
+    with out_of_memory_explained(device, dict(enumerate(job.predicted_memory_bytes)).get(rank)):
+        if is_server:
+            serve(job, rank, heartbeat)
+        else:
+            train_worker(job, rank, files, device, heartbeat)
+    heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
+    _barrier(cpu)
+    if gathers:
+        _gather(job, files, out_dir)
+    dist.destroy_process_group()
+
+
 def _check(job: RunSpec) -> None:
     """Does the launcher's checks.
 
@@ -163,8 +187,8 @@ def _check(job: RunSpec) -> None:
     from executor.train.checkpoint_folder import check_resume
 
     num_ranks = int(os.environ["WORLD_SIZE"])
-    if job.plan.num_devices > num_ranks:
-        rule = f"times --nproc-per-node are {num_ranks} ranks, and the plan is for {job.plan.num_devices}"
+    if job.num_processes > num_ranks:
+        rule = f"times --nproc-per-node are {num_ranks} ranks, and the plan is for {job.num_processes}"
         raise SpecError(Problem(field="--nnodes", rule=rule))
     check_job(job, int(os.environ["LOCAL_WORLD_SIZE"]))
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
@@ -176,7 +200,7 @@ def _gather(job: RunSpec, files: RankFiles, out_dir: Path) -> None:
     """Rank 0 writes the measurement of all ranks, and prints a line about it."""
     from executor.profiling.results import RunSegment, gather
 
-    written: list[Any] | None = [None] * job.plan.num_devices if dist.get_rank() == 0 else None
+    written: list[Any] | None = [None] * job.num_processes if dist.get_rank() == 0 else None
     dist.gather_object((socket.gethostname(), files.texts()), written)
     if written is None:
         return

@@ -350,6 +350,78 @@ class ReplicationRound:
         )
 
 
+_UNEVEN = 1.2
+"""Ratio of updates of the fastest and the slowest worker from which both are told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationWorkers:
+    """Steps of workers that do not wait for all others (``Replication.has_workers``), simulated beside each other.
+
+    Attributes:
+        num_workers: Workers; the predicted step time is that of as many updates.
+        num_steps: Simulated steps of all workers, without the first ones, in which queues fill.
+        updates_per_s: Gradients that are applied per second.
+        least_share, most_share: Fraction of the updates by the slowest and by the fastest worker.
+        staleness_mean, staleness_p90: Mean and 90 % quantile of the updates of other workers that a server applied
+            between a worker's pull of parameters and the update by the gradient that it computed with them.
+        staleness_shares: By staleness, the fraction of updates that had it.
+        queued_s: Mean seconds for which an update waited for those before it at its server, or for the lock.
+        held_s: Mean seconds of a step for which a worker waited for slower ones (SSP).
+        most_ahead: Largest number of steps by which a worker was ahead of the slowest.
+        pushed_bytes, pulled_bytes: Bytes between a worker and all servers per step; 0 on shared memory.
+        busiest_link_share: Fraction of the time for which the busiest link is full; None if no links are shared.
+        server_bytes: Bytes of parameters, optimizer states and the gradients of every worker on the largest server.
+    """
+
+    num_workers: int
+    num_steps: int
+    updates_per_s: float
+    least_share: float
+    most_share: float
+    staleness_mean: float
+    staleness_p90: float
+    staleness_shares: dict[int, float]
+    queued_s: float
+    held_s: float
+    most_ahead: int
+    pushed_bytes: int
+    pulled_bytes: int
+    busiest_link_share: float | None
+    server_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON of the workers."""
+        return asdict(self) | {"staleness_shares": {str(key): share for key, share in self.staleness_shares.items()}}
+
+    @property
+    def words(self) -> str:
+        """Rate of updates, staleness, waiting and bytes."""
+        waits = f", waits {format_time(self.queued_s)} for its turn" if self.queued_s else ""
+        uneven = self.most_share > _UNEVEN * self.least_share
+        shares = (
+            f", {format_percent(self.least_share)} to {format_percent(self.most_share)} of the updates each"
+            if uneven
+            else ""
+        )
+        held = f" and {format_time(self.held_s)} for slower workers" if self.held_s else ""
+        text = (
+            f"{self.updates_per_s:.4g} updates per second of {counted(self.num_workers, 'worker')}{shares}; an update "
+            f"is {self.staleness_mean:.3g} updates stale in the mean, 90 % up to {self.staleness_p90:.0f}{waits}{held}"
+        )
+        if not self.pushed_bytes:
+            return text
+        link = (
+            ""
+            if self.busiest_link_share is None
+            else f"; the busiest link is full {self.busiest_link_share:.0%} of the time"
+        )
+        return (
+            f"{text}; each worker pushes {format_bytes(self.pushed_bytes)} and pulls {format_bytes(self.pulled_bytes)} "
+            f"per step{link}; a server has {format_bytes(self.server_bytes)}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """A full training at a constant step time, without failures, checkpoints and restarts.
@@ -488,7 +560,8 @@ class Prediction:
         hashing: Times of steps with other seeds of the hash of ECMP; None for one seed.
         backup_workers: Effect of dropped gradients, which count neither in throughput nor in MFU; None if none are.
         compression: Steps before gradient compression starts, and what it saves; None without compression.
-        replication: A round of replicas that train alone, of which ``step_time_s`` is the mean step; None without.
+        replication: A round of replicas that train alone, of which ``step_time_s`` is the mean step; or workers that do
+            not wait for all others, where it is the time of as many updates as there are workers. None without.
     """
 
     name: str
@@ -517,7 +590,7 @@ class Prediction:
     backup_workers: BackupStep | None = None
     hashing: HashedStep | None = None
     compression: CompressionStep | None = None
-    replication: ReplicationRound | None = None
+    replication: ReplicationRound | ReplicationWorkers | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""

@@ -18,7 +18,7 @@ from simplan.base import Spec
 from simplan.errors import RunError
 from simplan.program.action import Action, ActionKind
 from simplan.program.timeline import SpanKind
-from simplan.runs.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
+from simplan.runs.measurement import IssuedKind, MeasuredCollective, MeasuredSpan, MeasuredUpdate
 
 Stamp = float | torch.cuda.Event
 _MAX_CLOCK_S = 1e9  # 31 years
@@ -95,7 +95,9 @@ class StepRecord(Spec):
         end_s: Time when the last action of this rank ended.
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
         reruns: Spans of recomputed forwards inside of the actions, one per block or attention core.
-        reference_s: Duration of the reference matmul right before the step, in seconds.
+        reference_s: Duration of the reference matmul right before the step, in seconds; of workers that do not wait for
+            all others, before the first step.
+        updates: Of such a worker, the update by each server.
         kept: With backup workers, ranks whose gradients the step used, in order of their arrival; else empty.
         arrived_s: With backup workers, time when this rank completed its gradients or left its passes; else None.
     """
@@ -109,6 +111,7 @@ class StepRecord(Spec):
     reruns: tuple[MeasuredSpan, ...] = ()
     collectives: tuple[MeasuredCollective, ...]
     reference_s: Annotated[float, Field(gt=0, le=_MAX_CLOCK_S)] | None = None
+    updates: tuple[MeasuredUpdate, ...] = ()
     kept: tuple[int, ...] = ()
     arrived_s: float | None = None
 

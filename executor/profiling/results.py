@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from simplan.runs.measurement import (
     LossPoint,
     MeasuredCollective,
     MeasuredSpan,
+    MeasuredWorkers,
     Measurement,
     PeakMemory,
     RankMeasurement,
@@ -120,11 +123,15 @@ def gather(
     read = [_read(texts.get(name.steps.name, "")) for name, texts in zip(names, files, strict=True)]
     checkpoints = tuple(_read_checkpoints(files[0].get(names[0].checkpoints.name, "")))
     steps = [_on_one_clock(step, nodes) for step in _common_steps([records for records, _ in read], first_step)]
-    times_s = [_end_s(step) - _start_s(step) for step in steps]
+    replication = job.plan.replication
+    has_workers = replication is not None and replication.has_workers
+    times_s = [_time_of_updates(step) if has_workers else _end_s(step) - _start_s(step) for step in steps]
     begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
     steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
     steady = steady[len(steady) % job.round_steps :]  # whole rounds
-    shown = _from_start(steps[_representative(_comparable(job, steps, steady), times_s)]) if steady else None
+    shown = None
+    if steady:
+        shown = _from_start(steps[_representative(_comparable(job, steps, steady), times_s)], together=not has_workers)
     ranks = []
     for rank, (_, memory) in enumerate(read):
         record = None if shown is None else shown[rank]
@@ -164,6 +171,35 @@ def gather(
         notes=(*notes, *_unwritten(checkpoints), *(rank.sentence for rank in slow)),
         environment={**facts, "num_nodes": num_nodes} if num_nodes > 1 else facts,
         earlier=tuple(_earlier(segments)),
+        workers=measured_workers(steps, steady) if has_workers and steady else None,
+    )
+
+
+def _time_of_updates(step: Sequence[StepRecord]) -> float:
+    """Seconds in which as many gradients are applied as there are workers, at the rates of their steps."""
+    return len(step) / sum(1 / (record.end_s - record.start_s) for record in step)
+
+
+def measured_workers(steps: Sequence[Sequence[StepRecord]], steady: Sequence[int]) -> MeasuredWorkers:
+    """Updates of workers that do not wait for all others.
+
+    Args:
+        steps: Records of all workers in every step.
+        steady: Indices of the steady steps.
+    """
+    updates = [update for index in steady for record in steps[index] for update in record.updates]
+    staleness = sorted(update.staleness for update in updates)
+    sent = [record.collectives for index in steady for record in steps[index]]
+    total = sum(each.num_bytes for collectives in sent for each in collectives if each.kind == "send")
+    return MeasuredWorkers(
+        num_updates=len(updates),
+        staleness_mean=statistics.fmean(staleness),
+        staleness_p90=staleness[math.ceil(0.9 * len(staleness)) - 1],
+        staleness_counts=Counter(staleness),
+        queued_s=statistics.fmean(update.queued_s for update in updates),
+        held_s=statistics.fmean(update.held_s for update in updates),
+        most_ahead=max(update.steps_ahead for step in steps for record in step for update in record.updates),
+        pushed_bytes=total // len(sent),
     )
 
 
@@ -254,11 +290,14 @@ def _representative(steps: Sequence[int], times_s: Sequence[float]) -> int:
     return sorted(steps, key=lambda step: times_s[step])[(len(steps) - 1) // 2]
 
 
-def _from_start(step: tuple[StepRecord, ...]) -> list[StepRecord]:
-    """The records with times from the common start of the step."""
+def _from_start(step: tuple[StepRecord, ...], *, together: bool) -> list[StepRecord]:
+    """The records with times from the common start of the step, or each from its own."""
     start_s, end_s = _start_s(step), _end_s(step)
     kept = {id(record) for record in _kept(step)}
-    return [_moved(record if id(record) in kept else _until(record, end_s), start_s) for record in step]
+    return [
+        _moved(record if id(record) in kept else _until(record, end_s), start_s if together else record.start_s)
+        for record in step
+    ]
 
 
 def _kept(step: tuple[StepRecord, ...]) -> list[StepRecord]:

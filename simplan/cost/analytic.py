@@ -104,7 +104,7 @@ class AnalyticCost:
         return max(fitted, least, *(tier.link.bandwidth_share for tier in tiers))
 
     def _route(self, ranks: tuple[int, ...]) -> Route | None:
-        if len(ranks) == 1:
+        if len(set(ranks)) == 1:
             return None
         return self._route_of(ranks if self.placement is None else self.placement.devices_of(ranks))
 

@@ -22,7 +22,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "PowerSGD, rank 4": {"compression": {"kind": "powersgd", "rank": 4}},
     "top-k, 1 %": {"compression": {"kind": "top_k", "ratio": 0.01}},
     "parameter server": {"replication": "parameter_server"},
-    "asynchronous server": {"replication": {"kind": "parameter_server", "staleness": "unbounded"}},
+    "parameter server, staleness 4": {"replication": {"kind": "parameter_server", "staleness": 4}},
     "Local SGD, 8 steps": {"replication": {"kind": "local_sgd", "inner_steps": 8}},
     "DiLoCo, 100 steps": {"replication": {"kind": "diloco", "inner_steps": 100}},
     "DiLoCo, 100 steps, int4": {"replication": {"kind": "diloco", "inner_steps": 100, "outer": {"dtype": "int4"}}},

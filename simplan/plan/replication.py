@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -148,6 +148,50 @@ class Replication(Spec):
         return self.kind == "parameter_server" and self.staleness == 0
 
     @property
+    def has_servers(self) -> bool:
+        """True for workers that push gradients to parameter servers and do not wait for all others."""
+        return self.kind == "parameter_server" and not self.is_synchronous
+
+    @property
+    def has_workers(self) -> bool:
+        """True if replicas are workers that update common parameters without waiting for all others."""
+        return self.has_servers or self.kind == "hogwild"
+
+    @property
+    def max_steps_ahead(self) -> int | None:
+        """Steps that a worker may be ahead of the slowest one (SSP); None for any number."""
+        return self.staleness if self.has_servers and isinstance(self.staleness, int) else None
+
+    def server_rank(self, server: int, num_workers: int, worker: int) -> int:
+        """Rank by whose node a server is reached from a worker.
+
+        Servers on the workers' nodes are spread evenly, so that as many servers as nodes are one per node. A server
+        apart is as far as a rank of another node.
+        """
+        if self.server_nodes == "apart":
+            return (worker + num_workers // 2) % num_workers
+        return server * num_workers // self.servers
+
+    def server_slices(self, sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+        """By server, the slices ``(parameter, begin, end)`` that it serves of parameters with these elements.
+
+        Whole parameters are placed in turn (``shares_of_whole``); else every server has an equal part of all elements
+        in sequence.
+        """
+        if self.parameter_placement == "whole":
+            whole = [(index, 0, size) for index, size in enumerate(sizes)]
+            return [whole[server :: self.servers] for server in range(self.servers)]
+        total, found = sum(sizes), [list[tuple[int, int, int]]() for _ in range(self.servers)]
+        for server, own in enumerate(found):
+            first, last, before = server * total // self.servers, (server + 1) * total // self.servers, 0
+            for index, size in enumerate(sizes):
+                begin, end = max(first - before, 0), min(last - before, size)
+                if begin < end:
+                    own.append((index, begin, end))
+                before += size
+        return found
+
+    @property
     def has_rounds(self) -> bool:
         """True if replicas train alone for the steps of a round, and meet at its end."""
         return self.kind in _INNER_STEPS
@@ -183,7 +227,8 @@ class Replication(Spec):
                 detail = "with a lock" if self.lock else "without a lock"
             case "parameter_server":
                 many = "server" if self.servers == 1 else "servers"
-                detail = f"{self.servers} {many}, staleness {self.staleness}"
+                whole = ", whole parameters" if self.parameter_placement == "whole" and self.servers > 1 else ""
+                detail = f"{self.servers} {many}{whole}, staleness {self.staleness}"
             case _:
                 detail = f"{self.inner_steps} inner steps"
         return f"replicas by {self.kind} ({detail})"

@@ -10,11 +10,13 @@ from simplan.cost.model import Provenance
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.model.families import FAMILIES
+from simplan.plan.replication import Replication
 from simplan.prediction import RankMemory
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.rules.collectives import unused_collectives
 from simplan.software.software import SoftwareSpec
+from simplan.training import OPTIMIZERS
 from simplan.units import GIB, counted, format_bytes, format_percent
 
 _LARGE_BUFFERS = 0.1
@@ -161,10 +163,38 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
         kernels = "; kernels that compress were not timed, and may take half or twice as long"
         yield f"{compression.words}: its effect on the loss is not predicted{kernels}"
     if (replication := job.plan.replication) is not None:
+        yield from _of_workers(job, replication)
         equal = "; fragments are of equal size" if replication.outer_steps > 1 else ""
         yield f"{replication.words}: its effect on the loss is not predicted{equal}"
-    if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
+    meets = job.plan.replication is None or not job.plan.replication.has_workers
+    if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1 and meets:
         yield from _of_links(cluster)
+
+
+def _of_workers(job: Job, replication: Replication) -> Iterator[str]:
+    """Sentences on workers that do not wait for all others; none for other replicas."""
+    if not replication.has_workers:
+        return
+    yield (
+        "the step time is that in which one gradient per worker is applied; updates by single, stale gradients are no "
+        "update by the mean of a global batch, so the loss may need another number of steps"
+    )
+    if replication.kind == "hogwild":
+        yield "shared parameters are updated at the bandwidth of memory that is not shared; caches are not modeled"
+        if OPTIMIZERS[job.training.optimizer].num_states:
+            yield f"hogwild: every process has states of {job.training.optimizer} of its own, of its own gradients"
+        return
+    where = "the CPU of a node" if job.cluster.device.kind != "cpu" else "a process of its own"
+    apart = " apart, which no device-hours count" if replication.server_nodes == "apart" else ""
+    yield (
+        f"a parameter server is on {where}{apart}, and has optimizer states; a worker has none, and joins its "
+        "gradients in one buffer; transfers share the network of a node max-min fairly, and alone are P2P sends"
+    )
+    if job.training.optimizer in ("sgd_momentum", "adam", "adamw") and replication.max_steps_ahead is None:
+        yield (
+            f"{job.training.optimizer} with unbounded staleness may diverge: momentum of 0.9 did in a trial with small "
+            "models; sgd is safer, or a lower learning rate"
+        )
 
 
 def _of_communicators(job: Job) -> Iterator[str]:

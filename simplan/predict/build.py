@@ -115,8 +115,9 @@ def deals_unequal_shards(job: Job) -> bool:
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
-    Nor are ranks with jitter, those of a topology without symmetry, where hashes, positions or other jobs decide about
-    links, and those with backup workers, unless all replicas are alike: then none of them is slower.
+    Nor are workers that do not wait for each other, ranks with jitter, those of a topology without symmetry, where
+    hashes, positions or other jobs decide about links, and those with backup workers, unless all replicas are alike:
+    then none of them is slower.
 
     Args:
         job: The job.
@@ -125,7 +126,8 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """
     plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
-    if cluster.cores_per_node is not None or cluster.jitter is not None:
+    has_workers = plan.replication is not None and plan.replication.has_workers
+    if cluster.cores_per_node is not None or cluster.jitter is not None or has_workers:
         return unfolded(mapping)
     if job.training.backup_workers:
         training = job.training.model_copy(update={"backup_workers": 0})
@@ -284,6 +286,7 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
         plan.collectives,
         job.server_shares,
         updates_on_host=plan.offload_optimizer,
+        updated_by_servers=plan.replication is not None and plan.replication.has_servers,
     )
 
 
@@ -306,6 +309,7 @@ def _kept_cost(
     server_shares: tuple[float, ...],
     *,
     updates_on_host: bool,
+    updated_by_servers: bool,
 ) -> AnalyticCost:
     """Cached cost model with its estimates: plans of a search share most of them."""
     kernels = kernel_cost(
@@ -317,7 +321,9 @@ def _kept_cost(
         num_devices=cluster.num_devices,
         shards_parameters=shards_parameters,
         num_microbatches=num_microbatches,
-        host_bytes_per_s=host_memory_rate(cluster) if updates_on_host else None,
+        host_bytes_per_s=host_memory_rate(cluster, whole_node=updated_by_servers)
+        if updates_on_host or updated_by_servers
+        else None,
     )
     return AnalyticCost(cluster, kernels, software.rates, collectives, server_shares)
 
@@ -332,14 +338,10 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     Communication between nodes waits for the network and keeps no core busy. The two directions between a pair of ranks
     are serialized (``simplan.cost.communication.gloo``).
     """
-    slowdown = cost.compute_slowdown if isinstance(cost, CalibratedCost) else None
-    cores = cluster.cores_per_node
-    if cores is None:
+    found = cores_of_ranks(cluster, cost)
+    if found is None:
         return None
-    ranks = cluster.ranks_per_node
-    threads = max(1, cores // ranks)
-    communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
-
+    cores, threads, communication_cores = found
     placement = cost.placement if isinstance(cost, CalibratedCost) else None
     devices = range(cluster.num_devices) if placement is None else placement.devices
     node_of = [cluster.node_of(device) for device in devices]
@@ -351,6 +353,21 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
 
     nodes = [node_of[op.rank] for op in program.ops]
     return CoreUse(cores, nodes, [demand(op) for op in program.ops], [_connection(op) for op in program.ops])
+
+
+def cores_of_ranks(cluster: ClusterSpec, cost: CostModel) -> tuple[int, int, float] | None:
+    """Cores of a node, cores on which a rank computes, and those that its communication keeps busy.
+
+    None if every rank has its own device; see ``sharing_of``.
+    """
+    slowdown = cost.compute_slowdown if isinstance(cost, CalibratedCost) else None
+    cores = cluster.cores_per_node
+    if cores is None:
+        return None
+    ranks = cluster.ranks_per_node
+    threads = max(1, cores // ranks)
+    communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
+    return cores, threads, communication_cores
 
 
 def _connection(op: Op) -> frozenset[int] | None:

@@ -35,6 +35,7 @@ from simplan.prediction import (
     Prediction,
     RankMemory,
     ReplicationRound,
+    ReplicationWorkers,
     Term,
     worst_memory,
 )
@@ -150,7 +151,7 @@ def predict_step(
         backup_workers=_backup_step(job, step_time_s, calibration),
         hashing=_hashed_step(job, step_time_s, calibration),
         compression=_compression_step(job, step_time_s, calibration, fine),
-        replication=_replication_round(step, step_time_s),
+        replication=_replication(step, step_time_s),
     )
     return prediction, simulated
 
@@ -244,9 +245,11 @@ def _compression_step(
     )
 
 
-def _replication_round(step: TruncatedStep, step_time_s: float) -> ReplicationRound | None:
-    """Steps of a round of replicas that train alone; None without."""
+def _replication(step: TruncatedStep, step_time_s: float) -> ReplicationRound | ReplicationWorkers | None:
+    """Steps of a round of replicas that train alone, or of workers that do not wait for all others; None without."""
     replication = step.job.plan.replication
+    if step.asynchronous is not None:
+        return step.asynchronous.result(step_time_s)
     if replication is None or not replication.has_rounds:
         return None
     outer_s = float(step.own_seconds())

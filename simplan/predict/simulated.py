@@ -156,7 +156,10 @@ def simulate_program(program: Program, cost: CostModel, context: StepContext) ->
     """Estimate costs of a checked Program, and simulate it."""
     sharing = sharing_of(program, context.cluster, cost)
     engine = engine_of(program, sharing)
-    affected = affected_costs(program, estimate_program(program, cost), context, engine, sharing)
+    replication, effects = context.plan.replication, EFFECTS
+    if replication is not None and replication.has_workers:  # which meet on links at other times than in one step
+        effects -= {Effect.LINKS, Effect.JITTER}
+    affected = affected_costs(program, estimate_program(program, cost), context, engine, sharing, effects)
     return Simulated(
         program,
         context,

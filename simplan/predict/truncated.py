@@ -46,6 +46,7 @@ from simplan.sim.engine import Times
 if TYPE_CHECKING:
     from simplan.network.background import BackgroundStep
     from simplan.network.load import Network
+    from simplan.predict.rounds.asynchronous import AsynchronousStep
     from simplan.sim.links import Progress
 
 _Floats = NDArray[np.float64]
@@ -151,6 +152,16 @@ class TruncatedStep:
         step = replace(self, is_inner=True)
         vars(step).update(cost=self.cost, assignment=self.assignment, tables=self.tables, _balanced=None)
         return step
+
+    @cached_property
+    def asynchronous(self) -> AsynchronousStep | None:
+        """Steps of workers that do not wait for all others; None for other replicas."""
+        replication = self.job.plan.replication
+        if replication is None or not replication.has_workers:
+            return None
+        from simplan.predict.rounds.asynchronous import AsynchronousStep  # only where needed
+
+        return AsynchronousStep(self.job, self.cost, self.simulated, self.extent.num_periods)
 
     @property
     def _has_outer_step(self) -> bool:
@@ -274,6 +285,8 @@ class TruncatedStep:
             steps_overlap: True if no rank waits for others at the end of a step: the step time is then the time of the
                 busiest rank. False: the step lasts from the first start to the last end.
         """
+        if self.asynchronous is not None:
+            return self.asynchronous.seconds(others)
         found = self._seconds(others, steps_overlap=steps_overlap)
         if not self._has_outer_step:
             return found
@@ -320,7 +333,11 @@ class TruncatedStep:
             shorter, peaks = rank_memory(self.programs[1], job, self.calibration), self.peaks()
             for rank, more in memory.items():
                 memory[rank] = self._grown(more, shorter[rank], peaks[rank])
-        return tuple(replace(memory[other], rank=rank) for rank, other in enumerate(program.stands_for))
+        found = [replace(memory[other], rank=rank) for rank, other in enumerate(program.stands_for)]
+        if self.asynchronous is not None:
+            host_bytes = self.asynchronous.with_servers([each.host_bytes for each in found])
+            found = [replace(each, host_bytes=size) for each, size in zip(found, host_bytes, strict=True)]
+        return tuple(found)
 
     def _grown(self, more: RankMemory, less: RankMemory, peaks: RankPeaks) -> RankMemory:
         """Memory of a rank in the full step, from both simulated steps and the peaks of the full step."""
@@ -340,7 +357,7 @@ class TruncatedStep:
     def splits(self, step_time_s: float) -> dict[int, Split]:
         """Time split of every simulated rank, of a full step that takes ``step_time_s`` seconds."""
         longer, *shorter = (_splits_of_ranks(step.program, step.times) for step in self.simulated)
-        if not shorter and not self._has_outer_step:
+        if not shorter and not self._has_outer_step and self.asynchronous is None:
             return longer
         inner = None if not self._has_outer_step or self.inner is None else self.inner.splits(step_time_s)
         found = {}
@@ -356,6 +373,9 @@ class TruncatedStep:
                     name: self._mean(seconds, 0.0 if inner is None else getattr(inner[rank], name))
                     for name, seconds in parts.items()
                 }
+            # workers compute beside each other all the time here, and wait for each other's updates in fact
+            fits = min(1.0, step_time_s / sum(parts.values())) if self.asynchronous is not None else 1.0
+            parts = {name: fits * seconds for name, seconds in parts.items()}
             found[rank] = Split(**parts, wait_s=max(0.0, step_time_s - sum(parts.values())))
         return found
 

@@ -64,6 +64,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     compression.compression_of_replicas, compression.compression_of_ddp, compression.compression_of_software,
     compression.powersgd_of_matrices, compression.compression_alone,
     replication.replication_of_replicas, replication.replication_alone, replication.start_step_of_ddp,
+    replication.workers_on_nodes,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (
@@ -92,7 +93,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
     model.transformers_recompute, model.transformers_split_backward,
     model.transformers_experts_autocast, training.cp_of_low_attention, compression.compression_modelled,
-    replication.replication_modelled,
+    replication.replication_modelled, replication.workers_of_one_device, replication.workers_alone_on_links,
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precision_sizes)

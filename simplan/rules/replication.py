@@ -8,6 +8,8 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.plan.replication import Replication
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
+from simplan.training import LAYERWISE
+from simplan.units import counted
 
 _FIELD = "plan.replication"
 
@@ -67,7 +69,6 @@ def replication_modelled(job: Job) -> Iterator[Problem]:
     if plan.replication is None:
         return
     refused = [f"software.id = {job.software.id}"] if job.software.runtime != "torch" else []
-    refused += [f"replication.kind = {plan.replication.kind}"] if not plan.replication.has_rounds else []
     if job.model.num_experts and experts_apart(plan):
         refused.append(f"plan.ep = {plan.ep}" if plan.ep > 1 else f"plan.etp = {plan.etp}")
     refused += ["plan.microbatch_sizes"] if plan.microbatch_sizes is not None else []
@@ -77,3 +78,75 @@ def replication_modelled(job: Job) -> Iterator[Problem]:
     if refused:
         fix = "use software torch and dp_replicate alone, or remove it"
         yield not_modelled(job, f"{_FIELD}.kind", f"replication with {', '.join(refused)}", fix)
+
+
+@unmodelled(
+    "workers that do not wait for each other are one device each, without anything sharded",
+    reads="replication dp_shard tp cp pp ep zero_stage",
+)
+def workers_of_one_device(job: Job) -> Iterator[Problem]:
+    plan, replication = job.plan, job.plan.replication
+    if replication is None or not replication.has_workers:
+        return
+    split = [f"{key} = {getattr(plan, key)}" for key in ("dp_shard", "tp", "cp", "pp", "ep") if getattr(plan, key) > 1]
+    if split:
+        workers = "asynchronous parameter servers" if replication.has_servers else "hogwild"
+        what = f"{workers} with {', '.join(split)} inside a worker"
+        yield not_modelled(job, f"{_FIELD}.kind", what, "use dp_replicate alone, or kind: diloco")
+    if job.model.num_experts:
+        yield not_modelled(job, f"{_FIELD}.kind", "asynchronous training of experts", "use a model without experts")
+    if job.training.optimizer in LAYERWISE:
+        what = f"asynchronous training with {job.training.optimizer}, which takes norms of whole tensors,"
+        yield not_modelled(job, f"{_FIELD}.kind", what, "use training.optimizer = sgd, sgd_momentum or adamw")
+
+
+@rule(
+    "parameter servers are nodes; hogwild is for the processes of one node of CPUs",
+    reads="replication placement tp cp ep pp dp_replicate dp_shard",
+    reads_cluster=True,
+)
+def workers_on_nodes(job: Job) -> Iterator[Problem]:
+    plan, cluster, replication = job.plan, job.cluster, job.plan.replication
+    if replication is None or not replication.has_workers or plan.num_devices > cluster.num_devices:
+        return
+    num_nodes = len(set(map(job.node_of, range(plan.num_devices))))
+    if replication.kind == "hogwild":
+        if cluster.device.kind != "cpu":
+            sentence = f"shares parameters in the memory of a host, and {cluster.device.id} has its own"
+            yield _refused(job, sentence, "use kind: parameter_server with staleness: unbounded, or a cluster of CPUs")
+        elif num_nodes > 1:
+            sentence = f"shares parameters in the memory of a host, and there are {num_nodes} nodes"
+            yield _refused(job, sentence, "use kind: parameter_server with staleness: unbounded, or one node")
+        return
+    if replication.server_nodes == "workers" and replication.servers > num_nodes:
+        sentence = f"is more than the {counted(num_nodes, 'node')} that could serve"
+        fix = f"use {num_nodes} or less" + (", or server_nodes: apart" if num_nodes > 1 else "")
+        yield problem_of(job, f"{_FIELD}.servers", sentence, fix)
+    if replication.server_nodes == "apart" and num_nodes == 1:
+        sentence = "needs the link between nodes, and the workers are on one node"
+        yield problem_of(job, f"{_FIELD}.server_nodes", sentence, "use workers, or two nodes or more")
+    if cluster.device.kind != "cpu" and cluster.host_link is None:
+        yield Problem(
+            field="cluster.device.host_link",
+            rule="is needed, because parameter servers are on the host, where gradients are copied",
+            fix="name a link, e.g. {preset: " + cluster.device.id + ", host_link: pcie4} (`simplan show links`)",
+        )
+
+
+@unmodelled(
+    "workers that do not wait for each other are modeled on equal nodes, whose links no other job uses",
+    reads="replication",
+    reads_cluster=True,
+)
+def workers_alone_on_links(job: Job) -> Iterator[Problem]:
+    cluster, replication = job.cluster, job.plan.replication
+    if replication is None or not replication.has_workers:
+        return
+    refused = ["cluster.nodes of several kinds"] if cluster.is_mixed else []
+    refused += ["cluster.background"] if cluster.background else []
+    refused += ["flapping cluster.slow_links"] if any(each.period_s is not None for each in cluster.slow_links) else []
+    if replication.server_nodes == "apart" and cluster.topology is not None:
+        refused.append("servers apart in a cluster.topology")
+    if refused:
+        what = f"asynchronous training with {', '.join(refused)}"
+        yield not_modelled(job, f"{_FIELD}.kind", what, "remove it, or replication")

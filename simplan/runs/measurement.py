@@ -48,7 +48,7 @@ _Action = Annotated[str, AfterValidator(_action)]
 _Rank = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
 _Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 """A time on the common clock of the ranks; clocks that are aligned may put a start just before 0."""
-_TRANSFERS = (ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B)
+_TRANSFERS = (ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B, ActionKind.OPTIM)
 _MAX_NAMED = 4  # peers of a slow rank
 
 
@@ -104,7 +104,7 @@ class MeasuredCollective(Spec):
     @model_validator(mode="after")
     def _transfer_belongs_to_its_action(self) -> Self:
         if self.kind in ("send", "recv") and Action.parse(self.action).kind not in _TRANSFERS:
-            raise ValueError(f"a {self.kind} belongs to an action SEND or RECV, and {self.action} is none")
+            raise ValueError(f"a {self.kind} belongs to an action SEND, RECV or OPTIM, and {self.action} is none")
         return self
 
 
@@ -166,6 +166,44 @@ class LossPoint(Spec):
     num_samples: Count
     seconds: Positive
     loss: float
+
+
+class MeasuredUpdate(Spec):
+    """Update of common parameters by one gradient of a worker that does not wait for all others.
+
+    Attributes:
+        staleness: Updates of other workers since this one pulled the parameters of the gradient.
+        queued_s: Seconds for which it waited for its turn.
+        held_s: Seconds for which the worker then waited for slower ones (SSP).
+        steps_ahead: Steps by which the worker is ahead of the slowest when it goes on.
+    """
+
+    staleness: Natural
+    queued_s: _Seconds
+    held_s: _Seconds
+    steps_ahead: Natural
+
+
+class MeasuredWorkers(Spec):
+    """Updates of workers that do not wait for all others, in the steady steps.
+
+    Attributes:
+        num_updates: Updates, over all servers.
+        staleness_mean, staleness_p90: Mean and 90 % quantile of their staleness.
+        staleness_counts: Number of updates by staleness.
+        queued_s, held_s: Means; see ``MeasuredUpdate``.
+        most_ahead: Largest number of steps by which a worker was ahead of the slowest, in all steps.
+        pushed_bytes: Bytes that a worker sent per step; 0 on shared memory.
+    """
+
+    num_updates: Count
+    staleness_mean: Annotated[float, Field(ge=0)]
+    staleness_p90: Natural
+    staleness_counts: dict[int, Natural]
+    queued_s: _Seconds
+    held_s: _Seconds
+    most_ahead: Natural
+    pushed_bytes: Natural
 
 
 class SlowRank(Spec):
@@ -240,6 +278,8 @@ class Measurement(Spec):
         arrivals: With backup workers, the arrivals in every step, warm-up included; else empty.
         notes: Further remarks for the reader, one sentence each.
         environment: Machine, versions, threads, backend.
+        workers: Updates of workers that do not wait for all others; None for other runs. A step time is then that in
+            which as many gradients are applied as there are workers.
     """
 
     schema_version: Literal[2] = 2
@@ -259,6 +299,7 @@ class Measurement(Spec):
     arrivals: tuple[ReplicaArrivals, ...] = ()
     notes: tuple[str, ...] = ()
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
+    workers: MeasuredWorkers | None = None
 
     @property
     def step_time_s(self) -> float:

@@ -77,6 +77,13 @@ class RunSpec(Spec):
     fewer_nodes: tuple[FewerNodes, ...] = ()
 
     @property
+    def num_processes(self) -> int:
+        """Number of ranks, and of parameter servers behind them, which are processes of their own."""
+        replication = self.plan.replication
+        has_servers = replication is not None and replication.has_servers
+        return self.plan.num_devices + (replication.servers if replication is not None and has_servers else 0)
+
+    @property
     def num_all_steps(self) -> int:
         """Number of steps, warm-up included."""
         return self.num_steps + (_USUAL_WARMUP if self.num_warmup_steps is None else self.num_warmup_steps)

@@ -77,9 +77,14 @@ def _gradients_sent_gib(prediction: Mapping[str, Any]) -> float | None:
     return prediction["compression"]["sent_bytes"] / GIB if "compression" in prediction else None
 
 
-def _of_round(key: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], float | None]:
-    """Reads a quantity of a round of replicas that train alone; None without."""
-    return lambda prediction: prediction["replication"][key] * scale if "replication" in prediction else None
+def _of_replication(key: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads a quantity of replicas that train alone, or do not wait for each other; None without."""
+
+    def read(prediction: Mapping[str, Any]) -> float | None:
+        value = prediction.get("replication", {}).get(key)
+        return None if value is None else value * scale
+
+    return read
 
 
 def _slowest_link_gib(prediction: Mapping[str, Any]) -> float | None:
@@ -148,13 +153,35 @@ _ALL = (
         "GiB",
         _gradients_sent_gib,
     ),
-    Metric("round_s", "a round of plan.replication, its outer steps included", "s", _of_round("round_s")),
-    Metric("outer_exposed_s", "what outer steps add to the inner steps of a round", "s", _of_round("exposed_s")),
+    Metric(
+        "updates_per_s",
+        "gradients that servers or shared memory apply per second",
+        "1/s",
+        _of_replication("updates_per_s"),
+    ),
+    Metric(
+        "staleness_mean",
+        "updates of other workers since the pull of a gradient's parameters, in the mean",
+        "",
+        _of_replication("staleness_mean"),
+    ),
+    Metric("staleness_p90", "the same, in 90 % of the updates at most", "", _of_replication("staleness_p90")),
+    Metric(
+        "pushed_gib",
+        "gradients that a worker pushes to all servers per step",
+        "GiB",
+        _of_replication("pushed_bytes", 1 / GIB),
+    ),
+    Metric(
+        "held_s", "what a worker waits per step for slower ones (bounded staleness)", "s", _of_replication("held_s")
+    ),
+    Metric("round_s", "a round of plan.replication, its outer steps included", "s", _of_replication("round_s")),
+    Metric("outer_exposed_s", "what outer steps add to the inner steps of a round", "s", _of_replication("exposed_s")),
     Metric(
         "outer_sent_gib",
         "what a rank sends for the outer steps of a round, as in a ring",
         "GiB",
-        _of_round("sent_bytes", 1 / GIB),
+        _of_replication("sent_bytes", 1 / GIB),
     ),
     Metric("background_s", "what the other jobs of cluster.background add to the step", "s", _background_s),
     Metric("contention_s", "what contention on the links of cluster.topology adds to the step", "s", _contention_s),

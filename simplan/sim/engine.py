@@ -358,7 +358,7 @@ def _span(program: Program, times: Times, index: int) -> Span:
     if communication is not None:
         num_bytes = sum(each.num_bytes for each in op.communications)
         if communication.kind is CollectiveKind.SEND:
-            peer = next(rank for rank in communication.ranks if rank != op.rank)
+            peer = next((rank for rank in communication.ranks if rank != op.rank), None)
     start_s, end_s = float(times.start_s[index]), float(times.end_s[index])
     return Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer)
 

@@ -16,6 +16,7 @@ from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.lower import Lowerer, Lowering
+from simplan.program.lowering.servers import PULL
 from simplan.program.program import HostCopy, Program, Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.runs.measurement import Measurement
@@ -124,6 +125,7 @@ def compare(
     for key in sorted(timed, key=lambda key: (TIMED_KINDS.index(key[1]), key[0])):
         means_s = statistics.fmean(expected[key]), statistics.fmean(found[key])
         rows.append(compared(f"{key[1].value} of stage {key[0]}", *means_s, "s", relative_spread(found[key])))
+    rows += _worker_rows(prediction, measurement)
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
     low_s, high_s = prediction["step_time_interval_s"]
     notes = [_of_parts(measurement.job.plan)]
@@ -199,6 +201,18 @@ def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
         value, rank = max(known)
         predicted = {each["rank"]: measurable_gib(each, column) for each in prediction["ranks"]}[rank]
         yield compared(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
+
+
+def _worker_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[ComparisonRow]:
+    """Yield staleness and bytes of workers that do not wait for all others."""
+    found = measurement.workers
+    if found is None:
+        return
+    expected = prediction["replication"]
+    yield compared("staleness, mean", expected["staleness_mean"], found.staleness_mean, "updates", None)
+    yield compared("staleness, 90 % quantile", expected["staleness_p90"], found.staleness_p90, "updates", None)
+    if found.pushed_bytes:
+        yield compared("pushed by a worker", expected["pushed_bytes"] / GIB, found.pushed_bytes / GIB, "GiB", None)
 
 
 def _dropped_gradients(measurement: Measurement) -> Iterable[str]:
@@ -318,7 +332,9 @@ def predicted_communications(job: RunSpec, program: Program | None = None) -> di
         if replication is not None and beside:  # the step after which an outer step is sent
             changes["replication"] = replication.with_changes(overlap_steps=0)
         asked = Job(job.model, any_cluster, job.training, plan.model_copy(update=changes), job.software)
-        lowerer = Lowerer(asked, job.assignment, table, Lowering(level=2))
+        has_workers = replication is not None and replication.has_workers and job.device == "cpu"
+        # workers on CPUs have no copies of gradients between two memories
+        lowerer = Lowerer(asked, job.assignment, table, Lowering(level=2, host_waits=has_workers))
         has_rounds = replication is not None and replication.has_rounds
         program = lowerer.round_of(table) if has_rounds else lowerer.program(table)
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
@@ -327,7 +343,7 @@ def predicted_communications(job: RunSpec, program: Program | None = None) -> di
             moved = sum(work.num_bytes for work in op.work if isinstance(work, HostCopy))
             found[op.rank].append((op.stream.value, (op.rank,), moved, str(op.action)))
         for communication in op.communications:
-            receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
+            receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B) or op.name == PULL
             kind = "recv" if receives else communication.kind.value
             found[op.rank].append((kind, communication.ranks, communication.num_bytes, str(op.action)))
     return found

@@ -57,11 +57,17 @@ def computed_spans(rank: RankMeasurement) -> Iterator[MeasuredSpan]:
         yield span.model_copy(update={"start_s": now_s})
 
 
+def is_between_stages(communication: MeasuredCollective) -> bool:
+    """True for one end of a P2P transfer between stages; False also for transfers to and from parameter servers."""
+    is_end = communication.kind in ("send", "recv")
+    return is_end and Action.parse(communication.action).kind is not ActionKind.OPTIM
+
+
 def stream_of(communication: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:
     """Level 2 stream of a collective or P2P send."""
     action = Action.parse(communication.action)
     if communication.kind in ("send", "recv"):
-        return Stream(action.kind.value.lower())
+        return Stream(action.kind.value.lower()) if is_between_stages(communication) else Stream.REPLICATE
     members = tuple(sorted(communication.ranks))
     groups = {
         Stream.TENSOR: mapping.group("tp", rank),

@@ -15,7 +15,7 @@ from simplan.plan.plan import RankMapping
 from simplan.program.action import Action, ActionKind
 from simplan.runs.measurement import MeasuredCollective, Measurement, RankMeasurement
 from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, busy_span, stream_words
-from simplan.validate.measured import computed_spans, stream_of
+from simplan.validate.measured import computed_spans, is_between_stages, stream_of
 
 _SENDS = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}  # receiving stage relative to the sending stage
 _COPIES = ("to_host", "from_host")
@@ -52,7 +52,7 @@ def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_KeyedCollecti
     for collective in collectives:
         action = Action.parse(collective.action)
         key: tuple[object, ...] = (collective.kind, collective.ranks)
-        if collective.kind in ("send", "recv"):
+        if is_between_stages(collective):
             stage = action.stage + _SENDS.get(action.kind, 0)
             forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
             key = ("p2p", collective.ranks, forward, stage, action.microbatch)
@@ -71,7 +71,7 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, keyed: list[
         inside = [
             each.collective
             for each in keyed
-            if each.collective.kind not in ("send", "recv")
+            if not is_between_stages(each.collective)
             and each.collective.end_s is not None
             and span.start_s <= each.collective.start_s <= span.end_s
         ]
@@ -83,7 +83,8 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, keyed: list[
         activity.waiting += [(low, min(high, span.end_s)) for low, high in still]
         busy = busy_span(span.action, span.kind, span.start_s, span.end_s)
         activity.busy += _without(busy, still)
-    ends = [each.collective.end_s for each in keyed if each.collective.kind == "send" and each.collective.end_s]
+    sends = (each.collective for each in keyed if each.collective.kind == "send" and is_between_stages(each.collective))
+    ends = [send.end_s for send in sends if send.end_s]
     if ends:  # the pipeline waits for all previous sends
         seen_s = max(ends)
         before = [busy.end_s for busy in activity.busy if busy.end_s <= seen_s]
@@ -113,11 +114,12 @@ def _add_transfer(
 ) -> None:
     """Add communication that a rank waits for; sends are asynchronous and not waited for."""
     collective = each.collective
-    if collective.end_s is None or collective.kind == "send":
+    receives = collective.kind == "recv" and is_between_stages(collective)
+    if collective.end_s is None or (is_between_stages(collective) and not receives):
         return
     last = max(issued, key=lambda member: issued[member])
     ready_s = issued[last]
-    if collective.kind == "recv":
+    if receives:
         # completion is seen when the rank waits for it; compute before that says nothing about the transfer
         free_s = max((busy.end_s for busy in activity.busy if busy.end_s <= collective.end_s), default=0.0)
         if free_s > ready_s:
@@ -128,7 +130,7 @@ def _add_transfer(
     )
     activity.transfers.append(transfer)
     activity.waiting.append((collective.start_s, transfer.start_s))
-    if collective.kind == "recv":
+    if receives:
         arrived[each.key] = transfer
 
 

@@ -16,7 +16,7 @@ class ComparisonRow:
     Attributes:
         name: Name of the quantity.
         predicted, measured: Values in ``unit``.
-        unit: ``s`` or ``GiB``.
+        unit: ``s``, ``GiB`` or ``updates``.
         signed_error: (predicted - measured) / measured; None if the measured value is 0.
         spread: Half the distance of the 10th and 90th percentile, relative to the median; None for fewer than five
             values. Values are the steps for the step time, and the microbatches and ranks of one step for its parts.

@@ -100,6 +100,11 @@ def test_every_metric_reads_a_prediction() -> None:
             "round_s",
             "outer_exposed_s",
             "outer_sent_gib",
+            "updates_per_s",
+            "staleness_mean",
+            "staleness_p90",
+            "pushed_gib",
+            "held_s",
         )
 
 

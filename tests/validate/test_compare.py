@@ -181,8 +181,8 @@ def test_gathers_are_of_the_axis_of_their_ranks(
 @pytest.mark.parametrize("kind", ["send", "recv"])
 def test_transfer_of_another_action_is_refused(kind: Any) -> None:
     """It has no stream: the comparison ended with an error of the program."""
-    with pytest.raises(ValueError, match=f"a {kind} belongs to an action SEND or RECV, and 0OPTIM is none"):
-        MeasuredCollective(kind=kind, action="0OPTIM", ranks=(0, 1), num_bytes=8, start_s=0.0)
+    with pytest.raises(ValueError, match=f"a {kind} belongs to an action SEND, RECV or OPTIM, and 0F0 is none"):
+        MeasuredCollective(kind=kind, action="0F0", ranks=(0, 1), num_bytes=8, start_s=0.0)
 
 
 def test_prediction_with_an_unknown_stream_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,8 @@ def _of_outer_steps(plan: ParallelPlan) -> set[CollectiveKind]:
     """Returns the kinds of outer steps of replicas that train alone."""
     if plan.replication is None:
         return set()
+    if plan.replication.has_servers:
+        return {CollectiveKind.SEND}
     return {CollectiveKind(kind) for kind in plan.replication.collectives}
 
 

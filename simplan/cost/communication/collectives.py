@@ -50,7 +50,7 @@ def communication_cost(
     collectives: Collectives | None = None,
     server_shares: tuple[float, ...] = (),
 ) -> CostEstimate:
-    """Estimates the time on a cluster with two tiers. A group of one rank costs nothing.
+    """Estimates the time on a cluster with two tiers. A group of one rank, or a send to itself, costs nothing.
 
     Args:
         communication, cluster: Communication, whose ranks are devices of the cluster.
@@ -61,7 +61,7 @@ def communication_cost(
     Raises:
         SpecError: The cluster names no link for a tier that the communication crosses.
     """
-    if len(communication.ranks) == 1:
+    if len(set(communication.ranks)) == 1:
         return CostEstimate.nothing("a group of one")
     route = route or route_of(communication.ranks, cluster)
     link, num_bytes = route.slowest.link, communication.num_bytes

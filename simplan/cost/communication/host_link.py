@@ -23,15 +23,18 @@ _NODE_BYTES_PER_S = 409.6e9
 _RELATIVE_STD = 0.25
 
 
-def host_memory_rate(cluster: ClusterSpec) -> float | None:
+def host_memory_rate(cluster: ClusterSpec, *, whole_node: bool = False) -> float | None:
     """Returns the CPU's memory bytes per second per device, with all devices of a node active; None for CPUs.
 
     Assumes enough CPU threads: torchrun sets OMP_NUM_THREADS to 1 unless it is given.
+
+    Args:
+        whole_node: True for one process that has all of a node's bandwidth, such as a parameter server.
     """
     if cluster.device.kind == "cpu":
         return None
     node = cluster.host_memory_bandwidth_bytes_per_s or _NODE_BYTES_PER_S
-    return node * HOST_MEMORY_EFFICIENCY / cluster.ranks_per_node
+    return node * HOST_MEMORY_EFFICIENCY / (1 if whole_node else cluster.ranks_per_node)
 
 
 def host_copy_cost(copy: HostCopy, cluster: ClusterSpec) -> CostEstimate:

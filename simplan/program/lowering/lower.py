@@ -51,7 +51,7 @@ _BACKWARD_PHASE = {
     _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
 }
 _OUTER_BYTES = 4
-"""Bytes of an element of the outer parameters, and of outer momentum."""
+"""Bytes of an element of the outer parameters, of outer momentum, and of buffers that workers push."""
 RoundPart = Literal["step", "send", "merge"]
 _AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT, "etp": Stream.EXPERT}
 
@@ -223,7 +223,8 @@ def _rank_key(stages: Stages, rank: int, *, is_folded: bool) -> Hashable:
     """
     place, plan = stages.mapping.place(rank), stages.plan
     deals = plan.shards_optimizer_only and stages.software.optimizer_shards != "elements"
-    if deals or plan.offload_activations:  # optimizer shards, and names of offloads, are specific to a rank
+    has_servers = plan.replication is not None and plan.replication.has_servers
+    if deals or plan.offload_activations or has_servers:  # optimizer shards, names of offloads, and routes to servers
         return rank
     column = place._replace(pp=-1)
     if not is_folded:
@@ -400,19 +401,22 @@ class _RankLowering:
         state = stages.state
         parameter_bytes = trained * state.parameter + frozen * state.frozen
         optimizer_bytes = self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer)
+        outer_bytes = joined_bytes = 0
         if (replication := stages.plan.replication) is not None:
             outer_bytes = replication.num_outer_states * _OUTER_BYTES * trained
-        else:
-            outer_bytes = 0
+            if replication.has_servers:  # which have the states of the optimizer
+                optimizer_bytes, joined_bytes = 0, _OUTER_BYTES * trained
         outer_on_host = replication is not None and replication.outer.on_host
         offloads = stages.plan.offload_optimizer  # gradients are there from the first reduction to the update only
         reduces = isinstance(self.hooks, DdpHooks)
         drops, copies = reduces and software.ddp_drops_gradients, reduces and software.ddp_copies_gradients
         gradient_bytes = 0 if offloads or drops else trained * (state.gradient + state.unaccumulated)
         buffer_bytes = self.bucket_bytes() if drops or copies else 0  # else the buckets are the gradients
-        buffer_bytes += self.hooks.persistent_bytes()
+        buffer_bytes += self.hooks.persistent_bytes() + joined_bytes
         return {
-            MemoryCategory.HOST: (parameter_bytes + optimizer_bytes if offloads else 0) + outer_bytes * outer_on_host,
+            MemoryCategory.HOST: (parameter_bytes + optimizer_bytes if offloads else 0)
+            + outer_bytes * outer_on_host
+            + (0 if self.how.host_waits else joined_bytes),
             MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes) + stages.quantized_weight_bytes(mine),
             MemoryCategory.GRADIENTS: gradient_bytes,
             MemoryCategory.OPTIMIZER: (0 if offloads else optimizer_bytes) + outer_bytes * (not outer_on_host),
@@ -565,6 +569,12 @@ class _RankLowering:
             release = (*release, MemoryEffect(MemoryCategory.GRADIENTS, 0, -dropped))
         if self.stages.software.trainer:
             self.writer.compute(action, "host", (HostWait("step"),), kind=SpanKind.HOST)
+        replication = self.stages.plan.replication
+        if replication is not None and replication.has_servers:
+            from simplan.program.lowering.servers import exchange_with_servers  # only where needed
+
+            exchange_with_servers(action, self.states, self.writer, release, on_host=not self.how.host_waits)
+            return
         step_optimizer(action, self.states, self.writer, release)
 
     def _outer_step(self, action: Action) -> None:

@@ -27,7 +27,7 @@ def step_optimizer(action: Action, states: RankStates, writer: RankWriter, relea
         communication = Communication(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
         waits = [*writer.blocking, writer.last_compute]
         writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", communication, waits))
-    _clip_gradients(action, states, writer)
+    clip_gradients(action, states, writer)
     _reduce_parameter_norms(action, states, writer)
     effects = (*release, *_temporaries(states))
     work = tuple(item for stage in stages.stages_of(place.pp) for item in states.updates(stage))
@@ -58,7 +58,7 @@ NORM_BYTES = 4
 """Bytes of one norm: in FP32, as gradients and states are."""
 
 
-def _clip_gradients(action: Action, states: RankStates, writer: RankWriter) -> None:
+def clip_gradients(action: Action, states: RankStates, writer: RankWriter) -> None:
     """Computes the global gradient norm of the model, then scales all gradients.
 
     One rank counts gradients that several ranks hold. As in torchtitan, each axis of the mesh all-reduces one number,

@@ -122,6 +122,17 @@ class RankWriter:
         work = self._shared(communications) if isinstance(communications, Communication) else tuple(communications)
         return self._add(action, stream, name, work, waits, meeting, memory)
 
+    def apart(
+        self,
+        action: Action,
+        stream: Stream,
+        name: str,
+        communication: Communication,
+        waits: Sequence[int | None],
+    ) -> int:
+        """Writes a transfer to or from a process that is none of the Program's ranks; returns its index."""
+        return self._add(action, stream, name, self._shared(communication), waits)
+
     def callback(
         self,
         action: Action,

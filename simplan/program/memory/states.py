@@ -143,9 +143,14 @@ class RankStates:
         )
 
     @property
+    def tensor_sizes(self) -> list[int]:
+        """Elements of every trained parameter, in the order of the model, except expert-parallel ones."""
+        return [size for *_, size in self._trained_tensors()]
+
+    @property
     def num_updated_tensors(self) -> int:
         """Number of tensors that the rank updates fully or by a shard, which may be empty."""
-        sizes = [size for *_, size in self._trained_tensors()]
+        sizes = self.tensor_sizes
         return partition_states(sizes, len(self._group)).count(self._shard) if self._deals else len(sizes)
 
     def gathers(self) -> Iterator[tuple[RankGroup, int]]:
