@@ -95,7 +95,8 @@ class StepRecord(Spec):
         end_s: Time when the last action of this rank ended.
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
         reruns: Spans of recomputed forwards inside of the actions, one per block or attention core.
-        reference_s: Duration of the reference matmul right before the step, in seconds.
+        reference_s: Duration of the reference matmul right before the step, in seconds; with backup workers, right
+            before the first step of the process.
         kept: With backup workers, ranks whose gradients the step used, in order of their arrival; else empty.
         arrived_s: With backup workers, time when this rank completed its gradients or left its passes; else None.
     """
