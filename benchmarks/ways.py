@@ -23,6 +23,7 @@ from benchmarks.network.measure import Measurements, hosts_on
 from simplan import load_scenario, predict
 from simplan.cli.terminal.processes import ending_signals_raise
 from simplan.cost.calibration.store import load
+from simplan.prediction import ReplicationRound
 from simplan.units import format_bytes, format_time
 from simplan.validate.compare import AT_THIS_SPEED
 from tests.hosts import unavailable
@@ -123,7 +124,7 @@ def _sent(found: Measurements) -> Iterator[tuple[str, float, float]]:
         prediction = predict(job, calibration=load(found.calibration(network.mbit_per_s)))
         if prediction.compression is not None:
             predicted = float(prediction.compression.sent_bytes)
-        elif prediction.replication is not None:
+        elif isinstance(prediction.replication, ReplicationRound):
             predicted = prediction.replication.sent_bytes / prediction.replication.inner_steps
         else:
             predicted = 4.0 * job.padded_model.num_parameters  # a ring of two

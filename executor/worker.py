@@ -280,13 +280,13 @@ def _timed_steps(
     if num_warmup_steps is None:  # found later by the step times, at the beginning of a run of equal steps
         at_start = job.num_all_steps - job.num_steps if job.round_steps > 1 else 0
         num_warmup_steps = _AFTER_RESTART if first else at_start
-    num_warmup_steps = max(num_warmup_steps, job.num_whole_steps)
+    num_warmup_steps, reference_s = max(num_warmup_steps, job.num_whole_steps), 0.0
     for step in range(first, job.num_all_steps):
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
-        reference_s = reference.time_once()
         replicas = trainer.replicas
         if replicas is None or step == first:  # with backup workers nobody waits for a late rank
+            reference_s = reference.time_once()
             _barrier(reference.device)
         recorder.begin_step(step)
         losses = trainer.step(*batch)

