@@ -14,6 +14,7 @@ from simplan.errors import SpecError
 from simplan.interop.compare_files import compare as compare_files
 from simplan.io import write_json
 from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.plan.replication import Replication
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
@@ -176,6 +177,16 @@ def test_gathers_are_of_the_axis_of_their_ranks(
         {"kind": kind, "action": "0F0", "ranks": ranks, "num_bytes": 8, "start_s": 0.0, "end_s": 1.0}
     )
     assert stream_of(communication, 0, RankMapping.of(plan)) is stream
+
+
+def test_replicas_that_train_alone_have_gradients_and_outer_steps_on_two_streams() -> None:
+    plan = ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=0, replication=Replication(kind="local_sgd"))
+    issued = {"kind": "all_reduce", "num_bytes": 8, "start_s": 0.0, "end_s": 1.0}
+    gradients = MeasuredCollective.model_validate({**issued, "action": "0B0", "ranks": (0, 1)})
+    parameters = MeasuredCollective.model_validate({**issued, "action": "0OPTIM", "ranks": (0, 2)})
+    mapping = RankMapping.of(plan)
+    assert stream_of(gradients, 0, mapping) is Stream.DATA
+    assert stream_of(parameters, 0, mapping) is Stream.REPLICATE
 
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
