@@ -22,6 +22,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.plan.replication import Replication
 from simplan.predict import predict, run_spec_of
 from simplan.runs.checkpoint import Checkpointing
+from simplan.runs.elastic import FewerNodes
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import evaluate, load_scenario
@@ -210,7 +211,7 @@ def test_local_sgd_that_averages_every_step_is_synchronous(tmp_path: Path) -> No
     training = TrainingSpec(global_batch_size=16, precision="fp32", optimizer="sgd")
     job = job_of({"kind": "local_sgd", "inner_steps": 1}, training=training, num_steps=3)
     measurement = run_job(job, tmp_path)
-    losses, _ = one_process(job, job.num_all_steps)
+    losses, *_ = one_process(job, job.num_all_steps)
     assert measurement.losses == pytest.approx(losses, rel=1e-6)
 
 
@@ -310,8 +311,12 @@ def test_run_refuses_rounds_that_it_would_not_measure() -> None:
     with pytest.raises(NotModelledError) as whole:
         check_job(late)
     assert "20 steps with whole gradients, and this run measures all after its first 2" in str(whole.value)
+    job = job_of({"kind": "local_sgd", "inner_steps": 2})
     with pytest.raises(NotModelledError, match="a rehearsal has one rank"):
-        check_rehearsal(job_of({"kind": "local_sgd", "inner_steps": 2}), 0, fake=True)
+        check_rehearsal(job, 0, fake=True)
+    fewer = FewerNodes(num_nodes=1, plan=job.plan, boundaries=job.boundaries, table=job.table)
+    with pytest.raises(NotModelledError, match="with which fewer nodes cannot go on"):
+        check_job(job.model_copy(update={"fewer_nodes": (fewer,)}))
 
 
 WAYS = ("local-sgd", "post-local-sgd", "diloco", "streaming-diloco", "diloco-fsdp")
