@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from executor.calibration.timing import Reference
 from executor.distributed.mesh import ParallelDims
-from executor.distributed.parameter_server import ParameterServer, ServerClient
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
 from executor.train.optimizers import zero_gradients
+from executor.train.parameter_server import ParameterServer, ServerClient
 from executor.train.trainer import Trainer
 from simplan.runs.measurement import MeasuredUpdate
 from simplan.runs.run_spec import RunSpec

@@ -1,6 +1,6 @@
 """OPTIM of a worker of parameter servers: its gradients are pushed, applied by the servers, and parameters pulled.
 
-Kernels, transfers and buffers are those of the executor (executor/distributed/parameter_server.py), whose servers are
+Kernels, transfers and buffers are those of the executor (executor/train/parameter_server.py), whose servers are
 processes on the CPU of a node. A worker joins its gradients in one flat buffer, to which the servers also reply.
 """
 
@@ -20,7 +20,7 @@ from simplan.program.timeline import SpanKind
 
 FP32_BYTES = 4
 HEADER_BYTES = 16
-"""Bytes of a message besides gradients or parameters: four numbers (executor/distributed/parameter_server.py)."""
+"""Bytes of a message besides gradients or parameters: four numbers (executor/train/parameter_server.py)."""
 PULL = "pull parameters"
 """Name of the transfer of parameters from a server."""
 _PASS = 8  # bytes that the division of an FP32 gradient reads and writes

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import executor.train.asynchronous
 import executor.worker
-from executor.distributed.parameter_server import HEADER, ParameterServer, ServerClient
 from executor.train.asynchronous import WorkerTrainer
+from executor.train.parameter_server import HEADER, ParameterServer, ServerClient
 from simplan.runs.measurement import MeasuredUpdate
 
 SLOWER_S = 0.15

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from executor.checks import check_job
-from executor.distributed.parameter_server import HEADER, ParameterServer
 from executor.run import run_job
 from executor.train.asynchronous import Common
+from executor.train.parameter_server import HEADER, ParameterServer
 from simplan import catalog
 from simplan.errors import NotModelledError, RunError
 from simplan.job import Job
