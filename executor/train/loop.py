@@ -16,7 +16,7 @@ from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind
 
 if TYPE_CHECKING:
-    from executor.distributed.backup_workers import FirstReplicas
+    from executor.distributed.replicas.backup_workers import FirstReplicas
 
 
 class StepOverError(Exception):

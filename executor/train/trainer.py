@@ -41,10 +41,10 @@ from simplan.program.lowering.offload import backward_follows
 from simplan.runs.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from executor.distributed.backup_workers import FirstReplicas
     from executor.distributed.fsdp import StageSharding
-    from executor.distributed.outer import OuterSteps
     from executor.distributed.pipeline import PipelineEngine, StageModule
+    from executor.distributed.replicas.backup_workers import FirstReplicas
+    from executor.distributed.replicas.outer import OuterSteps
     from executor.distributed.zero import ShardedOptimizer
     from executor.train.boundaries import LayerBoundaries
     from executor.train.training_state import TrainingState
@@ -105,7 +105,7 @@ class Trainer:
         self._outer = self._make_outer(parameters)
         self.replicas: FirstReplicas | None = None
         if num_dropped:
-            from executor.distributed.backup_workers import FirstReplicas
+            from executor.distributed.replicas.backup_workers import FirstReplicas
 
             self.replicas = FirstReplicas(dims.dp, num_dropped, parameters, recorder)
         self._boundaries = self._watched_boundaries(rank)
@@ -311,7 +311,7 @@ class Trainer:
         replication = self._job.plan.replication
         if replication is None or not replication.has_rounds:
             return None
-        from executor.distributed.outer import OuterSteps
+        from executor.distributed.replicas.outer import OuterSteps
 
         shards = self._dims.fsdp if self._job.plan.shards_parameters else Peers()
         return OuterSteps(replication, parameters, self._dims.outer, shards, self._recorder, self._optim_action)

@@ -23,7 +23,7 @@ from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
 
 if TYPE_CHECKING:
-    from executor.distributed.outer import OuterSteps
+    from executor.distributed.replicas.outer import OuterSteps
 
 
 class TrainingState:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.checks import check_job, check_rehearsal
-from executor.distributed.backup_workers import FirstReplicas
 from executor.distributed.mesh import Peers
+from executor.distributed.replicas.backup_workers import FirstReplicas
 from executor.launch.watchdog import Unwatched
 from executor.profiling.recorder import Clock, Recorder
 from executor.run import run_job
