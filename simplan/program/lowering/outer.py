@@ -1,6 +1,6 @@
 """Outer steps of replicas that train alone: parameters or pseudo-gradients are averaged, and parameters updated.
 
-Kernels, collectives and buffers are those of the executor (executor/distributed/replicas/outer.py). It copies the parameters of
+Kernels, collectives and buffers are those of executor/distributed/replicas/outer.py. It copies the parameters of
 a fragment into one flat buffer, as torch's model averager does
 (torch/distributed/algorithms/model_averaging/utils.py, ``average_parameters``), and updates it by ``torch.optim.SGD``.
 """
