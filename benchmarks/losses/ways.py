@@ -24,6 +24,13 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "powersgd, rank 4": {"plan.compression": {"kind": "powersgd", "rank": 4, "start_step": 2}},
     "powersgd, rank 1": {"plan.compression": {"kind": "powersgd", "rank": 1, "start_step": 2}},
     "top_k, 1%": {"plan.compression": {"kind": "top_k", "ratio": 0.01}},
+    "local_sgd, 8 steps": {"plan.replication": {"kind": "local_sgd", "inner_steps": 8}},
+    "diloco, 20 steps": {"plan.replication": {"kind": "diloco", "inner_steps": 20}},
+    "streaming_diloco, 20 steps": {
+        "plan.replication": {"kind": "streaming_diloco", "inner_steps": 20, "fragments": 2, "overlap_steps": 2}
+    },
+    "parameter_server, staleness 2": {"plan.replication": {"kind": "parameter_server", "staleness": 2}},
+    "parameter_server, unbounded": {"plan.replication": {"kind": "parameter_server", "staleness": "unbounded"}},
 }
 """Keys that a way changes in the scenario, by its name in the report; others are compared with the first way."""
 

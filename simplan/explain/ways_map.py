@@ -21,14 +21,14 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "one-bit gradients": {"compression": "one_bit"},
     "PowerSGD, rank 4": {"compression": {"kind": "powersgd", "rank": 4}},
     "top-k, 1 %": {"compression": {"kind": "top_k", "ratio": 0.01}},
-    "parameter server": {"replication": "parameter_server"},
-    "parameter server, staleness 4": {"replication": {"kind": "parameter_server", "staleness": 4}},
+    "parameter servers": {"replication": {"kind": "parameter_server"}},
+    "parameter servers, staleness 4": {"replication": {"kind": "parameter_server", "staleness": 4}},
     "Local SGD, 8 steps": {"replication": {"kind": "local_sgd", "inner_steps": 8}},
     "DiLoCo, 100 steps": {"replication": {"kind": "diloco", "inner_steps": 100}},
     "DiLoCo, 100 steps, int4": {"replication": {"kind": "diloco", "inner_steps": 100, "outer": {"dtype": "int4"}}},
     "streaming DiLoCo, 100 steps": {"replication": {"kind": "streaming_diloco", "inner_steps": 100}},
 }
-"""Ways by name, with their plan fields; all are those of papers, none was chosen for a job."""
+"""Ways by name, with their plan fields; all are those of papers. Every node has a parameter server."""
 
 _FACTORS = tuple(10 ** (place / 3) for place in range(-9, 1))
 """Bandwidths, as factors of that of the scenario: three to a decade, from a thousandth on."""
@@ -120,7 +120,7 @@ def ways_map(job: Job, name: str) -> WaysMap:
     curves = []
     for way, fields in WAYS.items():
         try:
-            own = plan.with_changes(**{"replication": None, "compression": None, **fields})
+            own = plan.with_changes(**{"replication": None, "compression": None, **_with_servers(fields, job)})
             jobs = [replace(job, cluster=cluster, plan=own) for cluster in clusters]
             times = tuple(summarize_step(each).step_time_s for each in jobs)
             curves.append(WayCurve(way, own, times))
@@ -133,6 +133,14 @@ def ways_map(job: Job, name: str) -> WaysMap:
     if not found.drawn:
         raise SpecError(Problem(field="plan", rule=curves[0].refused, fix="change the plan"))
     return found
+
+
+def _with_servers(fields: Mapping[str, Any], job: Job) -> Mapping[str, Any]:
+    """Plan fields of a way, with a parameter server on every node."""
+    replication = fields.get("replication", {})
+    if replication.get("kind") != "parameter_server":
+        return fields
+    return {**fields, "replication": {**replication, "servers": job.cluster.num_nodes}}
 
 
 def _with_replicas(job: Job) -> ParallelPlan:
