@@ -181,13 +181,15 @@ def _time_of_updates(step: Sequence[StepRecord]) -> float:
 
 
 def measured_workers(steps: Sequence[Sequence[StepRecord]], steady: Sequence[int]) -> MeasuredWorkers:
-    """Updates of workers that do not wait for all others.
+    """Updates of workers that do not wait for all others, until the first of them has taken all of its steps.
 
     Args:
         steps: Records of all workers in every step.
         steady: Indices of the steady steps.
     """
-    updates = [update for index in steady for record in steps[index] for update in record.updates]
+    until_s = min(record.end_s for record in steps[-1])
+    among = [record for index in steady for record in steps[index] if record.end_s <= until_s]
+    updates = [update for record in among for update in record.updates]
     staleness = sorted(update.staleness for update in updates)
     sent = [record.collectives for index in steady for record in steps[index]]
     total = sum(each.num_bytes for collectives in sent for each in collectives if each.kind == "send")

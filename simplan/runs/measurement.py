@@ -185,7 +185,7 @@ class MeasuredUpdate(Spec):
 
 
 class MeasuredWorkers(Spec):
-    """Updates of workers that do not wait for all others, in the steady steps.
+    """Updates of workers that do not wait for all others, in the steady steps until the first worker is done.
 
     Attributes:
         num_updates: Updates, over all servers.

@@ -85,7 +85,7 @@ def test_staleness_is_that_of_the_recorded_order(slow_run: tuple[RunSpec, Measur
         between += [after - before - 1 for before, after in zip([-1, *own], own, strict=False)]
     assert measured.workers is not None
     counts = measured.workers.staleness_counts
-    assert sum(counts.values()) == job.num_all_steps * 3 == len(between)
+    assert 0 < sum(counts.values()) < job.num_all_steps * 3 == len(between)  # until the first worker is done
     assert sum(key * number for key, number in counts.items()) <= sum(between)
     assert max(counts) <= 2 * (2 * 1 + 1)
 
@@ -181,7 +181,7 @@ def test_hogwild_with_two_processes_learns(lock: bool, fault: pytest.MonkeyPatch
     measured = run_job(job, tmp_path, rank_module="serving_worker")
     assert np.mean(measured.losses[-5:]) < np.mean(measured.losses[:5]) - 0.1
     assert measured.workers is not None
-    assert measured.workers.num_updates == 60
+    assert 30 < measured.workers.num_updates <= 60
     assert ran_as_predicted(measured)
     assert issued_as_predicted(measured)
     assert measured.workers.pushed_bytes == 0
