@@ -37,7 +37,8 @@ def test_no_way_gets_slower_with_bandwidth() -> None:
 
 def test_on_a_slow_link_ways_that_send_less_are_faster() -> None:
     first = {curve.name: curve.step_times_s[0] for curve in MAP.drawn}
-    assert first["fp16 gradients"] < first["whole gradients"] < first["parameter servers"]
+    assert first["fp16 gradients"] < first["whole gradients"]
+    assert first["whole gradients"] < 1.001 * first["parameter servers"]  # as fast with a server on every node
     assert first["DiLoCo, 100 steps"] < first["Local SGD, 8 steps"] < first["whole gradients"]
     assert first["DiLoCo, 100 steps, int4"] < first["DiLoCo, 100 steps"]
 
