@@ -285,7 +285,9 @@ def _timed_steps(
         batch = trainer.batch(step)
         recorder.waiting(f"waiting for step {step + 1} to start", step)
         replicas = trainer.replicas
-        if replicas is None or step == first:  # with backup workers nobody waits for a late rank
+        # with backup workers nobody waits for a late rank; communication must not go on in time that is not measured
+        goes_on = replicas is not None or trainer.communicates_between_steps
+        if not goes_on or step == first:
             reference_s = reference.time_once()
             _barrier(reference.device)
         recorder.begin_step(step)

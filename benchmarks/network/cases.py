@@ -14,6 +14,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.units import MIB
 from tests.hosts import Wire
 
+_STAR = 4  # hosts of a star, unless its name has another number
 BASE_MBIT_PER_S = 100.0
 """Rate of a host's link, unless a network is about another one."""
 COLLECTIVES = (
@@ -81,7 +82,8 @@ class ShapedNetwork:
 def star(num_hosts: int, mbit_per_s: float = BASE_MBIT_PER_S) -> ShapedNetwork:
     """Hosts on one switch."""
     wires = tuple(Wire((f"node{k}", "switch"), mbit_per_s) for k in range(num_hosts))
-    name, words = f"star-{mbit_per_s:.0f}", f"star, {mbit_per_s:.0f} Mbit/s"
+    of_other = "" if num_hosts == _STAR else f"-of-{num_hosts}"
+    name, words = f"star-{mbit_per_s:.0f}{of_other}", f"star, {mbit_per_s:.0f} Mbit/s"
     return ShapedNetwork(name, words, wires, "topology: {kind: switch}", mbit_per_s)
 
 

@@ -95,8 +95,9 @@ class StepRecord(Spec):
         end_s: Time when the last action of this rank ended.
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
         reruns: Spans of recomputed forwards inside of the actions, one per block or attention core.
-        reference_s: Duration of the reference matmul right before the step, in seconds; with backup workers, and of
-            workers that do not wait for all others, right before the first step of the process.
+        reference_s: Duration of the reference matmul right before the step, in seconds; with backup workers, of workers
+            that do not wait for all others, and with communication between steps, right before the first step of the
+            process.
         updates: Of a worker that does not wait for all others, the update by each server.
         kept: With backup workers, ranks whose gradients the step used, in order of their arrival; else empty.
         arrived_s: With backup workers, time when this rank completed its gradients or left its passes; else None.

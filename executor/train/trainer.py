@@ -219,6 +219,12 @@ class Trainer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
+    @property
+    def communicates_between_steps(self) -> bool:
+        """True if an outer step may be in flight when a step ends."""
+        replication = self._job.plan.replication
+        return replication is not None and replication.steps_beside > 0
+
     def finish(self) -> None:
         """Ends the training after its last step: something may be in flight, or needed by other ranks."""
         if self._outer is not None:

@@ -12,10 +12,12 @@ _FLOPS_PER_BYTE = 10.0
 H100, 5 to 10 on a core of a CPU. Not fitted."""
 _KERNEL_S = 5e-6
 """Seconds of a kernel besides its bytes: a launch of eager torch, on a GPU as on a CPU. Not fitted."""
-_SELECTED_BYTES = {False: 60.0, True: 800.0}
-"""Bytes in whose time one element is selected or permuted, on a GPU and on a CPU. A radix selection passes over values
-4 times, with copies of what is left. One core of a server (AMD EPYC, torch 2.13) took 9 to 22 ns an element for a
-selection, 6 to 29 ns for a permutation, and 0.10 to 0.18 ns to divide one. Not fitted."""
+_SELECTED_BYTES = 60.0
+"""Bytes in whose time a GPU selects or permutes one element: a radix selection passes over values 4 times, with copies
+of what is left. Not fitted."""
+_SELECTED_ON_CPU_S = 15e-9
+"""Seconds in which a core selects or permutes one element, whatever its memory: one core of a server (AMD EPYC, torch
+2.13) took 9 to 22 ns for a selection, and 6 to 29 ns for a permutation. Not fitted."""
 _RELATIVE_STD = 0.5
 
 
@@ -31,7 +33,7 @@ def bucket_cost(work: BucketWork, cost: CostModel, *, on_cpu: bool) -> CostEstim
     estimate = cost.compute(streamed)
     byte_s = estimate.seconds / (_BYTES_PER_SCALED * max(1, streamed.num_parameters))
     multiplied_s = max(0.0, work.flops / _FLOPS_PER_BYTE * byte_s - estimate.seconds)
-    selected_s = work.num_selected * _SELECTED_BYTES[on_cpu] * byte_s
+    selected_s = work.num_selected * (_SELECTED_ON_CPU_S if on_cpu else _SELECTED_BYTES * byte_s)
     kernels = work.num_kernels, _KERNEL_S
     parts = [
         *estimate.parts,
