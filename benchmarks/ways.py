@@ -13,13 +13,14 @@ import shutil
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import combinations, product
 from pathlib import Path
 
 from benchmarks.network.cases import ShapedNetwork, ShapedPlan, star
 from benchmarks.network.measure import Measurements, hosts_on
+from benchmarks.network.report import CaseResult
 from simplan import load_scenario, predict
 from simplan.cli.terminal.processes import ending_signals_raise
 from simplan.cost.calibration.store import load
@@ -60,29 +61,6 @@ WAYS = (
 """Ways; rounds have 4 steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class WayResult:
-    """One way on one network.
-
-    Attributes:
-        network, way: Words.
-        predicted_s: Predicted seconds of a step, or of the mean step of a round, with compute as fast as in the run.
-        measured_s, low_s, high_s: Median, least and most of measured steps or rounds.
-    """
-
-    network: str
-    way: str
-    predicted_s: float
-    measured_s: float
-    low_s: float
-    high_s: float
-
-    @property
-    def error(self) -> float:
-        """Prediction over measurement, minus one."""
-        return self.predicted_s / self.measured_s - 1
-
-
 def main() -> int:
     """Exit code: 0 if all goals are met, 1 if not, 2 if hosts cannot be made here."""
     if (reason := unavailable()) is not None:
@@ -105,7 +83,7 @@ def main() -> int:
     return 0 if met else 1
 
 
-def _result(network: ShapedNetwork, way: ShapedPlan, found: Measurements) -> WayResult:
+def _result(network: ShapedNetwork, way: ShapedPlan, found: Measurements) -> CaseResult:
     document = json.loads(found.step(network, way).read_text())
     rows = {row["name"]: row["predicted"] for row in document["comparison"]["rows"]}
     job = load_scenario(found.scenario(network, way)).job
@@ -114,7 +92,9 @@ def _result(network: ShapedNetwork, way: ShapedPlan, found: Measurements) -> Way
     times_s, length = document["measurement"]["step_times_s"], job.plan.round_steps
     means_s = [statistics.fmean(times_s[first : first + length]) for first in range(0, len(times_s), length)]
     words = f"{network.num_hosts} hosts, {network.mbit_per_s / 1000:g} Gbit/s"
-    return WayResult(words, way.words, predicted_s + slower_s, statistics.median(means_s), min(means_s), max(means_s))
+    return CaseResult(
+        words, way.words, "", predicted_s + slower_s, statistics.median(means_s), min(means_s), max(means_s)
+    )
 
 
 def _sent(found: Measurements) -> Iterator[tuple[str, float, float]]:
@@ -143,7 +123,7 @@ def _sent(found: Measurements) -> Iterator[tuple[str, float, float]]:
         yield way.words, predicted, _PAYLOAD * (counts[1] - counts[0]) / (8 * length)
 
 
-def report(results: Sequence[WayResult], sent: Sequence[tuple[str, float, float]]) -> tuple[str, bool]:
+def report(results: Sequence[CaseResult], sent: Sequence[tuple[str, float, float]]) -> tuple[str, bool]:
     """Page with goals and all cases, and whether the goals are met."""
     mean = statistics.fmean(abs(one.error) for one in results)
     ascending = sorted(results, key=lambda one: one.measured_s)
@@ -179,7 +159,7 @@ def report(results: Sequence[WayResult], sent: Sequence[tuple[str, float, float]
         "| network | way | predicted | measured (least to most) | error |",
         "|---|---|---:|---:|---:|",
         *(
-            f"| {one.network} | {one.way} | {format_time(one.predicted_s)} | {format_time(one.measured_s)} "
+            f"| {one.network} | {one.what} | {format_time(one.predicted_s)} | {format_time(one.measured_s)} "
             f"({format_time(one.low_s)} to {format_time(one.high_s)}) | {one.error:+.1%} |"
             for one in results
         ),

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import to_jsonable_python
 
 from simplan.problems import parse_model
@@ -117,3 +126,36 @@ def _hashable(value: Any) -> Hashable:
         return tuple(_hashable(each) for each in value)
     hashed: Hashable = value
     return hashed
+
+
+class SpecOfKind(Spec):
+    """A section whose keys depend on its ``kind``. Keys of other kinds are errors, and are not written."""
+
+    keys_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Keys of each kind besides ``kind``."""
+
+    kind: Any
+
+    @property
+    def _own_keys(self) -> tuple[str, ...]:
+        return self.keys_of_kinds[self.kind]
+
+    @model_validator(mode="after")
+    def _keys_of_kind(self) -> Self:
+        wrong = [key for key in self.model_fields_set if key not in ("kind", *self._own_keys)]
+        if wrong:
+            known = ", ".join(self._own_keys) or "no other key"
+            raise ValueError(f"has {', '.join(sorted(wrong))}, and {self.kind} has {known}; remove it")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _of_kind(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only keys of the kind, so that what is written can be read."""
+        return {key: value for key, value in write(self).items() if key in ("kind", *self._own_keys)}
+
+    def _without_defaults(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("kind", *self._own_keys)}
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Fields of the short form: those of the kind."""
+        yield from self._without_defaults().items()

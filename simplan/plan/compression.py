@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BeforeValidator, Field
 
-from simplan.base import Count, NonNegative, Spec
+from simplan.base import Count, NonNegative, SpecOfKind
 
 CompressionKind = Literal["fp16", "bf16", "powersgd", "top_k", "random_k", "int8", "int4", "one_bit"]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
-_KEYS: dict[CompressionKind, tuple[str, ...]] = {
+_KEYS: Mapping[str, tuple[str, ...]] = {
     "fp16": (),
     "bf16": (),
     "powersgd": ("rank", "start_step", "min_compression", "error_feedback"),
@@ -35,7 +35,7 @@ def _named(data: Any) -> Any:
     return {"kind": data} if isinstance(data, str) else data
 
 
-class Compression(Spec):
+class Compression(SpecOfKind):
     """Compression of the gradients that data-parallel ranks communicate, bucket by bucket.
 
     ``fp16`` and ``bf16`` all-reduce values of 16 bits. ``powersgd`` all-reduces two thin factors of every matrix
@@ -49,6 +49,8 @@ class Compression(Spec):
     Error feedback adds to each gradient what compression left out of the previous ones (Karimireddy et al. 2019,
     arXiv:1901.09847).
     """
+
+    keys_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = _KEYS
 
     kind: CompressionKind = Field(description="what a compressed gradient is")
     rank: Count = Field(1, description="for powersgd: columns of the two factors of a matrix")
@@ -67,22 +69,6 @@ class Compression(Spec):
     error_feedback: bool = Field(
         True, description="except for fp16 and bf16: errors of compression are added to the next gradients"
     )
-
-    @model_validator(mode="after")
-    def _keys_of_kind(self) -> Compression:
-        wrong = [key for key in self.model_fields_set if key not in ("kind", *_KEYS[self.kind])]
-        if wrong:
-            known = ", ".join(_KEYS[self.kind]) or "no other key"
-            raise ValueError(f"has {', '.join(sorted(wrong))}, and {self.kind} has {known}; remove it")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _of_kind(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only keys of the kind, so that what is written can be read."""
-        return {key: value for key, value in write(self).items() if key in ("kind", *_KEYS[self.kind])}
-
-    def _without_defaults(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("kind", *_KEYS[self.kind])}
 
     @property
     def blocks(self) -> bool:
@@ -120,10 +106,6 @@ class Compression(Spec):
             "random_k": f" (ratio {self.ratio:g})",
         }.get(self.kind, "")
         return f"gradients compressed by {self.kind}{number}"
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Fields of the short form: those of the kind."""
-        yield from self._without_defaults().items()
 
 
 CompressionSection = Annotated[

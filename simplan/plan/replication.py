@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from simplan.base import Count, Spec
+from simplan.base import Count, Spec, SpecOfKind
 from simplan.plan.collectives import ParameterPlacement
 
 ReplicationKind = Literal["local_sgd", "diloco", "streaming_diloco", "parameter_server", "hogwild"]
@@ -15,7 +15,7 @@ OuterDtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 _OUTER = ("inner_steps", "outer")
-_KEYS: dict[ReplicationKind, tuple[str, ...]] = {
+_KEYS: Mapping[str, tuple[str, ...]] = {
     "local_sgd": ("inner_steps", "start_step"),
     "diloco": _OUTER,
     "streaming_diloco": (*_OUTER, "fragments", "overlap_steps", "mixing"),
@@ -65,7 +65,7 @@ def _named(data: Any) -> Any:
     return {"kind": data} if isinstance(data, str) else data
 
 
-class Replication(Spec):
+class Replication(SpecOfKind):
     """Way in which the ``dp_replicate`` replicas of a plan stay together.
 
     ``local_sgd`` averages parameters after every ``inner_steps`` steps (Stich 2018, arXiv:1805.09767); with
@@ -78,6 +78,8 @@ class Replication(Spec):
     ahead of the slowest one (SSP, Ho et al. 2013); 0 is synchronous, and ``unbounded`` asynchronous. With ``hogwild``
     processes of one host update shared parameters, by default without a lock (Niu et al. 2011, arXiv:1106.5730).
     """
+
+    keys_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = _KEYS
 
     kind: ReplicationKind = Field(description="how replicas stay together")
     inner_steps: Count = Field(
@@ -114,12 +116,7 @@ class Replication(Spec):
         return data
 
     @model_validator(mode="after")
-    def _keys_of_kind(self) -> Replication:
-        wrong = [key for key in self.model_fields_set if key not in ("kind", *_KEYS[self.kind])]
-        if wrong:
-            raise ValueError(
-                f"has {', '.join(sorted(wrong))}, and {self.kind} has {', '.join(_KEYS[self.kind])}; remove it"
-            )
+    def _fragments_follow_each_other(self) -> Replication:
         if self.kind == "streaming_diloco":
             if self.inner_steps % self.fragments:
                 raise ValueError(
@@ -133,14 +130,6 @@ class Replication(Spec):
                     f"(inner_steps / fragments); use {between} or less"
                 )
         return self
-
-    @model_serializer(mode="wrap")
-    def _of_kind(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only keys of the kind, so that what is written can be read."""
-        return {key: value for key, value in write(self).items() if key in ("kind", *_KEYS[self.kind])}
-
-    def _without_defaults(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("kind", *_KEYS[self.kind])}
 
     @property
     def is_synchronous(self) -> bool:
@@ -232,10 +221,6 @@ class Replication(Spec):
             case _:
                 detail = f"{self.inner_steps} inner steps"
         return f"replicas by {self.kind} ({detail})"
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Fields of the short form: those of the kind."""
-        yield from self._without_defaults().items()
 
 
 ReplicationSection = Annotated[

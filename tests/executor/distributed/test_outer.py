@@ -207,7 +207,7 @@ def test_replicas_are_split(inside: dict[str, Any], name: str, tmp_path: Path) -
 
 
 def test_local_sgd_that_averages_every_step_is_synchronous(tmp_path: Path) -> None:
-    """Of plain SGD: the mean of weights after a step is the step by the mean gradient."""
+    """With plain SGD, the mean of weights after a step is the step by the mean gradient."""
     training = TrainingSpec(global_batch_size=16, precision="fp32", optimizer="sgd")
     job = job_of({"kind": "local_sgd", "inner_steps": 1}, training=training, num_steps=3)
     measurement = run_job(job, tmp_path)

@@ -203,7 +203,7 @@ def test_a_process_that_is_killed_ends_the_run_with_its_name(
 
 @pytest.mark.parametrize("replication", [ASYNC, {"kind": "hogwild"}], ids=["server", "hogwild"])
 def test_memory_is_that_predicted(replication: Any, tmp_path: Path) -> None:
-    """Of a worker: states of adamw are the server's, or each process's own."""
+    """States of adamw are the server's, or with Hogwild each process's own."""
     job = job_with(replication, optimizer="adamw", model=make_model(hidden_size=128), profile_memory=True)
     asked = Job(job.model, catalog.cluster("this-machine", 2), job.training, job.plan, job.software)
     program = lower(asked, job.assignment, job.parsed_table(), Lowering(host_waits=True))
