@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sim",),
     ("prediction",),
     ("predict",),
-    ("search", "validate", "accuracy", "explain"),
+    ("search", "validate", "accuracy", "explain", "goodput"),
     ("interop", "report"),
     ("scenario",),
     ("api",),

@@ -1,0 +1,1 @@
+"""A whole training run: failures, checkpoints, recovery, days and money, above the prediction of one step."""
