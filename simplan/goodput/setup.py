@@ -4,33 +4,38 @@ What happens in a run, for both engines (``reference`` in SimPy, ``compiled``):
 
 1. **Position.** A run is at a number of full steps, at first 0, and ends at ``num_steps``. A step on the nodes of a
    size takes its ``step_s`` and advances by its ``advance``, which is below 1 only where replica groups are missing.
-   While a device is slow, steps take ``slow_factor`` times as long.
+   While a device is slow, steps that begin take ``slow_factor`` times as long.
 2. **Pauses.** After the step that reaches a multiple of ``evaluation_every`` full steps comes an evaluation; then, in
    this order, a checkpoint in memory and one in the storage after multiples of their intervals. The end of the run is
    no exception. An asynchronous checkpoint blocks for ``blocking_s`` and counts ``write_s`` later; the next one waits
    for it. Until it counts a failure goes back to the one before.
-3. **Age.** Units grow older while they train, pause and restart, not while the job is detecting, diagnosing, waiting or
-   in maintenance. Failures of a cause are a power-law process in that age, of all units of the nodes in use.
-4. **Failure.** Time since the last checkpoint that the failure leaves is lost work. Then follow detection, diagnosis,
-   the change of nodes, and the restart with the load of that checkpoint. A failure in the restart begins the same once
-   more. Without a checkpoint the run begins again at step 0, with nothing to load. A checkpoint in memory is lost where
-   more than one node is.
+3. **Age.** Units grow older while they train, pause and restart, not while the job is detecting, diagnosing, waiting
+   or in maintenance. Failures of a cause are a power-law process in that age, of all units of the nodes in use.
+   Repairs, maintenance and preemptions go on at all times.
+4. **Failure.** Steps and pauses since the last checkpoint that the failure leaves are lost work. Then follow
+   detection, diagnosis, the change of nodes, and the restart with the load of that checkpoint. A failure in the
+   restart begins the same once more. Without a checkpoint the run begins again at step 0, with nothing to load. A
+   checkpoint in memory is lost where more than one node is.
 5. **Nodes.** A lost node is repaired from the end of the diagnosis on, and then is a spare. With ``restart`` the job
    waits for spares until it has all nodes. With ``shrink`` it takes the spares that are there, restarts on the largest
    size that the nodes allow, and waits below the smallest one; after a repair that allows a larger size it stops as
    planned and restarts. Hot spares that replace all lost nodes restart in ``takeover_s``. With ``continue`` the groups
-   of lost nodes leave: the others lose the step in progress, wait ``reconfigure_s`` and go on, with no restart and no
-   load. Once spares or repairs complete a group and ``restart_s`` has passed, the others wait ``join_s`` after their
-   step and it joins. Below the smallest size all wait for a group; if no group is left they restart from the last
-   checkpoint.
+   of lost nodes leave: the others lose the step in progress, wait for the detection, but not for the diagnosis, and
+   ``reconfigure_s``, and go on, with no restart and no load. Once spares or repairs complete a group and ``restart_s``
+   has passed, the others wait ``join_s`` after their step and it joins. Below the smallest size all wait for a group;
+   if no group is left they restart from the last checkpoint.
 6. **Planned stops** (causes with ``planned``, slow devices that are found, maintenance, preemptions whose notice is
    long enough for a checkpoint): the step in progress is lost, a checkpoint is written, its whole writing time
-   included, and all goes on as after the diagnosis of a failure. Without checkpoints all work is lost.
+   included, and all goes on as after the diagnosis of a failure. It replaces checkpoints that are due; an evaluation
+   in progress begins again. Without checkpoints all work is lost. Before maintenance the job stops early enough to
+   write; a window that begins while it does not train delays its restart.
 7. **Silent corruption** is found after a time that is exponential in age. Then the run goes back to the newest kept
    checkpoint in storage from before it, or to step 0, and the node of the device is lost.
-8. **Spot.** Nodes are preempted by a Poisson process of each node in use. Preempted nodes come back after
-   an exponential time, or a node on demand takes their place at once and leaves when a spot node is there, without a
-   stop of its own. With a trace, as many nodes are there as it says, from a random point of it on.
+8. **Spot.** Nodes are preempted by a Poisson process of each node in use. Preempted nodes come back after an
+   exponential time, or a node on demand takes their place at once and leaves when a spot node is there, without a stop
+   of its own. Without enough notice a preemption is a failure that is noticed by heartbeat. While the job is
+   detecting, diagnosing, waiting or in maintenance its nodes leave without a stop. With a trace, as many nodes are
+   there as it says, from a random point of it on.
 """
 
 from __future__ import annotations
