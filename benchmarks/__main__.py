@@ -27,6 +27,7 @@ from benchmarks.search_speed import search_speed
 from benchmarks.shaped_hosts import shaped_hosts
 from benchmarks.table import HEADER, BenchmarkRow, to_markdown
 from benchmarks.transformers_models import transformers_models
+from benchmarks.whole_run_speed import whole_run_speed
 from simplan.cli.terminal.processes import ending_signals_raise
 
 _ALL: dict[str, Callable[[], Iterable[BenchmarkRow]]] = {
@@ -43,6 +44,7 @@ _ALL: dict[str, Callable[[], Iterable[BenchmarkRow]]] = {
     "accuracy": accuracy,
     "shaped-hosts": shaped_hosts,
     "transformers-models": transformers_models,
+    "whole-run-speed": whole_run_speed,
     **DASHBOARD,
 }
 _RESULTS = Path(__file__).with_name("RESULTS.md")
