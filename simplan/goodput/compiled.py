@@ -18,7 +18,7 @@ from simplan.goodput import philox
 from simplan.goodput.checkpoints import REPEATED, ROUNDING
 from simplan.goodput.draws import NOTICE, NUM_PURPOSES, RETURN, WHEN
 from simplan.goodput.setup import WATERFALL, CauseSetup, Runs, RunSetup
-from simplan.jit import jit
+from simplan.jit import jit, jit_inner
 
 _POLICIES = ("restart", "shrink", "continue")
 _SHRINK, _CONTINUE = 1, 2
@@ -239,7 +239,7 @@ def _simulate(
     return True
 
 
-@jit
+@jit_inner
 def _begin(job: _Job) -> None:
     """State at the start of a run."""
     setup, state = job.setup, job.state
@@ -258,13 +258,13 @@ def _begin(job: _Job) -> None:
     _look_ahead_in_age(job)
 
 
-@jit
+@jit_inner
 def _early_s(setup: RunSetup) -> float:
     """Seconds before maintenance at which the job stops to write a checkpoint."""
     return float(setup.blocking_s + setup.write_s if setup.checkpoint_every else 0.0)
 
 
-@jit
+@jit_inner
 def _uniform(job: _Job, source: int, purpose: int) -> float:
     """Next number of a stream of a source, uniform in [0, 1)."""
     row, state = job.sources[source], job.state
@@ -274,7 +274,7 @@ def _uniform(job: _Job, source: int, purpose: int) -> float:
     return philox.uniform(state.seed, state.number, stream, index, row.blocks[purpose])
 
 
-@jit
+@jit_inner
 def _exponential(job: _Job, source: int, purpose: int) -> float:
     """Next number of a stream of a source, exponential with mean 1."""
     return -log1p(-_uniform(job, source, purpose))
@@ -283,7 +283,7 @@ def _exponential(job: _Job, source: int, purpose: int) -> float:
 # The job: steps, pauses, stops.
 
 
-@jit
+@jit_inner
 def _train(job: _Job) -> None:
     """The run from its first step to its last."""
     while not (_is_done(job.setup, job.state) or job.state.is_endless):
@@ -292,12 +292,12 @@ def _train(job: _Job) -> None:
             stopped = _recover(job)
 
 
-@jit
+@jit_inner
 def _is_done(setup: RunSetup, state: _State) -> bool:
     return bool(not state.progress[_DUE] and state.progress[_POSITION] >= setup.num_steps - ROUNDING)
 
 
-@jit
+@jit_inner
 def _go_on(job: _Job) -> bool:
     """What comes next: a group that joins, or pauses and steps; returns True if the job stops."""
     state = job.state
@@ -314,7 +314,7 @@ def _go_on(job: _Job) -> bool:
     return _pause(job) if state.progress[_DUE] else _steps(job)
 
 
-@jit
+@jit_inner
 def _pass_undisturbed(setup: RunSetup, state: _State, history: list[tuple[float, ...]]) -> None:
     """Pauses and steps that end before the next thing happens."""
     while not _is_done(setup, state):
@@ -331,7 +331,7 @@ def _pass_undisturbed(setup: RunSetup, state: _State, history: list[tuple[float,
             _take_steps(setup, state, num, _step_s(setup, state))
 
 
-@jit
+@jit_inner
 def _steps(job: _Job) -> bool:
     """Steps until the next pause; returns True if the job stops."""
     setup, state = job.setup, job.state
@@ -350,22 +350,23 @@ def _steps(job: _Job) -> bool:
     return stopped
 
 
-@jit
+@jit_inner
 def _step_s(setup: RunSetup, state: _State) -> float:
     return float(state.size_step_s * (setup.slow_factor if state.num_slow else 1.0))
 
 
-@jit
+@jit_inner
 def _steps_until_pause(setup: RunSetup, state: _State) -> int:
     """Steps until the next pause, or until the end of the run."""
     position, end = state.progress[_POSITION], float(setup.num_steps)
     for every in (setup.evaluation_every, setup.memory_every, setup.checkpoint_every):
         if every:
             end = min(end, (floor(position / every + ROUNDING) + 1.0) * every)
-    return ceil((end - position) / state.advance - ROUNDING)
+    num: int = ceil((end - position) / state.advance - ROUNDING)
+    return num
 
 
-@jit
+@jit_inner
 def _take_steps(setup: RunSetup, state: _State, num: int, step_s: float) -> None:
     """Advance by steps that take ``step_s`` each."""
     progress, full_s = state.progress, state.advance * state.full_step_s
@@ -382,13 +383,13 @@ def _take_steps(setup: RunSetup, state: _State, num: int, step_s: float) -> None
     )
 
 
-@jit
+@jit_inner
 def _passes(every: int, before: float, after: float) -> int:
     """1 if a multiple of an interval lies between two positions, else 0."""
     return int(every > 0 and floor(after / every + ROUNDING) > floor(before / every + ROUNDING))
 
 
-@jit
+@jit_inner
 def _pause(job: _Job) -> bool:
     """The pause that is due; returns True if the job stops."""
     setup, state = job.setup, job.state
@@ -400,14 +401,14 @@ def _pause(job: _Job) -> bool:
     return False
 
 
-@jit
+@jit_inner
 def _next_due(state: _State) -> int:
     """Bit of the next pause; 0 for none."""
     due = int(state.progress[_DUE])
     return due & -due
 
 
-@jit
+@jit_inner
 def _pause_s(setup: RunSetup, state: _State, history: list[tuple[float, ...]], due: int) -> float:
     if due == _EVALUATION_DUE:
         return float(setup.evaluation_s)
@@ -416,7 +417,7 @@ def _pause_s(setup: RunSetup, state: _State, history: list[tuple[float, ...]], d
     return _in_flight_s(setup, state, history) + setup.blocking_s
 
 
-@jit
+@jit_inner
 def _end_pause(setup: RunSetup, state: _State, history: list[tuple[float, ...]], due: int, seconds: float) -> None:
     progress = state.progress
     progress[_EVALUATION if due == _EVALUATION_DUE else _CHECKPOINT] += seconds
@@ -428,7 +429,7 @@ def _end_pause(setup: RunSetup, state: _State, history: list[tuple[float, ...]],
         _save(setup, state, history, setup.write_s)
 
 
-@jit
+@jit_inner
 def _recover(job: _Job) -> bool:
     """From a stop until the job trains again, or until the next stop; returns True for the latter."""
     setup, state = job.setup, job.state
@@ -453,7 +454,7 @@ def _recover(job: _Job) -> bool:
     return _restart(job, load_s)
 
 
-@jit
+@jit_inner
 def _note(job: _Job) -> None:
     state = job.state
     state.num_stops += 1
@@ -466,7 +467,7 @@ def _note(job: _Job) -> None:
         state.memory[_COMPLETE_AT] = -inf
 
 
-@jit
+@jit_inner
 def _write_before_stop(job: _Job) -> bool:
     """A checkpoint, its whole writing time included; returns True if something else stops the job."""
     setup, state = job.setup, job.state
@@ -485,7 +486,7 @@ def _write_before_stop(job: _Job) -> bool:
     return False
 
 
-@jit
+@jit_inner
 def _restart(job: _Job, load_s: float) -> bool:
     """Wait for nodes and for the end of maintenance, then start all ranks; returns True if that is stopped."""
     setup, state = job.setup, job.state
@@ -506,7 +507,7 @@ def _restart(job: _Job, load_s: float) -> bool:
 # Checkpoints.
 
 
-@jit
+@jit_inner
 def _save(setup: RunSetup, state: _State, history: list[tuple[float, ...]], write_s: float) -> None:
     """Write a checkpoint to the storage that counts after ``write_s``."""
     _copy(state.progress, state.in_flight)
@@ -516,13 +517,13 @@ def _save(setup: RunSetup, state: _State, history: list[tuple[float, ...]], writ
     _settle(setup, state, history)
 
 
-@jit
+@jit_inner
 def _copy(numbers: NDArray[np.float64], to: NDArray[np.float64]) -> None:
     for index in range(_PROGRESS):
         to[index] = numbers[index]
 
 
-@jit
+@jit_inner
 def _settle(setup: RunSetup, state: _State, history: list[tuple[float, ...]]) -> None:
     """Store a checkpoint that counts by now."""
     if state.in_flight_at_s > state.now_s + ROUNDING:
@@ -539,14 +540,14 @@ def _settle(setup: RunSetup, state: _State, history: list[tuple[float, ...]]) ->
             state.oldest = 0
 
 
-@jit
+@jit_inner
 def _in_flight_s(setup: RunSetup, state: _State, history: list[tuple[float, ...]]) -> float:
     """Seconds until the checkpoint that is being written counts."""
     _settle(setup, state, history)
     return float(state.in_flight_at_s - state.now_s if state.in_flight_at_s < inf else 0.0)
 
 
-@jit
+@jit_inner
 def _go_back(setup: RunSetup, state: _State, history: list[tuple[float, ...]], corrupt_since_s: float) -> float:
     """Take the progress of the last checkpoint; returns the seconds to load it."""
     if corrupt_since_s < inf:
@@ -563,7 +564,7 @@ def _go_back(setup: RunSetup, state: _State, history: list[tuple[float, ...]], c
     return float(load_s)
 
 
-@jit
+@jit_inner
 def _lose_since(state: _State, history: list[tuple[float, ...]], age_s: float) -> None:
     """Lose the checkpoints that were complete after an age."""
     while len(history) > state.oldest and history[-1][_COMPLETE_AT] > age_s:
@@ -575,7 +576,7 @@ def _lose_since(state: _State, history: list[tuple[float, ...]], age_s: float) -
             state.stored[index] = last[index]
 
 
-@jit
+@jit_inner
 def _repeated_s(progress: NDArray[np.float64]) -> float:
     """Seconds of a progress."""
     seconds = 0.0
@@ -587,12 +588,12 @@ def _repeated_s(progress: NDArray[np.float64]) -> float:
 # Time.
 
 
-@jit
+@jit_inner
 def _age(state: _State) -> float:
     return float(state.now_s - state.not_aged_s)
 
 
-@jit
+@jit_inner
 def _spend(job: _Job, seconds: float, step_s: float) -> bool:
     """Time in which units grow older, until a stop, or with ``step_s`` until the end of a step that is cut.
 
@@ -617,7 +618,7 @@ def _spend(job: _Job, seconds: float, step_s: float) -> bool:
     return False
 
 
-@jit
+@jit_inner
 def _idle(job: _Job, seconds: float, part: int) -> None:
     """Time in which units do not grow older."""
     state = job.state
@@ -630,14 +631,14 @@ def _idle(job: _Job, seconds: float, part: int) -> None:
     state.wasted_s[part] += state.now_s - start_s
 
 
-@jit
+@jit_inner
 def _set_aging(job: _Job, aging: bool) -> None:
     if job.state.aging != aging:
         job.state.aging = aging
         _look_ahead(job)
 
 
-@jit
+@jit_inner
 def _advance(setup: RunSetup, state: _State, time_s: float) -> None:
     """Move to a time until which nothing happens."""
     node_s = state.node_s
@@ -653,13 +654,13 @@ def _advance(setup: RunSetup, state: _State, time_s: float) -> None:
     state.now_s = max(state.now_s, time_s)
 
 
-@jit
+@jit_inner
 def _is_stopped(setup: RunSetup, state: _State) -> bool:
     """True if something stops the job now."""
     return bool(state.is_due or state.waiting_preemptions or _in_window(state) or _can_grow(state))
 
 
-@jit
+@jit_inner
 def _next_stop(job: _Job) -> bool:
     """True if something stops the job now; the state then says what."""
     state = job.state
@@ -675,7 +676,7 @@ def _next_stop(job: _Job) -> bool:
     return bool(is_due)
 
 
-@jit
+@jit_inner
 def _post(
     state: _State, source: int, num_nodes: int, is_planned: bool, detection_s: float, corrupt_since_s: float
 ) -> None:
@@ -685,12 +686,12 @@ def _post(
     state.detection_s, state.corrupt_since_s = detection_s, corrupt_since_s
 
 
-@jit
+@jit_inner
 def _in_window(state: _State) -> bool:
     return bool(state.window_end_s - state.now_s > ROUNDING)
 
 
-@jit
+@jit_inner
 def _can_grow(state: _State) -> bool:
     return bool(state.larger_nodes and state.held + state.spares >= state.larger_nodes)
 
@@ -698,7 +699,7 @@ def _can_grow(state: _State) -> bool:
 # What happens.
 
 
-@jit
+@jit_inner
 def _look_ahead(job: _Job) -> None:
     """Find the time of the next thing that happens."""
     state = job.state
@@ -716,7 +717,7 @@ def _look_ahead(job: _Job) -> None:
     state.soonest_s = soonest_s
 
 
-@jit
+@jit_inner
 def _look_ahead_in_age(job: _Job) -> None:
     """Find the next event that comes with age: of a cause, or a corruption or slow device that is found."""
     state, num_sources = job.state, len(job.sources)
@@ -731,7 +732,7 @@ def _look_ahead_in_age(job: _Job) -> None:
     _look_ahead(job)
 
 
-@jit
+@jit_inner
 def _happen(job: _Job) -> None:
     """What happens at this time, one thing at a time."""
     state = job.state
@@ -757,7 +758,7 @@ def _happen(job: _Job) -> None:
     _look_ahead(job)
 
 
-@jit
+@jit_inner
 def _happen_in_age(job: _Job) -> None:
     state, num_sources = job.state, len(job.sources)
     corruption, slow, source, age_s = num_sources - 3, num_sources - 2, state.next_source, state.next_age_s
@@ -782,7 +783,7 @@ def _happen_in_age(job: _Job) -> None:
     _look_ahead_in_age(job)
 
 
-@jit
+@jit_inner
 def _fail(job: _Job, source: int) -> None:
     cause = job.sources[source]
     noticed = _uniform(job, source, NOTICE)
@@ -795,7 +796,7 @@ def _fail(job: _Job, source: int) -> None:
     _post(job.state, source, cause.num_nodes, cause.planned, detection_s, inf)
 
 
-@jit
+@jit_inner
 def _schedule(job: _Job, source: int, age_s: float) -> None:
     """Draw the age of the next event of a cause."""
     cause = job.sources[source]
@@ -804,7 +805,7 @@ def _schedule(job: _Job, source: int, age_s: float) -> None:
         cause.next_age_s = _age_of_next(cause, age_s, _exponential(job, source, WHEN), job.state.in_use)
 
 
-@jit
+@jit_inner
 def _expected(cause: CauseSetup, age_s: float) -> float:
     """Expected number of events of one unit up to an age."""
     if cause.shape == 1.0:
@@ -812,7 +813,7 @@ def _expected(cause: CauseSetup, age_s: float) -> float:
     return float(((age_s + cause.age_s) / cause.mtbf_s) ** cause.shape)
 
 
-@jit
+@jit_inner
 def _age_of_next(cause: CauseSetup, age_s: float, left: float, in_use: int) -> float:
     """Age until which ``left`` more events of a cause are expected."""
     per_unit = left / _units(cause, in_use)
@@ -822,12 +823,12 @@ def _age_of_next(cause: CauseSetup, age_s: float, left: float, in_use: int) -> f
     return float(max(age_s, end_s))
 
 
-@jit
+@jit_inner
 def _units(cause: CauseSetup, in_use: int) -> float:
     return float(in_use * cause.units_per_node if cause.units_per_node else 1.0)
 
 
-@jit
+@jit_inner
 def _set_in_use(job: _Job, in_use: int) -> None:
     """Change the number of nodes in use, and with it the size of the job and the rates of the causes."""
     state, before, age_s = job.state, job.state.in_use, _age(job.state)
@@ -847,7 +848,7 @@ def _set_in_use(job: _Job, in_use: int) -> None:
     _look_ahead_in_age(job)
 
 
-@jit
+@jit_inner
 def _changed(job: _Job) -> None:
     """Set the time of the next preemption after a change of the nodes that can be preempted."""
     state, mtbf_s = job.state, job.setup.preemption_mtbf_s
@@ -861,7 +862,7 @@ def _changed(job: _Job) -> None:
     _look_ahead(job)
 
 
-@jit
+@jit_inner
 def _preempt(job: _Job) -> None:
     """Take a spot node away, or put a node on demand in its place."""
     state, setup, preemption = job.state, job.setup, len(job.sources) - 1
@@ -876,7 +877,7 @@ def _preempt(job: _Job) -> None:
         _take_away(job, preemption, 1, 0.0)
 
 
-@jit
+@jit_inner
 def _post_preemption(job: _Job) -> None:
     setup = job.setup
     write_s = setup.blocking_s + setup.write_s
@@ -887,7 +888,7 @@ def _post_preemption(job: _Job) -> None:
 # Nodes.
 
 
-@jit
+@jit_inner
 def _fitting(job: _Job, num_nodes: int) -> int:
     """Nodes in use with so many nodes in all; 0 if they are too few."""
     if job.state.policy == _CONTINUE:
@@ -900,7 +901,7 @@ def _fitting(job: _Job, num_nodes: int) -> int:
     return 0
 
 
-@jit
+@jit_inner
 def _gather(job: _Job) -> None:
     """Wait for as many nodes as the job needs, and take spares."""
     state = job.state
@@ -921,7 +922,7 @@ def _gather(job: _Job) -> None:
     _changed(job)
 
 
-@jit
+@jit_inner
 def _release_lost(job: _Job, delay_s: float) -> bool:
     """Send lost nodes away until they are spares again; returns True if spares that are there replace them all."""
     state, before = job.state, job.state.held
@@ -932,7 +933,7 @@ def _release_lost(job: _Job, delay_s: float) -> bool:
     return bool(state.held < before and state.held + spares >= job.sizes[0].num_nodes)
 
 
-@jit
+@jit_inner
 def _take_away(job: _Job, source: int, num_nodes: int, delay_s: float) -> None:
     """Take nodes from the job until each is a spare."""
     state, mean_s = job.state, job.sources[source].repair_s
@@ -948,7 +949,7 @@ def _take_away(job: _Job, source: int, num_nodes: int, delay_s: float) -> None:
     _changed(job)
 
 
-@jit
+@jit_inner
 def _add_spare(job: _Job) -> None:
     job.state.spares += 1
     if job.state.policy == _CONTINUE:
@@ -958,7 +959,7 @@ def _add_spare(job: _Job) -> None:
 # Replica groups of the policy ``continue``.
 
 
-@jit
+@jit_inner
 def _can_go_on(job: _Job) -> bool:
     """True if groups are left that lose no node, and the stop is not for all."""
     state = job.state
@@ -967,7 +968,7 @@ def _can_go_on(job: _Job) -> bool:
     return bool(state.in_use > _nodes_of_lost_groups(job))
 
 
-@jit
+@jit_inner
 def _nodes_of_lost_groups(job: _Job) -> int:
     """Nodes of the groups that leave; with a process that fails its group leaves."""
     num_groups = 0
@@ -976,7 +977,7 @@ def _nodes_of_lost_groups(job: _Job) -> int:
     return int(num_groups * job.setup.group_nodes)
 
 
-@jit
+@jit_inner
 def _leave(job: _Job, diagnosis_s: float) -> bool:
     """The groups of lost nodes leave, and the others go on; returns True if that is stopped."""
     _set_in_use(job, job.state.in_use - _nodes_of_lost_groups(job))
@@ -988,7 +989,7 @@ def _leave(job: _Job, diagnosis_s: float) -> bool:
     return stopped
 
 
-@jit
+@jit_inner
 def _form_groups(job: _Job) -> None:
     """Let complete groups start, with the help of spares."""
     state, group_nodes = job.state, job.setup.group_nodes
@@ -1002,7 +1003,7 @@ def _form_groups(job: _Job) -> None:
     _changed(job)
 
 
-@jit
+@jit_inner
 def _wait_for_group(job: _Job) -> None:
     """Below the smallest size: wait until groups that start are ready."""
     state = job.state
@@ -1018,7 +1019,7 @@ def _wait_for_group(job: _Job) -> None:
     state.wasted_s[_WAITING] += state.now_s - start_s
 
 
-@jit
+@jit_inner
 def _join(job: _Job) -> bool:
     """All groups that are ready join; returns True if that is stopped."""
     state = job.state
