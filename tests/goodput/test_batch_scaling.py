@@ -82,6 +82,8 @@ def test_table_is_interpolated_and_not_extrapolated() -> None:
     assert [law.samples(batch) for batch in (16, 32, 64, 100)] == pytest.approx([100_000, 200_000, 400_000, 400_000])
     with pytest.raises(ValueError, match="the batch 8 is outside the table, which has 16 to 128; add a point"):
         law.samples(8)
+    with pytest.raises(ValueError, match="the batch 129 is outside"):
+        law.samples(129)
 
 
 def test_twice_the_devices_at_twice_the_batch() -> None:
