@@ -17,8 +17,8 @@ from simplan.goodput.simulate import simulate
 from simplan.scenario.whole_run.checkpoints import checkpoint_bytes
 
 _DAY_S, _HOUR_S, _MINUTE_S = 86_400.0, 3600.0, 60.0
-_RUNS = 100
-_FEW_RUNS = 20
+_RUNS = 400
+_FEW_RUNS = 40
 _BLOOM_STEP_S, _BLOOM_EVERY = 105.0, 100
 
 
@@ -92,14 +92,14 @@ def _rsc() -> Iterator[PublishedRow]:
         yield PublishedRow(run, f"{published} (the paper's projection)", "P", per_node_day, found, "fitted")
     for num_devices, published, rate in ((8, "47.7 d", 21.0), (1024, "7.9 h", 23.7)):
         found_h = hours(num_devices)
-        found = f"{found_h / 24:.0f} d" if found_h > 100 else f"{found_h:.1f} h"  # noqa: PLR2004 - hours that read badly
+        found = f"{found_h / 24:.0f} d" if found_h > 100 else f"{found_h:.1f} h"
         yield PublishedRow(
             f"the same, {num_devices:,} A100, observed",
             published,
             "P",
             "",
-            f"{found}: one rate cannot give all. Observed are {rate} failures per 1,000 node-days, 3 to 4 times the 6.50 "
-            "that the projections use",
+            f"{found}: one rate cannot give all. Observed are {rate} failures per 1,000 node-days, 3 to 4 times the "
+            "6.50 that the projections use",
             "missed",
         )
 
@@ -112,7 +112,9 @@ def _opt() -> Iterator[PublishedRow]:
             spares=12, repair_s=_DAY_S,
         )  # fmt: skip
 
-    down_h = solved(lambda hours: float(simulate(setup(hours), num_runs=_FEW_RUNS).time_s.mean()), 56 * _DAY_S, 0, 24, 0.2)
+    down_h = solved(
+        lambda hours: float(simulate(setup(hours), num_runs=_FEW_RUNS).time_s.mean()), 56 * _DAY_S, 0, 24, 0.2
+    )
     count = simulate(setup(down_h), num_runs=_FEW_RUNS).interruptions.sum(axis=1).mean()
     yield PublishedRow(
         "OPT-175B, 1,024 A100: restarts",
@@ -127,8 +129,8 @@ def _opt() -> Iterator[PublishedRow]:
         "56",
         "P",
         "",
-        f"56 if each failure stops the job for {down_h:.1f} h, besides lost work; that time is not published (replacement "
-        "took hours, and a break and a deleted cluster are in it)",
+        f"56 if each failure stops the job for {down_h:.1f} h, besides lost work; that time is not published "
+        "(replacement took hours, and a break and a deleted cluster are in it)",
         "implied",
     )
 
@@ -161,7 +163,7 @@ def _bloom() -> Iterator[PublishedRow]:
         "P",
         "",
         f"{num_bytes / 2**30:,.0f} GiB",
-        "met" if abs(num_bytes / 2**30 / 2295 - 1) < 0.02 else "missed",  # noqa: PLR2004 - 2 %
+        "met" if abs(num_bytes / 2**30 / 2295 - 1) < 0.02 else "missed",
     )
     yield PublishedRow(
         "the same: seconds to write it",
@@ -212,7 +214,7 @@ def _delta() -> Iterator[PublishedRow]:
 
     def spares(mean_down: float) -> int:
         number, term, total = 0, math.exp(-mean_down), math.exp(-mean_down)
-        while total < 0.999:  # noqa: PLR2004 - of the paper
+        while total < 0.999:
             number += 1
             term *= mean_down / number
             total += term
@@ -241,14 +243,15 @@ def _others() -> Iterator[PublishedRow]:
             num_steps=150_000, checkpoint_every=6, restart_s=lost_min * _MINUTE_S, spares=900, repair_s=_DAY_S,
         )  # fmt: skip
 
-    at_most = _effective(with_failures(12_288, 25), _FEW_RUNS)
+    limits, half = (_effective(with_failures(12_288, minutes), _FEW_RUNS) for minutes in (25, 12.5))
     yield PublishedRow(
         "MegaScale, 12,288 GPUs: effective time, diagnosis below 10 min, catching up within 15",
         "above 90 %",
         "P",
         "",
-        f"{at_most:.1%} with both at their limit and the failures of Llama 3's preset",
-        "met" if at_most > 0.9 else "missed",  # noqa: PLR2004 - of the paper
+        f"{limits:.1%} with both at their limit and the failures of Llama 3's preset, {half:.1%} at half of it. Its "
+        'own 100 repairs at the limit take 1.7 days, below 10 % of a run of 18 days or more ("weeks")',
+        "met" if limits > 0.9 else "missed",
     )
     lost_min = solved(lambda minutes: 1 - _effective(with_failures(9600, minutes), _FEW_RUNS), 0.03, 0, 40, 0.5)
     yield PublishedRow(
@@ -269,7 +272,7 @@ def _spot() -> PublishedRow:
         "42 % of the time",
         "P",
         "",
-        f"{one**16:.0%} from the zone's rates of one instance, {one:.0%} of the time: preemptions are correlated and rates "
-        "are not. Use a trace",
+        f"{one**16:.0%} from the zone's rates of one instance, {one:.0%} of the time: preemptions are correlated and "
+        "rates are not. Use a trace",
         "missed",
     )
