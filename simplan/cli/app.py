@@ -128,6 +128,13 @@ def goodput(
     trace: Annotated[
         Path | None, _FILE(help="File for a Perfetto trace of the run with the median time (default: none).")
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Numbers of devices to compare, at the same batch and in proportion (default: none).",
+        ),
+    ] = None,
     output: JsonFile = None,
     jobs: Annotated[
         int, typer.Option(min=-1, max=4096, metavar="N", help="Number of processes; -1 for one per core.")
@@ -144,7 +151,7 @@ def goodput(
     """
     from simplan.cli.goodput.command import GoodputOptions, goodput_command
 
-    options = GoodputOptions(num_runs=trials, seed=seed, jobs=jobs, runs_file=runs_file, trace=trace)
+    options = GoodputOptions(num_runs=trials, seed=seed, jobs=jobs, runs_file=runs_file, trace=trace, devices=devices)
     return goodput_command(
         scenario, others or (), as_json=json, output=output, calibration_file=calibration, options=options
     )

@@ -1,4 +1,4 @@
-"""Samples to a target loss against the batch, and whether more devices are worth it.
+"""Samples to a target loss against the batch, by which more devices are worth their price or not.
 
 A larger batch needs fewer steps and more samples. With the critical batch size B_crit, at which a run needs twice the
 samples that small batches need (McCandlish et al. 2018, arXiv:1812.06162, from S / S_min - 1 = 1 / (E / E_min - 1)):
@@ -136,75 +136,6 @@ def fitted(points: Sequence[tuple[int, float]]) -> SamplesAtBatch:
     if slope <= 0 or least <= 0:
         raise ValueError("samples must rise with the batch, by less than in proportion; use kind: table")
     return SamplesAtBatch(kind="critical_batch", num_samples=round(least), critical_batch_size=least / slope)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledRun:
-    """A run to the target on one number of devices.
-
-    Attributes:
-        num_devices: Devices.
-        batch_size: Samples of a step.
-        num_samples: Samples to the target.
-        num_steps: Whole steps to the target.
-        step_s: Seconds of a step.
-        time_s: Seconds to the target, without failures and pauses.
-        cost: Price of all device-hours; None without a price.
-        speedup: Time of the first run over that of this one.
-        cost_factor: Device-hours of this run over those of the first.
-    """
-
-    num_devices: int
-    batch_size: int
-    num_samples: float
-    num_steps: int
-    step_s: float
-    time_s: float
-    cost: float | None
-    speedup: float
-    cost_factor: float
-
-    @property
-    def device_hours(self) -> float:
-        """Hours of all devices."""
-        return self.num_devices * self.time_s / 3600
-
-
-def scaled_runs(
-    target: SamplesAtBatch,
-    steps: Sequence[tuple[int, int, float]],
-    *,
-    tokens_per_sample: int = 1,
-    price_per_device_hour: float | None = None,
-) -> tuple[ScaledRun, ...]:
-    """Time and cost to the target for numbers of devices.
-
-    Args:
-        steps: Number of devices, batch and seconds of a step of each run; factors are to the first.
-
-    Raises:
-        ValueError: A batch is outside the table.
-    """
-    runs: list[ScaledRun] = []
-    for num_devices, batch_size, step_s in steps:
-        num_steps = target.num_steps(batch_size, tokens_per_sample)
-        time_s = num_steps * step_s
-        first = runs[0] if runs else None
-        hours = num_devices * time_s / 3600
-        runs.append(
-            ScaledRun(
-                num_devices=num_devices,
-                batch_size=batch_size,
-                num_samples=target.samples(batch_size, tokens_per_sample),
-                num_steps=num_steps,
-                step_s=step_s,
-                time_s=time_s,
-                cost=None if price_per_device_hour is None else hours * price_per_device_hour,
-                speedup=first.time_s / time_s if first else 1.0,
-                cost_factor=hours / first.device_hours if first else 1.0,
-            )
-        )
-    return tuple(runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from simplan.base import MAX_DEVICES
 from simplan.cli.calibrations import is_needed
 from simplan.cli.predict import calibration_for, name_of
 from simplan.cli.terminal.options import opened
@@ -18,12 +19,15 @@ from simplan.errors import Problem, SpecError
 from simplan.goodput.result import GoodputResult
 from simplan.goodput.simulate import one_run
 from simplan.io import write_json, write_whole
+from simplan.report.devices import devices_text
 from simplan.report.goodput import goodput_text, goodputs_text
 from simplan.report.run_trace import run_trace
 from simplan.scenario import CheckResult, Scenario, evaluate
+from simplan.scenario.whole_run.devices import compare_devices
 from simplan.scenario.whole_run.evaluate import goodput_of
 
 _FAILED = 1
+_MAX_DIGITS = 12
 _SUFFIXES = (".parquet", ".csv")
 
 
@@ -37,6 +41,7 @@ class GoodputOptions:
         jobs: Worker processes; -1 for one per core.
         runs_file: Parquet or CSV file for the runs; None for none.
         trace: File for the trace of one run; None for none.
+        devices: Numbers of devices to compare; None for the scenario alone.
     """
 
     num_runs: int
@@ -44,6 +49,7 @@ class GoodputOptions:
     jobs: int
     runs_file: Path | None
     trace: Path | None
+    devices: str | None = None
 
 
 def goodput_command(
@@ -57,6 +63,8 @@ def goodput_command(
 ) -> int:
     """Runs the command; returns 1 when an expectation of a whole run failed, else 0."""
     _check_files(options, has_others=bool(others))
+    if options.devices is not None:
+        return _compare_devices(request, options, options.devices, calibration_file, as_json=as_json, output=output)
     requests = (request, *(replace(request, source=opened(other), write=None) for other in others))
     pairs = [_simulated(each, options, calibration_file, several=bool(others)) for each in requests]
     results = [result for _, result in pairs]
@@ -74,6 +82,53 @@ def goodput_command(
         if not check.passed:
             say(f"failed: {check.message}" + (f" ({why})" if (why := check.expectation.why) else ""))
     return 0 if all(check.passed for check in checks) else _FAILED
+
+
+def _compare_devices(
+    request: ScenarioRequest,
+    options: GoodputOptions,
+    devices: str,
+    calibration_file: Path | None,
+    *,
+    as_json: bool,
+    output: Path | None,
+) -> int:
+    """``--devices``: the run on several numbers of devices."""
+    scenario, source = request.read()
+    calibration = calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
+
+    def simulated(scaled: Scenario) -> GoodputResult:
+        return goodput_of(
+            scaled,
+            calibration=calibration,
+            num_runs=options.num_runs,
+            seed=options.seed,
+            jobs=options.jobs,
+            compares=False,
+        )
+
+    try:
+        with ProgressLine("simulating runs", quarters=False):
+            comparison = compare_devices(scenario, _numbers(devices), simulated)
+    except SpecError as error:
+        raise source.located(error) from None
+    if write_result(comparison.to_json(), as_json=as_json, output=output):
+        print_result(devices_text(comparison))
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    """Rising numbers of devices of a list such as ``256,512``.
+
+    Raises:
+        SpecError: The text is something else.
+    """
+    words = [word.strip() for word in text.split(",")]
+    numbers = [int(word) for word in words if word.isdecimal() and len(word) <= _MAX_DIGITS]
+    if len(numbers) == len(words) and numbers == sorted(set(numbers)) and numbers[0] and numbers[-1] <= MAX_DEVICES:
+        return numbers
+    rule = f"must be rising numbers of devices up to {MAX_DEVICES:,}, with commas"
+    raise SpecError(Problem(field="--devices", value=text, rule=rule, fix="such as --devices 256,512,1024"))
 
 
 def _simulated(
@@ -107,9 +162,15 @@ def _check_files(options: GoodputOptions, *, has_others: bool) -> None:
     """Check the files of one run before anything is simulated.
 
     Raises:
-        SpecError: There are several scenarios, or the suffix of a file is unknown.
+        SpecError: There are several scenarios or numbers of devices, or the suffix of a file is unknown.
     """
+    if options.devices is not None and has_others:
+        rule, fix = "is for one scenario", "give it with each of the scenarios"
+        raise SpecError(Problem(field="--devices", value=options.devices, rule=rule, fix=fix))
     for option, file in (("--runs", options.runs_file), ("--trace", options.trace)):
+        if file is not None and options.devices is not None:
+            fix = "give it without --devices"
+            raise SpecError(Problem(field=option, value=str(file), rule="is of one number of devices", fix=fix))
         if file is not None and has_others:
             rule, fix = "is of one scenario", "give it with each of the scenarios"
             raise SpecError(Problem(field=option, value=str(file), rule=rule, fix=fix))
