@@ -93,6 +93,7 @@ def test_an_applied_fix_is_the_job_that_was_predicted() -> None:
         assert parse_scenario(document_text(applied(document, fix.changes))).job == fix.job
 
 
+@pytest.mark.slow
 def test_no_fitting_point_of_importance_beats_the_search() -> None:
     cluster, training = {"preset": "dgx-a100-40gb", "num_devices": 8}, {"global_batch_size": 32}
     document = {**USUAL, "cluster": cluster, "model": {"preset": "llama2-7b"}, "training": training}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from app.fitting import document_text
 from app.state import START, USUAL
 from simplan.job import Job
@@ -17,6 +19,7 @@ def job_of(document: dict[str, object]) -> Job:
     return parse_scenario(document_text(document)).job
 
 
+@pytest.mark.slow
 def test_session_starts_with_the_best_plan_of_its_job() -> None:
     found = search(job_of(START), {"top": 1}, explain=False)
     assert found.best is not None

@@ -258,7 +258,7 @@ def test_processes_find_and_count_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         (1085, {"top": 1}),
         (1085, {"top": 2, "objectives": ("memory", "step_time")}),
         (1085, {"max_step_time_s": 0.003}),
-        (100, {}),  # with which nothing fits
+        pytest.param(100, {}, marks=pytest.mark.slow),  # with which nothing fits
     ],
 )
 def test_calls_made_ahead_change_nothing(

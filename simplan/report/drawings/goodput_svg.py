@@ -1,0 +1,140 @@
+"""Waterfall of the time of a whole run, and its mean time over the checkpoint interval, as SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+from simplan.report.drawings.drawing import clean
+from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, text, written
+from simplan.units import format_percent, format_time
+
+_WIDTH, _LEFT, _RIGHT, _TOP = 960, 150, 210, 84
+_BAR, _ROW = 20, 28
+_CURVE_HEIGHT = 220
+_GRID = "#d3d8de"
+_PARTS = {
+    "compute": "#3b7dd8",
+    "evaluation": "#4ea5b7",
+    "checkpoint": "#8c7aa9",
+    "lost_work": "#d1495b",
+    "detection": "#f2c14e",
+    "diagnosis": "#c8a24a",
+    "waiting": "#a3abb5",
+    "restart": "#e38a42",
+    "membership": "#c2548a",
+    "slow_device": "#7a1f4b",
+    "fewer_nodes": "#565f6a",
+    "maintenance": "#2f6f86",
+}
+"""Colors of the parts of the time of a run, in the order of the waterfall."""
+_MARKS = (("best_interval_s", "best", "#2e8b57"), ("young_s", "Young", "#8c7aa9"), ("daly_s", "Daly", "#e38a42"))
+_FEWEST_POINTS = 3
+
+
+def goodput_svg(document: Mapping[str, Any]) -> str:
+    """The drawing as an SVG document, 960 px wide.
+
+    Args:
+        document: JSON of ``simplan goodput``.
+    """
+    parts = {name: document["waterfall_s"][name] for name in _PARTS if document["waterfall_s"].get(name, 0.0) > 0}
+    curve = document["interval_curve"] if len(document["interval_curve"]) >= _FEWEST_POINTS else []
+    bottom = _TOP + _ROW * len(parts)
+    height = bottom + 34 + (_CURVE_HEIGHT + 112 if curve else 0)
+    heading = f"{clean(document['name'])}: the time of the whole run"
+    root = picture(heading, _WIDTH, height)
+    root.append(night_style())
+    root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
+    root.append(text(24, 30, heading, size=16, bold=True, css="ink"))
+    root.append(_soft(24, 50, _subheading(document)))
+    root.extend(_waterfall(parts))
+    if curve:
+        root.extend(_curve(document, bottom + 74))
+    return written(root)
+
+
+def _subheading(document: Mapping[str, Any]) -> str:
+    time = document["time_to_finish_s"]
+    low, middle, high = (format_time(time[name]) for name in ("p10", "p50", "p90"))
+    return f"done in {middle} (P10 {low}, P90 {high}); goodput {format_percent(document['goodput'])}"
+
+
+def _waterfall(parts: Mapping[str, float]) -> list[Element]:
+    """One bar per part, each from the end of the one above."""
+    width, total_s = _WIDTH - _LEFT - _RIGHT, sum(parts.values())
+    elements, start_s = [], 0.0
+    for row, (name, seconds) in enumerate(parts.items()):
+        top, words = _TOP + _ROW * row, name.replace("_", " ")
+        left, right = (_LEFT + width * each_s / total_s for each_s in (start_s, start_s + seconds))
+        group = Element("g", {"class": "part"})
+        label = f"{format_time(seconds)}, {format_percent(seconds / total_s)}"
+        ElementTree.SubElement(group, "title").text = f"{words}: {label}"
+        group.append(rect(left, top, max(1.5, right - left), _BAR, _PARTS[name]))
+        elements += [group, text(_LEFT - 10, top + 14, words, size=12, anchor="end", css="ink")]
+        elements.append(_soft(right + 8, top + 14, label))
+        start_s += seconds
+        if row + 1 < len(parts):
+            elements.append(line(right, top + _BAR, right, top + _ROW, SOFT, css="soft"))
+    return elements
+
+
+def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
+    """Mean time over the checkpoint interval, the interval logarithmic, with the best, Young's and Daly's."""
+    points = [(point["interval_s"], point["time_s"]) for point in document["interval_curve"]]
+    shortest_s = min(time_s for _, time_s in points)
+    drawn = [(interval_s, min(time_s / shortest_s - 1, 1.0)) for interval_s, time_s in points]
+    highest = max(share for _, share in drawn) or 1.0
+    width = _WIDTH - _LEFT - _RIGHT
+    first_s, last_s = drawn[0][0], drawn[-1][0]
+
+    def x(interval_s: float) -> float:
+        return _LEFT + width * math.log(interval_s / first_s) / math.log(last_s / first_s)
+
+    def y(share: float) -> float:
+        return top + _CURVE_HEIGHT * (1 - share / highest)
+
+    words = "mean time of the run, above that of the best checkpoint interval"
+    parts = [text(24, top - 18, words, size=13, bold=True, css="ink")]
+    for number in range(5):
+        share = highest * number / 4
+        parts.append(line(_LEFT, y(share), _LEFT + width, y(share), _GRID, css="grid"))
+        parts.append(_soft(_LEFT - 8, y(share) + 4, f"+{format_percent(share)}", anchor="end"))
+    for interval_s in _ticks(first_s, last_s):
+        parts.append(line(x(interval_s), top, x(interval_s), top + _CURVE_HEIGHT, _GRID, css="grid"))
+        parts.append(_soft(x(interval_s), top + _CURVE_HEIGHT + 18, format_time(interval_s, digits=2), anchor="middle"))
+    for place, (key, name, colour) in enumerate(_MARKS):
+        if document[key] and first_s <= document[key] <= last_s:
+            mark = line(x(document[key]), top, x(document[key]), top + _CURVE_HEIGHT, colour)
+            mark.set("stroke-width", "2")
+            if key != "best_interval_s":
+                mark.set("stroke-dasharray", "5 4")
+            parts.append(mark)
+        shown = "none" if document[key] is None else format_time(document[key], digits=3)
+        at = top + 14 + 20 * place
+        parts.append(rect(_LEFT + width + 16, at - 9, 14, 10, colour))
+        parts.append(text(_LEFT + width + 36, at, f"{name} {shown}", size=12, css="ink"))
+    path = "M" + "L".join(f"{x(interval_s):.1f} {y(share):.1f}" for interval_s, share in drawn)
+    parts.append(Element("path", {"d": path, "fill": "none", "stroke": _PARTS["compute"], "stroke-width": "2"}))
+    for (interval_s, share), (_, time_s) in zip(drawn, points, strict=True):
+        place = {"cx": f"{x(interval_s):.1f}", "cy": f"{y(share):.1f}", "r": "3", "fill": _PARTS["compute"]}
+        dot = Element("circle", place)
+        words = f"a checkpoint every {format_time(interval_s)}: {format_time(time_s)}"
+        ElementTree.SubElement(dot, "title").text = words
+        parts.append(dot)
+    middle = _LEFT + width / 2
+    parts.append(_soft(middle, top + _CURVE_HEIGHT + 40, "seconds of training between checkpoints", anchor="middle"))
+    return parts
+
+
+_TICKS_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 86_400, 7 * 86_400)
+
+
+def _ticks(first_s: float, last_s: float) -> list[float]:
+    return [each for each in _TICKS_S if first_s <= each <= last_s]
+
+
+def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:
+    return text(x, y, words, size=12, colour=SOFT, anchor=anchor, css="soft")
