@@ -14,11 +14,12 @@ A section that is left out means that nothing of its kind happens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from simplan.base import Count, Line, Natural, NonNegative, Positive, Spec
+from simplan.goodput.batch_scaling import SamplesAtBatch
 from simplan.training import NumTokens, Price
 
 MAX_HOURS = 1e9
@@ -37,23 +38,25 @@ Policy = Literal["restart", "shrink", "continue"]
 
 
 class RunLength(Spec):
-    """The section ``run``: length of the run, in one of three units.
+    """The section ``run``: length of the run, in one of three units, or as a law of the batch.
 
     Attributes:
         num_steps: Optimizer steps.
         num_tokens: Tokens, padding included; rounded up to whole steps.
         num_samples: Sequences or images; rounded up to whole steps.
+        samples_at_batch: Sequences or images to a target, which depend on the batch of the plan.
     """
 
     num_steps: Count | None = Field(None, description="optimizer steps of the run")
     num_tokens: NumTokens | None = Field(None, description="tokens of the run, padding included")
     num_samples: NumTokens | None = Field(None, description="sequences or images of the run")
+    samples_at_batch: SamplesAtBatch | None = Field(None, description="sequences or images to a target, by batch")
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError("needs one of num_steps, num_tokens and num_samples")
+            raise ValueError("needs one of num_steps, num_tokens, num_samples and samples_at_batch")
         return self
 
 
@@ -188,6 +191,14 @@ class MemoryTier(Spec):
         return self
 
 
+def _interval(value: Any) -> Any:
+    """An interval; one sentence about a value that is neither of both types."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    if value not in (None, "best") and not is_number:
+        raise ValueError("must be seconds above 0, or best")
+    return value
+
+
 class CheckpointPolicy(Spec):
     """The section ``checkpoint``: when checkpoints are written, and how long that takes.
 
@@ -214,7 +225,9 @@ class CheckpointPolicy(Spec):
         memory: Checkpoints in memory in addition.
     """
 
-    interval_s: Positive | Literal["best"] | None = Field(None, description="seconds of training between checkpoints")
+    interval_s: Annotated[Positive | Literal["best"] | None, BeforeValidator(_interval)] = Field(
+        None, description="seconds of training between checkpoints, or best"
+    )
     interval_steps: Count | None = Field(None, description="steps between checkpoints, in place of interval_s")
     blocking_s: NonNegative | None = Field(None, description="seconds that training waits for a checkpoint")
     asynchronous: bool = Field(False, description="training goes on while a checkpoint is written")
@@ -360,9 +373,12 @@ class Power(Spec):
 
 
 class RunSections(Spec):
-    """All sections of a whole run; None for a section that the scenario does not have."""
+    """All sections of a whole run; None for a section that the scenario does not have.
 
-    run: RunLength
+    The length and the price may stand elsewhere (``TrainingBudget``).
+    """
+
+    run: RunLength | None = None
     reliability: Reliability | None = None
     checkpoint: CheckpointPolicy | None = None
     recovery: Recovery | None = None
