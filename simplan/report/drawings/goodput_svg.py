@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, text, written
-from simplan.units import format_percent, format_time
+from simplan.units import format_percent, format_span
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 960, 150, 210, 84
 _BAR, _ROW = 20, 28
@@ -58,7 +58,7 @@ def goodput_svg(document: Mapping[str, Any]) -> str:
 
 def _subheading(document: Mapping[str, Any]) -> str:
     time = document["time_to_finish_s"]
-    low, middle, high = (format_time(time[name]) for name in ("p10", "p50", "p90"))
+    low, middle, high = (format_span(time[name]) for name in ("p10", "p50", "p90"))
     return f"done in {middle} (P10 {low}, P90 {high}); goodput {format_percent(document['goodput'])}"
 
 
@@ -70,7 +70,7 @@ def _waterfall(parts: Mapping[str, float]) -> list[Element]:
         top, words = _TOP + _ROW * row, name.replace("_", " ")
         left, right = (_LEFT + width * each_s / total_s for each_s in (start_s, start_s + seconds))
         group = Element("g", {"class": "part"})
-        label = f"{format_time(seconds)}, {format_percent(seconds / total_s)}"
+        label = f"{format_span(seconds)}, {format_percent(seconds / total_s)}"
         ElementTree.SubElement(group, "title").text = f"{words}: {label}"
         group.append(rect(left, top, max(1.5, right - left), _BAR, _PARTS[name]))
         elements += [group, text(_LEFT - 10, top + 14, words, size=12, anchor="end", css="ink")]
@@ -104,7 +104,7 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
         parts.append(_soft(_LEFT - 8, y(share) + 4, f"+{format_percent(share)}", anchor="end"))
     for interval_s in _ticks(first_s, last_s):
         parts.append(line(x(interval_s), top, x(interval_s), top + _CURVE_HEIGHT, _GRID, css="grid"))
-        parts.append(_soft(x(interval_s), top + _CURVE_HEIGHT + 18, format_time(interval_s, digits=2), anchor="middle"))
+        parts.append(_soft(x(interval_s), top + _CURVE_HEIGHT + 18, format_span(interval_s), anchor="middle"))
     for place, (key, name, colour) in enumerate(_MARKS):
         if document[key] and first_s <= document[key] <= last_s:
             mark = line(x(document[key]), top, x(document[key]), top + _CURVE_HEIGHT, colour)
@@ -112,7 +112,7 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
             if key != "best_interval_s":
                 mark.set("stroke-dasharray", "5 4")
             parts.append(mark)
-        shown = "none" if document[key] is None else format_time(document[key], digits=3)
+        shown = "none" if document[key] is None else format_span(document[key])
         at = top + 14 + 20 * place
         parts.append(rect(_LEFT + width + 16, at - 9, 14, 10, colour))
         parts.append(text(_LEFT + width + 36, at, f"{name} {shown}", size=12, css="ink"))
@@ -121,7 +121,7 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
     for (interval_s, share), (_, time_s) in zip(drawn, points, strict=True):
         place = {"cx": f"{x(interval_s):.1f}", "cy": f"{y(share):.1f}", "r": "3", "fill": _PARTS["compute"]}
         dot = Element("circle", place)
-        words = f"a checkpoint every {format_time(interval_s)}: {format_time(time_s)}"
+        words = f"a checkpoint every {format_span(interval_s)}: {format_span(time_s)}"
         ElementTree.SubElement(dot, "title").text = words
         parts.append(dot)
     middle = _LEFT + width / 2
