@@ -27,14 +27,8 @@ from app.predictions import goodput_document
 from app.result_cache import awaited
 from simplan.io import json_text
 from simplan.report.drawings.goodput_svg import goodput_svg
-from simplan.report.html.goodput import (
-    change_rows,
-    format_amount,
-    headline,
-    interruption_rows,
-    simulated,
-    waterfall_rows,
-)
+from simplan.report.goodput import format_money, headline
+from simplan.report.html.goodput import change_rows, interruption_rows, simulated, waterfall_rows
 from simplan.scenario import Scenario
 from simplan.scenario.whole_run.evaluate import NUM_RUNS
 from simplan.units import format_bytes, format_number, format_percent, format_span, format_time
@@ -76,7 +70,7 @@ def _show_start(document: dict[str, Any]) -> None:
 
 def _show_answer(place: DeltaGenerator, found: dict[str, Any]) -> None:
     with place.container():
-        st.markdown(f"#### {escaped(headline(found))}")
+        st.markdown(f"#### {escaped(headline(found).capitalize())}")
         if found["memory_verdict"] not in (None, "fits"):
             st.warning(f"The plan {found['memory_verdict']} in the memory of its devices: see the page Plan.")
         show_metrics([*_metrics(found)])
@@ -102,11 +96,11 @@ def _metrics(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     if cost is None:
         cells.append(("Cost", "no price", "Set a price above"))
     else:
-        about = f"P10 {format_amount(cost['p10'])}, P90 {format_amount(cost['p90'])}, in the currency of the price"
-        cells.append(("Cost", format_amount(cost["mean"]), about))
+        about = f"P10 {format_money(cost['p10'])}, P90 {format_money(cost['p90'])}, in the currency of the price"
+        cells.append(("Cost", format_money(cost["mean"]), about))
     if found["energy_kwh"] is not None:
-        co2 = "" if found["co2_kg"] is None else f"{format_amount(found['co2_kg'])} kg of CO2"
-        cells.append(("Energy", f"{format_amount(found['energy_kwh'] / 1000)} MWh", co2))
+        co2 = "" if found["co2_kg"] is None else f"{format_money(found['co2_kg'])} kg of CO2"
+        cells.append(("Energy", f"{format_money(found['energy_kwh'] / 1000)} MWh", co2))
     return cells
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from simplan.goodput.account import USES
 from simplan.goodput.interval import IntervalCurve, IntervalPoint
@@ -22,7 +23,7 @@ from simplan.units import (
     span_unit,
 )
 
-_PARTS = {
+PARTS = {
     "compute": "compute",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
@@ -50,7 +51,7 @@ def goodput_text(result: GoodputResult, next_steps: Iterable[str] = ()) -> str:
         next_steps: Commands to suggest at the end.
     """
     parts = [
-        f"{result.name}: {headline(result)}",
+        f"{result.name}: {headline(result.to_json())}",
         "\n".join(_summary(result)),
         _waterfall(result),
         *_interruptions(result),
@@ -61,15 +62,16 @@ def goodput_text(result: GoodputResult, next_steps: Iterable[str] = ()) -> str:
     return "\n\n".join([*parts, *suggestions(next_steps)])
 
 
-def headline(result: GoodputResult) -> str:
-    """Time to finish, cost and goodput, in one line."""
-    json = result.to_json()
-    time = json["time_to_finish_s"]
-    factor, _ = span_unit(time["mean"])
-    low, high = (format_in(time[key], factor) for key in ("p10", "p90"))
-    around = "" if time["p10"] == time["p90"] else f" (P10 {low}, P90 {high})"
-    cost = f", {format_money(json['cost'])}" if json["cost"] is not None else ""
-    return f"done in {format_span(time['mean'])}{around}{cost}, goodput {format_percent(result.goodput)}"
+def headline(document: Mapping[str, Any]) -> str:
+    """Time to finish, cost and goodput, in one line.
+
+    Args:
+        document: JSON of ``simplan goodput``.
+    """
+    time = document["time_to_finish_s"]
+    cost = f", {format_money(document['cost'])}" if document["cost"] is not None else ""
+    range_s = "" if time["p10"] == time["p90"] else f" (P10 {format_span(time['p10'])}, P90 {format_span(time['p90'])})"
+    return f"done in {format_span(time['mean'])}{range_s}{cost}, goodput {format_percent(document['goodput'])}"
 
 
 def format_money(amount: float) -> str:
@@ -120,7 +122,7 @@ def _summary(result: GoodputResult) -> Iterator[str]:
 def _waterfall(result: GoodputResult) -> str:
     total_s = result.mean_time_s
     rows = [
-        [_PARTS[part], format_span(seconds), format_percent(seconds / total_s)]
+        [PARTS[part], format_span(seconds), format_percent(seconds / total_s)]
         for part, seconds in result.waterfall_s.items()
         if seconds > 0
     ]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from simplan.report.drawings.goodput_svg import goodput_svg
-from simplan.report.html.elements import figures, folded, listing, paragraph, table, words
+from simplan.report.goodput import PARTS, format_money, headline
+from simplan.report.html.elements import figures, folded, listing, paragraph, table
 from simplan.units import counted, format_bytes, format_number, format_percent, format_span, format_time
 
 Document = Mapping[str, Any]
@@ -27,15 +28,6 @@ def goodput_section(document: Document) -> str:
     )
 
 
-def headline(document: Document) -> str:
-    """When the run is done and for how much, in one line."""
-    time, cost = document["time_to_finish_s"], document["cost"]
-    low, high = format_span(time["p10"]), format_span(time["p90"])
-    spread = "" if low == high else f" (P10 {low}, P90 {high})"
-    price = "" if cost is None else f", for {format_amount(cost)}"
-    return f"Done in {format_span(time['mean'])}{spread}{price}, goodput {format_percent(document['goodput'])}"
-
-
 def key_figures(document: Document) -> Iterator[tuple[str, str]]:
     """Yield names and values of the numbers that a reader looks for first."""
     stops, energy, co2 = document["num_interruptions"], document["energy_kwh"], document["co2_kg"]
@@ -47,16 +39,16 @@ def key_figures(document: Document) -> Iterator[tuple[str, str]]:
         interval = format_span(document["checkpoint_interval_s"])
         yield "checkpoints", f"{format_bytes(document['checkpoint_bytes'])} every {interval}"
     if energy is not None:
-        yield "energy", f"{format_amount(energy)} kWh"
+        yield "energy", f"{format_money(energy)} kWh"
     if co2 is not None:
-        yield "CO2", f"{format_amount(co2)} kg"
+        yield "CO2", f"{format_money(co2)} kg"
 
 
 def waterfall_rows(document: Document) -> list[list[str]]:
     """Parts of the time that are there: name, mean and share."""
     total_s = document["time_to_finish_s"]["mean"]
     return [
-        [words(name), format_span(seconds), format_percent(seconds / total_s)]
+        [PARTS[name], format_span(seconds), format_percent(seconds / total_s)]
         for name, seconds in document["waterfall_s"].items()
         if seconds > 0
     ]
@@ -77,7 +69,7 @@ def change_rows(document: Document) -> list[list[str]]:
             f"{format_span(change['saved_s'])} +/- {format_span(change['saved_s_error'])}",
             ""
             if change["saved_cost"] is None
-            else f"{format_amount(change['saved_cost'])} +/- {format_amount(change['saved_cost_error'])}",
+            else f"{format_money(change['saved_cost'])} +/- {format_money(change['saved_cost_error'])}",
         ]
         for change in document["sensitivity"]
     ]
@@ -86,12 +78,3 @@ def change_rows(document: Document) -> list[list[str]]:
 def simulated(document: Document) -> str:
     """How many runs the numbers are of."""
     return f"{counted(document['trials'], 'simulated run')}, seed {document['seed']}"
-
-
-def format_amount(amount: float) -> str:
-    """Amount of money, energy or emissions: whole numbers from 100 on.
-
-    >>> format_amount(1_234_567.8), format_amount(12.345)
-    ('1,234,568', '12.35')
-    """
-    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:,.2f}"
