@@ -91,7 +91,7 @@ def _metrics(found: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("Without failures", format_span(found["undisturbed_s"]), "Steps, evaluations and checkpoints alone"),
         ("Goodput", format_percent(found["goodput"]), meaning("goodput")),
         ("Interruptions", format_number(stops["mean"]), f"P10 {stops['p10']:,.0f}, P90 {stops['p90']:,.0f}"),
-        ("Device-hours", f"{found['device_hours']:,.0f}", "Of all devices, those of spares included"),
+        ("Device-hours", format_number(found["device_hours"]), "Of all devices, those of spares included"),
     ]
     if cost is None:
         cells.append(("Cost", "no price", "Set a price above"))
@@ -100,7 +100,7 @@ def _metrics(found: dict[str, Any]) -> list[tuple[str, str, str]]:
         cells.append(("Cost", format_money(cost["mean"]), about))
     if found["energy_kwh"] is not None:
         co2 = "" if found["co2_kg"] is None else f"{format_money(found['co2_kg'])} kg of CO2"
-        cells.append(("Energy", f"{format_money(found['energy_kwh'] / 1000)} MWh", co2))
+        cells.append(("Energy", f"{format_money(found['energy_kwh'])} kWh", co2))
     return cells
 
 

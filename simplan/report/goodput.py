@@ -69,7 +69,7 @@ def headline(document: Mapping[str, Any]) -> str:
         document: JSON of ``simplan goodput``.
     """
     time = document["time_to_finish_s"]
-    cost = f", {format_money(document['cost'])}" if document["cost"] is not None else ""
+    cost = f", cost {format_money(document['cost'])}" if document["cost"] is not None else ""
     range_s = "" if time["p10"] == time["p90"] else f" (P10 {format_span(time['p10'])}, P90 {format_span(time['p90'])})"
     return f"done in {format_span(time['mean'])}{range_s}{cost}, goodput {format_percent(document['goodput'])}"
 
@@ -80,7 +80,7 @@ def format_money(amount: float) -> str:
     >>> format_money(1_234_567.8), format_money(12.345)
     ('1,234,568', '12.35')
     """
-    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:,.2f}"
+    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:z,.2f}"
 
 
 def _summary(result: GoodputResult) -> Iterator[str]:

@@ -46,7 +46,7 @@ def goodput_svg(document: Mapping[str, Any]) -> str:
     parts = {name: document["waterfall_s"][name] for name in COLOURS if document["waterfall_s"].get(name, 0.0) > 0}
     curve = document["interval_curve"] if len(document["interval_curve"]) >= _FEWEST_POINTS else []
     bottom = _TOP + _ROW * len(parts) + _GAP
-    height = bottom + 34 + (_CURVE_HEIGHT + 112 if curve else 0)
+    height = bottom + 34 + (_CURVE_HEIGHT + 100 if curve else 0)
     heading = f"{clean(document['name'])}: the time of the whole run"
     root = picture(heading, _WIDTH, height)
     root.append(night_style())
@@ -115,7 +115,7 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
     def y(share: float) -> float:
         return top + _CURVE_HEIGHT * (1 - share / highest)
 
-    words = "mean time of the run, above that of the best checkpoint interval"
+    words = "mean time of the run over its checkpoint interval, above the shortest"
     parts = [text(24, top - 18, words, size=13, bold=True, css="ink")]
     for number in range(5):
         share = highest * number / 4
@@ -144,7 +144,7 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
         ElementTree.SubElement(dot, "title").text = words
         parts.append(dot)
     middle = _LEFT + width / 2
-    parts.append(_soft(middle, top + _CURVE_HEIGHT + 40, "seconds of training between checkpoints", anchor="middle"))
+    parts.append(_soft(middle, top + _CURVE_HEIGHT + 40, "training between two checkpoints", anchor="middle"))
     return parts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from simplan.report.drawings.goodput_svg import goodput_svg
 from simplan.report.goodput import PARTS, format_money, headline
 from simplan.report.html.elements import figures, folded, listing, paragraph, table
-from simplan.units import counted, format_bytes, format_number, format_percent, format_span, format_time
+from simplan.units import format_bytes, format_number, format_percent, format_span, format_time
 
 Document = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ def key_figures(document: Document) -> Iterator[tuple[str, str]]:
     yield "without failures", format_span(document["undisturbed_s"])
     yield "steps", f"{document['num_steps']:,} of {format_time(document['step_time_s'])}"
     yield "interruptions", f"{format_number(stops['mean'])} (P10 {stops['p10']:,.0f}, P90 {stops['p90']:,.0f})"
-    yield "device-hours", f"{document['device_hours']:,.0f}"
+    yield "device-hours", format_number(document["device_hours"])
     if document["checkpoint_bytes"] is not None:
         interval = format_span(document["checkpoint_interval_s"])
         yield "checkpoints", f"{format_bytes(document['checkpoint_bytes'])} every {interval}"
@@ -77,4 +77,4 @@ def change_rows(document: Document) -> list[list[str]]:
 
 def simulated(document: Document) -> str:
     """How many runs the numbers are of."""
-    return f"{counted(document['trials'], 'simulated run')}, seed {document['seed']}"
+    return f"{document['trials']:,} simulated runs, seed {document['seed']}"
