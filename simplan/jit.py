@@ -32,6 +32,14 @@ def jit_uncounted(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return _compiled(function, nogil=True, _nrt=False)  # numba's runtime, which counts and allocates
 
 
+def jit_inner(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Compile a function like ``jit`` that only compiled functions call, without its entry for Python.
+
+    With many arguments, or tuples of many members, the entry takes most of the compilation.
+    """
+    return _compiled(function, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
 def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
     kept: Any
     try:

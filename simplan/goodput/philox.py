@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from math import log1p
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.goodput.draws import NUM_PURPOSES
 from simplan.jit import jit
 
-_WORDS = 4  # of one block
+WORDS = 4
+"""Words of a block."""
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157))
 _WEYL = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B))
@@ -19,45 +18,25 @@ _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 _UNUSED_BITS, _UNIT = np.uint64(11), 2.0**-53
 
 
-class Streams(NamedTuple):
-    """Streams of one run: its key, the numbers that were drawn of each stream, and the block of the next ones."""
+@jit
+def uniform(seed: int, number: int, stream: int, index: int, block: NDArray[np.uint64]) -> float:
+    """Number with an index of a stream of a run, uniform in [0, 1).
 
-    key: NDArray[np.uint64]
-    num_drawn: NDArray[np.int64]
-    blocks: NDArray[np.uint64]
+    Args:
+        seed, number: Seed, and number of the run.
+        stream: Number of the stream.
+        index: Index of the number; to be asked in order.
+        block: ``(WORDS,)`` Memory between two calls.
+    """
+    if index % WORDS == 0:  # numpy counts before it makes a block
+        _make_block(np.uint64(seed), np.uint64(number), np.uint64(index // WORDS + 1), np.uint64(stream), block)
+    return float(block[index % WORDS] >> _UNUSED_BITS) * _UNIT
 
 
 @jit
-def streams(seed: int, number: int, num_sources: int) -> Streams:
-    """Streams of a run at their start."""
-    key = np.empty(2, np.uint64)
-    key[0], key[1] = seed, number
-    num_streams = NUM_PURPOSES * num_sources
-    return Streams(key, np.zeros(num_streams, np.int64), np.empty((num_streams, _WORDS), np.uint64))
-
-
-@jit
-def uniform(streams: Streams, source: int, purpose: int) -> float:
-    """Next number of a stream, uniform in [0, 1)."""
-    stream = NUM_PURPOSES * source + purpose
-    drawn = streams.num_drawn[stream]
-    if drawn % _WORDS == 0:  # numpy counts before it makes a block
-        _make_block(np.uint64(drawn // _WORDS + 1), np.uint64(stream), streams.key, streams.blocks[stream])
-    streams.num_drawn[stream] = drawn + 1
-    return float(streams.blocks[stream, drawn % _WORDS] >> _UNUSED_BITS) * _UNIT
-
-
-@jit
-def exponential(streams: Streams, source: int, purpose: int) -> float:
-    """Next number of a stream, exponential with mean 1."""
-    return -log1p(-uniform(streams, source, purpose))
-
-
-@jit
-def _make_block(count: Any, stream: Any, key: NDArray[np.uint64], block: NDArray[np.uint64]) -> None:
+def _make_block(key0: Any, key1: Any, count: Any, stream: Any, block: NDArray[np.uint64]) -> None:
     """Philox 4x64-10 of the counter (count, stream, 0, 0)."""
     word0, word1, word2, word3 = count, stream, np.uint64(0), np.uint64(0)
-    key0, key1 = key[0], key[1]
     for _ in range(_ROUNDS):
         high0, high1 = _high_product(_MULTIPLIERS[0], word0), _high_product(_MULTIPLIERS[1], word2)
         low0, low1 = _MULTIPLIERS[0] * word0, _MULTIPLIERS[1] * word2
