@@ -69,9 +69,11 @@ def headline(document: Mapping[str, Any]) -> str:
         document: JSON of ``simplan goodput``.
     """
     time = document["time_to_finish_s"]
+    factor, _ = span_unit(time["mean"])
+    low, high = (format_in(time[key], factor) for key in ("p10", "p90"))
+    around = "" if time["p10"] == time["p90"] else f" (P10 {low}, P90 {high})"
     cost = f", cost {format_money(document['cost'])}" if document["cost"] is not None else ""
-    range_s = "" if time["p10"] == time["p90"] else f" (P10 {format_span(time['p10'])}, P90 {format_span(time['p90'])})"
-    return f"done in {format_span(time['mean'])}{range_s}{cost}, goodput {format_percent(document['goodput'])}"
+    return f"done in {format_span(time['mean'])}{around}{cost}, goodput {format_percent(document['goodput'])}"
 
 
 def format_money(amount: float) -> str:
