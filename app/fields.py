@@ -16,6 +16,7 @@ import streamlit as st
 from app import state
 from app.fitting import Document, with_value
 from app.page import escaped
+from simplan.goodput.sections import SECTIONS
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import model_fields, training_fields
 from simplan.scenario.schema import cluster_fields
@@ -53,6 +54,8 @@ def _descriptions() -> dict[Path, str]:
     }
     options = {name: field.description or "" for name, field in SoftwareSpec.model_fields.items()}
     described: dict[Path, str] = {("software", name): text for name, text in options.items()}
+    for name, spec in SECTIONS.items():
+        described |= {(name, key): field.description or "" for key, field in spec.model_fields.items()}
     return described | {(name, row["name"]): row["description"] for name, rows in sections.items() for row in rows}
 
 
@@ -129,14 +132,25 @@ def number(
 
 
 def quantity(
-    label: str, path: Path, default: float | None, *, scale: float = 1.0, then: _Changed | None = None, **more: Any
+    label: str,
+    path: Path,
+    default: float | None,
+    *,
+    scale: float = 1.0,
+    change: Callable[[Document, Any], Document] | None = None,
+    then: _Changed | None = None,
+    **more: Any,
 ) -> None:
-    """Widget for a number of the scenario, in units of ``scale``; empty where ``number`` is."""
+    """Widget for a number of the scenario, in units of ``scale``; empty where ``number`` is, see there for arguments.
+
+    Without a ``change``, 0 takes the key away.
+    """
     value = get(path, default)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_QUANTITY
     key = _bind(path, float(value) / scale if usable else None)
     more = _with_help(path, more)
-    st.number_input(label, value=None, key=key, on_change=_store_scaled, args=(path, key, scale, then), **more)
+    args = (path, key, scale, change, then)
+    st.number_input(label, value=None, key=key, on_change=_store_scaled, args=args, **more)
 
 
 def switch(label: str, path: Path, default: bool, *, then: _Changed | None = None, **more: Any) -> None:
@@ -190,19 +204,14 @@ def remembered_switch(label: str, name: str, **more: Any) -> bool:
     return st.toggle(label, key=key, on_change=_remember, args=(name, key, False), **more)
 
 
-def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 1e15) -> float:
-    """View value that is a number, without a widget; the default if it is not a number within the limits."""
-    value = state.view(name, default)
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-    return float(value) if usable else default
-
-
 def remembered_number(
     label: str, name: str, default: float, *, least: float = 0.0, most: float = 1e15, **more: Any
 ) -> float:
     """Widget for a view value that is a number."""
     key = f"view:{name}"
-    st.session_state[key] = kept_number(name, default, least=least, most=most)
+    kept = state.view(name, default)
+    usable = isinstance(kept, int | float) and not isinstance(kept, bool) and least <= kept <= most
+    st.session_state[key] = float(kept) if usable else default
     value: float = st.number_input(label, least, most, key=key, on_change=_remember, args=(name, key, default), **more)
     return value
 
@@ -231,9 +240,18 @@ def _store(
         then()
 
 
-def _store_scaled(path: Path, key: str, scale: float, then: _Changed | None) -> None:
+def _store_scaled(
+    path: Path,
+    key: str,
+    scale: float,
+    change: Callable[[Document, Any], Document] | None,
+    then: _Changed | None,
+) -> None:
     value = st.session_state[key]
-    put(path, value * scale if value else None)  # 0 is none: no price, no budget of its own
+    if change is None:
+        put(path, value * scale if value else None)
+    else:
+        state.set_document(change(state.document(), None if value is None else value * scale))
     if then is not None:
         then()
 

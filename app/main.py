@@ -85,6 +85,7 @@ def main() -> None:
         st.Page(_PAGES / "compare.py", title="Compare", icon=":material/compare_arrows:"),
         st.Page(_PAGES / "network.py", title="Network", icon=":material/lan:"),
         st.Page(_PAGES / "scale.py", title="Scale", icon=":material/monitoring:"),
+        st.Page(_PAGES / "run.py", title="Whole run", icon=":material/event_available:", url_path="run"),
         st.Page(_PAGES / "validate.py", title="Validate", icon=":material/straighten:"),
         st.Page(_PAGES / "learn.py", title="Learn", icon=":material/school:"),
     ]

@@ -5,8 +5,10 @@ Functions of a scenario raise a SpecError if the scenario is wrong, or if the co
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path, load
@@ -28,6 +30,7 @@ from simplan.prediction import (
 from simplan.program.no_gc import gc_paused
 from simplan.report.trace import predicted_trace
 from simplan.scenario import Scenario, parse_scenario
+from simplan.scenario.whole_run.evaluate import goodput_of
 from simplan.search.fixes import Fix, fixes
 
 
@@ -62,6 +65,21 @@ def trace_text(text: str, calibrated_at: int) -> str:
 def plan_fixes(text: str, calibrated_at: int) -> tuple[Fix, ...]:
     """Smallest changes with which the plan of a scenario fits; empty if it fits already."""
     return fixes(predicted(text, calibrated_at), calibration_of(parse_scenario(text)))
+
+
+def goodput_document(text: str, calibrated_at: int, num_runs: int, compares: bool) -> dict[str, Any]:
+    """JSON document of ``simplan goodput``, whose seed is the default.
+
+    Args:
+        text, calibrated_at: See ``predicted_step``; with the sections of the whole run.
+        num_runs, compares: See ``goodput_of``.
+    """
+    scenario = parse_scenario(text)
+    calibration = calibration_of(scenario)
+    prediction = predicted(text, calibrated_at)
+    result = goodput_of(scenario, prediction=prediction, calibration=calibration, num_runs=num_runs, compares=compares)
+    document: dict[str, Any] = json.loads(json_text(result.to_json()))
+    return document
 
 
 @lru_cache(maxsize=8)

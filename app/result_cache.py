@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import streamlit as st
 
+from app.budget import without_budget
 from app.fitting import document_text
 from app.jobs.job import StartedJob, TaskRequest, page_jobs
 from app.predictions import Headline, quick_headline
@@ -46,20 +47,12 @@ def headline(document: Document) -> Headline | None:
 def worker_inputs(document: Document) -> tuple[str, int]:
     """Arguments of tasks in worker processes: text of the scenario, and modification time of the calibration in use.
 
-    The text has no budget, on which no step depends. The time is a cache key; it is 0 without a calibration.
+    The text has no sections of a whole run, on which no step depends. The time is a cache key; it is 0 without a
+    calibration.
     """
     path = default_path()
     calibrated = scenario(document).job.cluster.cores_per_node is not None and path.exists()
     return document_text(without_budget(document)), path.stat().st_mtime_ns if calibrated else 0
-
-
-def without_budget(document: Document) -> Document:
-    """The scenario without number of tokens and price."""
-    document = dict(document)
-    for name, key in (("training", "num_tokens"), ("cluster", "price_per_device_hour")):
-        if isinstance(document.get(name), dict):
-            document[name] = {other: value for other, value in document[name].items() if other != key}
-    return document
 
 
 def _key_of(document: Document) -> str:

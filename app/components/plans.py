@@ -10,6 +10,7 @@ from typing import Any
 import streamlit as st
 
 from app import state
+from app.budget import without_budget
 from app.components.elements import (
     csv_text,
     download,
@@ -44,7 +45,7 @@ from app.figures.plans import (
 )
 from app.fitting import document_text, with_plan
 from app.page import bullets, escaped
-from app.result_cache import awaited, without_budget, worker_inputs
+from app.result_cache import awaited, worker_inputs
 from simplan.errors import SpecError
 from simplan.io import json_text
 from simplan.report.search import (

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import cycle
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from app import result_cache, state
+from app.budget import IMAGES, IMAGES_START, STEPS, TOKENS, TOKENS_START, length_of, price_of, with_length, with_price
 from app.components.elements import meaning
-from app.fields import kept_number, quantity, remembered_number
+from app.fields import about, number, quantity
 from app.predictions import Headline
 from simplan.documentation import documentation
 from simplan.errors import SpecError
 from simplan.prediction import MemoryVerdict
 from simplan.report.text import memory_interval, short_of_reserve
-from simplan.scenario import Scenario
 from simplan.units import format_bytes, format_count, format_number, format_percent, format_time
 
-_LIMITS = {"least": 0.001, "most": 1e9}
-_IMAGES, _IMAGES_START = "images", 300.0
-TOKENS_START = 1e12
-"""Training budget of scenarios without one."""
+_TOKENS = (TOKENS, "Tokens (billion)", 1e9, TOKENS_START)
 
 _BANNERS: dict[MemoryVerdict, tuple[str, str]] = {
     "fits": ("success", ":material/check_circle:"),
@@ -66,31 +64,46 @@ def show_verdict(place: DeltaGenerator, headline: Headline, host_words: str = ""
     return banner
 
 
-def budget_of(scenario: Scenario) -> tuple[float, float | None]:
-    """Number of tokens (or images) of the training budget, and price per device and hour; None without a price."""
-    images = scenario.job.model.sample == "image"
-    images_budget = kept_number(_IMAGES, _IMAGES_START, **_LIMITS) * 1e6
-    budget = images_budget if images else scenario.budget.num_tokens or TOKENS_START
-    return budget, scenario.budget.price_per_device_hour or None
-
-
-def show_budget() -> None:
-    """Inputs for training budget and price in the sidebar, bound to the scenario's keys; also of a wrong scenario."""
-    images = False
-    with suppress(SpecError):
-        images = result_cache.scenario(state.document()).job.model.sample == "image"
+def show_budget() -> float:
+    """Inputs for length and price of the training in the sidebar; returns the number of tokens or images to use."""
     with st.sidebar:
         st.markdown("###### Budget")
         left, right = st.columns(2)
         with left:
-            if images:
-                remembered_number("Images (million)", _IMAGES, _IMAGES_START, **_LIMITS, help="Training budget")
-            else:
-                path, about = ("training", "num_tokens"), "Training budget: training.num_tokens"
-                quantity("Tokens (billion)", path, TOKENS_START, scale=1e9, help=about)
+            budget = show_length(usual=True)
         with right:
-            about = "Per device and hour: cluster.price_per_device_hour. Empty for no cost"
-            quantity("Price", ("cluster", "price_per_device_hour"), None, help=about)
+            show_price()
+    return budget or TOKENS_START
+
+
+def show_length(*, usual: bool = False, steps: bool = False) -> float | None:
+    """Inputs for the length of the training: tokens, or images; also of a wrong scenario.
+
+    Args:
+        usual: Show the usual budget where the scenario has no length.
+        steps: Show optimizer steps, too: the same length in other words.
+
+    Returns:
+        The tokens or images; None for none.
+    """
+    found, length = None, None
+    with suppress(SpecError):
+        found = result_cache.scenario(state.document())
+        length = length_of(found)
+    is_image = found is not None and found.job.model.sample == "image"
+    path, words, scale, start = (IMAGES, "Images (million)", 1e6, IMAGES_START) if is_image else _TOKENS
+    budget = length.budget if length is not None else start if usual and "run" not in state.current() else None
+    quantity(words, path, budget, scale=scale, change=partial(with_length, path=path))
+    if steps:
+        number("Steps", STEPS, None if length is None else length.num_steps, change=partial(with_length, path=STEPS))
+    return budget
+
+
+def show_price() -> None:
+    """Input for the price of a device."""
+    more = "Empty for no cost"
+    path = ("cluster", "price_per_device_hour")
+    quantity("Price", path, price_of(state.current()), change=with_price, help=about(path, "Per device and hour", more))
 
 
 def show_numbers(

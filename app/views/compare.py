@@ -11,9 +11,9 @@ from typing import Any
 import streamlit as st
 
 from app import result_cache, state
+from app.budget import budget_of
 from app.components.elements import csv_text, download, download_report, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import budget_of
 from app.fields import remembered_choice
 from app.figures.compared import (
     ComparedPlan,

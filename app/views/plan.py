@@ -13,11 +13,12 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from app import result_cache, state
+from app.budget import budget_of, without_budget
 from app.choosing import with_size
 from app.components.elements import csv_text, details, download, download_report, meaning, show_figure, show_table
 from app.components.paste import show_paste
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import budget_of, show_numbers, show_verdict
+from app.components.verdict import show_numbers, show_verdict
 from app.fields import remembered_choice
 from app.figures.plan import PlanResult, memory_bars, memory_figure, memory_rows, plan_result, waterfall_figure
 from app.figures.plans import SettingEffect, setting_effects, written
@@ -25,7 +26,7 @@ from app.fitting import applied, changed, document_text, mended, section, with_v
 from app.last_read import framework_words, last_read
 from app.page import bullets, escaped, run_page
 from app.predictions import Headline, headline_of_prediction, idle_memory_words, plan_fixes, prediction_text
-from app.result_cache import awaited, begun, handed_over, without_budget
+from app.result_cache import awaited, begun, handed_over
 from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.model.families import FAMILIES

@@ -8,9 +8,9 @@ from typing import Any
 import streamlit as st
 
 from app import result_cache, state
+from app.budget import budget_of, without_budget
 from app.components.elements import csv_text, download, download_report, show_figure
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import budget_of
 from app.fields import remembered_choice
 from app.figures.scale import (
     AXES,
@@ -50,7 +50,7 @@ def show() -> None:
     document = state.document()
     scenario = result_cache.scenario(document)
     budget, price = budget_of(scenario)
-    text = document_text(result_cache.without_budget(document))
+    text = document_text(without_budget(document))
     left, right = st.columns(2)
     with left:
         axis = remembered_choice("Axis", "axis", list(AXES), "devices", format_func=_name)

@@ -10,16 +10,16 @@ from typing import Any
 import streamlit as st
 
 from app import state
+from app.budget import without_budget
 from app.components.plans import show_plans, show_plans_so_far
 from app.components.progress import ProgressBar, follow, show_progress, stage
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import TOKENS_START, show_budget
+from app.components.verdict import show_budget
 from app.fields import get, remembered_choice, remembered_number, remembered_switch
 from app.figures.plans import SEARCHING, search_plans
 from app.fitting import document_text
 from app.jobs.job import StartedJob, State, TaskRequest, searches
 from app.page import Following, escaped, run_page
-from app.result_cache import without_budget
 from simplan import catalog
 from simplan.report.search import GOALS, search_verdict
 from simplan.scenario import SearchScenario, parse_search
@@ -83,8 +83,7 @@ def _search_section() -> dict[str, Any]:
     if _may_set("loss") and remembered_switch("Loss in chunks", "loss", help=help_of_loss):
         section["loss"] = ["whole", "chunked"]
     if "cost" in (first, second):
-        show_budget()
-        section["token_budget"] = get(("training", "num_tokens"), TOKENS_START)
+        section["token_budget"] = show_budget()
     return section
 
 

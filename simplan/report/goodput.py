@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from simplan.goodput.account import USES
 from simplan.goodput.interval import IntervalCurve, IntervalPoint
@@ -22,7 +23,7 @@ from simplan.units import (
     span_unit,
 )
 
-_PARTS = {
+PARTS = {
     "compute": "compute",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
@@ -50,7 +51,7 @@ def goodput_text(result: GoodputResult, next_steps: Iterable[str] = ()) -> str:
         next_steps: Commands to suggest at the end.
     """
     parts = [
-        f"{result.name}: {headline(result)}",
+        f"{result.name}: {headline(result.to_json())}",
         "\n".join(_summary(result)),
         _waterfall(result),
         *_interruptions(result),
@@ -61,15 +62,18 @@ def goodput_text(result: GoodputResult, next_steps: Iterable[str] = ()) -> str:
     return "\n\n".join([*parts, *suggestions(next_steps)])
 
 
-def headline(result: GoodputResult) -> str:
-    """Time to finish, cost and goodput, in one line."""
-    json = result.to_json()
-    time = json["time_to_finish_s"]
+def headline(document: Mapping[str, Any]) -> str:
+    """Time to finish, cost and goodput, in one line.
+
+    Args:
+        document: JSON of ``simplan goodput``.
+    """
+    time = document["time_to_finish_s"]
     factor, _ = span_unit(time["mean"])
     low, high = (format_in(time[key], factor) for key in ("p10", "p90"))
     around = "" if time["p10"] == time["p90"] else f" (P10 {low}, P90 {high})"
-    cost = f", {format_money(json['cost'])}" if json["cost"] is not None else ""
-    return f"done in {format_span(time['mean'])}{around}{cost}, goodput {format_percent(result.goodput)}"
+    cost = f", cost {format_money(document['cost'])}" if document["cost"] is not None else ""
+    return f"done in {format_span(time['mean'])}{around}{cost}, goodput {format_percent(document['goodput'])}"
 
 
 def format_money(amount: float) -> str:
@@ -78,7 +82,7 @@ def format_money(amount: float) -> str:
     >>> format_money(1_234_567.8), format_money(12.345)
     ('1,234,568', '12.35')
     """
-    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:,.2f}"
+    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:z,.2f}"
 
 
 def _summary(result: GoodputResult) -> Iterator[str]:
@@ -120,7 +124,7 @@ def _summary(result: GoodputResult) -> Iterator[str]:
 def _waterfall(result: GoodputResult) -> str:
     total_s = result.mean_time_s
     rows = [
-        [_PARTS[part], format_span(seconds), format_percent(seconds / total_s)]
+        [PARTS[part], format_span(seconds), format_percent(seconds / total_s)]
         for part, seconds in result.waterfall_s.items()
         if seconds > 0
     ]

@@ -9,13 +9,14 @@ from xml.etree import ElementTree
 
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, text, written
-from simplan.units import format_percent, format_time
+from simplan.report.goodput import PARTS, headline
+from simplan.units import format_percent, format_span
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 960, 150, 210, 84
-_BAR, _ROW = 20, 28
+_WIDTH, _LEFT, _RIGHT, _TOP = 960, 190, 190, 84
+_BAR, _ROW, _GAP = 20, 28, 26
 _CURVE_HEIGHT = 220
 _GRID = "#d3d8de"
-_PARTS = {
+COLOURS = {
     "compute": "#3b7dd8",
     "evaluation": "#4ea5b7",
     "checkpoint": "#8c7aa9",
@@ -30,6 +31,8 @@ _PARTS = {
     "maintenance": "#2f6f86",
 }
 """Colors of the parts of the time of a run, in the order of the waterfall."""
+_MOST = 0.5
+"""Share of the time from which compute has a scale of its own."""
 _MARKS = (("best_interval_s", "best", "#2e8b57"), ("young_s", "Young", "#8c7aa9"), ("daly_s", "Daly", "#e38a42"))
 _FEWEST_POINTS = 3
 
@@ -40,44 +43,60 @@ def goodput_svg(document: Mapping[str, Any]) -> str:
     Args:
         document: JSON of ``simplan goodput``.
     """
-    parts = {name: document["waterfall_s"][name] for name in _PARTS if document["waterfall_s"].get(name, 0.0) > 0}
+    parts = {name: document["waterfall_s"][name] for name in COLOURS if document["waterfall_s"].get(name, 0.0) > 0}
     curve = document["interval_curve"] if len(document["interval_curve"]) >= _FEWEST_POINTS else []
-    bottom = _TOP + _ROW * len(parts)
-    height = bottom + 34 + (_CURVE_HEIGHT + 112 if curve else 0)
+    bottom = _TOP + _ROW * len(parts) + _GAP
+    height = bottom + 34 + (_CURVE_HEIGHT + 100 if curve else 0)
     heading = f"{clean(document['name'])}: the time of the whole run"
     root = picture(heading, _WIDTH, height)
     root.append(night_style())
     root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
     root.append(text(24, 30, heading, size=16, bold=True, css="ink"))
-    root.append(_soft(24, 50, _subheading(document)))
+    root.append(_soft(24, 50, headline(document)))
     root.extend(_waterfall(parts))
     if curve:
         root.extend(_curve(document, bottom + 74))
     return written(root)
 
 
-def _subheading(document: Mapping[str, Any]) -> str:
-    time = document["time_to_finish_s"]
-    low, middle, high = (format_time(time[name]) for name in ("p10", "p50", "p90"))
-    return f"done in {middle} (P10 {low}, P90 {high}); goodput {format_percent(document['goodput'])}"
-
-
 def _waterfall(parts: Mapping[str, float]) -> list[Element]:
-    """One bar per part, each from the end of the one above."""
-    width, total_s = _WIDTH - _LEFT - _RIGHT, sum(parts.values())
+    """One bar per part, each from the end of the one above; compute to a scale of its own if it is most of the time."""
+    total_s = sum(parts.values())
+    first, *others = parts
+    if not others or parts[first] < _MOST * total_s:
+        return _bars(parts, total_s, total_s, _TOP)
+    rest_s = total_s - parts[first]
+    top = _TOP + _ROW
+    words = f"the other {format_span(rest_s)} ({format_percent(rest_s / total_s)}), to a larger scale"
+    rest = {name: parts[name] for name in others}
+    return [
+        *_bars({first: parts[first]}, total_s, total_s, _TOP),
+        _soft(_LEFT, top + _GAP - 10, words),
+        *_bars(rest, rest_s, total_s, top + _GAP),
+    ]
+
+
+def _bars(parts: Mapping[str, float], scale_s: float, total_s: float, top: float) -> list[Element]:
+    """Bars of parts.
+
+    Args:
+        scale_s: Seconds of the whole width.
+        total_s: Seconds of the run.
+    """
+    width = _WIDTH - _LEFT - _RIGHT
     elements, start_s = [], 0.0
     for row, (name, seconds) in enumerate(parts.items()):
-        top, words = _TOP + _ROW * row, name.replace("_", " ")
-        left, right = (_LEFT + width * each_s / total_s for each_s in (start_s, start_s + seconds))
+        place, words = top + _ROW * row, PARTS[name]
+        left, right = (_LEFT + width * each_s / scale_s for each_s in (start_s, start_s + seconds))
         group = Element("g", {"class": "part"})
-        label = f"{format_time(seconds)}, {format_percent(seconds / total_s)}"
+        label = f"{format_span(seconds)}, {format_percent(seconds / total_s)}"
         ElementTree.SubElement(group, "title").text = f"{words}: {label}"
-        group.append(rect(left, top, max(1.5, right - left), _BAR, _PARTS[name]))
-        elements += [group, text(_LEFT - 10, top + 14, words, size=12, anchor="end", css="ink")]
-        elements.append(_soft(right + 8, top + 14, label))
+        group.append(rect(left, place, max(1.5, right - left), _BAR, COLOURS[name]))
+        elements += [group, text(_LEFT - 10, place + 14, words, size=12, anchor="end", css="ink")]
+        elements.append(_soft(right + 8, place + 14, label))
         start_s += seconds
         if row + 1 < len(parts):
-            elements.append(line(right, top + _BAR, right, top + _ROW, SOFT, css="soft"))
+            elements.append(line(right, place + _BAR, right, place + _ROW, SOFT, css="soft"))
     return elements
 
 
@@ -96,7 +115,7 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
     def y(share: float) -> float:
         return top + _CURVE_HEIGHT * (1 - share / highest)
 
-    words = "mean time of the run, above that of the best checkpoint interval"
+    words = "mean time of the run over its checkpoint interval, above the shortest"
     parts = [text(24, top - 18, words, size=13, bold=True, css="ink")]
     for number in range(5):
         share = highest * number / 4
@@ -104,7 +123,7 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
         parts.append(_soft(_LEFT - 8, y(share) + 4, f"+{format_percent(share)}", anchor="end"))
     for interval_s in _ticks(first_s, last_s):
         parts.append(line(x(interval_s), top, x(interval_s), top + _CURVE_HEIGHT, _GRID, css="grid"))
-        parts.append(_soft(x(interval_s), top + _CURVE_HEIGHT + 18, format_time(interval_s, digits=2), anchor="middle"))
+        parts.append(_soft(x(interval_s), top + _CURVE_HEIGHT + 18, format_span(interval_s), anchor="middle"))
     for place, (key, name, colour) in enumerate(_MARKS):
         if document[key] and first_s <= document[key] <= last_s:
             mark = line(x(document[key]), top, x(document[key]), top + _CURVE_HEIGHT, colour)
@@ -112,20 +131,20 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
             if key != "best_interval_s":
                 mark.set("stroke-dasharray", "5 4")
             parts.append(mark)
-        shown = "none" if document[key] is None else format_time(document[key], digits=3)
+        shown = "none" if document[key] is None else format_span(document[key])
         at = top + 14 + 20 * place
         parts.append(rect(_LEFT + width + 16, at - 9, 14, 10, colour))
         parts.append(text(_LEFT + width + 36, at, f"{name} {shown}", size=12, css="ink"))
     path = "M" + "L".join(f"{x(interval_s):.1f} {y(share):.1f}" for interval_s, share in drawn)
-    parts.append(Element("path", {"d": path, "fill": "none", "stroke": _PARTS["compute"], "stroke-width": "2"}))
+    parts.append(Element("path", {"d": path, "fill": "none", "stroke": COLOURS["compute"], "stroke-width": "2"}))
     for (interval_s, share), (_, time_s) in zip(drawn, points, strict=True):
-        place = {"cx": f"{x(interval_s):.1f}", "cy": f"{y(share):.1f}", "r": "3", "fill": _PARTS["compute"]}
+        place = {"cx": f"{x(interval_s):.1f}", "cy": f"{y(share):.1f}", "r": "3", "fill": COLOURS["compute"]}
         dot = Element("circle", place)
-        words = f"a checkpoint every {format_time(interval_s)}: {format_time(time_s)}"
+        words = f"a checkpoint every {format_span(interval_s)}: {format_span(time_s)}"
         ElementTree.SubElement(dot, "title").text = words
         parts.append(dot)
     middle = _LEFT + width / 2
-    parts.append(_soft(middle, top + _CURVE_HEIGHT + 40, "seconds of training between checkpoints", anchor="middle"))
+    parts.append(_soft(middle, top + _CURVE_HEIGHT + 40, "training between two checkpoints", anchor="middle"))
     return parts
 
 

@@ -8,7 +8,9 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 from simplan.errors import Problem, SpecError
+from simplan.goodput.result import GOODPUT_SCHEMA_VERSION
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
+from simplan.report.html.goodput import goodput_section
 from simplan.report.html.sections import (
     comparison_section,
     difference_section,
@@ -27,6 +29,7 @@ _SECTIONS: Mapping[str, tuple[int, str, Callable[[Mapping[str, Any]], str]]] = {
     "predictions": (1, "Comparison", predictions_section),
     "search": (1, "Search", search_section),
     "explanation": (1, "Explanation", explanation_section),
+    "goodput": (GOODPUT_SCHEMA_VERSION, "Whole run", goodput_section),
     "sweep": (1, "Sweep", sweep_section),
     "difference": (1, "Difference", difference_section),
     "comparison": (1, "Comparison with a run", comparison_section),

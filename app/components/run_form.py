@@ -1,0 +1,170 @@
+"""Form of a whole run: its length, failures, checkpoints, recovery, evaluation and power; and a start for all of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, get_args
+
+import streamlit as st
+
+from app import state
+from app.budget import TOKENS, TOKENS_START, price_of, with_length, with_price
+from app.components.elements import details
+from app.components.verdict import show_length, show_price
+from app.fields import about, choice, get, number, quantity, switch
+from app.fitting import Document, section, with_value
+from app.page import escaped
+from simplan import catalog
+from simplan.goodput.sections import Policy
+
+_NONE, _OWN = "none", "own"
+_FAILURES = {_NONE: "none", _OWN: "one rate for every device"}
+_CHECKPOINTS = {_NONE: "none", "best": "at the best interval", _OWN: "at an interval"}
+_POLICIES = dict(
+    zip(get_args(Policy), ("restart on all nodes", "shrink and grow", "continue without the group"), strict=True)
+)
+_RATES = ("device_mtbf_h", "node_mtbf_h", "link_mtbf_h", "causes", "preset")
+"""Keys of ``reliability`` that say how often something fails."""
+_START: Document = {
+    "reliability": {"preset": "llama3-2024", "detection_s": 60},
+    "checkpoint": {"interval_s": "best", "blocking_s": 30},
+    "recovery": {"restart_s": 600, "spares": 1, "repair_h": 24},
+}
+_START_PRICE = 2.5
+_START_INTERVAL_S = 1800.0
+_EXAMPLE_MTBF_H = 50_000.0
+
+
+def show_run_form() -> None:
+    """The form, bound to the sections of the scenario."""
+    columns = st.columns(4, gap="medium")
+    for column, (title, show) in zip(columns, _PARTS.items(), strict=True):
+        with column:
+            st.markdown(f"###### {title}")
+            show()
+    with details("Evaluation, power and more", "run options") as is_open:
+        if is_open:
+            _show_more()
+
+
+def started(document: Document) -> Document:
+    """The scenario with a length, a price, failures, checkpoints and a recovery, each if it has none."""
+    document = {**_START, **document}
+    if "run" not in document and section(document, TOKENS[0]).get(TOKENS[1]) is None:
+        document = with_length(document, TOKENS_START, TOKENS)
+    return document if price_of(document) is not None else with_price(document, _START_PRICE)
+
+
+def _length() -> None:
+    show_length(steps=True)
+    show_price()
+
+
+def _failures() -> None:
+    own = section(state.current(), "reliability")
+    names = {name: catalog.about("reliability", name)["description"] for name in catalog.names("reliability")}
+    value = own.get("preset") if own.get("preset") in names else _OWN if own else _NONE
+    key = "form failures"
+    st.session_state[key] = value
+    st.selectbox(
+        "Failures",
+        [*_FAILURES, *names],
+        key=key,
+        format_func=lambda name: _FAILURES.get(name, name),
+        help=f"{about(('reliability', 'preset'))}. {escaped(str(names.get(value, '')))}",
+        on_change=lambda: state.set_document(_with_failures(state.document(), st.session_state[key])),
+    )
+    if value != _NONE:
+        if value == _OWN:
+            _number("Hours between failures", ("reliability", "device_mtbf_h"))
+        _number("Detection, s", ("reliability", "detection_s"), 0.0)
+
+
+def _with_failures(document: Document, name: str) -> Document:
+    """The scenario with failures of a name in the box."""
+    own = {key: value for key, value in section(document, "reliability").items() if key not in _RATES}
+    rates: dict[str, Any] = {"device_mtbf_h": _EXAMPLE_MTBF_H} if name == _OWN else {"preset": name}
+    return _with_section(document, "reliability", None if name == _NONE else rates | own)
+
+
+def _checkpoints() -> None:
+    own, key = section(state.current(), "checkpoint"), "form checkpoints"
+    value = _NONE if not own else "best" if own.get("interval_s") == "best" else _OWN
+    st.session_state[key] = value
+    st.selectbox(
+        "Checkpoints",
+        list(_CHECKPOINTS),
+        key=key,
+        format_func=_CHECKPOINTS.get,
+        help=about(("checkpoint", "interval_s")),
+        on_change=lambda: state.set_document(_with_checkpoints(state.document(), st.session_state[key])),
+    )
+    if value == _NONE:
+        return
+    if value == _OWN and "interval_steps" in own:
+        number("Interval, steps", ("checkpoint", "interval_steps"), None)
+    elif value == _OWN:
+        _number("Interval, s", ("checkpoint", "interval_s"))
+    _number("Blocking, s", ("checkpoint", "blocking_s"))
+    more = "In place of blocking seconds: bytes of the plan over it"
+    path = ("checkpoint", "storage_bytes_per_s")
+    quantity("Storage, GB/s", path, None, scale=1e9, change=partial(_changed, path=path), help=about(path, more))
+
+
+def _with_checkpoints(document: Document, kind: str) -> Document:
+    """The scenario with checkpoints of a kind in the box; the first ones block for as long as those of the start."""
+    own = {key: value for key, value in section(document, "checkpoint").items() if not key.startswith("interval")}
+    interval_s = "best" if kind == "best" else _START_INTERVAL_S
+    kept = own or {"blocking_s": _START["checkpoint"]["blocking_s"]}
+    return _with_section(document, "checkpoint", None if kind == _NONE else {"interval_s": interval_s, **kept})
+
+
+def _recovery() -> None:
+    choice(
+        "Policy",
+        ("recovery", "policy"),
+        list(_POLICIES),
+        "restart",
+        format_func=lambda name: _POLICIES.get(name, str(name)),
+    )
+    _number("Restart, s", ("recovery", "restart_s"), 0.0)
+    number("Spare nodes", ("recovery", "spares"), 0)
+    _number("Repair, h", ("recovery", "repair_h"), 0.0)
+
+
+def _show_more() -> None:
+    evaluation, recovery, power = st.columns(3, gap="medium")
+    with evaluation:
+        path = ("evaluation", "every_steps")
+        number("Evaluation every, steps", path, None, change=partial(_changed, path=path))
+        _number("Evaluation, s", ("evaluation", "time_s"))
+    with recovery:
+        _number("Diagnosis, s", ("recovery", "diagnosis_s"), 0.0)
+        if section(state.current(), "checkpoint"):
+            switch("Asynchronous checkpoints", ("checkpoint", "asynchronous"), False)
+    with power:
+        _number("Device, W", ("power", "device_w"))
+        _number("Power usage effectiveness", ("power", "pue"), 1.0 if get(("power",)) else None)
+        _number("CO2, g per kWh", ("power", "co2_g_per_kwh"))
+    st.caption(
+        "*Edit as YAML* has all keys: causes of failures, spot nodes, checkpoints in memory, shrinking and more."
+    )
+
+
+def _number(label: str, path: tuple[str, str], default: float | None = None) -> None:
+    """Widget for a number of a section, which begins with its first key and ends with its last one."""
+    quantity(label, path, default, change=partial(_changed, path=path))
+
+
+def _changed(document: Document, value: float | None, path: tuple[str, str]) -> Document:
+    document = with_value(document, path, value)
+    return _with_section(document, path[0], document[path[0]] or None)
+
+
+def _with_section(document: Document, name: str, keys: dict[str, Any] | None) -> Document:
+    others = {key: value for key, value in document.items() if key != name}
+    return others if keys is None else {**others, name: keys}
+
+
+_PARTS = {"Length and price": _length, "Failures": _failures, "Checkpoints": _checkpoints, "Recovery": _recovery}
+"""Parts of the form by their title."""

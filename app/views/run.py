@@ -1,0 +1,143 @@
+"""Whole run: when a training is done and for how much, with its failures, checkpoints and recovery."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
+
+from app import result_cache, state
+from app.components.elements import (
+    csv_text,
+    download,
+    download_report,
+    file_name,
+    meaning,
+    show_drawing,
+    show_metrics,
+    show_table,
+)
+from app.components.run_form import show_run_form, started
+from app.components.scenario_form import show_scenario_form
+from app.fitting import document_text
+from app.page import bullets, escaped, run_page
+from app.predictions import goodput_document
+from app.result_cache import awaited
+from simplan.io import json_text
+from simplan.report.drawings.goodput_svg import goodput_svg
+from simplan.report.goodput import format_money, headline
+from simplan.report.html.goodput import change_rows, interruption_rows, simulated, waterfall_rows
+from simplan.scenario import Scenario
+from simplan.scenario.whole_run.evaluate import NUM_RUNS
+from simplan.units import format_bytes, format_number, format_percent, format_span, format_time
+
+_FIRST_RUNS = 20
+"""Runs that are shown first; the others follow."""
+
+
+def show() -> None:
+    """Form; then the answer from a few runs, and from as many as the command simulates."""
+    show_scenario_form()
+    show_run_form()
+    document = state.document()
+    scenario = result_cache.scenario(document)
+    if not scenario.budget.has_length:
+        _show_start(document)
+        return
+    text, calibrated_at = document_text(document), result_cache.worker_inputs(document)[1]
+    simulate = partial(awaited, task=goodput_document, text=text, calibrated_at=calibrated_at)
+    place = st.empty()
+    first = simulate("simulating some runs", num_runs=_FIRST_RUNS, compares=False)
+    _show_answer(place, first)
+    found = simulate(f"simulating {NUM_RUNS:,} runs", num_runs=NUM_RUNS, compares=True)
+    _show_answer(place, found)
+    _show_why(found)
+    _show_downloads(scenario, document, found)
+
+
+def _show_start(document: dict[str, Any]) -> None:
+    st.info(
+        "**How long is the run?** Set its tokens or its steps above. Failures, checkpoints, recovery and price are "
+        "optional: what is not set does not happen."
+    )
+    about = "1 T tokens, failures as of Llama 3, checkpoints at the best interval, one spare node, 2.5 per device-hour"
+    changed = started(document)
+    icon = ":material/play_arrow:"
+    st.button("Start with an example", icon=icon, help=about, on_click=state.set_document, args=(changed,))
+
+
+def _show_answer(place: DeltaGenerator, found: dict[str, Any]) -> None:
+    with place.container():
+        st.markdown(f"#### {escaped(headline(found).capitalize())}")
+        if found["memory_verdict"] not in (None, "fits"):
+            st.warning(f"The plan {found['memory_verdict']} in the memory of its devices: see the page Plan.")
+        show_metrics([*_metrics(found)])
+        st.caption(
+            f"{simulated(found)}; {found['num_steps']:,} steps of {format_time(found['step_time_s'])}. With the "
+            f"uncertainty of the step time, too: {_range(found['time_to_finish_with_step_interval_s'])}."
+        )
+
+
+def _range(quantiles: dict[str, float]) -> str:
+    return f"P10 {format_span(quantiles['p10'])}, P90 {format_span(quantiles['p90'])}"
+
+
+def _metrics(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    cost, stops = found["cost_distribution"], found["num_interruptions"]
+    cells = [
+        ("Done in", format_span(found["time_to_finish_s"]["mean"]), _range(found["time_to_finish_s"])),
+        ("Without failures", format_span(found["undisturbed_s"]), "Steps, evaluations and checkpoints alone"),
+        ("Goodput", format_percent(found["goodput"]), meaning("goodput")),
+        ("Interruptions", format_number(stops["mean"]), f"P10 {stops['p10']:,.0f}, P90 {stops['p90']:,.0f}"),
+        ("Device-hours", format_number(found["device_hours"]), "Of all devices, those of spares included"),
+    ]
+    if cost is None:
+        cells.append(("Cost", "no price", "Set a price above"))
+    else:
+        about = f"P10 {format_money(cost['p10'])}, P90 {format_money(cost['p90'])}, in the currency of the price"
+        cells.append(("Cost", format_money(cost["mean"]), about))
+    if found["energy_kwh"] is not None:
+        co2 = "" if found["co2_kg"] is None else f"{format_money(found['co2_kg'])} kg of CO2"
+        cells.append(("Energy", f"{format_money(found['energy_kwh'])} kWh", co2))
+    return cells
+
+
+def _show_why(found: dict[str, Any]) -> None:
+    parts = ", ".join(f"{name} {span} ({share})" for name, span, share in waterfall_rows(found))
+    show_drawing("whole-run", goodput_svg(found), alt=f"Where the time of the run goes: {parts}")
+    left, right = st.columns(2, gap="medium")
+    with left:
+        st.subheader("What changes are worth", help="Mean of runs with equal failures, with its standard error")
+        show_table([dict(zip(("change", "time saved", "cost saved"), row, strict=True)) for row in change_rows(found)])
+        if not found["sensitivity"]:
+            st.caption("Nothing can fail, so nothing is to be gained.")
+    with right:
+        st.subheader("Interruptions")
+        rows = interruption_rows(found)
+        show_table([dict(zip(("cause", "mean number", "share"), row, strict=True)) for row in rows])
+        if not rows:
+            st.caption("None: choose failures above.")
+    if found["checkpoint_bytes"] is not None:
+        interval = format_span(found["checkpoint_interval_s"])
+        st.caption(f"A checkpoint of {format_bytes(found['checkpoint_bytes'])} every {interval} of training.")
+    if found["assumptions"]:
+        with st.expander(f"Assumptions ({len(found['assumptions'])})"):
+            st.markdown(bullets(found["assumptions"]))
+
+
+def _show_downloads(scenario: Scenario, document: dict[str, Any], found: dict[str, Any]) -> None:
+    st.subheader("Downloads")
+    name = f"{scenario.name} whole run"
+    with st.container(horizontal=True):
+        download("Scenario", scenario.name, "yaml", document_text(document), about="Input of `simplan goodput`")
+        download("Numbers", name, "json", json_text(found), about="Output of the command below")
+        download("Intervals", f"{scenario.name} checkpoint intervals", "csv", csv_text(found["interval_curve"]))
+        download_report(name, lambda: [found])
+    st.caption("The same on a terminal")
+    st.code(f"simplan goodput {file_name(scenario.name)}.yaml --trials {found['trials']} --seed {found['seed']}", "sh")
+
+
+if __name__ == "__main__":
+    run_page(show)
