@@ -360,9 +360,12 @@ class Power(Spec):
 
 
 class RunSections(Spec):
-    """All sections of a whole run; None for a section that the scenario does not have."""
+    """All sections of a whole run; None for a section that the scenario does not have.
 
-    run: RunLength
+    The length and the price may stand elsewhere (``TrainingBudget``).
+    """
+
+    run: RunLength | None = None
     reliability: Reliability | None = None
     checkpoint: CheckpointPolicy | None = None
     recovery: Recovery | None = None
