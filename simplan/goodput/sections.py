@@ -14,9 +14,9 @@ A section that is left out means that nothing of its kind happens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from simplan.base import Count, Line, Natural, NonNegative, Positive, Spec
 from simplan.training import NumTokens, Price
@@ -188,6 +188,14 @@ class MemoryTier(Spec):
         return self
 
 
+def _interval(value: Any) -> Any:
+    """An interval; one sentence about a value that is neither of both types."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    if value not in (None, "best") and not is_number:
+        raise ValueError("must be seconds above 0, or best")
+    return value
+
+
 class CheckpointPolicy(Spec):
     """The section ``checkpoint``: when checkpoints are written, and how long that takes.
 
@@ -214,7 +222,9 @@ class CheckpointPolicy(Spec):
         memory: Checkpoints in memory in addition.
     """
 
-    interval_s: Positive | Literal["best"] | None = Field(None, description="seconds of training between checkpoints")
+    interval_s: Annotated[Positive | Literal["best"] | None, BeforeValidator(_interval)] = Field(
+        None, description="seconds of training between checkpoints, or best"
+    )
     interval_steps: Count | None = Field(None, description="steps between checkpoints, in place of interval_s")
     blocking_s: NonNegative | None = Field(None, description="seconds that training waits for a checkpoint")
     asynchronous: bool = Field(False, description="training goes on while a checkpoint is written")
