@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 PREDICTION_SCHEMA_VERSION = 2
 _OF_TRAINING_RUN = (
-    "days, device-hours and cost of the training: constant step time, no failures, checkpoints or restarts"
+    "days, device-hours and cost of the training: constant step time, no failures, checkpoints or restarts "
+    "(`simplan goodput` has them)"
 )
 
 
@@ -717,17 +718,21 @@ class Prediction:
             for memory, split in zip(self.memory, self.splits, strict=True)
         )
 
+    def mean_step_s(self, num_steps: int) -> float:
+        """Mean seconds of the steps of a run, in the first of which gradients may be whole (``compression``)."""
+        return self.step_time_s if self.compression is None else self.compression.mean_step_s(num_steps)
+
     def with_budget(self, budget: TrainingBudget) -> Prediction:
-        """Copy with the full training; this prediction if the budget has no number of tokens."""
-        if budget.num_tokens is None:
+        """Copy with the full training; this prediction if the budget has no length."""
+        job = self.job
+        num_steps = budget.steps(job.sequences_per_step, job.model.seq_len)
+        if num_steps is None:
             return self
-        tokens_per_step, factor = self.job.sequences_per_step * self.job.model.seq_len, 1.0
-        if self.compression is not None:  # the first steps have whole gradients
-            num_steps = math.ceil(budget.num_tokens / tokens_per_step)
-            factor = self.compression.mean_step_s(num_steps) / self.step_time_s
+        tokens_per_step = job.sequences_per_step * (1 if job.model.sample == "image" else job.model.seq_len)
+        factor = self.mean_step_s(num_steps) / self.step_time_s
         low_s, high_s = self.step_time_interval_s
         run = training_run(
-            budget.num_tokens,
+            num_steps * tokens_per_step if budget.num_tokens is None else budget.num_tokens,
             factor * self.step_time_s,
             (factor * low_s, factor * high_s),
             tokens_per_step=tokens_per_step,

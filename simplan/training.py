@@ -197,8 +197,25 @@ class TrainingBudget(Spec):
 
     Attributes:
         num_tokens: As in ``TrainingSection``.
+        num_samples: Sequences or images, in place of tokens.
+        num_steps: Optimizer steps, in place of tokens.
         price_per_device_hour: Price of one device for one hour, in any currency; None for no cost.
     """
 
     num_tokens: NumTokens | None = None
+    num_samples: NumTokens | None = None
+    num_steps: Count | None = None
     price_per_device_hour: Price | None = None
+
+    @property
+    def has_length(self) -> bool:
+        """True if the length of the training is known."""
+        return (self.num_tokens, self.num_samples, self.num_steps) != (None, None, None)
+
+    def steps(self, samples_per_step: int, seq_len: int) -> int | None:
+        """Optimizer steps, the last one included even if it needs fewer samples; None without a length."""
+        if self.num_steps is not None:
+            return self.num_steps
+        if self.num_samples is not None:
+            return math.ceil(self.num_samples / samples_per_step)
+        return None if self.num_tokens is None else math.ceil(self.num_tokens / (samples_per_step * seq_len))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simplan.documentation import documentation
-
 
 @dataclass(frozen=True, slots=True)
 class Unmodeled:
@@ -22,23 +20,11 @@ class Unmodeled:
     fix: str = ""
 
 
-_ELASTIC = f"`simplan run` survives failures: {documentation('how-to/elastic')}"
 _RECORDS = (
     Unmodeled(
         "compression of the weights and gradients of ZeRO (ZeRO++) is",
         "zeroplusplus zero_quantized_weights zero_quantized_gradients",
         "use plan.compression with plan.dp_replicate, or plan.grad_dtype: bf16",
-    ),
-    Unmodeled("preemption is", "preemption preemptions preemptible spot spot_instances", _ELASTIC),
-    Unmodeled(
-        "time lost to failures is",
-        "failures failure failure_rate mtbf mtbf_hours mtbf_s node_failures restart_time_s",
-        _ELASTIC,
-    ),
-    Unmodeled(
-        "a checkpoint interval is",
-        "checkpoint_interval checkpoint_every save_interval save_steps",
-        "`simplan run --checkpoint-every` writes checkpoints",
     ),
     Unmodeled(
         "QLoRA is",

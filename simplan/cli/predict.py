@@ -49,9 +49,7 @@ def predict_command(
             rule, fix = "is of one scenario", f"give it with each of the {len(others) + 1}"
             raise SpecError(Problem(field="--trace", value=str(trace), rule=rule, fix=fix))
         return _predict_all(request, others, as_json, output, calibration_file, budget)
-    scenario = request.scenario()
-    given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
-    scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
+    scenario = _with_budget(request.scenario(), budget)
     calibration = calibration_for(scenario, calibration_file)
     prediction, simulated = predict_step(scenario, calibration)
     found, order = _fixes(prediction, calibration), _faster_order(prediction, calibration)
@@ -78,6 +76,15 @@ def predict_command(
     return 0
 
 
+def _with_budget(scenario: Scenario, options: Mapping[str, float | None]) -> Scenario:
+    """The scenario with the length and the price that options give."""
+    budget = scenario.budget
+    given: dict[str, object] = {**chosen_budget(options, scenario.job.model, has_length=budget.has_length)}
+    if "num_tokens" in given:
+        given |= {"num_samples": None, "num_steps": None}
+    return replace(scenario, budget=budget.model_copy(update=given))
+
+
 def predict_step(scenario: Scenario, calibration: Calibration | None) -> tuple[Prediction, Simulated]:
     """Prediction and simulated step; on a terminal, with the progress of the simulation of links."""
     if scenario.job.cluster.topology is None:
@@ -97,9 +104,7 @@ def _predict_all(
     """Table of the predictions of several scenarios."""
     predictions = []
     for each in (request, *(replace(request, source=opened(other)) for other in others)):
-        scenario = each.scenario()
-        given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
-        scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
+        scenario = _with_budget(each.scenario(), budget)
         calibration = calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
         prediction = replace(scenario.predict(calibration), name=name_of(each, scenario, several=True))
         predictions.append(prediction.to_json())

@@ -233,7 +233,7 @@ def _space(scenario: SearchScenario, options: SearchOptions, given: SearchSpace 
         update |= {"objective": options.objectives[0], "objectives": None}
     elif options.objectives:
         update |= {"objective": options.objectives[0], "objectives": list(options.objectives)}
-    budget = chosen_budget(options.budget, scenario.job.model, space.token_budget)
+    budget = chosen_budget(options.budget, scenario.job.model, has_length=space.token_budget is not None)
     update |= {_BUDGET_KEYS[name]: value for name, value in budget.items()}
     if not update:
         return space

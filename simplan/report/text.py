@@ -159,7 +159,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     yield f"  memory       {format_bytes(worst.needed_bytes)}  ({interval}{more})"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
-        yield from _training_run(prediction.training_run)
+        noun = "images" if prediction.job.model.sample == "image" else "tokens"
+        yield from _training_run(prediction.training_run, noun)
     yield f"  MFU          {_mfu(prediction)}"
     idle = format_percent(prediction.bubble_fraction)
     yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
@@ -182,10 +183,10 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         yield f"  replication  {prediction.replication.words}"
 
 
-def _training_run(run: TrainingRun) -> Iterator[str]:
+def _training_run(run: TrainingRun, noun: str) -> Iterator[str]:
     days = f"{_rounded(run.days)} days{_interval(run.days_interval)}"
     yield (
-        f"  training     {format_count(run.num_tokens)} tokens in {run.num_steps:,} steps: {days}, "
+        f"  training     {format_count(run.num_tokens)} {noun} in {run.num_steps:,} steps: {days}, "
         f"{_rounded(run.device_hours)} device-hours"
     )
     if run.cost is not None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from simplan.document import Document
 from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.goodput.sections import SECTIONS
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import MISSING, Path, find_place, in_file_order, render_value, validate
@@ -175,7 +176,13 @@ def _dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"model": ModelSpec, "training": TrainingSection, "plan": ParallelPlan}
+_SECTIONS: dict[str, type[BaseModel]] = {
+    **SECTIONS,
+    "model": ModelSpec,
+    "training": TrainingSection,
+    "plan": ParallelPlan,
+}
+"""Sections by their key; a key of several belongs to the last of these."""
 
 _OTHER_WORDS = {
     "plan.microbatch_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu "
@@ -225,6 +232,14 @@ _OTHER_WORDS = {
     "cluster.topology": "network network_topology fabric",
     "cluster.stragglers": "straggler slow_rank slow_ranks slow_node slow_nodes",
     "training.backup_workers": "backup_worker num_backup_workers backup_replicas drop_slowest replicas_to_aggregate",
+    "run.num_steps": "max_steps train_iters train_steps training_steps num_iterations",
+    "reliability.device_mtbf_h": "failures failure failure_rate mtbf mtbf_h mtbf_hours mtbf_s mttf mttf_h gpu_mtbf_h",
+    "reliability.node_mtbf_h": "node_failures node_mttf_h",
+    "checkpoint.interval_steps": "save_interval save_steps checkpoint_every checkpoint_interval",
+    "recovery.restart_s": "restart_time_s restart_time",
+    "recovery.spares": "hot_spares spare_nodes num_spares",
+    "spot.preemptions_per_h": "preemption preemptions preemptible preemption_rate spot_instances",
+    "price.device_hour": "gpu_hour price_per_hour price_per_gpu_hour",
     "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""

@@ -23,7 +23,7 @@ def scenario_on(scenario: Scenario, num_nodes: int) -> Scenario:
     num_devices = num_nodes * job.cluster.ranks_per_node
     cluster = job.cluster.model_copy(update={"num_devices": num_devices})
     fewer = replace(job, cluster=cluster, plan=on_fewer_devices(job.plan, num_devices))
-    return replace(scenario, job=fewer, expect=())
+    return replace(scenario, job=fewer, expect=(), whole_run=None)
 
 
 def check_elastic(scenario: Scenario, min_nodes: int, checkpointing: Checkpointing | None) -> None:

@@ -8,6 +8,7 @@
     training: {global_batch_size: 16, precision: bf16}
     software: torch
     plan: {dp_replicate: 8, microbatch_size: 2}  # or search: {objective: step_time}, see simplan.scenario.search
+    run: {num_tokens: 1.0e12}                    # and the other sections of a whole run: simplan.goodput.sections
     expect:
       - {metric: fits, value: true, why: it ran}
 
@@ -31,6 +32,7 @@ from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.document import Document
 from simplan.errors import Problem, SpecError
+from simplan.goodput.sections import RunSections
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -46,6 +48,8 @@ from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
 from simplan.scenario.names import with_catalog_names
 from simplan.scenario.sections import read_expectations, read_model, read_software, sharded_over_cp
+from simplan.scenario.whole_run.reading import read_budget, read_run
+from simplan.scenario.whole_run.rules import check_run
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingBudget, TrainingSection, TrainingSpec
 
@@ -61,6 +65,7 @@ class Scenario:
         plan_is_assumed: True if nothing of the plan, or no degree of data parallelism, was given, and all other degrees
             are 1.
         batch_is_assumed: True if the global batch size was not given.
+        whole_run: Sections of a whole run; None if there are none.
 
     Raises:
         SpecError: The job violates rules; the error lists all violations.
@@ -74,6 +79,7 @@ class Scenario:
     assumptions: tuple[str, ...] = ()
     plan_is_assumed: bool = False
     batch_is_assumed: bool = False
+    whole_run: RunSections | None = None
 
     def __repr__(self) -> str:
         """Name and job, in one line."""
@@ -81,7 +87,9 @@ class Scenario:
 
     def __post_init__(self) -> None:
         check_job(self.job)
-        check_budget(self.budget, self.job.model)
+        check_budget(self.budget, self.job.model, self.whole_run)
+        if self.whole_run is not None:
+            check_run(self.whole_run, self.job)
 
     def predict(self, calibration: Calibration | None = None) -> Prediction:
         """Time and memory of one optimizer step.
@@ -110,12 +118,23 @@ class Scenario:
             prediction, simulated = predict_step(self.job, name=self.name, calibration=calibration, progress=progress)
         except SpecError as error:
             raise error if error.file or self.file is None else error.in_file(self.file) from None
-        if self.assumptions:
-            prediction = replace(prediction, assumptions=(*self.assumptions, *prediction.assumptions))
+        assumptions = (*self.assumptions, *prediction.assumptions, *self._left_to_goodput())
+        prediction = replace(prediction, assumptions=assumptions)
         return prediction.with_budget(self.budget), simulated
 
+    def _left_to_goodput(self) -> Iterator[str]:
+        """Sentence about sections that a step does not depend on."""
+        given = () if self.whole_run is None else self.whole_run.model_dump(exclude_none=True)
+        names = [name for name in given if name not in _LENGTH_AND_PRICE]
+        if names:
+            yield f"{', '.join(names)}: a step does not depend on them, `simplan goodput` does"
 
-def check_budget(budget: TrainingBudget, model: ModelSpec) -> None:
+
+_LENGTH_AND_PRICE = ("run", "price")
+"""Sections of a whole run that predictions have, too."""
+
+
+def check_budget(budget: TrainingBudget, model: ModelSpec, whole_run: RunSections | None = None) -> None:
     """Rejects a number of tokens for a model without tokens.
 
     Raises:
@@ -124,7 +143,8 @@ def check_budget(budget: TrainingBudget, model: ModelSpec) -> None:
     if budget.num_tokens is not None and model.sample == "image":
         rule = "is a number of tokens, and the model is one of images"
         value = f"{budget.num_tokens:g}"
-        raise SpecError(Problem(field="training.num_tokens", value=value, rule=rule, fix="leave it out"))
+        field = "training.num_tokens" if whole_run is None or whole_run.run is None else "run.num_tokens"
+        raise SpecError(Problem(field=field, value=value, rule=rule, fix="leave it out, or give run.num_samples"))
 
 
 class _File(Spec):
@@ -138,6 +158,14 @@ class _File(Spec):
     plan: Any = None
     search: Any = None
     expect: Any = ()
+    run: Any = None
+    reliability: Any = None
+    checkpoint: Any = None
+    recovery: Any = None
+    spot: Any = None
+    evaluation: Any = None
+    price: Any = None
+    power: Any = None
 
 
 def load_scenario(path: str | Path) -> Scenario:
@@ -182,6 +210,7 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
             file=sections.file,
             budget=parts.budget,
             assumptions=parts.sentences,
+            whole_run=parts.whole_run,
         )
     except SpecError as error:
         raise sections.in_file(error) from None
@@ -204,6 +233,7 @@ class ScenarioParts:
     training: TrainingSpec | None
     software: SoftwareSpec | None
     budget: TrainingBudget
+    whole_run: RunSections | None = None
     sentences: tuple[str, ...] = ()
 
     def job(self, plan: ParallelPlan) -> Job:
@@ -237,10 +267,14 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
     training = None if section is None else section.step
     if model is not None and software is not None:
         _refuse_idle_options(sections, data, model, software)
-    price = None if cluster is None else price_of(cluster, data["cluster"].get("price_per_device_hour"))
-    budget = TrainingBudget(num_tokens=section.num_tokens if section else None, price_per_device_hour=price)
+    whole_run = read_run(sections, data)
+    price = None if cluster is None else data["cluster"].get("price_per_device_hour")
+    budget = read_budget(sections, whole_run, model, section, price)
+    if cluster is not None:
+        price = price_of(cluster, budget.price_per_device_hour)
+        budget = budget.model_copy(update={"price_per_device_hour": price})
     name = data.get("name", Path(file).stem)
-    return ScenarioParts(name, data, sections, model, cluster, training, software, budget, sentences)
+    return ScenarioParts(name, data, sections, model, cluster, training, software, budget, whole_run, sentences)
 
 
 def price_of(cluster: ClusterSpec, price: float | None) -> float | None:
@@ -326,6 +360,7 @@ _NAMED_FILES = (
     ("plan", "schedule"),
     ("plan", "placement"),
     ("search", "placement"),
+    ("spot", "trace"),
 )
 _LISTS = (("search", "placement"),)
 """Keys with a list of values, of which each may be a file."""

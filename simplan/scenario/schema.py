@@ -7,6 +7,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.base import Spec
+from simplan.goodput.sections import SECTIONS
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario.clusters import ClusterSection
@@ -87,6 +88,7 @@ def scenario_schema() -> dict[str, Any]:
     software = {"type": "object", "properties": of_profile, "additionalProperties": False}
     expect = _section(Expectation, definitions)
     expect["properties"]["metric"] = {"enum": sorted(METRICS)}
+    whole_run = {name: _section(spec, definitions) for name, spec in SECTIONS.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "simplan scenario",
@@ -100,6 +102,7 @@ def scenario_schema() -> dict[str, Any]:
             "plan": _also(plan, {"type": "null"}),
             "search": _also(search, {"type": "null"}),
             "expect": {"type": "array", "items": expect},
+            **whole_run,
         },
         "required": ["model", "cluster", "training"],
         "additionalProperties": False,

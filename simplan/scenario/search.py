@@ -26,7 +26,6 @@ from simplan.job import Job
 from simplan.plan.placement import NETWORK, is_placement_file
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario.file import Scenario, ScenarioParts, check_budget, named_placement, parts_of, relocated
-from simplan.training import TrainingBudget
 
 if TYPE_CHECKING:
     from simplan.search import SearchResult, SearchSpace
@@ -113,13 +112,13 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
     if data.get("expect"):
         rule = "is about the prediction of one plan"
         sections.refuse(("expect",), rule, fix="add it to the scenario that --save-plan writes")
-    given = _with_devices(parts, _with_budget(data.get("search", {}), parts.budget))
+    given = _with_devices(parts, _with_budget(data.get("search", {}), parts))
     space = sections.read(SearchSpace, given, ("search",))
     sections.raise_problems()
     job = parts.job(ParallelPlan())
     assert space is not None
     try:
-        check_budget(parts.budget, job.model)
+        check_budget(parts.budget, job.model, parts.whole_run)
         space = that_it_has(job.software, space)
     except SpecError as error:
         raise sections.in_file(error) from None
@@ -127,11 +126,16 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
     return SearchScenario(name=parts.name, job=job, space=space, document=data, file=sections.file, assumptions=said)
 
 
-def _with_budget(search: Any, budget: TrainingBudget) -> Any:
+def _with_budget(search: Any, parts: ScenarioParts) -> Any:
     """The section ``search`` with length and price of the training, where the section has none itself."""
     if not isinstance(search, dict):
         return search
-    known = {"token_budget": budget.num_tokens, "dollars_per_device_hour": budget.price_per_device_hour}
+    budget, tokens = parts.budget, parts.budget.num_tokens
+    if parts.training is not None and parts.model is not None and parts.model.sample != "image" and tokens is None:
+        batch, seq_len = parts.training.global_batch_size, parts.model.seq_len
+        steps = budget.steps(batch, seq_len)
+        tokens = None if steps is None else float(steps * batch * seq_len)
+    known = {"token_budget": tokens, "dollars_per_device_hour": budget.price_per_device_hour}
     return {key: value for key, value in known.items() if value is not None} | search
 
 
@@ -174,7 +178,11 @@ def plan_document(
         ("training", "num_tokens", scenario.space.token_budget),
         ("cluster", "price_per_device_hour", scenario.space.dollars_per_device_hour),
     ):
-        if value is not None:
+        if value is not None and section == "training" and "run" in document:
+            document["run"] = {"num_tokens": value}
+        elif value is not None and section == "cluster" and "price" in document:
+            document["price"] = document["price"] | {"device_hour": value}
+        elif value is not None:
             document[section] = document[section] | {key: value}
     return {"name": scenario.name, **with_software(document, software), "plan": plan_section(plan)}
 

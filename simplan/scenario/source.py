@@ -21,6 +21,7 @@ from simplan.base import MAX_COUNT, Spec
 from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
 from simplan.errors import Problem, SpecError
+from simplan.goodput.sections import SECTIONS, RunLength
 from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, formats, read_configuration
 from simplan.interop.frameworks.shell import unknown_script
@@ -62,7 +63,7 @@ _USUAL_LENGTH = 4096
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _NOT_YAML = {".toml": "TOML file", ".json": "JSON file"}
 """Suffix of files that are no scenarios -> what they are."""
-_SECTIONS = frozenset(("name", "model", "cluster", "training", "software", "plan", "search", "expect"))
+_SECTIONS = frozenset(("name", "model", "cluster", "training", "software", "plan", "search", "expect", *SECTIONS))
 _WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
@@ -81,8 +82,17 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
         for keys in _NETWORKS
         for key in keys
     },
+    **{f"run.{key}": tuple(other for other in RunLength.model_fields if other != key) for key in RunLength.model_fields},
+    "checkpoint.interval_s": ("interval_steps",),
+    "checkpoint.interval_steps": ("interval_s",),
 }
 """Override -> keys of its section that it replaces; a key that is an override itself stays, to be refused."""
+_SAME: dict[str, tuple[str, ...]] = {
+    "training.num_tokens": ("run",),
+    "price.device_hour": ("cluster.price_per_device_hour",),
+    **{key: ("training.num_tokens",) for key in ("run", *(f"run.{key}" for key in RunLength.model_fields))},
+}
+"""Override -> keys of other sections that say the same, which it replaces."""
 _KEPT: dict[str, tuple[str, ...]] = {
     "model.preset": ("seq_len", "lora_rank", "lora_targets"),
     "model.hf_config": ("seq_len", "lora_rank", "lora_targets"),
@@ -93,7 +103,7 @@ _NAMES_A_MODEL = {"preset", "hf_config", "family"}
 """Keys of which a model has one; the settings of a model without one are those of the override's model."""
 _NEAR, _TOO_FAR = 0.05, 0.25
 """Relative difference of a batch from the tokens asked for: what 1M may mean (2**20 is 4.9 % more), and the largest."""
-_ORDER = ("name", "model", "cluster", "training", "software", "plan", "search")
+_ORDER = ("name", "model", "cluster", "training", "software", "plan", "search", *SECTIONS)
 _OF_NODES = {"cluster.num_devices", "cluster.num_nodes", "cluster.devices_per_node"}
 """Overrides that say other nodes than a framework's file."""
 _NAMES_WITH_OPTIONS = ("software", "cluster.device")
@@ -292,6 +302,7 @@ _KEYED: dict[str, type[Spec]] = {
     "cluster": ClusterSection,
     "model": ModelSpec,
     "software": SoftwareSpec,
+    **SECTIONS,
 }
 
 
@@ -501,7 +512,18 @@ def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[s
             replaced = [name for name in _INSTEAD.get(key, ()) if f"{section}.{name}" not in given]
             before = {name: value for name, value in before.items() if name not in replaced}
         changed[section] = _with(before, section, rest.split(".") if rest else [], given[key], typed[key], file)
+        for same in _SAME.get(key, ()):
+            if not any(other == same or other.startswith(f"{same}.") for other in given):
+                changed = _without(changed, same)
     return changed
+
+
+def _without(data: dict[str, Any], key: str) -> dict[str, Any]:
+    """Copy of the data without a section, or without a key of a section."""
+    section, _, name = key.partition(".")
+    if name and isinstance(data.get(section), dict):
+        return {**data, section: {each: value for each, value in data[section].items() if each != name}}
+    return data if name else {each: value for each, value in data.items() if each != section}
 
 
 def _sharded(

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from simplan.goodput.sections import SECTIONS
+
 _PLAIN = re.compile(r"[A-Za-z][\w./+-]*")
 _NOT_PLAIN = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 _KEYS = {
@@ -15,6 +17,7 @@ _KEYS = {
     "training": "simplan show training",
     "plan": "simplan show plan",
     "search": "simplan show search-space",
+    **dict.fromkeys(SECTIONS, "simplan show whole-run"),
 }
 """Commands that list the keys of a section."""
 

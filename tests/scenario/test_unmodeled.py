@@ -30,8 +30,6 @@ def refusal(section: str, line: str) -> SpecError:
     [
         ("plan", "zeroplusplus: true", "plan.zeroplusplus: compression of the weights and gradients of ZeRO (ZeRO++) "
          "is not modeled yet; use plan.compression with plan.dp_replicate"),
-        ("cluster", "preemption: 0.1", "cluster.preemption: preemption is not modeled yet; "),
-        ("", "failures: 3", "failures: time lost to failures is not modeled yet; "),
         ("training", "qlora: true", "training.qlora: QLoRA is not modeled yet; use training.task: lora with "),
         ("training", "task: qlora", 'training.task = "qlora": QLoRA is not modeled yet; use training.task: lora with '),
         ("plan", "schedule: pipedream", 'plan.schedule = "pipedream": an asynchronous pipeline is not modeled yet; '),

@@ -14,15 +14,13 @@ from simplan.training import TrainingBudget
 _OPTIONS = {"num_tokens": "--tokens", "price_per_device_hour": "--price"}
 
 
-def chosen_budget(
-    options: Mapping[str, float | None], model: ModelSpec, scenario_tokens: float | None
-) -> dict[str, float]:
+def chosen_budget(options: Mapping[str, float | None], model: ModelSpec, *, has_length: bool) -> dict[str, float]:
     """Fields of ``TrainingBudget`` that options give.
 
     Args:
         options: Fields of ``TrainingBudget``; None for options that are not given.
         model: Model of the scenario.
-        scenario_tokens: Number of tokens without ``--tokens``; None if the scenario has none.
+        has_length: True if the length of the training is known without ``--tokens``.
 
     Raises:
         SpecError: An option is out of range or has no effect; the error names the option.
@@ -33,7 +31,7 @@ def chosen_budget(
     except SpecError as error:
         raise SpecError([replace(p, field=_OPTIONS[p.field.rpartition(".")[2]]) for p in error.problems]) from None
     price = given.get("price_per_device_hour")
-    if price is not None and given.get("num_tokens", scenario_tokens) is None:
+    if price is not None and "num_tokens" not in given and not has_length:
         rule = "is the price of a training whose number of tokens is missing"
         raise SpecError(Problem(field="--price", value=f"{price:g}", rule=rule, fix="give --tokens too, e.g. 1e12"))
     return given

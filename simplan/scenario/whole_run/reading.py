@@ -1,0 +1,69 @@
+"""Sections of a whole run in a scenario file; what other sections say about length and price must agree with them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from simplan import catalog
+from simplan.goodput.sections import SECTIONS, Reliability, RunSections, Spot
+from simplan.model.model import ModelSpec
+from simplan.scenario.collecting import Sections
+from simplan.training import TrainingBudget, TrainingSection
+
+_CAUSES = "causes"
+
+
+def read_run(sections: Sections, data: dict[str, Any]) -> RunSections | None:
+    """Sections of a whole run; None for none. An invalid section is left out, its problems recorded."""
+    found = {}
+    for name, spec in SECTIONS.items():
+        if name in data:
+            given = _with_preset(sections, data[name]) if spec is Reliability else data[name]
+            found[name] = sections.read(spec, given, (name,))
+    spot = found.get("spot")
+    if isinstance(spot, Spot) and spot.zone is not None:
+        sections.look_up(("spot", "zone"), catalog.spot_zone, spot.zone)
+    return RunSections(**found) if found else None
+
+
+def _with_preset(sections: Sections, data: Any) -> Any:
+    """The section ``reliability`` with the keys of its preset, and the causes of both."""
+    if not isinstance(data, dict) or "preset" not in data:
+        return data
+    preset = sections.look_up(("reliability", "preset"), catalog.reliability, data["preset"])
+    own = data.get(_CAUSES, [])
+    if preset is None or not isinstance(own, list):
+        return data
+    names = {each.get("name") for each in own if isinstance(each, dict)}
+    causes = [*own, *(each for each in preset.get(_CAUSES, ()) if each["name"] not in names)]
+    return {**preset, **data, _CAUSES: causes}
+
+
+def read_budget(
+    sections: Sections,
+    run: RunSections | None,
+    model: ModelSpec | None,
+    training: TrainingSection | None,
+    price: float | None,
+) -> TrainingBudget:
+    """Length and price of the training, from the sections of a whole run or from those of a step.
+
+    Args:
+        price: ``cluster.price_per_device_hour``.
+    """
+    tokens = None if training is None else training.num_tokens
+    length = {} if run is None or run.run is None else run.run.model_dump(exclude_none=True)
+    budget = TrainingBudget(**(length or {"num_tokens": tokens}))
+    if length and tokens is not None and model is not None and training is not None:
+        ((name, number),) = length.items()
+        steps = budget.steps(training.global_batch_size, model.seq_len)
+        by_tokens = math.ceil(tokens / (training.global_batch_size * model.seq_len))
+        if steps != by_tokens:
+            rule = f"is {steps:,} steps, and training.num_tokens = {tokens:g} is {by_tokens:,}: both are the length"
+            sections.refuse(("run", name), rule, value=number, fix="keep one of the two")
+    own = None if run is None or run.price is None else run.price.device_hour
+    if own is not None and price is not None and own != price:
+        rule = f"is another price than cluster.price_per_device_hour = {price:g}"
+        sections.refuse(("price", "device_hour"), rule, value=own, fix="keep one of the two")
+    return budget.model_copy(update={"price_per_device_hour": price if own is None else own})
