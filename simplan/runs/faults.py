@@ -18,6 +18,7 @@ after initialization.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -138,5 +139,10 @@ class RunTimes(Spec):
 
     @property
     def goodput(self) -> float:
-        """Fraction of the time that went into steps that count."""
+        """Fraction of the time that went into steps that count, as fast as on all nodes."""
         return self.waterfall_s["compute"] / self.time_s
+
+    @property
+    def interruptions(self) -> dict[str, int]:
+        """Number of stops by kind, without those for nodes that came."""
+        return dict(Counter(stop.kind for stop in self.stops if stop.kind != "nodes"))

@@ -82,7 +82,9 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
         for keys in _NETWORKS
         for key in keys
     },
-    **{f"run.{key}": tuple(other for other in RunLength.model_fields if other != key) for key in RunLength.model_fields},
+    **{
+        f"run.{key}": tuple(other for other in RunLength.model_fields if other != key) for key in RunLength.model_fields
+    },
     "checkpoint.interval_s": ("interval_steps",),
     "checkpoint.interval_steps": ("interval_s",),
 }
@@ -90,7 +92,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
 _SAME: dict[str, tuple[str, ...]] = {
     "training.num_tokens": ("run",),
     "price.device_hour": ("cluster.price_per_device_hour",),
-    **{key: ("training.num_tokens",) for key in ("run", *(f"run.{key}" for key in RunLength.model_fields))},
+    **dict.fromkeys(("run", *(f"run.{key}" for key in RunLength.model_fields)), ("training.num_tokens",)),
 }
 """Override -> keys of other sections that say the same, which it replaces."""
 _KEPT: dict[str, tuple[str, ...]] = {

@@ -41,7 +41,10 @@ def _recovery(recovery: Recovery, job: Job) -> Iterator[Problem]:
     if recovery.spares > nodes:
         rule = f"is more than the {counted(nodes, 'node')} of the job"
         yield Problem(
-            field="recovery.spares", value=str(recovery.spares), rule=rule, fix=f"use {nodes} or less: nodes, not devices"
+            field="recovery.spares",
+            value=str(recovery.spares),
+            rule=rule,
+            fix=f"use {nodes} or less: nodes, not devices",
         )
     if recovery.min_nodes is not None and recovery.min_nodes > nodes:
         rule = f"is more than the {counted(nodes, 'node')} of the job"
@@ -67,5 +70,7 @@ def _replica_groups(recovery: Recovery, job: Job) -> Iterator[Problem]:
         yield Problem(field=field, value=value, rule=rule, fix=fix)
     elif (number := recovery.min_nodes) is not None and number % size:
         rule = f"is no whole number of replica groups, which have {counted(size, 'node')}"
-        fix = f"use {' or '.join(str(each) for each in (number - number % size, number + size - number % size) if each)}"
+        fix = (
+            f"use {' or '.join(str(each) for each in (number - number % size, number + size - number % size) if each)}"
+        )
         yield Problem(field="recovery.min_nodes", value=str(number), rule=rule, fix=fix)
