@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from executor.checks import check_job
-from executor.launch.errors import RanksError
+from executor.launch.errors import RanksError, RunOverError
 from executor.launch.faults import FaultInjector, OnLost
 from executor.launch.launcher import RankLaunch, Start, launch_ranks
 from executor.launch.nodes import Rendezvous
@@ -196,6 +196,10 @@ class _Run:
         try:
             try:
                 launch_ranks(launch, self._on_poll, self._on_start)
+            except RunOverError as error:
+                if rendezvous is None or rendezvous.has_failed():
+                    raise error if rendezvous is None else rendezvous.agreed(error) from None
+                self._note(f"{error}; this one was a spare")
             except RanksError as error:
                 raise error if rendezvous is None else rendezvous.agreed(error) from None
             failure = None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from executor.launch.nodes import Rendezvous
-from executor.launch.processes import signal_ours
+from executor.launch.processes import children_by_rank, signal_ours
 from executor.launch.watchdog import Beats, is_action
 from simplan.runs.faults import Fault
 
@@ -27,6 +27,14 @@ class FaultHappened(NamedTuple):
 
     fault: Fault
     time_s: float
+
+
+class _Coming(NamedTuple):
+    """A fault that is due, of ranks that meet at an address."""
+
+    fault: Fault
+    ranks: tuple[int, ...]
+    meeting: str
 
 
 class FaultInjector:
@@ -55,19 +63,21 @@ class FaultInjector:
         self._num_processes, self._num_active = 0, 0
         self._age_s, self._since_s = 0.0, None if self._leads else 0.0
         self._has_begun = False
-        self._unsent: list[tuple[Fault, tuple[int, ...]]] = []
+        self._meeting = ""
+        self._coming: list[_Coming] = []
         self._num_heard = 0 if rendezvous is None or self._leads else rendezvous.num_told()
         self.happened: list[FaultHappened] = []
 
-    def ranks_start(self, processes: tuple[int, ...], num_processes: int, num_active: int) -> None:
+    def ranks_start(self, meeting: str, processes: tuple[int, ...], num_processes: int, num_active: int) -> None:
         """To be called when ranks start.
 
         Args:
+            meeting: Address at which these ranks meet.
             processes: torchrun's numbers of the processes of this node.
             num_processes, num_active: Number of all processes, and of those that have work.
         """
         self._processes, self._num_processes, self._num_active = processes, num_processes, num_active
-        self._unsent.clear()  # ranks that ended meanwhile
+        self._meeting = meeting
         if self._has_begun and self._since_s is None:
             self._since_s = time.monotonic()
 
@@ -83,8 +93,11 @@ class FaultInjector:
             for told in self._rendezvous.told_since(self._num_heard):
                 self._num_heard += 1
                 heard = json.loads(told)
-                self._unsent.append((Fault.model_validate(heard["fault"], strict=False), tuple(heard["ranks"])))
-        self._unsent = [(fault, ranks) for fault, ranks in self._unsent if not self._hit(fault, ranks, beats)]
+                self._coming.append(_Coming(Fault(**heard["fault"]), tuple(heard["ranks"]), heard["meeting"]))
+        # those of other ranks are of earlier ones, which have ended, or of ranks that this node is about to start
+        now = [each for each in self._coming if each.meeting == self._meeting]
+        hit = [each for each in now if self._hit(each.fault, each.ranks)]
+        self._coming = [each for each in self._coming if each not in hit]
 
     def _begin(self, beats: Beats) -> None:
         if not self._has_begun and any(beat is not None and is_action(beat.doing) for beat in beats.values()):
@@ -106,9 +119,10 @@ class FaultInjector:
         self.happened.append(FaultHappened(fault, now_s))
         if fault.kind != "slow" and self._since_s is not None:
             self._age_s, self._since_s = self._age_s + now_s - self._since_s, None
-        self._unsent.append((fault, ranks))
+        self._coming.append(_Coming(fault, ranks, self._meeting))
         if self._rendezvous is not None:
-            self._rendezvous.tell(json.dumps({"fault": fault.model_dump(), "ranks": ranks}))
+            told = {"fault": fault.model_dump(), "ranks": ranks, "meeting": self._meeting}
+            self._rendezvous.tell(json.dumps(told))
 
     def _ranks_of(self, fault: Fault) -> tuple[int, ...] | None:
         """Ranks that a fault hits; None where there is no node but the one at the endpoint."""
@@ -122,18 +136,18 @@ class FaultInjector:
         first = others[(fault.node - 1) % len(others)] * per_node
         return tuple(self._rank_of(self._num_processes, process) for process in range(first, first + per_node))
 
-    def _hit(self, fault: Fault, ranks: tuple[int, ...], beats: Beats) -> bool:
-        """Hits the ranks of this node; False where one has not started yet."""
-        mine = {self._rank_of(self._num_processes, process) for process in self._processes}.intersection(ranks)
+    def _hit(self, fault: Fault, ranks: tuple[int, ...]) -> bool:
+        """Hits the ranks of this node; False where one has not been started yet."""
+        mine = {p for p in self._processes if self._rank_of(self._num_processes, p) in ranks}
         if not mine:
             return True
         if fault.node is not None and fault.kind in ("kill", "preempt"):
             self._lose_this_node(fault)
             return True
-        pids = [beat.pid for rank in mine if (beat := beats.get(rank)) is not None]
-        if len(pids) < len(mine.intersection(beats)):
+        started = children_by_rank()  # also while they import torch, before their first heartbeat
+        if not mine <= started.keys():
             return False
-        for pid in pids:
+        for pid in (started[process] for process in mine):
             if fault.kind == "kill":
                 signal_ours(pid, signal.SIGKILL)
             elif fault.kind == "stop":

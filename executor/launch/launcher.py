@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from executor.launch.errors import RankEnd, RanksError, num_kernel_kills
+from executor.launch.errors import RankEnd, RanksError, RunOverError, num_kernel_kills
 from executor.launch.faults import FaultInjector
 from executor.launch.nodes import LOCAL, LOOPBACK, LocalRendezvous, Rendezvous
 from executor.launch.processes import is_ours, signal_ours, status
@@ -66,12 +66,14 @@ class Start(NamedTuple):
         ranks: Ranks of this node.
         num_ranks: Ranks of all nodes: WORLD_SIZE.
         restarts: Number of restarts after failures so far.
+        meeting: Address at which these ranks meet, new at every start.
         ended_s: Time, on ``time.monotonic``'s clock, at which the ranks before had ended; None if it was not seen.
     """
 
     ranks: tuple[int, ...]
     num_ranks: int
     restarts: int
+    meeting: str = ""
     ended_s: float | None = None
 
 
@@ -126,7 +128,9 @@ class Logs(DefaultLogsSpecs):
         """Makes the folders for ranks with these environments."""
         made, first = super().reify(envs), envs[0]
         ranks = tuple(int(env["RANK"]) for env in envs.values())
-        self._on_start(Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"])), made)
+        meeting = f"{first['MASTER_ADDR']}:{first['MASTER_PORT']} {first['TORCHELASTIC_RESTART_COUNT']}"
+        start = Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"]), meeting)
+        self._on_start(start, made)
         return made
 
 
@@ -159,7 +163,13 @@ class Agent:
         )
         arguments = ["-u", "-m", "executor.launch.rank", launch.module, *launch.args]
         with _handlers_restored(), _logging_to(launch.out_dir / "logs" / "torchrun.log"):
-            launch_agent(config, sys.executable, arguments)
+            try:
+                launch_agent(config, sys.executable, arguments)
+            except AttributeError as error:
+                if error.obj is not None:
+                    raise
+                # torch asks for the result of an agent that was a spare when the run ended, which has none
+                raise RendezvousClosedError from None
 
     def stop(self) -> None:
         """Makes ``run`` end the ranks and raise; called from another thread."""
@@ -210,7 +220,7 @@ def launch_ranks(
     except RendezvousTimeoutError:
         raise RunError(_too_few(launch)) from None
     except RendezvousClosedError:
-        raise RanksError("the run has ended on the other nodes", is_consequence=True) from None
+        raise RunOverError("the run has ended on the other nodes", is_consequence=True) from None
     except (RendezvousConnectionError, RendezvousStateError) as error:
         at = launch.rendezvous.nodes.endpoint if launch.rendezvous else "this machine"
         raise RanksError(f"the store of the run at {at} cannot be reached: {error}", is_consequence=True) from None
@@ -271,7 +281,7 @@ class _Watch:
                 files.heartbeat.unlink(missing_ok=True)
                 files.dump.unlink(missing_ok=True)
             if self._launch.faults is not None:
-                self._launch.faults.ranks_start(processes, start.num_ranks, self._num_active)
+                self._launch.faults.ranks_start(start.meeting, processes, start.num_ranks, self._num_active)
         if self._on_start is not None:
             self._on_start(start, why)
 

@@ -120,6 +120,14 @@ class Rendezvous:
             return RunError(self._store.get("cause").decode())
         return mine
 
+    def has_failed(self) -> bool:
+        """True if a node has told the reason of a failure, within some seconds."""
+        try:
+            self._store.wait(["cause"], timedelta(seconds=_CAUSE_S))
+        except (RuntimeError, TimeoutError):
+            return False
+        return True
+
     def farewell(self) -> None:
         """Keeps the leading node, which has the store, until the other nodes have ended."""
         with contextlib.suppress(RuntimeError, TimeoutError):

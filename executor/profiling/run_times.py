@@ -19,6 +19,16 @@ from simplan.base import Natural, Spec
 from simplan.runs.faults import MeasuredStop, RunTimes, StopKind
 
 _FILE = "times.jsonl"
+_ORDER = (
+    "compute",
+    "slow_device",
+    "fewer_nodes",
+    "checkpoint",
+    "lost_work",
+    "detection",
+    "waiting",
+    "restart",
+)
 
 
 class Logged(Spec):
@@ -161,7 +171,7 @@ def run_times(
     return RunTimes(
         initialization_s=first_s - launches[0].start_s,
         time_s=sum(waterfall_s.values()),
-        waterfall_s=dict(waterfall_s),
+        waterfall_s={part: waterfall_s[part] for part in _ORDER if waterfall_s[part]},
         stops=tuple(_stop(a, b, first_s) for a, b in pairwise(attempts) if a.failed_s >= first_s),
         step_s=step_s,
         checkpoint_s=statistics.median(checkpoints_s) if checkpoints_s else None,
