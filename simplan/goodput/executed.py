@@ -35,7 +35,8 @@ class RecoveryTimes:
         waiting_s: From then until ranks start, where no node is missing.
         restart_s: From then until the first step, with loading.
         checkpoint_s: For which a checkpoint holds training up.
-        return_s: From the start of ranks without a node until that node has joined, beyond its repair.
+        return_s: From the start of ranks without a node until that node has joined, minus its repair, which begins
+            when the node is lost.
         step_s: Steps by number of nodes, with what is done between them; may be empty.
     """
 
@@ -76,7 +77,7 @@ class RecoveryTimes:
             waiting_s=statistics.fmean(stop.waiting_s for stop in failed),
             restart_s=statistics.fmean(stop.restart_s for stop in times.stops),
             checkpoint_s=times.checkpoint_s,
-            return_s=max(0.0, statistics.fmean(joins) - returns_after_s) if joins else 0.0,
+            return_s=statistics.fmean(joins) - returns_after_s if joins else 0.0,
             step_s=dict(times.step_s),
         )
 
@@ -86,7 +87,7 @@ def with_recovery(setup: RunSetup, recovery: RecoveryTimes) -> RunSetup:
     sizes = tuple(replace(size, step_s=recovery.step_s.get(size.num_nodes, size.step_s)) for size in setup.sizes)
     grows = setup.policy == "shrink"
     causes = tuple(
-        replace(cause, repair_s=cause.repair_s + recovery.return_s) if grows and cause.num_nodes else cause
+        replace(cause, repair_s=max(0.0, cause.repair_s + recovery.return_s)) if grows and cause.num_nodes else cause
         for cause in setup.causes
     )
     return replace(
