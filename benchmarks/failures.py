@@ -60,8 +60,8 @@ class SetUp:
     nodes: tuple[int, int]
     cause: CauseSetup
     seeds: Sequence[int]
-    num_steps: int = 200
-    every: int = 20
+    num_steps: int = 120
+    every: int = 12
 
     @property
     def job(self) -> RunSpec:
@@ -101,8 +101,8 @@ class SetUp:
 
 def set_ups(num_runs: Sequence[int] = (4, 3, 3)) -> tuple[SetUp, ...]:
     """The set-ups with a number of runs each."""
-    rank = CauseSetup(name="a rank is killed", units_per_node=0, mtbf_s=60.0, num_nodes=0)
-    node = CauseSetup(name="a host is killed", units_per_node=0, mtbf_s=90.0, num_nodes=1, repair_s=10.0)
+    rank = CauseSetup(name="a rank is killed", units_per_node=0, mtbf_s=80.0, num_nodes=0)
+    node = CauseSetup(name="a host is killed", units_per_node=0, mtbf_s=120.0, num_nodes=1, repair_s=10.0)
     seeds = [range(number) for number in num_runs]
     return (
         SetUp(name="restart", num_hosts=2, nodes=(2, 2), cause=rank, seeds=seeds[0]),
@@ -219,14 +219,14 @@ _HEAD = """\
 # Runs with drawn failures
 
 `python -m benchmarks.failures` writes this page. Failures are drawn as in the simulation and hit real runs on hosts
-that are network namespaces, one rank of one core each. Goodput is predicted from one run with one failure, which is none of
-these. The last column is the largest relative difference of a loss from the undisturbed run, in float64.
+that are network namespaces, one rank of one core each. Goodput is predicted from one run with one failure, which is
+none of these. The last column is the largest relative difference of a loss from the undisturbed run, in float64.
 
 """
 
 
-def main() -> None:
-    """Does all runs, prints a line of each, and writes the page."""
+def main(names: Sequence[str]) -> None:
+    """Does all runs, or those of some set-ups, and prints a line of each; only all of them are written to the page."""
     if reason := unavailable():
         raise SystemExit(f"not run: {reason}")
     rows = ["| set-up | failures | stops | goodput | predicted: P5, P50, P95 | inside | time, s | losses |"]
@@ -235,6 +235,8 @@ def main() -> None:
     print("\n".join(rows), flush=True)
     found: list[Outcome] = []
     for set_up in set_ups():
+        if names and set_up.name not in names:
+            continue
         for outcome in outcomes(set_up, _KEPT / set_up.name):
             found.append(outcome)
             rows.append(_row(outcome))
@@ -245,12 +247,14 @@ def main() -> None:
     summary = (
         f"Goodput is inside P5 to P95 in {inside} of {len(found)} runs; losses are equal to {_TOLERANCE:g} in {equal}."
     )
+    print(summary, flush=True)
+    if names:
+        return
     when = f"Made on {datetime.now(UTC):%Y-%m-%d} on {os.cpu_count()} cores, load average {os.getloadavg()[2]:.0f}."
     PAGE.write_text(
         f"{_HEAD}{summary} {when}\n\n" + "\n".join(rows) + "\n\nSeconds of each part, the predicted ones "
         "means:\n\n" + "\n".join(parts) + "\n"
     )
-    print(summary)
     shutil.rmtree(_KEPT)
 
 
@@ -286,4 +290,4 @@ def _waterfall(outcome: Outcome) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
