@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from simplan.cli.terminal.processes import ending_signals_raise
 from simplan.goodput.executed import RecoveryTimes, drawn_faults, expected_run, with_recovery
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.io import read_model, write_model
@@ -290,4 +291,5 @@ def _waterfall(outcome: Outcome) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with ending_signals_raise():  # so that hosts are removed
+        main(sys.argv[1:])
