@@ -58,6 +58,17 @@ def format_time(seconds: float, digits: int | None = None) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
+def format_span(seconds: float) -> str:
+    """Format a long duration in the largest unit of which it has one, with three significant digits.
+
+    >>> format_span(2_700_000), format_span(5400), format_span(90), format_span(30)
+    ('31.2 days', '1.5 h', '1.5 min', '30 s')
+    """
+    units = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"))
+    factor, unit = next(((f, u) for f, u in units if abs(seconds) >= f), (1.0, "s"))
+    return f"{_rounded(seconds / factor, 3)} {unit}"
+
+
 def format_rate(bytes_per_s: float, digits: int = 3) -> str:
     """Format a link or memory rate in decimal units, as vendors do.
 

@@ -74,6 +74,7 @@ _NETWORKS = (
     ("inter_link_gbit_per_node",),
     ("nics_per_node", "nic_gbit"),
 )
+_LENGTHS = tuple(RunLength.model_fields)
 _INSTEAD: dict[str, tuple[str, ...]] = {
     "cluster.num_nodes": ("num_devices",),
     "cluster.num_devices": ("num_nodes",),
@@ -82,9 +83,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
         for keys in _NETWORKS
         for key in keys
     },
-    **{
-        f"run.{key}": tuple(other for other in RunLength.model_fields if other != key) for key in RunLength.model_fields
-    },
+    **{f"run.{key}": tuple(other for other in _LENGTHS if other != key) for key in _LENGTHS},
     "checkpoint.interval_s": ("interval_steps",),
     "checkpoint.interval_steps": ("interval_s",),
 }
@@ -92,7 +91,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
 _SAME: dict[str, tuple[str, ...]] = {
     "training.num_tokens": ("run",),
     "price.device_hour": ("cluster.price_per_device_hour",),
-    **dict.fromkeys(("run", *(f"run.{key}" for key in RunLength.model_fields)), ("training.num_tokens",)),
+    **dict.fromkeys(("run", *(f"run.{key}" for key in _LENGTHS)), ("training.num_tokens",)),
 }
 """Override -> keys of other sections that say the same, which it replaces."""
 _KEPT: dict[str, tuple[str, ...]] = {

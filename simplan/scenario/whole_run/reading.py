@@ -16,7 +16,7 @@ _CAUSES = "causes"
 
 def read_run(sections: Sections, data: dict[str, Any]) -> RunSections | None:
     """Sections of a whole run; None for none. An invalid section is left out, its problems recorded."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, spec in SECTIONS.items():
         if name in data:
             given = _with_preset(sections, data[name]) if spec is Reliability else data[name]

@@ -9,6 +9,7 @@ from simplan.goodput.sections import Recovery, Reliability, RunSections
 from simplan.job import Job
 from simplan.scenario.whole_run.failures import causes_of
 from simplan.units import counted
+from simplan.wording import either
 
 
 def check_run(run: RunSections, job: Job) -> None:
@@ -40,12 +41,8 @@ def _recovery(recovery: Recovery, job: Job) -> Iterator[Problem]:
     nodes, policy = job.cluster.num_nodes, recovery.policy
     if recovery.spares > nodes:
         rule = f"is more than the {counted(nodes, 'node')} of the job"
-        yield Problem(
-            field="recovery.spares",
-            value=str(recovery.spares),
-            rule=rule,
-            fix=f"use {nodes} or less: nodes, not devices",
-        )
+        fix = f"use {nodes} or less; spares are nodes"
+        yield Problem(field="recovery.spares", value=str(recovery.spares), rule=rule, fix=fix)
     if recovery.min_nodes is not None and recovery.min_nodes > nodes:
         rule = f"is more than the {counted(nodes, 'node')} of the job"
         yield Problem(field="recovery.min_nodes", value=str(recovery.min_nodes), rule=rule, fix=f"use {nodes} or less")
@@ -70,7 +67,6 @@ def _replica_groups(recovery: Recovery, job: Job) -> Iterator[Problem]:
         yield Problem(field=field, value=value, rule=rule, fix=fix)
     elif (number := recovery.min_nodes) is not None and number % size:
         rule = f"is no whole number of replica groups, which have {counted(size, 'node')}"
-        fix = (
-            f"use {' or '.join(str(each) for each in (number - number % size, number + size - number % size) if each)}"
-        )
+        below = number - number % size
+        fix = f"use {either(each for each in (below, below + size) if each)}"
         yield Problem(field="recovery.min_nodes", value=str(number), rule=rule, fix=fix)
