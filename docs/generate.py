@@ -133,11 +133,11 @@ def _scenario() -> str:
 
 def _catalog() -> str:
     parts = [
-        "# Devices, links, clusters, topologies, models",
-        f"{_GENERATED} by `simplan show devices`, `links`, `clusters`, `topologies` and `models`.*",
+        "# Devices, links, clusters, topologies, models, reliability",
+        f"{_GENERATED} by `simplan show devices`, `links`, `clusters`, `topologies`, `models` and `reliability`.*",
     ]
     parts.append("`simplan show devices NAME`, for instance, prints one entry with the source of every value.")
-    for kind in ("devices", "links", "clusters", "topologies", "models"):
+    for kind in ("devices", "links", "clusters", "topologies", "models", "reliability"):
         parts += [f"## {kind.capitalize()}", _listed(kind)]
     return "\n\n".join(parts) + "\n"
 

@@ -1,4 +1,4 @@
-"""The catalog: devices, links, clusters, topologies, models and software by name, every value with its source.
+"""The catalog: devices, links, clusters, models, software, failures and more by name, every value with its source.
 
 The data files are in the folder of this module: one file per kind, and for software one per profile. A file is parsed
 once, when an entry of its kind is first requested. A name that is not in the catalog raises a ``SpecError`` that names
@@ -44,19 +44,23 @@ __all__ = [
     "network_of_node",
     "node",
     "published_parameters",
+    "reliability",
     "software",
+    "spot_zone",
     "topology",
     "topology_fields",
     "topology_source",
     "unmeasured_link",
 ]
 
-Kind = Literal["devices", "links", "clusters", "topologies", "models", "software"]
+Kind = Literal["devices", "links", "clusters", "topologies", "models", "software", "reliability", "spot_zones"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
 _OF_KERNELS = ("rates", "reserve_fraction", "compiled_reserve_fraction")
 """Fields of a software profile that ``rates_of`` takes from another profile."""
+_ABOUT = ("description", "fitted_on", "source", "sources")
+"""Fields of an entry that are no keys of a scenario."""
 _MAX_SHOWN = 60
 _NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 
@@ -342,6 +346,24 @@ def published_parameters(name: str) -> int:
     return int(_entry("models", name)["published_parameters"])
 
 
+def reliability(name: str) -> dict[str, Any]:
+    """Published failures as keys of a scenario's ``reliability``, to be overridden."""
+    return {key: value for key, value in _entry("reliability", name).items() if key not in _ABOUT}
+
+
+def spot_zone(name: str) -> dict[str, Any]:
+    """Preemptions and waits of a zone as keys of a scenario's ``spot``: ``preemptions_per_h`` and ``wait_h``."""
+    return {key: value for key, value in _entry("spot_zones", name).items() if key not in _ABOUT}
+
+
+def about(kind: Literal["reliability", "spot_zones"], name: str) -> dict[str, Any]:
+    """Description and sources of published failures or of a zone; for failures, ``fitted_on`` too."""
+    entry = _entry(kind, name)
+    sources = entry["sources"] if "sources" in entry else dict.fromkeys(spot_zone(name), entry["source"])
+    said = {key: entry[key] for key in ("description", "fitted_on") if key in entry}
+    return said | {"sources": _sources(kind, sources)}
+
+
 @cache
 def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """A software profile.
@@ -428,13 +450,15 @@ _INSTEAD: dict[str, str] = {
     "devices": f"{documentation('how-to/devices')} says how to describe another",
     "clusters": "or give device and devices_per_node in place of a preset",
     "topologies": "or give its kind and values (`simplan show topology`)",
+    "reliability": "or give device_mtbf_h in place of a preset",
+    "spot_zones": "or give preemptions_per_h and wait_h in place of a zone",
 }
 """Advice for an entry that does not exist, by kind."""
 
 
 def _entry(kind: Kind, name: str) -> dict[str, Any]:
     data = _parsed(kind)
-    singular = "topology" if kind == "topologies" else kind.removesuffix("s")
+    singular = "topology" if kind == "topologies" else kind.removesuffix("s").replace("_", " ")
     own_name = canonical_name(kind, name)
     if own_name in data[kind]:
         entry: dict[str, Any] = data[kind][own_name]

@@ -61,7 +61,8 @@ _COUNTED = tuple(
     )
 )
 """Numbers of nodes and devices before or after a name."""
-_SINGULAR, _PLURALS = {"topologies": "topology", "software": "framework"}, {"software": "frameworks"}
+_SINGULAR = {"topologies": "topology", "software": "framework", "spot_zones": "spot zone"}
+_PLURALS = {"software": "frameworks", "spot_zones": "spot zones"}
 _MAX_LISTED = 12
 UNKNOWN = "is not in the catalog"
 """Rule for a name that stands for nothing."""

@@ -137,6 +137,8 @@ def entry(kind: str, name: str) -> dict[str, Any]:
         SpecError: No such kind or entry; names the nearest.
     """
     _listing_of(kind)
+    if kind == "reliability":
+        return _reliability_entry(name)
     if kind in _ENTRIES:
         name = find(cast("catalog.Kind", kind), name).name or name
         found: dict[str, Any] = _ENTRIES[kind](name).model_dump(mode="json")
@@ -268,6 +270,36 @@ def _software() -> list[Row]:
     ]
 
 
+def _reliability() -> list[Row]:
+    """Presets of ``reliability``, then zones of ``spot``."""
+
+    def preset_row(name: str) -> Row:
+        causes = (cause for cause in catalog.reliability(name)["causes"] if cause["per"] != "job")
+        per_hour = sum((1 if cause["per"] == "node" else _DEVICES_PER_NODE) / cause["mtbf_h"] for cause in causes)
+        return {"name": name, "key": "reliability.preset", "failures": f"{24_000 * per_hour:.3g} per 1,000 node-days"}
+
+    def zone_row(name: str) -> Row:
+        zone = catalog.spot_zone(name)
+        rate = f"{zone['preemptions_per_h']:.2f} per instance-hour, {zone['wait_h']:.1f} h to the next"
+        return {"name": name, "key": "spot.zone", "failures": rate}
+
+    presets, zones = catalog.names("reliability"), catalog.names("spot_zones")
+    return [
+        *(preset_row(name) | {"of": catalog.about("reliability", name)["description"]} for name in presets),
+        *(zone_row(name) | {"of": catalog.about("spot_zones", name)["description"]} for name in zones),
+    ]
+
+
+def _reliability_entry(name: str) -> dict[str, Any]:
+    """Preset of ``reliability`` or zone of ``spot``, with its keys and their sources."""
+    found = find("spot_zones", name)
+    if found.name or found.candidates:
+        zone = found.name or name
+        return {"id": zone} | catalog.spot_zone(zone) | catalog.about("spot_zones", zone)
+    preset = find("reliability", name).name or name
+    return {"id": preset} | catalog.reliability(preset) | catalog.about("reliability", preset)
+
+
 def _schedules() -> list[Row]:
     def row(name: str, doc: str) -> Row:
         paragraphs = [" ".join(part.split()) for part in doc.split("\n\n")]
@@ -284,6 +316,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "topologies": _topologies,
     "models": _models,
     "software": _software,
+    "reliability": _reliability,
     "schedules": _schedules,
     "metrics": definitions,
     "scenario": scenario_sections,
@@ -307,6 +340,7 @@ _ENTRIES: dict[str, Callable[[str], Any]] = {
 }
 
 KINDS = (*_LISTINGS, "schema")
+_DEVICES_PER_NODE = 8  # of nodes in the listing of failures
 
 
 def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -314,6 +348,10 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in data.items():
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and all(isinstance(each, dict) and "name" in each for each in value):
+            for each in value:
+                others = (f"{name}: {one}" for name, one in each.items() if name != "name")
+                flat[f"{prefix}{key}.{each['name']}"] = ", ".join(others)
         else:
             flat[f"{prefix}{key}"] = value
     return flat

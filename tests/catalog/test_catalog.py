@@ -36,6 +36,8 @@ CLUSTERS = {
     "nd-mi300x-v5", "this-machine",
 }  # fmt: skip
 
+SECTIONS = {"topologies", "reliability", "spot_zones"}
+"""Kinds whose entries are sections of a scenario."""
 ROUNDED_PEAKS = {"l4", "l40s", "rtx-3090", "rubin-sxm"}
 """GPUs whose datasheets have two or three digits; Rubin's FP8 is more than twice its BF16."""
 
@@ -48,7 +50,7 @@ def test_the_names_that_scenarios_rely_on_are_there() -> None:
     assert set(wanted) <= set(catalog.names("links"))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in get_args(catalog.Kind) if kind != "topologies"])
+@pytest.mark.parametrize("kind", [kind for kind in get_args(catalog.Kind) if kind not in SECTIONS])
 def test_every_entry_is_valid(kind: catalog.Kind) -> None:
     read = getattr(catalog, kind.removesuffix("s"))
     for name in catalog.names(kind):
