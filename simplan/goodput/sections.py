@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from simplan.base import Count, Line, Natural, NonNegative, Positive, Spec
+from simplan.goodput.batch_scaling import SamplesAtBatch
 from simplan.training import NumTokens, Price
 
 MAX_HOURS = 1e9
@@ -37,23 +38,25 @@ Policy = Literal["restart", "shrink", "continue"]
 
 
 class RunLength(Spec):
-    """The section ``run``: length of the run, in one of three units.
+    """The section ``run``: length of the run, in one of three units, or as a law of the batch.
 
     Attributes:
         num_steps: Optimizer steps.
         num_tokens: Tokens, padding included; rounded up to whole steps.
         num_samples: Sequences or images; rounded up to whole steps.
+        samples_at_batch: Sequences or images to a target, which depend on the batch of the plan.
     """
 
     num_steps: Count | None = Field(None, description="optimizer steps of the run")
     num_tokens: NumTokens | None = Field(None, description="tokens of the run, padding included")
     num_samples: NumTokens | None = Field(None, description="sequences or images of the run")
+    samples_at_batch: SamplesAtBatch | None = Field(None, description="sequences or images to a target, by batch")
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError("needs one of num_steps, num_tokens and num_samples")
+            raise ValueError("needs one of num_steps, num_tokens, num_samples and samples_at_batch")
         return self
 
 

@@ -1,0 +1,1 @@
+"""Published whole runs, and what simplan makes of them."""
