@@ -61,12 +61,27 @@ def format_time(seconds: float, digits: int | None = None) -> str:
 def format_span(seconds: float) -> str:
     """Format a long duration in the largest unit of which it has one, with three significant digits.
 
-    >>> format_span(2_700_000), format_span(5400), format_span(90), format_span(30)
-    ('31.2 days', '1.5 h', '1.5 min', '30 s')
+    >>> format_span(2_700_000), format_span(5400), format_span(90), format_span(30), format_span(0)
+    ('31.2 days', '1.50 h', '1.50 min', '30.0 s', '0 s')
     """
+    factor, unit = span_unit(seconds)
+    return f"{format_in(seconds, factor)} {unit}"
+
+
+def span_unit(seconds: float) -> tuple[float, str]:
+    """Seconds and name of the largest unit of which a duration has one: days, hours, minutes or seconds."""
     units = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"))
-    factor, unit = next(((f, u) for f, u in units if abs(seconds) >= f), (1.0, "s"))
-    return f"{_rounded(seconds / factor, 3)} {unit}"
+    return next(((factor, unit) for factor, unit in units if abs(seconds) >= factor), (1.0, "s"))
+
+
+def format_in(seconds: float, factor: float) -> str:
+    """Format a duration in a unit, without its name.
+
+    >>> format_in(2_700_000, 86_400), format_in(2_592_000, 86_400)
+    ('31.2', '30.0')
+    """
+    value = seconds / factor
+    return "0" if value == 0 else f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def format_rate(bytes_per_s: float, digits: int = 3) -> str:

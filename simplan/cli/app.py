@@ -104,6 +104,52 @@ def predict(
     )
 
 
+@_command(short_help="Simulate a whole run with failures: days, money and energy.")
+@takes_scenario(writes=True, whole_run=True)
+def goodput(
+    scenario: ScenarioRequest,
+    others: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="OTHERS",
+            help="More scenarios, for one table of all; options hold for all.",
+            autocompletion=completion.scenarios,
+        ),
+    ] = None,
+    json: AsJson = False,
+    trials: Annotated[int, _COUNT(max=1_000_000, help="Number of simulated runs.")] = 1000,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Seed of the failures; equal ones give equal runs.")
+    ] = 0,
+    runs_file: Annotated[
+        Path | None,
+        typer.Option("--runs", metavar="FILE", help="Parquet or CSV file for the simulated runs (default: none)."),
+    ] = None,
+    trace: Annotated[
+        Path | None, _FILE(help="File for a Perfetto trace of the run with the median time (default: none).")
+    ] = None,
+    output: JsonFile = None,
+    jobs: Annotated[
+        int, typer.Option(min=-1, max=4096, metavar="N", help="Number of processes; -1 for one per core.")
+    ] = 1,
+    calibration: CalibrationFile = None,
+) -> int:
+    """Simulate a whole run with failures, checkpoints and recovery: when it is done, for how much, and what helps.
+
+    For example: simplan goodput llama3-8b --gpus 64 --tokens 1e12 --mtbf-h 50000 --checkpoint-every-s best
+    --checkpoint-s 30 --restart-s 600 --price 2.5
+
+    The step is that of predict. Sections of the scenario say what can happen (simplan show whole-run); without a
+    section nothing of its kind does. Several scenarios are one table. Expectations of the whole run are checked.
+    """
+    from simplan.cli.goodput.command import GoodputOptions, goodput_command
+
+    options = GoodputOptions(num_runs=trials, seed=seed, jobs=jobs, runs_file=runs_file, trace=trace)
+    return goodput_command(
+        scenario, others or (), as_json=json, output=output, calibration_file=calibration, options=options
+    )
+
+
 @_command(short_help="Find the best plan of a search space, and show why others lost.")
 @takes_scenario(writes=True)
 def search(
@@ -702,8 +748,8 @@ def show(
             metavar="KIND",
             autocompletion=completion.kinds,
             help="Kind: devices, links, clusters, topologies, models, software, schedules, metrics, scenario; and the "
-            "keys of a scenario's model, cluster, topology, training, plan, search-space, expect or schema (JSON "
-            "Schema).",
+            "keys of a scenario's model, cluster, topology, training, plan, search-space, expect, whole-run or schema "
+            "(JSON Schema).",
         ),
     ] = None,
     name: Annotated[

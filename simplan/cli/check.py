@@ -25,7 +25,8 @@ from simplan.report.checks import (
     junit_xml,
     markdown_summary,
 )
-from simplan.scenario import METRICS, Expectation, evaluate, load_scenario
+from simplan.scenario import METRICS, Expectation, Scenario, evaluate, load_scenario
+from simplan.scenario.expectation import OF_INTERVAL
 from simplan.scenario.file import scenario_of_document
 
 _SUFFIXES = (".yaml", ".yml")
@@ -54,8 +55,7 @@ def check_command(
                 raise SpecError(problem, file=str(file))
             scenario = load_scenario(file)
             if covers(calibration, scenario):
-                prediction = scenario.predict(calibration if is_needed(scenario.job.cluster) else None)
-                for change in bless(file, prediction.to_json(timeline=False)):
+                for change in bless(file, _predicted(scenario, calibration)):
                     say(change)
     checked = [check_file(file, calibration) for file in files]
     if junit is not None:
@@ -105,7 +105,7 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
             reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
             cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]
             return CheckedFile(str(file), tuple(cases) or (CheckedCase("scenario", CheckStatus.SKIPPED, reason),))
-        prediction = scenario.predict(calibration if is_needed(scenario.job.cluster) else None).to_json(timeline=False)
+        prediction = _predicted(scenario, calibration)
     except SpecError as error:
         return CheckedFile(
             str(file),
@@ -118,6 +118,21 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
         line, _ = document.place(("expect", index))
         cases.append(CheckedCase(expectation.metric, status, result.message, expectation.why, line))
     return CheckedFile(str(file), tuple(cases))
+
+
+def _predicted(scenario: Scenario, calibration: Calibration | None) -> dict[str, Any]:
+    """JSON of the prediction, with that of the whole run if an expectation is of it."""
+    calibration = calibration if is_needed(scenario.job.cluster) else None
+    prediction = scenario.predict(calibration)
+    document = prediction.to_json(timeline=False)
+    of_run = {each.metric for each in scenario.expect if each.is_of_run}
+    if of_run:
+        from simplan.scenario.whole_run.evaluate import goodput_of
+
+        compares = not OF_INTERVAL.isdisjoint(of_run)
+        result = goodput_of(scenario, prediction=prediction, calibration=calibration, compares=compares)
+        document["whole_run"] = result.to_json()
+    return document
 
 
 _MARK = "blessed"

@@ -24,6 +24,7 @@ from simplan.report.section_fields import (
     search_space,
     topology_fields,
     training_fields,
+    whole_run_fields,
 )
 from simplan.report.table import format_table_text
 from simplan.scenario.schema import cluster_fields, scenario_schema
@@ -327,6 +328,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "plan": plan_fields,
     "search-space": search_space,
     "expect": expectation_fields,
+    "whole-run": whole_run_fields,
 }
 _SECTIONS = ("training", "plan", "model", "cluster")
 """Kinds whose rows are keys of a scenario."""

@@ -162,7 +162,8 @@ def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | N
     beside_jobs = any(isinstance(each, BackgroundJob) for each in scenario.job.cluster.background)
     searched = [] if beside_jobs else [f"simplan search {search}"]  # every plan would simulate the other jobs: minutes
     if found is None:
-        return [f"simplan explain {this}", *searched, *steps]
+        whole_run = [f"simplan goodput {this}"] if scenario.whole_run is not None and scenario.budget.has_length else []
+        return [f"simplan explain {this}", *searched, *whole_run, *steps]
     changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
     return [*changed, *searched, f"simplan explain {this}", *steps]
 

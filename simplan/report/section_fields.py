@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
 from simplan.cluster.topology import TOPOLOGIES, GraphLink, Pcie
+from simplan.goodput.sections import SECTIONS
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
@@ -47,6 +50,36 @@ def training_fields() -> list[dict[str, str]]:
         }
         for name, field in TrainingSection.model_fields.items()
     ]
+
+
+def whole_run_fields() -> list[dict[str, str]]:
+    """Every key of the sections of a whole run, those of a mapping or list inside of a section after it."""
+    return [row for name, spec in SECTIONS.items() for row in _nested_fields(name, spec)]
+
+
+def _nested_fields(section: str, spec: type[BaseModel], prefix: str = "") -> Iterator[dict[str, str]]:
+    for name, field in spec.model_fields.items():
+        inner = _inner_spec(field.annotation)
+        default = "required" if field.is_required() else "" if inner else _default_word(field.default)
+        is_list = inner is not None and get_origin(field.annotation) is tuple
+        values = (
+            ("list of mappings" if is_list else "mapping") if inner else values_of(field.annotation, field.metadata)
+        )
+        row = {"name": f"{prefix}{name}", "default": default, "description": field.description or "", "values": values}
+        yield {"section": section, **row}
+        if inner is not None:
+            yield from _nested_fields(section, inner, f"{prefix}{name}.")
+
+
+def _default_word(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else word_of(value)
+
+
+def _inner_spec(annotation: Any) -> type[BaseModel] | None:
+    """Spec of a mapping, or of the entries of a list of mappings; None for any other value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((spec for part in get_args(annotation) if (spec := _inner_spec(part)) is not None), None)
 
 
 def topology_fields() -> list[dict[str, str]]:

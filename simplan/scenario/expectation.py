@@ -26,15 +26,19 @@ class Metric:
     Attributes:
         unit: Unit; empty for ratios, counts and verdicts.
         of: Returns the metric from the prediction's JSON; None for the value of the key ``name``.
+        is_of_run: True for a metric of the whole run, whose JSON the prediction's has under ``whole_run``.
     """
 
     name: str
     definition: str
     unit: str
     of: Callable[[Mapping[str, Any]], float | bool | None] | None = None
+    is_of_run: bool = False
 
     def read(self, prediction: Mapping[str, Any]) -> Any:
         """The metric from the prediction's JSON; None when the prediction lacks it."""
+        if self.is_of_run:
+            prediction = prediction["whole_run"]
         return self.of(prediction) if self.of else prediction[self.name]
 
 
@@ -193,7 +197,27 @@ _ALL = (
     ),
     Metric("activations_in_flight", "largest number of microbatches with activations on one stage", "", _in_flight),
 )
-METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
+_OF_RUN = (
+    Metric("goodput", "steps at the predicted step time over the mean time to finish of the whole run", "", None, True),
+    *(
+        Metric(f"time_to_finish_{key}_s", f"{words} time to finish of the simulated runs", "s",
+               _at(f"time_to_finish_s.{key}"), True)
+        for key, words in (("mean", "mean"), ("p10", "10 % quantile of the"), ("p50", "median"),
+                           ("p90", "90 % quantile of the"))
+    ),
+    Metric("num_interruptions", "mean stops of a run, planned ones included", "", _at("num_interruptions.mean"), True),
+    Metric("device_hours", "mean device-hours of the whole run, spares included", "h", None, True),
+    Metric("cost", "mean cost of the whole run, in the currency of its price", "", None, True),
+    Metric("energy_kwh", "mean energy of the whole run", "kWh", None, True),
+    Metric("co2_kg", "mean emissions of the whole run", "kg", None, True),
+    Metric("best_interval_s", "checkpoint interval with the shortest mean time to finish", "s", None, True),
+    Metric("young_s", "checkpoint interval by Young's formula", "s", None, True),
+    Metric("daly_s", "checkpoint interval by Daly's formula", "s", None, True),
+)  # fmt: skip
+"""Metrics of the whole run."""
+OF_INTERVAL = frozenset({"best_interval_s", "young_s", "daly_s"})
+"""Metrics that need the curve of checkpoint intervals."""
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in (*_ALL, *_OF_RUN)}
 """Metrics of ``expect`` by name."""
 
 
@@ -247,6 +271,11 @@ class Expectation(Spec):
             raise ValueError("fits needs value: true or false, and the other metrics a number")
         return self
 
+    @property
+    def is_of_run(self) -> bool:
+        """True for a metric of the whole run."""
+        return METRICS[self.metric].is_of_run
+
     def tolerance(self, bound: float) -> float:
         """Allowed deviation from a value or bound, in the unit of the metric."""
         relative = self.rel_tol
@@ -290,7 +319,8 @@ def evaluate(expectation: Expectation, prediction: Mapping[str, Any]) -> CheckRe
     """Evaluates one expectation.
 
     Args:
-        prediction: ``Prediction.to_json()``.
+        prediction: ``Prediction.to_json()``; for a metric of the whole run, ``GoodputResult.to_json()`` under the key
+            ``whole_run``.
     """
     metric = METRICS[expectation.metric]
     actual = metric.read(prediction)

@@ -200,6 +200,10 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     sections, data = parts.sections, parts.data
     plan = _read_plan(parts, folder)
     expect = read_expectations(sections, data.get("expect", ()))
+    of_run = next((each.metric for each in expect if each.is_of_run), None)
+    if of_run is not None and not parts.budget.has_length:
+        rule = f"has {of_run} of a whole run, which has no length"
+        sections.refuse(("expect",), rule, fix="add run: {num_steps: 100000}, or num_tokens or num_samples")
     sections.raise_problems()
     assert plan is not None, "the missing section plan has raised an error"
     try:

@@ -230,6 +230,12 @@ class Source:
                 notes[("training", "global_batch_size")] = f"microbatches: {microbatches}"
         return scenario_text({"name": Path(self.file).stem} | document, header, notes)
 
+    def located(self, error: SpecError) -> SpecError:
+        """Copy of an error about the scenario that was found after reading it, with lines and names that were typed."""
+        if error.file not in (None, self.file):
+            return error
+        return self._as_typed(Sections(self.document, self.file).in_file(error))
+
     @property
     def _has_assumed_batch(self) -> bool:
         is_assumed = any(assumption.key == _BATCH for assumption in self.assumptions)

@@ -66,6 +66,13 @@ def models(incomplete: str) -> list[str]:
     return _begun(catalog.names("models"), incomplete)
 
 
+def reliability(incomplete: str) -> list[str]:
+    """Presets of published failure rates."""
+    from simplan import catalog
+
+    return _begun(catalog.names("reliability"), incomplete)
+
+
 def formats(incomplete: str) -> list[str]:
     """Formats of frameworks' files that are read."""
     from simplan.interop.formats import formats as known
@@ -111,7 +118,8 @@ def keys(incomplete: str) -> list[str]:
 
     kinds = ("model", "cluster", "training", "plan", "search-space")
     known = (f"{kind.removesuffix('-space')}.{row['name']}=" for kind in kinds for row in listing(kind))
-    return _begun([*known, "software="], incomplete)
+    of_run = (f"{row['section']}.{row['name']}=" for row in listing("whole-run"))
+    return _begun([*known, *of_run, "software="], incomplete)
 
 
 def kinds(incomplete: str) -> list[str]:

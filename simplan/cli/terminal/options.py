@@ -117,7 +117,7 @@ Resume = Annotated[
 ]
 
 
-OUTPUTS = frozenset({"csv", "junit", "output", "plot", "save_plan", "trace"})
+OUTPUTS = frozenset({"csv", "junit", "output", "plot", "runs_file", "save_plan", "trace"})
 """Parameters of commands that name a file to write."""
 
 

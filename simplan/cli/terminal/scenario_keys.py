@@ -21,6 +21,14 @@ _SECTIONS = {
     "plan": ("required without search", "one parallel plan", "simplan show plan"),
     "search": ("required without plan", "ranges of plans for simplan search; {} for all", "simplan show search-space"),
     "expect": ("none", "expectations for simplan check, with plan only", "simplan show expect"),
+    "run": ("none", "length of the whole run", "simplan show whole-run"),
+    "reliability": ("none", "failures, and how they are noticed", "simplan show whole-run, reliability"),
+    "checkpoint": ("none", "when checkpoints are written, and how long that takes", "simplan show whole-run"),
+    "recovery": ("none", "from a failure until training goes on: restart, spares, repair", "simplan show whole-run"),
+    "spot": ("none", "nodes that their provider takes back", "simplan show whole-run, reliability"),
+    "evaluation": ("none", "pauses for evaluations", "simplan show whole-run"),
+    "price": ("none", "price of devices on demand, spot and spare", "simplan show whole-run"),
+    "power": ("none", "power of devices, and emissions", "simplan show whole-run"),
 }
 _OPERATORS = {
     "metric": "one of the metrics below; required",

@@ -31,6 +31,30 @@ _BATCHES = (_NUM_MICROBATCHES, _GLOBAL_BATCH_TOKENS)
 """Keys from which the global batch size follows, given the plan."""
 
 
+def _devices(text: str | int) -> int | str:
+    """A number of devices; or the name of devices, which may say their number.
+
+    Raises:
+        typer.BadParameter: It is neither.
+    """
+    from simplan.catalog.spelling import Nodes, find_nodes
+
+    name = str(text)
+    found = find_nodes(name)
+    if any(map(str.isalpha, name)) and (isinstance(found, Nodes) or found.candidates):
+        return name  # one of several is refused where clusters are read
+    return whole_number_of(text, 'or number and kind, e.g. "8x A100 80GB"')
+
+
+def _interval(text: str) -> float | str:
+    """Seconds between checkpoints, or ``best``.
+
+    Raises:
+        typer.BadParameter: It is neither.
+    """
+    return text if text == "best" else number_of(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Override:
     """An option that overrides one key of a scenario.
@@ -38,10 +62,10 @@ class Override:
     Attributes:
         names: Names of the option, the first one in errors.
         key: Dotted key.
-        kind: Type of the value; float for a number with a suffix, such as 1M; object for a number of devices, or their
-            name with a number.
+        kind: Type of the value; float for a number with a suffix, such as 1M; object for what ``parse`` returns.
         help: Noun phrase.
         complete: Names for shell completion.
+        parse: Reads the text of a number or word.
     """
 
     names: tuple[str, ...]
@@ -49,6 +73,7 @@ class Override:
     kind: type[int] | type[str] | type[float] | type[object]
     help: str
     complete: Callable[[str], list[str]] | None = None
+    parse: Callable[[str], Any] | None = None
 
     @property
     def parameter(self) -> inspect.Parameter:
@@ -58,7 +83,7 @@ class Override:
         elif self.kind is float:
             option = typer.Option(*self.names, metavar="N", parser=number_of, help=self.help)
         elif self.kind is object:
-            option = typer.Option(*self.names, metavar="N", parser=_devices, help=self.help)
+            option = typer.Option(*self.names, metavar="N", parser=self.parse, help=self.help)
         else:
             option = typer.Option(*self.names, metavar="NAME", help=self.help, autocompletion=self.complete)
         return _keyword(self.key.replace(".", "_"), Annotated[self.kind | None, option])
@@ -87,6 +112,7 @@ OVERRIDES = (
         "cluster.num_devices",
         object,
         'Number of devices, instead of nodes; or number and kind, e.g. "8x A100 80GB", instead of --cluster.',
+        parse=_devices,
     ),
     Override(("--software",), "software", str, "Framework profile.", completion.software),
     Override(("--seq-len",), "model.seq_len", int, "Tokens per sequence."),
@@ -125,6 +151,32 @@ OVERRIDES = (
     Override(("--recompute",), "plan.recompute", str, "Activation recomputation.", completion.recomputations),
 )
 """Options for the keys that are typed most; ``--set`` overrides all others."""
+RUN_OVERRIDES = (
+    Override(("--tokens",), "run.num_tokens", float, "Tokens of the run, e.g. 1e12 or 1T."),
+    Override(("--steps",), "run.num_steps", int, "Optimizer steps of the run, instead of tokens."),
+    Override(
+        ("--reliability",), "reliability.preset", str, "Published failure rates (simplan show reliability).",
+        completion.reliability,
+    ),
+    Override(("--mtbf-h",), "reliability.device_mtbf_h", float, "Hours of one device between failures."),
+    Override(("--detection-s",), "reliability.detection_s", float, "Seconds until a failure is noticed."),
+    Override(
+        ("--checkpoint-every-s",), "checkpoint.interval_s", object,
+        "Seconds of training between checkpoints, or best.", parse=_interval,
+    ),
+    Override(("--checkpoint-s",), "checkpoint.blocking_s", float, "Seconds that training waits for a checkpoint."),
+    Override(
+        ("--storage-bytes-per-s",), "checkpoint.storage_bytes_per_s", float,
+        "Write bandwidth of the storage, e.g. 200B, instead of --checkpoint-s.",
+    ),
+    Override(("--policy",), "recovery.policy", str, "Recovery: restart, shrink or continue."),
+    Override(("--restart-s",), "recovery.restart_s", float, "Seconds of a restart, without the load of a checkpoint."),
+    Override(("--spares",), "recovery.spares", int, "Nodes that wait for a lost one."),
+    Override(("--repair-h",), "recovery.repair_h", float, "Hours until a lost node is a spare."),
+    Override(("--price",), "price.device_hour", float, "Price per device and hour in any currency."),
+)  # fmt: skip
+"""Options for keys of a whole run."""
+_ALL = (*OVERRIDES, *RUN_OVERRIDES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +220,7 @@ class ScenarioRequest:
         """Copy with the names of the catalog."""
         from simplan.scenario.names import model_named, overrides_with_catalog_names
 
-        order = {override.key: place for place, override in enumerate(OVERRIDES)}
+        order = {override.key: place for place, override in enumerate(_ALL)}
         found = overrides_with_catalog_names(self.overrides)
         overrides = {key: found[key] for key in sorted(found, key=lambda key: order.get(key, len(order)))}
         source = self.source if self.source.exists() else Path(model_named(str(self.source)) or self.source)
@@ -176,8 +228,8 @@ class ScenarioRequest:
 
     def _names_of(self, overrides: Mapping[str, Any]) -> dict[str, str]:
         """Names of overrides in errors and suggestions; of new ones, the options for them."""
-        known = {override.key: override.names[0] for override in OVERRIDES}
-        options = {name: override.key for override in OVERRIDES for name in override.names}
+        known = {override.key: override.names[0] for override in _ALL}
+        options = {name: override.key for override in _ALL for name in override.names}
         typed = {key: name for key, name in self.names.items() if options.get(name, key) == key}
         return {key: typed.get(key) or known.get(key, key) for key in overrides}
 
@@ -202,12 +254,20 @@ class ScenarioRequest:
         Raises:
             SpecError: See ``simplan.scenario.scenario_from``; or the file cannot be written.
         """
+        return self.read()[0]
+
+    def read(self) -> tuple[Scenario, Source]:
+        """The scenario and its document; writes it to the file of ``--write-scenario``.
+
+        Raises:
+            SpecError: See ``scenario``.
+        """
         from simplan.scenario.source import read_source
 
         source = read_source(str(self.source), self.overrides, self.names, framework=self.framework)
         scenario = source.scenario()
         self._write(source)
-        return scenario
+        return scenario, source
 
     def search(self, *, from_current: bool = False) -> SearchScenario:
         """The search; writes it to the file of ``--write-scenario``.
@@ -299,19 +359,21 @@ class ScenarioRequest:
 
 
 def takes_scenario(
-    *, writes: bool = False, required: bool = True
+    *, writes: bool = False, required: bool = True, whole_run: bool = False
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorator of a command whose first parameter is a ``ScenarioRequest``: adds SCENARIO and the options.
 
     Args:
         writes: True for ``--write-scenario``.
         required: False to pass ``NO_SCENARIO`` if SCENARIO is not given.
+        whole_run: True for the options of a whole run.
     """
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
         first, *rest = signature.parameters.values()
-        added = [*(override.parameter for override in OVERRIDES), _keyword("set", _SET), _keyword("from_format", _FROM)]
+        options = (override.parameter for override in (_ALL if whole_run else OVERRIDES))
+        added = [*options, _keyword("set", _SET), _keyword("from_format", _FROM)]
         if writes:
             added.append(_keyword("write_scenario", _WRITE))
 
@@ -376,8 +438,8 @@ def usage_error(error: Any) -> str:
     word = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     key, comma, _ = where_keys_belong("", searches=False).get(word, "").partition(",")
     key = _NUM_MICROBATCHES if comma else key
-    option = next((each.names[0] for each in OVERRIDES if each.key == key), "--set")
     known = {name for param in error.ctx.command.params for name in param.opts} if getattr(error, "ctx", None) else ()
+    option = next((each.names[0] for each in _ALL if each.key == key and each.names[0] in known), "--set")
     near = error.possibilities or () if key else ()
     if not key or ":" in key or option not in known or (option in near and len(near) <= _FEW):
         return str(error.format_message())
@@ -406,7 +468,7 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     """
     overrides: dict[str, Any] = {}
     names: dict[str, str] = {}
-    for override in OVERRIDES:
+    for override in _ALL:
         value = given.get(override.parameter.name)
         if value is not None:
             key = override.key
@@ -428,21 +490,6 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
             raise SpecError(Problem(field=key, rule=f"is given twice, also with {twice}", fix="give one of the two"))
         overrides[key], names[key] = value, key
     return overrides, names
-
-
-def _devices(text: str | int) -> int | str:
-    """A number of devices; or the name of devices, which may say their number.
-
-    Raises:
-        typer.BadParameter: It is neither.
-    """
-    from simplan.catalog.spelling import Nodes, find_nodes
-
-    name = str(text)
-    found = find_nodes(name)
-    if any(map(str.isalpha, name)) and (isinstance(found, Nodes) or found.candidates):
-        return name  # one of several is refused where clusters are read
-    return whole_number_of(text, 'or number and kind, e.g. "8x A100 80GB"')
 
 
 def _config_of(path: Path) -> Path:

@@ -105,7 +105,7 @@ def _other_changes(run: ScenarioRun, setup: RunSetup, best_every: int | None) ->
     found = {}
     faster = run.faster_storage
     if faster is not None and setup.checkpoint_every:
-        words = "twice the bandwidth of the storage"
+        words = "twice the bandwidth of the storage" if run.has_bandwidth else "checkpoints in half the time"
         found["storage", words] = replace(faster, checkpoint_every=setup.checkpoint_every)
     if best_every is not None and best_every != setup.checkpoint_every:
         found["interval", "the best checkpoint interval"] = replace(setup, checkpoint_every=best_every)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from simplan import catalog
-from simplan.goodput.sections import SECTIONS, Reliability, RunSections, Spot
+from simplan.goodput.sections import SECTIONS, Reliability, RunLength, RunSections, Spot
 from simplan.model.model import ModelSpec
 from simplan.scenario.collecting import Sections
 from simplan.training import TrainingBudget, TrainingSection
@@ -52,18 +52,35 @@ def read_budget(
     Args:
         price: ``cluster.price_per_device_hour``.
     """
+    length = _length(sections, None if run is None else run.run, model, training)
+    budget = TrainingBudget(**length)
     tokens = None if training is None else training.num_tokens
-    length = {} if run is None or run.run is None else run.run.model_dump(exclude_none=True)
-    budget = TrainingBudget(**(length or {"num_tokens": tokens}))
-    if length and tokens is not None and model is not None and training is not None:
-        ((name, number),) = length.items()
+    if not length:
+        budget = TrainingBudget(num_tokens=tokens)
+    elif tokens is not None and model is not None and training is not None:
         steps = budget.steps(training.global_batch_size, model.seq_len)
         by_tokens = math.ceil(tokens / (training.global_batch_size * model.seq_len))
         if steps != by_tokens:
-            rule = f"is {steps:,} steps, and training.num_tokens = {tokens:g} is {by_tokens:,}: both are the length"
-            sections.refuse(("run", name), rule, value=number, fix="keep one of the two")
+            rule = f"is {by_tokens:,} steps, and run is {steps:,}: both are the length of the training"
+            sections.refuse(("training", "num_tokens"), rule, value=tokens, fix="keep one of the two")
     own = None if run is None or run.price is None else run.price.device_hour
     if own is not None and price is not None and own != price:
         rule = f"is another price than cluster.price_per_device_hour = {price:g}"
         sections.refuse(("price", "device_hour"), rule, value=own, fix="keep one of the two")
     return budget.model_copy(update={"price_per_device_hour": price if own is None else own})
+
+
+def _length(
+    sections: Sections, run: RunLength | None, model: ModelSpec | None, training: TrainingSection | None
+) -> dict[str, Any]:
+    """Length of ``run`` as a field of ``TrainingBudget``; empty for none. A law of the batch is one of steps."""
+    if run is None or run.samples_at_batch is None:
+        return {} if run is None else run.model_dump(exclude_none=True)
+    if model is None or training is None:
+        return {}
+    tokens_per_sample = 1 if model.sample == "image" else model.seq_len
+    try:
+        return {"num_steps": run.samples_at_batch.num_steps(training.global_batch_size, tokens_per_sample)}
+    except ValueError as error:
+        sections.refuse(("run", "samples_at_batch"), str(error))
+        return {}

@@ -26,12 +26,15 @@ class ScenarioRun:
     Attributes:
         setup: The run. For ``checkpoint.interval_s: best``, with a checkpoint after every step.
         checkpoint: Size and times of a checkpoint; None without checkpoints.
-        faster_storage: The run with twice the bandwidth of the storage; None without checkpoints.
+        faster_storage: The run with twice the bandwidth of the storage; without one, with checkpoints in half the time;
+            None without checkpoints.
+        has_bandwidth: True if the scenario has a bandwidth of the storage.
     """
 
     setup: RunSetup
     checkpoint: Checkpoint | None
     faster_storage: RunSetup | None
+    has_bandwidth: bool = False
 
 
 def scenario_run(scenario: Scenario, prediction: Prediction, predict: Predict) -> ScenarioRun:
@@ -73,6 +76,7 @@ def scenario_run(scenario: Scenario, prediction: Prediction, predict: Predict) -
     return ScenarioRun(
         setup=setup,
         checkpoint=checkpoint,
+        has_bandwidth=run.checkpoint.storage_bytes_per_s is not None,
         faster_storage=replace(setup, blocking_s=faster.blocking_s, write_s=faster.write_s, load_s=faster.load_s),
     )
 
