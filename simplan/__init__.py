@@ -6,6 +6,7 @@
     job = simplan.make_job("llama3-8b", num_devices=64, tp=8)
     simplan.search(job, tp=[1, 2, 4, 8])                    # a SearchResult: the best plans of a space
     simplan.sweep(job, microbatch_size=[1, 2])              # a pandas.DataFrame
+    simplan.goodput("run.yaml", spares=4)                   # a GoodputResult: days and cost of a run with failures
 
 Names of ``__all__`` are loaded on first access, so that ``import simplan`` is fast. ``__init__.pyi`` has their types.
 """
@@ -21,6 +22,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Fix",
+    "GoodputResult",
     "Job",
     "Prediction",
     "Scenario",
@@ -31,6 +33,7 @@ __all__ = [
     "compare",
     "explain",
     "fixes",
+    "goodput",
     "load_scenario",
     "load_search",
     "make_job",
@@ -40,9 +43,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "simplan.api": "predict search sweep",
+    "simplan.api": "goodput predict search sweep",
     "simplan.errors": "SimplanError SpecError",
     "simplan.explain": "explain",
+    "simplan.goodput.result": "GoodputResult",
     "simplan.job": "Job",
     "simplan.prediction": "Prediction",
     "simplan.scenario": "Scenario load_scenario load_search make_job",
@@ -54,7 +58,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 class _Package(ModuleType):
-    """Package in which ``predict``, ``search`` and ``explain`` are functions, although its folders have these names.
+    """Package in which ``predict``, ``search``, ``explain`` and ``goodput`` are functions, and folders, too.
 
     ``from simplan.predict import ...`` imports from the folder.
     """

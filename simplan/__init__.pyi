@@ -1,11 +1,13 @@
 """Types of the public API, whose names are loaded on first access."""
 
+from simplan.api import goodput as goodput
 from simplan.api import predict as predict
 from simplan.api import search as search
 from simplan.api import sweep as sweep
 from simplan.errors import SimplanError as SimplanError
 from simplan.errors import SpecError as SpecError
 from simplan.explain import explain as explain
+from simplan.goodput.result import GoodputResult as GoodputResult
 from simplan.interop.compare_files import compare as compare
 from simplan.job import Job as Job
 from simplan.prediction import Prediction as Prediction

@@ -12,12 +12,15 @@ from simplan.job import Job
 from simplan.predict import predict as predict_job
 from simplan.predict import sweep as sweep_job
 from simplan.prediction import Prediction
-from simplan.scenario.source import make_job
+from simplan.scenario import Scenario
+from simplan.scenario.source import make_job, scenario_with
 from simplan.search import SearchProgress, SearchResult, SearchSpace
 from simplan.search import search as search_job
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from simplan.goodput.result import GoodputResult
 
 Source = Job | str | Path | Mapping[str, Any]
 """A job; or a model's name, a file or a mapping, as for ``make_job``."""
@@ -136,6 +139,43 @@ def sweep(
     swept = {key: value for key, value in keys.items() if isinstance(value, list | range)}
     job = _job(source, {key: value for key, value in keys.items() if key not in swept})
     return sweep_job(job, {**(settings or {}), **swept}, calibration=calibration)
+
+
+def goodput(
+    source: Scenario | str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    calibration: Calibration | None = None,
+    trials: int = 1000,
+    seed: int = 0,
+    jobs: int = 1,
+    **keys: Any,
+) -> GoodputResult:
+    """Simulate a whole run with failures, checkpoints and recovery.
+
+    ::
+
+        goodput("run.yaml", spares=4)
+        goodput("llama3-8b", num_nodes=8, num_tokens=1e12, reliability={"preset": "llama3-2024"},
+                checkpoint={"interval_s": "best", "blocking_s": 30}, recovery={"restart_s": 600}, device_hour=2.5)
+
+    Args:
+        source: A scenario; or a model's name, a file or a mapping, as for ``make_job``.
+        overrides: Values by key, with or without its section, or whole sections; not for a ``Scenario``.
+        calibration: As for ``predict``.
+        trials: Simulated runs.
+        seed: Seed of their failures; equal seeds give equal results.
+        jobs: Worker processes; -1 for one per core. Under ``joblib.parallel_config``, workers of that backend (Dask,
+            Ray).
+        keys: Values by key without its section, or whole sections by name.
+
+    Raises:
+        SpecError: As ``predict``; or the run has no length, never finishes, or its sections contradict the job.
+    """
+    from simplan.scenario.whole_run.evaluate import goodput_of
+
+    scenario = scenario_with(source, {**(overrides or {}), **keys})
+    return goodput_of(scenario, calibration=calibration, num_runs=trials, seed=seed, jobs=jobs)
 
 
 def _job(source: Source, keys: Mapping[str, Any]) -> Job:

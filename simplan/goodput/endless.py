@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from simplan.goodput.rates import scaled_failures, time_between_stops_s
+from simplan.goodput.rates import preemption_rate, scaled_failures, time_between_stops_s
 from simplan.goodput.setup import RunSetup
 
 _ENDLESS = 100.0
@@ -28,7 +28,9 @@ class Endless:
         restart_s: Seconds of a restart, with the load of a checkpoint.
         interval_s: Seconds from one checkpoint to the next; of the whole run without checkpoints.
         blocking_s: Seconds of a checkpoint.
-        factor: Factor by which times between failures would have to grow; None if no factor is enough.
+        by_preemptions: True if most stops are preemptions.
+        factor: Factor by which times between failures, or between preemptions if these are most stops, would have to
+            grow; None if no factor is enough.
         saved_restart_s: Seconds by which the restart would have to be shorter; None if not even no restart is enough.
         shorter_interval_s: Longest checkpoint interval; None if none is short enough.
     """
@@ -37,6 +39,7 @@ class Endless:
     restart_s: float
     interval_s: float
     blocking_s: float
+    by_preemptions: bool
     factor: float | None
     saved_restart_s: float | None
     shorter_interval_s: float | None
@@ -48,6 +51,13 @@ def endless(setup: RunSetup) -> Endless | None:
         return None
     interval_s = _interval_s(setup)
 
+    by_preemptions = 2 * preemption_rate(setup) * time_between_stops_s(setup) > 1
+
+    def with_rarer_stops(factor: float) -> RunSetup:
+        if by_preemptions:
+            return replace(setup, preemption_mtbf_s=factor * setup.preemption_mtbf_s)
+        return scaled_failures(setup, factor)
+
     def with_interval(seconds: float) -> RunSetup:
         return replace(setup, checkpoint_every=max(1, int(seconds / setup.step_s)))
 
@@ -57,7 +67,8 @@ def endless(setup: RunSetup) -> Endless | None:
         restart_s=_restart_s(setup),
         interval_s=interval_s,
         blocking_s=setup.blocking_s,
-        factor=_smallest(lambda factor: _finishes(scaled_failures(setup, factor))),
+        by_preemptions=by_preemptions,
+        factor=_smallest(lambda factor: _finishes(with_rarer_stops(factor))),
         saved_restart_s=None if longest_s is None else setup.restart_s - longest_s,
         shorter_interval_s=_largest(lambda seconds: _finishes(with_interval(seconds)), interval_s)
         if setup.checkpoint_every

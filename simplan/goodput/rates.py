@@ -13,13 +13,13 @@ def mtbf_s(setup: RunSetup) -> float:
     rate = sum(_rate(setup, cause) for cause in setup.causes if not cause.planned)
     rate += setup.num_nodes * setup.devices_per_node / setup.corruption_mtbf_s
     if not _writes_within_notice(setup):
-        rate += _preemption_rate(setup)
+        rate += preemption_rate(setup)
     return 1 / rate if rate else math.inf
 
 
 def time_between_stops_s(setup: RunSetup) -> float:
     """Mean time between stops of the whole job, planned ones except maintenance included; infinity for none."""
-    rate = sum(_rate(setup, cause) for cause in setup.causes) + _preemption_rate(setup)
+    rate = sum(_rate(setup, cause) for cause in setup.causes) + preemption_rate(setup)
     rate += setup.num_nodes * setup.devices_per_node * (1 / setup.corruption_mtbf_s + 1 / setup.slow_mtbf_s)
     return 1 / rate if rate else math.inf
 
@@ -32,8 +32,8 @@ def _rate(setup: RunSetup, cause: CauseSetup) -> float:
     return units * expected / length_s
 
 
-def _preemption_rate(setup: RunSetup) -> float:
-    """Losses of nodes per second, by rate or by trace."""
+def preemption_rate(setup: RunSetup) -> float:
+    """Losses of spot nodes per second, by rate or by trace."""
     falls = sum(after < before for before, after in zip(setup.trace_nodes, setup.trace_nodes[1:], strict=False))
     by_trace = falls / setup.trace_s[-1] if setup.trace_s else 0.0
     return setup.num_nodes / setup.preemption_mtbf_s + by_trace

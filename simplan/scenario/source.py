@@ -291,9 +291,25 @@ def make_job(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any
     Raises:
         SpecError: See ``scenario_from``; or no section has a key.
     """
-    given = {**(overrides or {}), **keys}
-    full = {_full_key(key): key for key in given}
-    return scenario_from(source, {name: given[key] for name, key in full.items()}, full).job
+    return scenario_with(source, {**(overrides or {}), **keys}).job
+
+
+def scenario_with(source: Scenario | str | Path | Mapping[str, Any], keys: Mapping[str, Any]) -> Scenario:
+    """Scenario with other values of keys, with or without their section.
+
+    Args:
+        source: As for ``scenario_from``; or a scenario, which takes no keys.
+
+    Raises:
+        SpecError: See ``scenario_from``; or no section has a key.
+    """
+    if isinstance(source, Scenario):
+        if keys:
+            rule, fix = "cannot change a scenario that was read", "give its file or document in place of the scenario"
+            raise SpecError(Problem(field=next(iter(keys)), rule=rule, fix=fix))
+        return source
+    full = {_full_key(key): key for key in keys}
+    return scenario_from(source, {name: keys[key] for name, key in full.items()}, full)
 
 
 def _full_key(key: str) -> str:

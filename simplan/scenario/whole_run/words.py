@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem, SpecError
 from simplan.goodput.endless import Endless
-from simplan.goodput.sections import Recovery, Reliability, RunSections
-from simplan.problems import render_value
+from simplan.goodput.sections import Recovery, RunSections
 from simplan.scenario.file import Scenario
 from simplan.units import format_span
 from simplan.wording import either
@@ -17,7 +16,7 @@ from simplan.wording import either
 def endless_error(reason: Endless, scenario: Scenario) -> SpecError:
     """Error about a run that never finishes."""
     run = scenario.whole_run or RunSections()
-    field, value = _rate(run)
+    field, value = _rate(reason, run)
     restart, checkpoint, interval = map(format_span, (reason.restart_s, reason.blocking_s, reason.interval_s))
     if run.checkpoint is None:
         needs = f"without checkpoints it loses all of its {interval}"
@@ -26,33 +25,33 @@ def endless_error(reason: Endless, scenario: Scenario) -> SpecError:
     rule = f"the run never finishes: it stops every {format_span(reason.between_stops_s)} in the mean, and {needs}"
     fixes = [*_fixes(reason, run)]
     fix = f"write {either(fixes)}" if fixes else "change several of these"
-    shown = None if value is None else render_value(value)
+    shown = None if value is None else f"{value:g}"
     return SpecError(Problem(field=field, value=shown, rule=rule, fix=fix), file=scenario.file)
 
 
-def _rate(run: RunSections) -> tuple[str, float | None]:
-    """The key that says how often the run fails; the section if several do."""
-    reliability, spot = run.reliability or Reliability(), run.spot
-    keys: dict[str, float] = {
-        f"reliability.{name}": getattr(reliability, name)
-        for name in ("device_mtbf_h", "node_mtbf_h", "link_mtbf_h")
-        if getattr(reliability, name) is not None
-    }
-    if spot is not None and spot.preemptions_per_h is not None:
-        keys["spot.preemptions_per_h"] = spot.preemptions_per_h
-    if len(keys) == 1 and not reliability.causes:
-        return next(iter(keys.items()))
-    return "reliability" if run.reliability is not None else "spot", None
+def _rate(reason: Endless, run: RunSections) -> tuple[str, float | None]:
+    """The key that says how often the run stops, and its value; the section alone if several keys do."""
+    spot, reliability = run.spot, run.reliability
+    if reason.by_preemptions and spot is not None:
+        return ("spot", None) if spot.preemptions_per_h is None else ("spot.preemptions_per_h", spot.preemptions_per_h)
+    if reliability is None:
+        return "run", None
+    short = ("device_mtbf_h", "node_mtbf_h", "link_mtbf_h")
+    keys = [name for name in short if getattr(reliability, name) is not None]
+    if len(keys) != 1 or reliability.causes:
+        return "reliability", None
+    return f"reliability.{keys[0]}", getattr(reliability, keys[0])
 
 
 def _fixes(reason: Endless, run: RunSections) -> Iterator[str]:
     """Changes of which each alone is enough."""
-    field, value = _rate(run)
+    field, value = _rate(reason, run)
     recovery = run.recovery or Recovery()
-    if reason.factor is not None and field.endswith("mtbf_h") and value is not None:
-        yield f"{field}: {_up(value * reason.factor):g}"
+    if reason.factor is not None and value is not None:
+        rarer = f"{_down(value / reason.factor):g}" if reason.by_preemptions else f"{_up(value * reason.factor):g}"
+        yield f"{field}: {rarer}"
     elif reason.factor is not None and run.reliability is not None:
-        yield f"times between failures that are {_up(reason.factor):g} times as long"
+        yield f"times between failures {_up(reason.factor):g} times as long"
     restart_s = -1.0 if reason.saved_restart_s is None else recovery.restart_s - reason.saved_restart_s
     if recovery.policy != "continue" and 0 <= restart_s < recovery.restart_s:
         yield f"recovery.restart_s: {_down(restart_s):g}"
