@@ -350,6 +350,8 @@ class _Job:
         start_s = self.env.now
         while not self._fitting(self._held + self._spares):
             yield self._arrival
+            if self.env.now > self._limit_s:
+                raise EndlessRunError
         self._wasted_s["waiting"] += self.env.now - start_s
         self._record("waiting", start_s)
         self._count_nodes()
@@ -456,6 +458,7 @@ class _Job:
             if placed >= setup.num_nodes or taken > self._spares:
                 return
             self._held, self._spares = self._held + taken, self._spares - taken
+            self._changed()
             self._starting.append(self.env.now + setup.restart_s)
             self.env.process(self._group_is_ready())
 

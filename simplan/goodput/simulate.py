@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -59,11 +59,18 @@ def one_run(setup: RunSetup, *, seed: int = 0, number: int = 0) -> OneRun:
 
 
 def _simulate_chunk(setup: RunSetup, seed: int, numbers: range) -> Runs:
-    return _stack(one_run(setup, seed=seed, number=number) for number in numbers)
+    from simplan.goodput import compiled
+
+    if compiled.why_not_compiled(setup):
+        return stack([one_run(setup, seed=seed, number=number) for number in numbers])
+    runs = compiled.simulate(setup, seed, numbers, limit_s=_limit_s(setup), max_stops=_MAX_STOPS)
+    if runs is None:
+        raise _endless(setup)
+    return runs
 
 
-def _stack(runs: Iterator[OneRun]) -> Runs:
-    rows = list(runs)
+def stack(rows: Sequence[OneRun]) -> Runs:
+    """Returns runs of the reference as rows."""
     return Runs(
         time_s=np.array([row.time_s for row in rows]),
         waterfall_s=np.array([[row.waterfall_s[part] for part in WATERFALL] for row in rows]),
