@@ -9,8 +9,16 @@ from pathlib import Path
 
 from simplan.cli.terminal.output import say
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.goodput.executed import RecoveryTimes, causes_like, drawn_faults, expected_run, with_recovery
-from simplan.goodput.sections import CheckpointPolicy, Recovery, Reliability, RunSections
+from simplan.goodput.executed import (
+    RecoveryTimes,
+    causes_like,
+    drawn_faults,
+    expected_run,
+    scaled,
+    with_preemptions,
+    with_recovery,
+)
+from simplan.goodput.sections import Recovery, RunSections
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.io import parse_model, read_model, read_yaml
 from simplan.prediction import Prediction
@@ -20,10 +28,11 @@ from simplan.runs.faults import Fault, FaultSchedule
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import Scenario
-from simplan.scenario.whole_run.failures import HOUR_S, causes_of
+from simplan.scenario.whole_run.failures import HOUR_S
+from simplan.scenario.whole_run.setup import scenario_run
+from simplan.training import TrainingBudget
 
 SCENARIO = "scenario"
-_NOTICE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +78,13 @@ class FaultRequest:
 
     Attributes:
         schedule: Faults of a file; empty where they are drawn.
-        causes: Failures to draw from.
-        notice_s: Notice of preemptions that are drawn.
+        rate_per_h: Killed ranks per hour of the job; None for the failures of the scenario, or for a file.
         recovery: Times of this machine; None to take those of the scenario.
     """
 
     options: FaultOptions
     schedule: tuple[Fault, ...]
-    causes: tuple[CauseSetup, ...]
-    notice_s: float
+    rate_per_h: float | None
     recovery: RecoveryTimes | None
 
 
@@ -88,27 +95,23 @@ def read_faults(
 
     Raises:
         SpecError: A file cannot be read, a rank or node is not of the run, or the run cannot restart.
-        NotModelledError: The scenario has failures that runs cannot meet.
+        NotModelledError: The scenario has what only simulated runs meet.
     """
     if checkpointing is None or checkpointing.max_restarts == 0:
         missing = "--checkpoint-dir DIR" if checkpointing is None else "--max-restarts K"
         rule = "needs a run that restarts from a checkpoint"
         raise SpecError(Problem(field="--fail", value=options.fail, rule=rule, fix=f"add {missing}"))
     schedule: tuple[Fault, ...] = ()
-    causes: tuple[CauseSetup, ...] = ()
-    notice_s, rate = _NOTICE_S, _rate(options.fail)
+    rate = _rate(options.fail)
     if options.fail == SCENARIO:
-        causes, notice_s = _causes_of_scenario(scenario, options.time_scale)
-    elif rate is not None:
-        causes = (CauseSetup(name="rank", units_per_node=0, mtbf_s=HOUR_S / rate, num_nodes=0),)
-    else:
-        file = Path(options.fail)
-        document = read_yaml(file)
-        schedule = parse_model(FaultSchedule, document.data, document.lines, str(file)).faults
+        _check_scenario(scenario)
+    elif rate is None:
+        document = read_yaml(options.fail)
+        schedule = parse_model(FaultSchedule, document.data, document.lines, options.fail).faults
         if problems := list(_beyond_the_run(schedule, scenario, num_nodes)):
-            raise SpecError(problems, file=str(file))
+            raise SpecError(problems, file=options.fail)
     recovery = None if options.recovery is None else _recovery_of(options.recovery)
-    return FaultRequest(options, schedule, causes, notice_s, recovery)
+    return FaultRequest(options, schedule, rate, recovery)
 
 
 def _rate(text: str) -> float | None:
@@ -150,43 +153,29 @@ _NOT_RUN = {
     "reliability.maintenance": "windows without nodes are not made",
     "checkpoint.memory": "checkpoints go to --checkpoint-dir alone",
     "spot.trace": "only rates are drawn",
-    "spot.zone": "only preemptions_per_h is drawn",
     "evaluation": "runs do not evaluate",
+}
+"""Keys that only simulated runs have, and what runs do."""
+_NOT_RUN_AS = {
+    ("checkpoint.asynchronous", True): "training waits until a checkpoint is written",
+    ("recovery.policy", "continue"): "all ranks restart",
+    ("recovery.repair_distribution", "exponential"): "a node is back after a fixed time",
+    ("spot.fallback", "on_demand"): "there are no other nodes",
 }
 
 
-def _causes_of_scenario(scenario: Scenario, scale: float) -> tuple[tuple[CauseSetup, ...], float]:
-    """Causes in the time of the run, and the notice of preemptions."""
+def _check_scenario(scenario: Scenario) -> None:
     sections = scenario.whole_run
-    spot = None if sections is None else sections.spot
-    if sections is None or (sections.reliability is None and spot is None):
+    if sections is None or (sections.reliability is None and sections.spot is None):
         rule, fix = "has no failures", "add the section reliability or spot, or give failures per hour"
         raise SpecError(Problem(field="--fail", value=SCENARIO, rule=f"the scenario {rule}", fix=fix))
-    if problems := list(_only_simulated(sections)):
-        raise NotModelledError(problems, file=scenario.file)
-    recovery = sections.recovery or Recovery()
-    causes = [*causes_of(sections.reliability or Reliability(), recovery, scenario.job.cluster)]
-    if spot is not None and spot.preemptions_per_h is not None:
-        wait_s = HOUR_S * (spot.wait_h or 0.0)
-        mtbf_s = HOUR_S / spot.preemptions_per_h
-        planned = spot.notice_s > 0
-        causes.append(CauseSetup(name="preemption", units_per_node=1, mtbf_s=mtbf_s, planned=planned, repair_s=wait_s))
-    scaled = (
-        replace(each, mtbf_s=each.mtbf_s / scale, age_s=each.age_s / scale, repair_s=each.repair_s / scale)
-        for each in causes
-    )
-    return tuple(scaled), _NOTICE_S if spot is None else spot.notice_s / scale
-
-
-def _only_simulated(sections: RunSections) -> Iterator[Problem]:
     given = sections.model_dump(exclude_none=True)
-    for field, why in _NOT_RUN.items():
-        section, _, key = field.partition(".")
-        if section in given and (not key or key in given[section]):
-            yield Problem(field=field, rule=f"is only simulated: {why}", fix="remove it for a run")
-    if sections.recovery is not None and sections.recovery.policy == "continue":
-        rule = "is only simulated: runs restart all ranks"
-        yield Problem(field="recovery.policy", value="continue", rule=rule, fix="use policy: restart or shrink")
+    found = {f"{name}.{key}": value for name, section in given.items() for key, value in section.items()} | given
+    reasons = [(field, why) for field, why in _NOT_RUN.items() if field in found]
+    reasons += [(field, why) for (field, value), why in _NOT_RUN_AS.items() if found.get(field) == value]
+    if reasons:
+        problems = [Problem(field=field, rule=f"is only simulated: {why}", fix="remove it") for field, why in reasons]
+        raise NotModelledError(problems, file=scenario.file)
 
 
 def with_faults(
@@ -202,19 +191,16 @@ def with_faults(
         predictions: By number of nodes, the whole job and those on which it may go on.
     """
     setup = _setup(job, scenario, request, predictions, nodes)
-    faults = request.schedule
+    faults, options, sections = request.schedule, request.options, scenario.whole_run
     if not faults:
         per_node = job.plan.num_devices // setup.num_nodes
-        faults = drawn_faults(setup, seed=request.options.seed, ranks_per_node=per_node, notice_s=request.notice_s)
-    update: dict[str, object] = {"faults": faults}
-    sections = scenario.whole_run
+        faults = drawn_faults(setup, seed=options.seed, ranks_per_node=per_node)
     if request.recovery is not None:
         setup = with_recovery(setup, request.recovery)
-    if request.recovery is None and (sections is None or sections.recovery is None or sections.checkpoint is None):
+    elif sections is None or sections.recovery is None or sections.checkpoint is None:
         say("note: goodput is not predicted without --recovery, or the sections recovery and checkpoint")
-    else:
-        update["expected"] = expected_run(setup, seed=request.options.seed)
-    return job.model_copy(update=update)
+        return job.model_copy(update={"faults": faults})
+    return job.model_copy(update={"faults": faults, "expected": expected_run(setup, seed=options.seed)})
 
 
 def _setup(
@@ -224,29 +210,30 @@ def _setup(
     predictions: Mapping[int, Prediction],
     nodes: Nodes | None,
 ) -> RunSetup:
-    """Numbers of the run with the times of the scenario, or none."""
+    """Numbers of the run with the times of the scenario, those of steps excepted, over the time scale."""
     assert job.checkpointing is not None
-    sections, scale = scenario.whole_run or RunSections(), request.options.time_scale
-    recovery, reliability = sections.recovery or Recovery(), sections.reliability or Reliability()
-    policy = sections.checkpoint or CheckpointPolicy(interval_steps=1, blocking_s=0.0)
-    elastic = nodes is not None and nodes.min_nodes < nodes.max_nodes
-    setup = RunSetup(
-        num_steps=job.num_all_steps,
-        sizes=tuple(
-            Size(num_nodes=number, step_s=each.step_time_s)
-            for number, each in sorted(predictions.items(), reverse=True)
-        ),
-        devices_per_node=job.plan.num_devices // max(predictions),
+    whole, elastic = predictions[max(predictions)], nodes is not None and nodes.min_nodes < nodes.max_nodes
+    setup = scaled(_of_scenario(job, scenario, whole), request.options.time_scale)
+    sizes = [(number, each.mean_step_s(job.num_all_steps)) for number, each in predictions.items()]
+    setup = replace(
+        setup,
+        sizes=tuple(Size(num_nodes=number, step_s=step_s) for number, step_s in sorted(sizes, reverse=True)),
         policy="shrink" if elastic else "restart",
         checkpoint_every=job.checkpointing.every,
-        blocking_s=(policy.blocking_s or 0.0) / scale,
-        load_s=(policy.load_s or 0.0) / scale,
-        causes=request.causes,
-        detection_s=reliability.detection_s / scale,
-        timeout_s=job.timeout_s,
-        diagnosis_s=recovery.diagnosis_s / scale,
-        restart_s=(recovery.restart_s + recovery.warmup_s) / scale,
-        takeover_s=inf if recovery.takeover_s is None else recovery.takeover_s / scale,
-        spares=recovery.spares,
     )
-    return replace(setup, causes=causes_like(request.schedule, setup.undisturbed_s)) if request.schedule else setup
+    if request.schedule:
+        return replace(setup, causes=causes_like(request.schedule, setup.undisturbed_s), timeout_s=job.timeout_s)
+    if request.rate_per_h is not None:
+        cause = CauseSetup(name="rank", units_per_node=0, mtbf_s=HOUR_S / request.rate_per_h, num_nodes=0)
+        return replace(setup, causes=(cause,))
+    return with_preemptions(replace(setup, timeout_s=job.timeout_s))
+
+
+def _of_scenario(job: RunSpec, scenario: Scenario, prediction: Prediction) -> RunSetup:
+    """Numbers of the scenario as a run of this length on all nodes."""
+    sections = scenario.whole_run or RunSections()
+    recovery = (sections.recovery or Recovery()).model_copy(update={"policy": "restart", "min_nodes": None})
+    budget = TrainingBudget(num_steps=job.num_all_steps)
+    run = sections.model_copy(update={"run": None, "recovery": recovery})
+    whole = replace(scenario, whole_run=run, budget=budget)
+    return scenario_run(whole, prediction, lambda smaller: prediction).setup

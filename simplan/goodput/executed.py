@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from simplan.runs.faults import ExpectedRun, Fault, RunTimes
 NUM_RUNS = 1000
 _LONGER = 10
 """Times the length of a run for which failures are drawn: real steps may take longer, and are done again."""
+_NOTICE_S = 30.0
+"""Notice of planned stops that have none in the scenario: as long as Kubernetes and Slurm wait."""
 _IDLE = ("detection", "diagnosis", "waiting", "maintenance")
 """Parts in which nothing grows older."""
 
@@ -104,7 +106,31 @@ def with_recovery(setup: RunSetup, recovery: RecoveryTimes) -> RunSetup:
     )
 
 
-def drawn_faults(setup: RunSetup, *, seed: int, ranks_per_node: int, notice_s: float = 30.0) -> tuple[Fault, ...]:
+def scaled(setup: RunSetup, scale: float) -> RunSetup:
+    """The numbers of a run whose times, those of steps excepted, pass in 1 / ``scale`` of their seconds."""
+    times = {each.name for each in fields(setup) if each.name.endswith("_s") and each.name != "trace_s"}
+    causes = tuple(
+        replace(cause, mtbf_s=cause.mtbf_s / scale, age_s=cause.age_s / scale, repair_s=cause.repair_s / scale)
+        for cause in setup.causes
+    )
+    return replace(setup, causes=causes, **{name: getattr(setup, name) / scale for name in times})
+
+
+def with_preemptions(setup: RunSetup) -> RunSetup:
+    """Preemptions as a cause: planned where there is a notice, and in the age of the nodes."""
+    if setup.preemption_mtbf_s == math.inf:
+        return setup
+    cause = CauseSetup(
+        name="preemption",
+        units_per_node=1,
+        mtbf_s=setup.preemption_mtbf_s,
+        planned=setup.notice_s > 0,
+        repair_s=setup.spot_wait_s,
+    )
+    return replace(setup, causes=(*setup.causes, cause), preemption_mtbf_s=math.inf)
+
+
+def drawn_faults(setup: RunSetup, *, seed: int, ranks_per_node: int) -> tuple[Fault, ...]:
     """Faults at the ages at which the first simulated run of this seed fails; their victims are drawn, too.
 
     A cause that loses nodes hits one besides that at the endpoint, or a rank where there is none. What is noticed by
@@ -112,7 +138,6 @@ def drawn_faults(setup: RunSetup, *, seed: int, ranks_per_node: int, notice_s: f
 
     Args:
         ranks_per_node: Ranks of a node.
-        notice_s: Notice of planned stops.
     """
     run = one_run(replace(setup, num_steps=_LONGER * setup.num_steps), seed=seed)
     victims, causes = np.random.default_rng([seed, 1]), {cause.name: cause for cause in setup.causes}
@@ -123,14 +148,12 @@ def drawn_faults(setup: RunSetup, *, seed: int, ranks_per_node: int, notice_s: f
         if cause is not None:
             number = int(victims.integers(2**31))
             hangs = cause.timeout > 0 and stretch.kind == "detection" and math.isclose(seconds, setup.timeout_s)
-            faults.append(_fault(cause, age_s, number, setup, ranks_per_node, notice_s, hangs=hangs))
+            faults.append(_fault(cause, age_s, number, setup, ranks_per_node, hangs=hangs))
         age_s += 0.0 if stretch.kind in _IDLE else seconds
     return tuple(faults)
 
 
-def _fault(
-    cause: CauseSetup, at_s: float, number: int, setup: RunSetup, ranks_per_node: int, notice_s: float, *, hangs: bool
-) -> Fault:
+def _fault(cause: CauseSetup, at_s: float, number: int, setup: RunSetup, ranks_per_node: int, *, hangs: bool) -> Fault:
     others = setup.num_nodes - 1
     takes_node = cause.num_nodes > 0 and others > 0
     back_s = max(cause.repair_s, 0.1) if takes_node and not hangs else None
@@ -140,7 +163,7 @@ def _fault(
         node=1 + number % others if takes_node else None,
         rank=None if takes_node else number % (setup.num_nodes * ranks_per_node),
         for_s=back_s,
-        notice_s=notice_s if cause.planned else None,
+        notice_s=(setup.notice_s or _NOTICE_S) if cause.planned else None,
     )
 
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from simplan.errors import SpecError
-from simplan.goodput.executed import RecoveryTimes, causes_like, drawn_faults, expected_run, with_recovery
+from simplan.goodput.executed import (
+    RecoveryTimes,
+    causes_like,
+    drawn_faults,
+    expected_run,
+    scaled,
+    with_preemptions,
+    with_recovery,
+)
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.runs.faults import Fault, MeasuredStop, RunTimes
 
@@ -36,7 +44,7 @@ def test_faults_are_a_poisson_process_of_the_age_whatever_restarts_take() -> Non
 def test_kinds_follow_the_causes() -> None:
     hangs = replace(RANK, name="hang", timeout=1.0)
     planned = replace(NODE, name="planned", planned=True)
-    faults = drawn_faults(setup(NODE, hangs, planned, timeout_s=60.0), seed=1, ranks_per_node=2, notice_s=7.0)
+    faults = drawn_faults(setup(NODE, hangs, planned, timeout_s=60.0, notice_s=7.0), seed=1, ranks_per_node=2)
     by_kind = {fault.kind: fault for fault in faults}
     assert by_kind.keys() == {"kill", "stop", "preempt"}
     assert {fault.node for fault in faults if fault.kind == "kill"} == {1, 2}, "node 0 has the store"
@@ -46,6 +54,16 @@ def test_kinds_follow_the_causes() -> None:
 def test_a_node_alone_has_ranks_to_lose() -> None:
     alone = setup(NODE, sizes=(Size(num_nodes=1, step_s=0.2),))
     assert {fault.rank for fault in drawn_faults(alone, seed=1, ranks_per_node=2)} == {0, 1}
+
+
+def test_a_scale_divides_all_times_but_steps() -> None:
+    found = scaled(setup(NODE, notice_s=60.0, spot_wait_s=100.0, preemption_mtbf_s=500.0), 10.0)
+    assert (found.step_s, found.restart_s, found.blocking_s, found.notice_s) == (0.2, 1.0, 0.05, 6.0)
+    assert (found.causes[0].mtbf_s, found.causes[0].repair_s) == (20.0, 3.0)
+    assert found.takeover_s == found.corruption_mtbf_s == float("inf")
+    spot = with_preemptions(found)
+    assert (spot.causes[1].mtbf_s, spot.causes[1].repair_s, spot.causes[1].planned) == (50.0, 10.0, True)
+    assert spot.preemption_mtbf_s == float("inf")
 
 
 def test_causes_of_a_schedule_have_its_rate() -> None:
