@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpu faults netbench test test-all test-browser screenshots lint bench losses fit docs clean
+.PHONY: help demo gpu faults failures netbench test test-all test-browser screenshots lint bench losses fit docs clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
 	@echo "make bench     the numbers of the benchmark table"
 	@echo "make faults    break real runs, and write docs/reference/faults.md: what each said and left (ten minutes)"
+	@echo "make failures  jobs with drawn failures on hosts, and benchmarks/FAILURES.md (root; half an hour; resumes)"
 	@echo "make losses    train a small model in several ways, and write docs/reference/losses.md (half an hour; resumes)"
 	@echo "make netbench  real collectives and steps on hosts with shaped links (root; half an hour; resumes)"
 	@echo "make fit       the catalog's constants again, fitted on published measurements"
@@ -61,6 +62,9 @@ bench: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m benchmarks.faults
+
+failures: $(READY)
+	$(BIN)/python -m benchmarks.failures
 
 losses: $(READY)
 	$(BIN)/python -m benchmarks.losses

@@ -52,6 +52,8 @@ If the launcher of the ranks is killed, `simplan run` writes the measurement fro
 writes none then, because it gets the files of other nodes from the launcher's store, which ends with the launcher. Each
 node keeps the files of its ranks (`rank*.steps.jsonl`) in its output folder.
 
+Faults by a schedule, or drawn like those of a simulated run, are in [Run with failures](../how-to/failures.md).
+
 """
 
 

@@ -81,7 +81,8 @@ def _run(args: argparse.Namespace) -> None:
 
     job = None if args.file is None else _parse(RunSpec, args.file)
     if args.nodes is not None:
-        run_on_nodes(_parse(Nodes, args.nodes), job, args.out, _report_step, on_note=_report_note)
+        nodes = _parse(Nodes, args.nodes)
+        run_on_nodes(nodes, job, args.out, _report_step, on_note=_report_note, on_lost=_report_loss)
     elif job is not None:
         run_job(job, args.out, _report_step, on_note=_report_note)
     else:
@@ -132,7 +133,11 @@ def _report_note(text: str) -> None:
     _report(event="note", text=text)
 
 
-def _report(**event: str | int) -> None:
+def _report_loss(for_s: float | None) -> None:
+    _report(event="lost", for_s=for_s)
+
+
+def _report(**event: str | float | None) -> None:
     sys.stdout.write(json.dumps(event) + "\n")
     sys.stdout.flush()
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from executor.checks import check_job
-from executor.launch.errors import RanksError
+from executor.launch.errors import RanksError, RunOverError
+from executor.launch.faults import FaultInjector, OnLost
 from executor.launch.launcher import RankLaunch, Start, launch_ranks
 from executor.launch.nodes import Rendezvous
 from executor.launch.rank import RankFiles, folder_of
 from executor.launch.watchdog import Beats
 from executor.profiling.results import RunSegment, gather, written_here
+from executor.profiling.run_times import Launched, forget_log, read_log, run_times
 from simplan.errors import NotModelledError, Problem, RunError, SimplanError
 from simplan.io import write_whole
 from simplan.plan.placement import Placement
@@ -69,12 +72,14 @@ def run_on_nodes(
     *,
     rank_module: str = "executor.worker",
     on_note: Note | None = None,
+    on_lost: OnLost | None = None,
 ) -> None:
     """Runs this node's ranks of a job; the leading node writes the measurement.
 
     Args:
         job: The job, on the leading node only; the other nodes take it from there.
         out_dir, on_progress, rank_module, on_note: As in ``run_job``.
+        on_lost: Called before a fault of the run ends this node.
 
     Raises:
         SpecError, ProgramError, RunError: As ``run_job``; or nodes did not come, or have another request.
@@ -93,7 +98,8 @@ def run_on_nodes(
         rendezvous = Rendezvous(nodes, None if job is None else job.model_dump_json())
         if on_note is not None:
             on_note(rendezvous.listening)
-        run = _Run(RunSpec.model_validate_json(rendezvous.job), out_dir.resolve(), on_progress, on_note, rendezvous)
+        told = RunSpec.model_validate_json(rendezvous.job)
+        run = _Run(told, out_dir.resolve(), on_progress, on_note, rendezvous, on_lost)
         run.launch(resuming, rank_module)
 
 
@@ -148,6 +154,9 @@ class _Run:
     on_progress: Progress | None
     on_note: Note | None
     rendezvous: Rendezvous | None
+    on_lost: OnLost | None = None
+    faults: FaultInjector | None = None
+    launches: list[Launched] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     segments: list[RunSegment] = field(default_factory=list)
     local_ranks: tuple[int, ...] = ()
@@ -167,6 +176,9 @@ class _Run:
         write_whole(job_file, job.model_dump_json(indent=1))
         for old in out_dir.rglob("rank*.jsonl"):
             old.unlink(missing_ok=True)
+        forget_log(out_dir)
+        if job.faults:
+            self.faults = FaultInjector(job.faults, rendezvous, self._rank_of, self.on_lost)
         launch = RankLaunch(
             rank_module,
             (str(job_file), str(out_dir)),
@@ -178,11 +190,16 @@ class _Run:
             self._layout,
             self._rank_of,
             job.predicted_memory_bytes,
+            self.faults,
         )
         failure: str | None = "the run was interrupted"
         try:
             try:
                 launch_ranks(launch, self._on_poll, self._on_start)
+            except RunOverError as error:
+                if rendezvous is None or rendezvous.has_failed():
+                    raise error if rendezvous is None else rendezvous.agreed(error) from None
+                self._note(f"{error}; this one was a spare")
             except RanksError as error:
                 raise error if rendezvous is None else rendezvous.agreed(error) from None
             failure = None
@@ -232,11 +249,12 @@ class _Run:
         if why is not None:
             assert checkpointing is not None
             self._note(f"{why}; restart {start.restarts} of {checkpointing.max_restarts}")
+        per_node = len(start.ranks)
+        num_nodes = job.plan.num_devices // per_node
+        self.launches.append(Launched(time.monotonic(), num_nodes, start.ended_s, failed=why is not None))
         if self.segments and self.segments[-1].job.plan == job.plan:
             return
         done = 0 if checkpointing is None else _num_saved_steps(checkpointing)
-        per_node = len(start.ranks)
-        num_nodes = job.plan.num_devices // per_node
         sentence = ""
         if self.segments or job.plan != self.job.plan:
             verb = "go on" if self.segments else "begin"
@@ -264,7 +282,9 @@ class _Run:
             if missing and failure is None:
                 number = counted(len(missing), "rank")
                 lost = failure = f"other nodes did not send what {number} measured, the first of them rank {missing[0]}"
-        measurement = gather(segments, written, failure, self.notes)
+        happened = [] if self.faults is None else self.faults.happened
+        times = run_times(self.launches, read_log(self.out_dir), happened) if self.launches else None
+        measurement = gather(segments, written, failure, self.notes, times)
         for note in measurement.notes[len(self.notes) :]:
             self._note(note)
         file = self.out_dir / "measurement.json"

@@ -32,6 +32,7 @@ from executor.launch.rank import PARENT_VARIABLE, THREADS_VARIABLE, RankFiles, S
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
+from executor.profiling.run_times import RunLog
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
 from simplan.io import write_whole
@@ -145,8 +146,9 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
     store = start_rank(device, job.timeout_s, num_ranks, on_host=on_host, process=process)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
     files = RankFiles(folder, rank)
+    is_logged = job.checkpointing is not None and os.environ["LOCAL_RANK"] == "0"
     with out_of_memory_explained(device, predicted_bytes):
-        _train(job, files, device, heartbeat, stop, rank)
+        _train(job, files, device, heartbeat, stop, rank, RunLog(out_dir if is_logged else None))
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(device)
     if not is_watched:
@@ -228,7 +230,13 @@ def _idle(heartbeat: Heartbeat) -> None:
 
 
 def _train(
-    job: RunSpec, files: RankFiles, device: torch.device, heartbeat: Heartbeat, stop: StopRequest, rank: int
+    job: RunSpec,
+    files: RankFiles,
+    device: torch.device,
+    heartbeat: Heartbeat,
+    stop: StopRequest,
+    rank: int,
+    log: RunLog,
 ) -> None:
     """Builds the model, takes the steps and measures memory."""
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
@@ -244,7 +252,7 @@ def _train(
     if job.checkpointing is not None:
         from executor.train.run_state import RunStateSaver
 
-        saver = RunStateSaver(job, trainer.state(), files, stop)
+        saver = RunStateSaver(job, trainer.state(), files, stop, log)
         heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
         first = saver.restore()  # a run that does not resume has no checkpoints, which the launcher has checked
         trainer.resume(first)
@@ -255,7 +263,7 @@ def _train(
 
         watched = watched_compilation(heartbeat)
     with files.steps.open("a") as file, watched:
-        _timed_steps(job, trainer, reference, recorder, file, first, saver)
+        _timed_steps(job, trainer, reference, recorder, file, first, saver, log)
         del trainer, saver
         memory = without_bytes(peak_memory(device), reference.held_bytes)
         if device.type == "cpu" and job.profile_memory:
@@ -274,6 +282,7 @@ def _timed_steps(
     file: TextIO,
     first: int,
     saver: RunStateSaver | None,
+    log: RunLog,
 ) -> None:
     """Takes the steps; writes a line for each to the rank's file, outside of the timed part."""
     num_warmup_steps = job.num_warmup_steps
@@ -290,6 +299,8 @@ def _timed_steps(
         if not goes_on or step == first:
             reference_s = reference.time_once()
             _barrier(reference.device)
+        if step == first:
+            log.add("begin", step)
         recorder.begin_step(step)
         losses = trainer.step(*batch)
         start_s, end_s = recorder.end_step()
@@ -298,6 +309,7 @@ def _timed_steps(
         if replicas is not None:
             record = record.model_copy(update={"kept": replicas.kept, "arrived_s": replicas.arrived_s})
         print(record.model_dump_json(), file=file, flush=True)
+        log.add("step", step + 1)
         if saver is not None:
             saver.after_step(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
     trainer.finish()

@@ -54,6 +54,10 @@ class RanksError(RunError):
         self.is_consequence = is_consequence
 
 
+class RunOverError(RanksError):
+    """The run has ended while this node had no ranks: it was a spare, or came too late."""
+
+
 class RankOutOfMemoryError(RunError):
     """A rank ran out of memory; the error compares its memory with the prediction."""
 

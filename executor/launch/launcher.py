@@ -31,8 +31,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from executor.launch.errors import RankEnd, RanksError, num_kernel_kills
+from executor.launch.errors import RankEnd, RanksError, RunOverError, num_kernel_kills
+from executor.launch.faults import FaultInjector
 from executor.launch.nodes import LOCAL, LOOPBACK, LocalRendezvous, Rendezvous
+from executor.launch.processes import is_ours, signal_ours, status
 from executor.launch.rank import PARENT_VARIABLE, THREADS_VARIABLE, RankFiles
 from executor.launch.watchdog import Beats, Stall, find_stall, late_in_collective, late_in_p2p, read_beat, read_dump
 from simplan.errors import RunError
@@ -64,11 +66,15 @@ class Start(NamedTuple):
         ranks: Ranks of this node.
         num_ranks: Ranks of all nodes: WORLD_SIZE.
         restarts: Number of restarts after failures so far.
+        meeting: Address at which these ranks meet, new at every start.
+        ended_s: Time, on ``time.monotonic``'s clock, at which the ranks before had ended; None if it was not seen.
     """
 
     ranks: tuple[int, ...]
     num_ranks: int
     restarts: int
+    meeting: str = ""
+    ended_s: float | None = None
 
 
 OnStart = Callable[[Start, RunError | None], None]
@@ -91,6 +97,7 @@ class RankLaunch:
         rank_of: Rank by WORLD_SIZE and by torchrun's number of a process, which counts the processes of all nodes; None
             for equal numbers.
         predicted_bytes: Predicted peak memory by rank, for messages about ranks that were killed; may be empty.
+        faults: Faults that the ranks are to meet; None for none.
     """
 
     module: str
@@ -103,6 +110,7 @@ class RankLaunch:
     layout: Callable[[int], tuple[Path, int]] | None = None
     rank_of: Callable[[int, int], int] | None = None
     predicted_bytes: tuple[int, ...] = ()
+    faults: FaultInjector | None = None
 
 
 class Logs(DefaultLogsSpecs):
@@ -120,7 +128,9 @@ class Logs(DefaultLogsSpecs):
         """Makes the folders for ranks with these environments."""
         made, first = super().reify(envs), envs[0]
         ranks = tuple(int(env["RANK"]) for env in envs.values())
-        self._on_start(Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"])), made)
+        meeting = f"{first['MASTER_ADDR']}:{first['MASTER_PORT']} {first['TORCHELASTIC_RESTART_COUNT']}"
+        start = Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"]), meeting)
+        self._on_start(start, made)
         return made
 
 
@@ -153,7 +163,13 @@ class Agent:
         )
         arguments = ["-u", "-m", "executor.launch.rank", launch.module, *launch.args]
         with _handlers_restored(), _logging_to(launch.out_dir / "logs" / "torchrun.log"):
-            launch_agent(config, sys.executable, arguments)
+            try:
+                launch_agent(config, sys.executable, arguments)
+            except AttributeError as error:
+                if error.obj is not None:
+                    raise
+                # torch asks for the result of an agent that was a spare when the run ended, which has none
+                raise RendezvousClosedError from None
 
     def stop(self) -> None:
         """Makes ``run`` end the ranks and raise; called from another thread."""
@@ -204,7 +220,7 @@ def launch_ranks(
     except RendezvousTimeoutError:
         raise RunError(_too_few(launch)) from None
     except RendezvousClosedError:
-        raise RanksError("the run has ended on the other nodes", is_consequence=True) from None
+        raise RunOverError("the run has ended on the other nodes", is_consequence=True) from None
     except (RendezvousConnectionError, RendezvousStateError) as error:
         at = launch.rendezvous.nodes.endpoint if launch.rendezvous else "this machine"
         raise RanksError(f"the store of the run at {at} cannot be reached: {error}", is_consequence=True) from None
@@ -238,6 +254,7 @@ class _Watch:
         self._started_s, self._kills = 0.0, 0
         self._stall: Stall | None = None
         self._stalled_s = 0.0
+        self._ended_s: float | None = None
         self._files: dict[int, RankFiles] = {}  # of ranks that have work
         self._num_active = 0
         self._error_files: dict[int, Path] = {}
@@ -247,11 +264,13 @@ class _Watch:
 
     def ranks_start(self, start: Start, logs: LogsDest) -> None:
         """Called by the agent when it starts ranks, with torchrun's numbers of their processes."""
-        start = start._replace(ranks=tuple(self._rank_of(start.num_ranks, process) for process in start.ranks))
+        processes = start.ranks
+        ranks = tuple(self._rank_of(start.num_ranks, process) for process in processes)
+        start = start._replace(ranks=ranks, ended_s=self._ended_s)
         failed = self._start is not None and start.restarts > self._start.restarts
         why = self.cause(None) if failed else None  # where nodes came or left, torchrun has removed the error files
         with self._lock:
-            self._start, self._stall = start, None
+            self._start, self._stall, self._ended_s = start, None, None
             self._started_s, self._kills = time.monotonic(), num_kernel_kills()
             self._error_files = {rank: Path(logs.error_files[k]) for k, rank in enumerate(start.ranks)}
             self._logs = {rank: Path(logs.stderrs[k]) for k, rank in enumerate(start.ranks)}
@@ -261,6 +280,8 @@ class _Watch:
             for files in self._files.values():
                 files.heartbeat.unlink(missing_ok=True)
                 files.dump.unlink(missing_ok=True)
+            if self._launch.faults is not None:
+                self._launch.faults.ranks_start(start.meeting, processes, start.num_ranks, self._num_active)
         if self._on_start is not None:
             self._on_start(start, why)
 
@@ -308,10 +329,19 @@ class _Watch:
                 with self._lock:
                     if self._start is not None:
                         self.poll()
+                        self._note_the_end()
+                        if self._launch.faults is not None:
+                            self._launch.faults.poll(self._beats())
                         self._end_a_stall(len(self._start.ranks))
         except BaseException as error:
             self.raised = error
             self._agent.stop()
+
+    def _note_the_end(self) -> None:
+        if self._launch.max_restarts and self._ended_s is None:
+            pids = [beat.pid for beat in self._beats().values() if beat is not None]
+            if pids and not any(map(is_ours, pids)):
+                self._ended_s = time.monotonic()
 
     def _end_a_stall(self, num_local_ranks: int) -> None:
         if self._stall is not None:
@@ -334,13 +364,13 @@ class _Watch:
         beat = beats[stall.rank]
         if beat is None:
             raise RanksError(stall.sentence)
-        if _signal_ours(beat.pid, signal.SIGKILL):
+        if signal_ours(beat.pid, signal.SIGKILL):
             self._stall, self._stalled_s = stall, time.monotonic()
 
     def _stopped(self, beats: Beats) -> Stall | None:
         """The hang by a rank that somebody has stopped (SIGSTOP, a debugger), whatever it was waiting for then."""
         for rank, beat in beats.items():
-            if beat is not None and is_ours(beat.pid) and _status(beat.pid)[0] in ("T", "t"):
+            if beat is not None and is_ours(beat.pid) and status(beat.pid)[0] in ("T", "t"):
                 sentence = f"rank {rank} was stopped by a signal, and made no progress for {self._launch.timeout_s:g} s"
                 return Stall(rank, sentence)
         return None
@@ -350,7 +380,7 @@ class _Watch:
         dumps = {rank: files.dump for rank, files in self._files.items()}
         for beat in beats.values():
             if beat is not None:
-                _signal_ours(beat.pid, signal.SIGUSR1)
+                signal_ours(beat.pid, signal.SIGUSR1)
         end_s = time.monotonic() + _DUMP_S
         while time.monotonic() < end_s and not all(file.exists() for file in dumps.values()):
             time.sleep(_POLL_S)
@@ -360,34 +390,6 @@ class _Watch:
         if late is None:
             return None
         return Stall(late.rank, f"no progress for {self._launch.timeout_s:g} s: {late.sentence}")
-
-
-def _signal_ours(pid: int, number: signal.Signals) -> bool:
-    """Sends a signal to a process that this one has started, and to no other; False where there is none."""
-    with suppress(ProcessLookupError):
-        if is_ours(pid):
-            os.kill(pid, number)
-            return True
-    return False
-
-
-def is_ours(pid: int) -> bool:
-    """True for a process that this one or a child of it has started; a heartbeat file may name any process."""
-    while pid > 1:
-        pid = _status(pid)[1]
-        if pid == os.getpid():
-            return True
-    return False
-
-
-def _status(pid: int) -> tuple[str, int]:
-    """State of a process, and its parent; 0 where there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "", 0
-    state, parent, *_ = text.rpartition(")")[2].split()  # the name before it may have brackets
-    return state, int(parent)
 
 
 @contextmanager

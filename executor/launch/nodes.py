@@ -18,7 +18,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -120,6 +120,14 @@ class Rendezvous:
             return RunError(self._store.get("cause").decode())
         return mine
 
+    def has_failed(self) -> bool:
+        """True if a node has told the reason of a failure, within some seconds."""
+        try:
+            self._store.wait(["cause"], timedelta(seconds=_CAUSE_S))
+        except (RuntimeError, TimeoutError):
+            return False
+        return True
+
     def farewell(self) -> None:
         """Keeps the leading node, which has the store, until the other nodes have ended."""
         with contextlib.suppress(RuntimeError, TimeoutError):
@@ -128,6 +136,24 @@ class Rendezvous:
                 end_s = time.monotonic() + _CAUSE_S
                 while self._store.add("left", 0) < self.nodes.max_nodes and time.monotonic() < end_s:
                     time.sleep(0.05)
+
+    def tell(self, text: str) -> None:
+        """Tells the other nodes something, once and for all."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._store.set(f"told/{self.num_told()}", text)
+            self._store.add("told", 1)
+
+    def num_told(self) -> int:
+        """Number of texts that were told so far; 0 where the store does not answer."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            return int(self._store.add("told", 0))
+        return 0
+
+    def told_since(self, number: int) -> Iterator[str]:
+        """Yields what was told after a number of texts."""
+        for k in range(number, self.num_told()):
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                yield self._store.get(f"told/{k}").decode()
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Deletes measurements of these ranks by another node; they start on this node now."""

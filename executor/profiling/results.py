@@ -22,6 +22,7 @@ from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
 from executor.profiling.steps import find_slow_ranks, steady_from
 from simplan.runs.checkpoint import CheckpointTiming
+from simplan.runs.faults import RunTimes
 from simplan.runs.measurement import (
     EarlierSegment,
     LossPoint,
@@ -103,7 +104,11 @@ def written_here(folder: Path, num_ranks: int) -> Written:
 
 
 def gather(
-    segments: Sequence[RunSegment], written: Written, failure: str | None = None, notes: Sequence[str] = ()
+    segments: Sequence[RunSegment],
+    written: Written,
+    failure: str | None = None,
+    notes: Sequence[str] = (),
+    times: RunTimes | None = None,
 ) -> Measurement:
     """Makes the measurement of ranks that have ended: of the last segment, with a summary of those before.
 
@@ -113,6 +118,7 @@ def gather(
         written: Texts of the last segment's ranks.
         failure: Reason of an early end; None for a complete run.
         notes: Notes about the run so far, for the user.
+        times: Time of the whole run, if known.
     """
     segment = segments[-1]
     job, first_step = segment.job, segment.first_step
@@ -172,6 +178,7 @@ def gather(
         environment={**facts, "num_nodes": num_nodes} if num_nodes > 1 else facts,
         earlier=tuple(_earlier(segments)),
         workers=measured_workers(steps, steady) if has_workers and steady else None,
+        times=times,
     )
 
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from executor.distributed.mesh import run_timeout
 from executor.launch.rank import RankFiles, StopRequest
 from executor.profiling.recorder import Recorder
+from executor.profiling.run_times import RunLog
 from executor.train.checkpoint_folder import AtomicWriter, DataReader, drop_unfinished, prune, why_damaged
 from executor.train.training_state import TrainingState
 from simplan.errors import RunError
@@ -45,16 +46,18 @@ class RunStateSaver:
     Args:
         job: The job, with ``checkpointing``.
         files: Files of this rank; rank 0 writes the times of checkpoints, which represent all ranks.
+        log: Log to which this rank adds its checkpoints.
 
     Raises:
         RunError: This rank does not see the files of rank 0.
     """
 
-    def __init__(self, job: RunSpec, state: TrainingState, files: RankFiles, stop: StopRequest) -> None:
+    def __init__(self, job: RunSpec, state: TrainingState, files: RankFiles, stop: StopRequest, log: RunLog) -> None:
         assert job.checkpointing is not None
         group = dist.new_group(backend="gloo", timeout=run_timeout())  # for the host, also with CUDA devices
         assert isinstance(group, dist.ProcessGroup)
         self._job, self._state, self._stop, self._group = job, state, stop, group
+        self._log = log
         self._leads, self._timings = dist.get_rank() == 0, files.checkpoints
         self._folder = Path(job.checkpointing.folder)
         self._every, self._num_kept = job.checkpointing.every, job.checkpointing.keep
@@ -149,6 +152,7 @@ class RunStateSaver:
         except CheckpointException as error:
             failure = _why(error, self._folder)
         if not self._leads:
+            self._log.add("checkpoint", step)
             return
         if failure is None:
             prune(self._folder, self._num_kept)
@@ -157,6 +161,7 @@ class RunStateSaver:
         timing = CheckpointTiming(step=step, written_s=time.perf_counter() - start_s, failure=failure)
         with self._timings.open("a") as stream:
             stream.write(timing.model_dump_json() + "\n")
+        self._log.add("checkpoint", step)
 
     def _from_rank_0(self, value: Any) -> Any:
         values = [value]

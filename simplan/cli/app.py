@@ -299,6 +299,27 @@ def run(
     checkpoint_every: CheckpointEvery = None,
     max_restarts: MaxRestarts = 0,
     resume: Resume = False,
+    fail: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|RATE|scenario",
+            help="Faults: a YAML file, killed ranks per hour of the job, or the failures of the scenario.",
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Seed of drawn failures (default: 0).")] = None,
+    time_scale: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            max=1e9,
+            metavar="X",
+            help="With --fail scenario, its seconds in one second of the run (default: 1).",
+        ),
+    ] = None,
+    recovery: Annotated[
+        Path | None,
+        _FILE(help="measurement.json of an earlier run with a restart, whose times predict the goodput of this one."),
+    ] = None,
     calibration: CalibrationFile = None,
 ) -> int:
     """Run a plan on this machine's devices, and compare it with its prediction.
@@ -306,10 +327,12 @@ def run(
     Calibrates first if this machine has no calibration for the scenario. With --nnodes and --rdzv-endpoint, torchrun's
     options, every node runs its ranks, and the node at the endpoint prints the result. With --nnodes MIN:MAX, the run
     starts on the nodes that have joined by the last call. If nodes are lost or preempted (SIGTERM), the others resume
-    with fewer data-parallel ranks; if nodes join, with more.
+    with fewer data-parallel ranks; if nodes join, with more. With --fail, ranks and nodes meet faults, and measured
+    goodput is compared with that of simulated runs.
     """
     from simplan.cli.commands import run_command
     from simplan.cli.execute import RunOptions, checkpointing
+    from simplan.cli.faults import fault_options
     from simplan.cli.nodes import NodeRendezvous, numbers_of_nodes
 
     options = RunOptions(
@@ -320,7 +343,13 @@ def run(
     )
     rendezvous = NodeRendezvous(numbers_of_nodes(nnodes), rdzv_endpoint, rdzv_conf)
     return run_command(
-        scenario, as_json=json, output=output, calibration_file=calibration, options=options, rendezvous=rendezvous
+        scenario,
+        as_json=json,
+        output=output,
+        calibration_file=calibration,
+        options=options,
+        rendezvous=rendezvous,
+        faults=fault_options(fail, seed, time_scale, recovery),
     )
 
 

@@ -25,6 +25,7 @@ from simplan.cli.execute import (
     join,
     refuse_other_software,
 )
+from simplan.cli.faults import FaultOptions, read_faults
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.predict import calibration_for, name_of, predict_step
 from simplan.cli.search import scenarios_to_time
@@ -236,6 +237,7 @@ def run_command(
     calibration_file: Path | None,
     options: RunOptions,
     rendezvous: NodeRendezvous,
+    faults: FaultOptions | None = None,
 ) -> int:
     """``simplan run``."""
     scenario = request.scenario()
@@ -246,9 +248,11 @@ def run_command(
         join(nodes, folder)
         return 0
     with exclusive(folder, "--output"):
-        return _run_alone(
-            scenario, folder, calibration_file, replace(options, nodes=nodes), rendezvous, as_json=as_json
-        )
+        options = replace(options, nodes=nodes)
+        if faults is not None:
+            request_of_faults = read_faults(scenario, faults, options.checkpointing, rendezvous.nodes[1])
+            options = replace(options, faults=request_of_faults)
+        return _run_alone(scenario, folder, calibration_file, options, rendezvous, as_json=as_json)
 
 
 def _run_alone(

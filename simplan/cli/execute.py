@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from simplan.cli.faults import FaultRequest, with_faults
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import ExecutorKilledError, run_executor
 from simplan.cli.terminal.progress import ProgressLine
@@ -47,6 +49,7 @@ class RunOptions:
         timeout_s: Abort if a rank makes no progress for this number of seconds.
         nodes: Rendezvous of a run on several nodes; None for all ranks on this machine.
         checkpointing: Checkpoints of the training state; None for no checkpoints.
+        faults: Faults that the run is to meet; None for none.
     """
 
     num_steps: int = 10
@@ -54,6 +57,7 @@ class RunOptions:
     timeout_s: float = 120.0
     nodes: Nodes | None = None
     checkpointing: Checkpointing | None = None
+    faults: FaultRequest | None = None
 
 
 def checkpointing(folder: Path | None, every: int | None, *, restarts: int, resume: bool) -> Checkpointing | None:
@@ -192,7 +196,11 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     prediction, simulated = scenario.predict_step(calibration)
     least = None if options.nodes is None else options.nodes.min_nodes
     on_fewer = _steps_on_fewer(scenario, calibration, least)
-    job = run_spec_of_scenario(scenario, prediction, options, {number: of for number, (of, _) in on_fewer.items()})
+    predictions = {number: of for number, (of, _) in on_fewer.items()}
+    job = run_spec_of_scenario(scenario, prediction, options, predictions)
+    if options.faults is not None:
+        predictions[scenario.job.cluster.num_nodes] = prediction
+        job = with_faults(job, scenario, options.faults, predictions, options.nodes)
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     for old in (measurement_file, *folder.glob("rank*.steps.jsonl")):  # an older run's must not pass for this one's
@@ -246,8 +254,25 @@ def join(nodes: Nodes, folder: Path) -> None:
     request = folder / f"{socket.gethostname()}.nodes.json"  # nodes may share a file system
     write_model(request, nodes)
     out = folder / socket.gethostname()
+    lost_for_s: list[float | None] = []
+
+    def show(event: dict[str, Any]) -> None:
+        if event["event"] == "lost":
+            lost_for_s.append(event["for_s"])
+        else:
+            _show(event, progress)
+
     with ProgressLine("running") as progress:
-        run_executor(["run", "--nodes", str(request), "--out", str(out)], lambda event: _show(event, progress))
+        while True:
+            try:
+                run_executor(["run", "--nodes", str(request), "--out", str(out)], show)
+            except (ExecutorKilledError, SystemExit):
+                back_s = lost_for_s.pop() if lost_for_s else None
+                if back_s is None:
+                    raise
+                time.sleep(back_s)  # a fault of the run: the node comes back
+            else:
+                return
 
 
 def exported_job(

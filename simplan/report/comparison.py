@@ -13,6 +13,7 @@ from simplan.units import GIB, format_bytes, format_percent, format_time
 from simplan.validate.activity import ActivityShare
 from simplan.validate.attribution import TermDifference
 from simplan.validate.compare import Comparison
+from simplan.validate.goodput import GoodputComparison
 from simplan.validate.logged import LoggedComparison, UncertainTerm
 from simplan.validate.logged_memory import MemoryTerm
 from simplan.validate.losses import LossCurve
@@ -41,6 +42,7 @@ def comparison_text(comparison: Comparison) -> str:
         *_loss_notes(comparison),
     ]
     parts = [comparison_rows(comparison.rows), *_terms(comparison), *_splits(comparison), *_losses(comparison)]
+    parts += [] if comparison.goodput is None else [_goodput(comparison.goodput)]
     return "\n\n".join((*parts, "\n".join(f"- {note}" for note in notes)))
 
 
@@ -121,6 +123,33 @@ def _splits(comparison: Comparison) -> Iterator[str]:
     hidden = len(splits) - _MAX_RANKS
     more = f"\nand {hidden} more ranks (--json has all)" if hidden > 0 else ""
     yield format_table_text(headers, rows, indent=0, left=2) + more
+
+
+def _goodput(found: GoodputComparison) -> str:
+    """Where the time of the run went, and its goodput."""
+    total_s = sum(found.measured_s.values())
+    expected_s = sum(found.predicted_s.values())
+    rows = []
+    for part in [*found.measured_s, *(part for part in found.predicted_s if part not in found.measured_s)]:
+        seconds, predicted_s = found.measured_s.get(part, 0.0), found.predicted_s.get(part, 0.0)
+        rows.append([part, *_share(predicted_s, expected_s), *_share(seconds, total_s)])
+    rows.append(["time of the run", *_share(expected_s, expected_s), *_share(total_s, total_s)])
+    headers = ["where the time went", "predicted", "", "measured", ""]
+    stops = ", ".join(f"{number} {kind}" for kind, number in found.interruptions.items()) or "none"
+    lines = [format_table_text(headers, rows, indent=0)]
+    if found.predicted is None:
+        lines.append(f"goodput {format_percent(found.measured)}, not predicted; interruptions: {stops}")
+    else:
+        low, middle, high = map(format_percent, found.predicted)
+        where = "inside" if found.holds else "OUTSIDE"
+        said = f"goodput {format_percent(found.measured)}, predicted {middle} ({low} to {high}, P5 to P95 of"
+        lines.append(f"{said} {found.num_runs:,} simulated runs): {where}")
+        lines.append(f"interruptions: {stops}; predicted {found.predicted_interruptions:.1f} on average")
+    return "\n".join(lines)
+
+
+def _share(seconds: float, total_s: float) -> tuple[str, str]:
+    return (format_time(seconds), format_percent(seconds / total_s)) if total_s else ("", "")
 
 
 def _losses(comparison: Comparison) -> Iterator[str]:

@@ -14,6 +14,7 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.runs.checkpoint import CheckpointTiming
+from simplan.runs.faults import RunTimes
 from simplan.runs.run_spec import RunSpec
 from simplan.units import format_time
 
@@ -280,6 +281,8 @@ class Measurement(Spec):
         environment: Machine, versions, threads, backend.
         workers: Updates of workers that do not wait for all others; None for other runs. A step time is then that in
             which as many gradients are applied as there are workers.
+        times: Time of a run with checkpoints over all parts, and where it went; None for other runs, and for one that
+            ended before its first step or whose launcher was killed.
     """
 
     schema_version: Literal[2] = 2
@@ -300,6 +303,7 @@ class Measurement(Spec):
     notes: tuple[str, ...] = ()
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
     workers: MeasuredWorkers | None = None
+    times: RunTimes | None = None
 
     @property
     def step_time_s(self) -> float:

@@ -13,6 +13,7 @@ from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import Table, parse_table
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.elastic import FewerNodes
+from simplan.runs.faults import ExpectedRun, Fault
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 
@@ -53,6 +54,8 @@ class RunSpec(Spec):
         predicted_memory_bytes: Per rank, predicted bytes on its device; empty without a prediction.
         fewer_nodes: Plans for continuation on fewer nodes, in descending number of nodes; empty for no continuation.
         slowdowns: Per rank, the factor by which the executor slows down its compute; empty without slow ranks.
+        faults: Faults that the run is to meet; empty for none.
+        expected: What the run is predicted to lose by faults of this kind; None without a prediction.
         profile_memory: True to run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
@@ -75,6 +78,8 @@ class RunSpec(Spec):
     profile_memory: bool = True
     checkpointing: Checkpointing | None = None
     fewer_nodes: tuple[FewerNodes, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    expected: ExpectedRun | None = None
 
     @property
     def num_processes(self) -> int:

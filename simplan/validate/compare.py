@@ -24,6 +24,7 @@ from simplan.runs.run_spec import RunSpec
 from simplan.units import GIB, counted
 from simplan.validate.activity import CLIPPING, UNEXPLAINED, ActivityShare
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
+from simplan.validate.goodput import GoodputComparison
 from simplan.validate.logged_memory import measurable_gib
 from simplan.validate.losses import LossComparison, LossCurve
 from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
@@ -52,6 +53,7 @@ class Comparison:
             it.
         loss_curve: Loss of the run; None if its data has nothing to learn.
         baselines: The run's loss compared with other runs; empty if none were given.
+        goodput: Goodput of a run with restarts or faults, over all of its parts; None for other runs.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -64,6 +66,7 @@ class Comparison:
     slowdown: float | None = None
     loss_curve: LossCurve | None = None
     baselines: tuple[LossComparison, ...] = ()
+    goodput: GoodputComparison | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -155,6 +158,7 @@ def compare(
         splits=splits,
         slowdown=slowdown,
         loss_curve=LossCurve.of(measurement),
+        goodput=GoodputComparison.of(measurement),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import executor.__main__
-from executor.launch.launcher import is_ours
+from executor.launch.processes import is_ours
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import read_beat
 from executor.run import run_job

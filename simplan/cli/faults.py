@@ -1,0 +1,239 @@
+"""``simplan run --fail``: the faults of a run, and what it is expected to lose by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+from simplan.cli.terminal.output import say
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.goodput.executed import (
+    RecoveryTimes,
+    causes_like,
+    drawn_faults,
+    expected_run,
+    scaled,
+    with_preemptions,
+    with_recovery,
+)
+from simplan.goodput.sections import Recovery, RunSections
+from simplan.goodput.setup import CauseSetup, RunSetup, Size
+from simplan.io import parse_model, read_model, read_yaml
+from simplan.prediction import Prediction
+from simplan.runs.checkpoint import Checkpointing
+from simplan.runs.elastic import Nodes
+from simplan.runs.faults import Fault, FaultSchedule
+from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
+from simplan.scenario import Scenario
+from simplan.scenario.whole_run.failures import HOUR_S
+from simplan.scenario.whole_run.setup import scenario_run
+from simplan.training import TrainingBudget
+
+SCENARIO = "scenario"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOptions:
+    """Options of a run about faults, as given.
+
+    Attributes:
+        fail: A file, failures of ranks per hour of the job, or ``scenario``.
+        seed: Seed of drawn failures.
+        time_scale: Seconds of the scenario that pass in one second of the run.
+        recovery: Measurement of an earlier run with a restart.
+    """
+
+    fail: str
+    seed: int = 0
+    time_scale: float = 1.0
+    recovery: Path | None = None
+
+
+def fault_options(
+    fail: str | None, seed: int | None, time_scale: float | None, recovery: Path | None
+) -> FaultOptions | None:
+    """Options as the flags say; None without faults.
+
+    Raises:
+        SpecError: A flag has no meaning without ``--fail``, or with what it says.
+    """
+    given = {"--seed": seed, "--time-scale": time_scale, "--recovery": recovery}
+    if fail is None:
+        rule, fix = "is about the faults of a run", "add --fail"
+        if problems := [Problem(field=flag, rule=rule, fix=fix) for flag, value in given.items() if value is not None]:
+            raise SpecError(problems)
+        return None
+    if time_scale is not None and fail != SCENARIO:
+        rule = "is the time of the scenario over that of the run"
+        raise SpecError(Problem(field="--time-scale", value=f"{time_scale:g}", rule=rule, fix="use --fail scenario"))
+    return FaultOptions(fail=fail, seed=seed or 0, time_scale=time_scale or 1.0, recovery=recovery)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRequest:
+    """Faults that were asked for, read and checked.
+
+    Attributes:
+        schedule: Faults of a file; empty where they are drawn.
+        rate_per_h: Killed ranks per hour of the job; None for the failures of the scenario, or for a file.
+        recovery: Times of this machine; None to take those of the scenario.
+    """
+
+    options: FaultOptions
+    schedule: tuple[Fault, ...]
+    rate_per_h: float | None
+    recovery: RecoveryTimes | None
+
+
+def read_faults(
+    scenario: Scenario, options: FaultOptions, checkpointing: Checkpointing | None, num_nodes: int
+) -> FaultRequest:
+    """Reads what is asked for, before anything is calibrated or run.
+
+    Raises:
+        SpecError: A file cannot be read, a rank or node is not of the run, or the run cannot restart.
+        NotModelledError: The scenario has what only simulated runs meet.
+    """
+    if checkpointing is None or checkpointing.max_restarts == 0:
+        missing = "--checkpoint-dir DIR" if checkpointing is None else "--max-restarts K"
+        rule = "needs a run that restarts from a checkpoint"
+        raise SpecError(Problem(field="--fail", value=options.fail, rule=rule, fix=f"add {missing}"))
+    schedule: tuple[Fault, ...] = ()
+    rate = _rate(options.fail)
+    if options.fail == SCENARIO:
+        _check_scenario(scenario)
+    elif rate is None:
+        document = read_yaml(options.fail)
+        schedule = parse_model(FaultSchedule, document.data, document.lines, options.fail).faults
+        if problems := list(_beyond_the_run(schedule, scenario, num_nodes)):
+            raise SpecError(problems, file=options.fail)
+    recovery = None if options.recovery is None else _recovery_of(options.recovery)
+    return FaultRequest(options, schedule, rate, recovery)
+
+
+def _rate(text: str) -> float | None:
+    """Failures per hour; None for another text."""
+    try:
+        rate = float(text)
+    except ValueError:
+        return None
+    if not 0 < rate < inf:
+        rule, fix = "must be above zero and finite", "give failures per hour of the job, e.g. 60"
+        raise SpecError(Problem(field="--fail", value=text, rule=rule, fix=fix))
+    return rate
+
+
+def _beyond_the_run(schedule: tuple[Fault, ...], scenario: Scenario, num_nodes: int) -> Iterator[Problem]:
+    num_ranks = scenario.job.plan.num_devices
+    for number, fault in enumerate(schedule):
+        field = f"faults.{number}"
+        if fault.rank is not None and fault.rank >= num_ranks:
+            yield Problem(field=f"{field}.rank", value=str(fault.rank), rule=f"must be below {num_ranks}, the ranks")
+        if fault.node is not None and fault.node >= num_nodes:
+            rule = "is no node besides that at the endpoint, which has the store of the run"
+            fix = f"use 1 to {num_nodes - 1}" if num_nodes > 1 else "name a rank, or run on several nodes"
+            yield Problem(field=f"{field}.node", value=str(fault.node), rule=rule, fix=fix)
+
+
+def _recovery_of(file: Path) -> RecoveryTimes:
+    measured = read_model(file, Measurement)
+    if measured.times is None:
+        rule = "is the measurement of a run whose time was not split"
+        raise SpecError(Problem(field="--recovery", value=str(file), rule=rule, fix="name a run with --checkpoint-dir"))
+    returns_s = [fault.for_s for fault in measured.job.faults if fault.node is not None and fault.for_s is not None]
+    return RecoveryTimes.of(measured.times, measured.job.timeout_s, returns_s[0] if returns_s else 0.0)
+
+
+_NOT_RUN = {
+    "reliability.silent_corruption": "wrong numbers are not made",
+    "reliability.fail_slow": "slow devices are not drawn; a file for --fail has kind: slow",
+    "reliability.maintenance": "windows without nodes are not made",
+    "checkpoint.memory": "checkpoints go to --checkpoint-dir alone",
+    "spot.trace": "only rates are drawn",
+    "evaluation": "runs do not evaluate",
+}
+"""Keys that only simulated runs have, and what runs do."""
+_NOT_RUN_AS = {
+    ("checkpoint.asynchronous", True): "training waits until a checkpoint is written",
+    ("recovery.policy", "continue"): "all ranks restart",
+    ("recovery.repair_distribution", "exponential"): "a node is back after a fixed time",
+    ("spot.fallback", "on_demand"): "there are no other nodes",
+}
+
+
+def _check_scenario(scenario: Scenario) -> None:
+    sections = scenario.whole_run
+    if sections is None or (sections.reliability is None and sections.spot is None):
+        rule, fix = "has no failures", "add the section reliability or spot, or give failures per hour"
+        raise SpecError(Problem(field="--fail", value=SCENARIO, rule=f"the scenario {rule}", fix=fix))
+    given = sections.model_dump(exclude_none=True)
+    found = {f"{name}.{key}": value for name, section in given.items() for key, value in section.items()} | given
+    reasons = [(field, why) for field, why in _NOT_RUN.items() if field in found]
+    reasons += [(field, why) for (field, value), why in _NOT_RUN_AS.items() if found.get(field) == value]
+    if reasons:
+        problems = [Problem(field=field, rule=f"is only simulated: {why}", fix="remove it") for field, why in reasons]
+        raise NotModelledError(problems, file=scenario.file)
+
+
+def with_faults(
+    job: RunSpec,
+    scenario: Scenario,
+    request: FaultRequest,
+    predictions: Mapping[int, Prediction],
+    nodes: Nodes | None,
+) -> RunSpec:
+    """The job with its faults, and with what it is expected to be where times of restarts are known.
+
+    Args:
+        predictions: By number of nodes, the whole job and those on which it may go on.
+    """
+    setup = _setup(job, scenario, request, predictions, nodes)
+    faults, options, sections = request.schedule, request.options, scenario.whole_run
+    if not faults:
+        per_node = job.plan.num_devices // setup.num_nodes
+        faults = drawn_faults(setup, seed=options.seed, ranks_per_node=per_node)
+    if request.recovery is not None:
+        setup = with_recovery(setup, request.recovery)
+    elif sections is None or sections.recovery is None or sections.checkpoint is None:
+        say("note: goodput is not predicted without --recovery, or the sections recovery and checkpoint")
+        return job.model_copy(update={"faults": faults})
+    return job.model_copy(update={"faults": faults, "expected": expected_run(setup, seed=options.seed)})
+
+
+def _setup(
+    job: RunSpec,
+    scenario: Scenario,
+    request: FaultRequest,
+    predictions: Mapping[int, Prediction],
+    nodes: Nodes | None,
+) -> RunSetup:
+    """Numbers of the run with the times of the scenario, those of steps excepted, over the time scale."""
+    assert job.checkpointing is not None
+    whole, elastic = predictions[max(predictions)], nodes is not None and nodes.min_nodes < nodes.max_nodes
+    setup = scaled(_of_scenario(job, scenario, whole), request.options.time_scale)
+    sizes = [(number, each.mean_step_s(job.num_all_steps)) for number, each in predictions.items()]
+    setup = replace(
+        setup,
+        sizes=tuple(Size(num_nodes=number, step_s=step_s) for number, step_s in sorted(sizes, reverse=True)),
+        policy="shrink" if elastic else "restart",
+        checkpoint_every=job.checkpointing.every,
+    )
+    if request.schedule:
+        return replace(setup, causes=causes_like(request.schedule, setup.undisturbed_s), timeout_s=job.timeout_s)
+    if request.rate_per_h is not None:
+        cause = CauseSetup(name="rank", units_per_node=0, mtbf_s=HOUR_S / request.rate_per_h, num_nodes=0)
+        return replace(setup, causes=(cause,))
+    return with_preemptions(replace(setup, timeout_s=job.timeout_s))
+
+
+def _of_scenario(job: RunSpec, scenario: Scenario, prediction: Prediction) -> RunSetup:
+    """Numbers of the scenario as a run of this length on all nodes."""
+    sections = scenario.whole_run or RunSections()
+    recovery = (sections.recovery or Recovery()).model_copy(update={"policy": "restart", "min_nodes": None})
+    budget = TrainingBudget(num_steps=job.num_all_steps)
+    run = sections.model_copy(update={"run": None, "recovery": recovery})
+    whole = replace(scenario, whole_run=run, budget=budget)
+    return scenario_run(whole, prediction, lambda smaller: prediction).setup
