@@ -153,6 +153,12 @@ def _of_replication(plan: ParallelPlan) -> dict[str, Any]:
     return {} if plan.replication is None else plan.replication.model_dump()
 
 
+def keeps_errors(then: ParallelPlan, now: ParallelPlan) -> bool:
+    """True if ranks resume with the errors of gradient compression that they had: the same ranks and buckets."""
+    same = ("compression", "dp_replicate", "dp_shard", "bucket_bytes")
+    return all(getattr(then, key) == getattr(now, key) for key in same)
+
+
 def check_new_run(checkpointing: Checkpointing, newest: CheckpointHeader | None) -> None:
     """Refuses to mix the checkpoints of two runs.
 
