@@ -14,6 +14,7 @@ from torch.optim.sgd import sgd
 
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import Stage, split_dimensions, with_specs
+from simplan.plan.compression import in_whole_blocks
 from simplan.runs.run_spec import RunSpec
 from simplan.training import UpdateName
 
@@ -141,6 +142,10 @@ class OneBitAdam(_AdamW):
     gradient to the common momentum, and ranks average the momentum in one bit per value. The variance stays as it is,
     with the bias correction of its last step; that of the momentum goes on.
 
+    One bit has no zero. A value whose gradients are 0, or rounding errors like those of a key's bias, would get the
+    momentum of its neighbors over no variance. So values with a variance below epsilon squared get no momentum
+    (``exp_avg_mask`` of DeepSpeed's OnebitAdam), and tensors have no scale in common.
+
     Args:
         compression: Averages the momentum, and knows the first steps.
         decays: True for AdamW, False for Adam.
@@ -157,13 +162,14 @@ class OneBitAdam(_AdamW):
         (group,) = self.param_groups
         trained: list[nn.Parameter] = group["params"]
         sizes = [parameter.numel() for parameter in trained]
-        self._momentum = trained[0].new_zeros(compression.padded_elements(sum(sizes)))
-        self._padding = self._momentum[sum(sizes) :]
-        parts = torch.split(self._momentum[: sum(sizes)], sizes)
+        whole = in_whole_blocks(sizes)
+        self._momentum = trained[0].new_zeros(compression.padded_elements(sum(whole)))
+        *parts, rest = torch.split(self._momentum, [*whole, len(self._momentum) - sum(whole)])
+        self._padding = [rest, *(part[size:] for part, size in zip(parts, sizes, strict=True))]
         for parameter, part in zip(trained, parts, strict=True):
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
-                "exp_avg": part.view_as(parameter),
+                "exp_avg": part[: parameter.numel()].view_as(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
 
@@ -178,13 +184,21 @@ class OneBitAdam(_AdamW):
         states = [self.state[parameter] for parameter in parameters]
         momenta, variances = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
         beta1, beta2 = group["betas"]
+        num_whole = self._compression.num_whole_steps
+        root = (1 - beta2**num_whole) ** 0.5
+        if self._compression.step == num_whole + 1:
+            for variance in variances:
+                variance[variance < (root * group["eps"]) ** 2] = 0
         torch._foreach_add_([state["step"] for state in states], 1)
         torch._foreach_lerp_(momenta, scratch, 1 - beta1)
-        self._padding.zero_()  # one bit has no zero
+        torch._foreach_copy_(scratch, variances)
+        torch._foreach_sign_(scratch)
+        torch._foreach_mul_(momenta, scratch)
+        torch._foreach_zero_(self._padding)
         self._compression.average(self._momentum)
+        torch._foreach_mul_(momenta, scratch)
         if group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        root = (1 - beta2**self._compression.num_whole_steps) ** 0.5
         torch._foreach_copy_(scratch, variances)
         torch._foreach_sqrt_(scratch)
         torch._foreach_add_(scratch, root * group["eps"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -154,6 +154,11 @@ def compressed_matrix_rank(rows: int, columns: int, compression: Compression) ->
     """Columns of the factors of a matrix by PowerSGD; 0 for a matrix that stays whole (torch, ``_should_compress``)."""
     rank = min(rows, columns, compression.rank)
     return rank if (rows + columns) * rank * compression.min_compression < rows * columns else 0
+
+
+def in_whole_blocks(sizes: Iterable[int]) -> list[int]:
+    """Elements of tensors, each padded to whole blocks, so that tensors have no scale in common."""
+    return [-(-size // BLOCK) * BLOCK for size in sizes]
 
 
 def quantized_part(num_elements: int, num_ranks: int) -> int:

@@ -7,11 +7,18 @@ which are torch's where torch has them. Bytes per element are what single kernel
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from simplan.model.layer import CollectiveKind, LayerSpec
-from simplan.plan.compression import BLOCK, Compression, CompressionKind, compressed_matrix_rank, quantized_part
+from simplan.plan.compression import (
+    BLOCK,
+    Compression,
+    CompressionKind,
+    compressed_matrix_rank,
+    in_whole_blocks,
+    quantized_part,
+)
 from simplan.program.action import Action
 from simplan.program.lowering.hooks import Bucket, DdpHooks, ddp_buckets
 from simplan.program.lowering.stage import Stages
@@ -333,13 +340,17 @@ class CompressedDdpHooks(DdpHooks):
         self._num_done = 0  # buckets of this backward
 
     def persistent_bytes(self) -> int:
-        """Errors and factors of all stages of the rank."""
-        stages = self.stages
+        """Errors and factors of all stages of the rank, and padding of a momentum."""
+        stages, group = self.stages, self._group
         mine = stages.stages_of(stages.mapping.place(self.writer.rank).pp)
         each = [bucket for stage in mine for bucket in self._of_stage(stage)]
         if self._compression.of_momentum:
-            each = [momentum_bucket(sum(bucket.num_bytes for bucket in each), len(self._group))]
-        return sum(state_bytes(self._compression, bucket, len(self._group)) for bucket in each)
+            momentum = momentum_bucket(
+                map(math.prod, (shape for bucket in each for shape in bucket.shapes)), len(group)
+            )
+            padding_bytes = momentum.num_bytes - sum(bucket.num_bytes for bucket in each)
+            return padding_bytes + state_bytes(self._compression, momentum, len(group))
+        return sum(state_bytes(self._compression, bucket, len(group)) for bucket in each)
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
         """Returns nothing: hooks divide what is compressed."""
@@ -388,14 +399,18 @@ class CompressedDdpHooks(DdpHooks):
         return self._buckets[stage]
 
 
-def momentum_bucket(num_bytes: int, num_ranks: int) -> Bucket:
-    """The momentum of all parameters, padded to whole blocks for every rank, given the bytes of FP32 gradients."""
-    return Bucket(_FP32 * num_ranks * quantized_part(num_bytes // _FP32, num_ranks), 0, ())
+def momentum_bucket(sizes: Iterable[int], num_ranks: int) -> Bucket:
+    """The momentum of parameters of these elements, padded to whole blocks of tensors, and for every rank."""
+    return Bucket(_FP32 * num_ranks * quantized_part(sum(in_whole_blocks(sizes)), num_ranks), 0, ())
 
 
-_UPDATES = {"adam": (_PASS + _PASS + _PASS + 4 * _FP32 + _FP32, 5), "adamw": (4 * _PASS + 4 * _FP32 + _FP32, 6)}
-"""Bytes per parameter, and kernels, of an update with a frozen variance: decay with ``adamw``; the variance is copied,
-its root taken, a constant added; the weight is updated, and the gradient zeroed."""
+_MOMENTUM = 2 * _ADD + 2 * _PASS, 4  # the gradient is added; the variance is copied, and its sign is a mask
+_UPDATE = (
+    _ADD + 3 * _PASS + 4 * _FP32 + _FP32,
+    6,
+)  # the mask; a root, and a constant added; the update; zeroed gradients
+_DECAY = {"adam": (0, 0), "adamw": (_PASS, 1)}
+"""Bytes per parameter, and kernels, of what 1-bit Adam does to weights and momentum besides communicating it."""
 
 
 def step_one_bit_adam(action: Action, states: RankStates, writer: RankWriter, release: Sequence[MemoryEffect]) -> None:
@@ -408,10 +423,10 @@ def step_one_bit_adam(action: Action, states: RankStates, writer: RankWriter, re
     assert compression is not None
     group, elements = stages.mapping.group(plan.gradient_group, writer.rank), states.elements.trained
     layer = stages.layers[action.stage][0]
-    update_bytes, update_kernels = _UPDATES[stages.training.optimizer]
+    update_bytes, update_kernels = map(sum, zip(_UPDATE, _DECAY[stages.training.optimizer], strict=True))
     steps = (
-        BucketStep("momentum", None, elements * _ADD, 1),
-        *bucket_steps(compression, momentum_bucket(_FP32 * elements, len(group)), len(group)),
+        BucketStep("momentum", None, elements * _MOMENTUM[0], _MOMENTUM[1]),
+        *bucket_steps(compression, momentum_bucket(states.tensor_sizes, len(group)), len(group)),
         BucketStep("update", None, elements * update_bytes, update_kernels),
     )
     for step in steps:
