@@ -36,7 +36,7 @@ from simplan.runs.checkpoint import (
     damaged_file,
     differences,
     file_sha256,
-    keeps_errors,
+    lost_errors,
     readable_headers,
     step_folder,
 )
@@ -173,12 +173,8 @@ def check_resume(job: RunSpec) -> list[str]:
         )
     if problems:
         raise SpecError(problems, file=str(step_folder(folder, header.step)))
-    compression, same = job.plan.compression, keeps_errors(header.plan, job.plan)
-    if compression is not None and compression.keeps_state and not same:
-        notes.append(
-            f"errors of plan.compression = {compression.kind} begin at zero: the checkpoint is of other ranks, buckets "
-            f"or compression"
-        )
+    if lost := lost_errors(header.plan, job.plan):
+        notes.append(lost)
     return [*notes, f"resuming after step {header.step}"]
 
 

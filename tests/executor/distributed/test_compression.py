@@ -294,9 +294,8 @@ def test_errors_of_other_ranks_begin_at_zero_with_a_note(tmp_path: Path) -> None
     resumed = with_checkpoints(job.model_copy(update={"plan": four}), tmp_path / "kept", 6, resume=True)
     found = run_job(resumed, tmp_path / "second")
     assert found.first_step == 4
-    assert found.notes[0].startswith(
-        "errors of plan.compression = top_k begin at zero: the checkpoint is of other ranks"
-    )
+    sentence = "errors of plan.compression = top_k begin at zero: the checkpoint has none of these ranks and buckets"
+    assert found.notes[0] == sentence
 
 
 @pytest.mark.parametrize(
