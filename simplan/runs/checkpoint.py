@@ -160,11 +160,12 @@ def keeps_errors(then: ParallelPlan, now: ParallelPlan) -> bool:
 
 
 def lost_errors(then: ParallelPlan, now: ParallelPlan) -> str:
-    """Note about errors of compression with which a plan does not resume; empty if it has none, or resumes with them."""
+    """Note about errors of compression with which a plan does not resume; empty if it has none or resumes with them."""
     compression = now.compression
     if compression is None or not compression.keeps_state or keeps_errors(then, now):
         return ""
-    return f"errors of plan.compression = {compression.kind} begin at zero: the checkpoint has none of these ranks and buckets"
+    why = "the checkpoint has none of these ranks and buckets"
+    return f"errors of plan.compression = {compression.kind} begin at zero: {why}"
 
 
 def check_new_run(checkpointing: Checkpointing, newest: CheckpointHeader | None) -> None:
