@@ -148,7 +148,6 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             rule, _, fix = sentence.partition("; ")
             yield Problem(field=field, value=_value(job, field), rule=rule, fix=fix)
     yield from unmodelled_recompute(job)
-    yield from _unmodelled_compression(job)
     yield from _unmodelled_workers(job)
     yield from _unmodelled_replication(job)
     yield from _unmeasured_first_steps(job)
@@ -172,17 +171,6 @@ def _unmodelled_late_ranks(job: RunSpec, num_local_ranks: int) -> Iterator[Probl
     for field, sentence in found:
         rule, _, fix = sentence.partition("; ")
         yield Problem(field=field, rule=rule, fix=fix)
-
-
-def _unmodelled_compression(job: RunSpec) -> Iterator[Problem]:
-    """Measured steps are compressed, and no checkpoint has the state of a communication hook."""
-    compression = job.plan.compression
-    if compression is None:
-        return
-    if job.checkpointing is not None and (compression.keeps_errors or compression.blocks):
-        rule = "has errors, factors or a number of steps that checkpoints do not save"
-        fix = "run without checkpoints, or use fp16 or bf16"
-        yield Problem(field="plan.compression", value=compression.kind, rule=rule, fix=fix)
 
 
 def _unmodelled_replication(job: RunSpec) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from executor.profiling.run_times import Launched, forget_log, read_log, run_tim
 from simplan.errors import NotModelledError, Problem, RunError, SimplanError
 from simplan.io import write_whole
 from simplan.plan.placement import Placement
-from simplan.runs.checkpoint import Checkpointing
+from simplan.runs.checkpoint import Checkpointing, lost_errors
 from simplan.runs.elastic import Nodes
 from simplan.runs.lock import exclusive
 from simplan.runs.measurement import Measurement
@@ -264,6 +264,8 @@ class _Run:
             sentence = f"{counted(num_nodes, 'node')} with {counted(job.plan.num_devices, 'rank')} {verb}"
             sentence += f" after step {done}" if done else ""
             sentence += f"; {counted(idle, 'node')} more without work" if idle else ""
+            lost = lost_errors(self.segments[-1].job.plan, job.plan) if self.segments and done else ""
+            sentence += f"; {lost}" if lost else ""
             self._note(sentence)
         self.segments.append(RunSegment(job, num_nodes, done, sentence))
 

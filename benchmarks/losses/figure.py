@@ -33,10 +33,15 @@ _TITLE = "Loss of ways to train"
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Mean over seeds of one way: positions on the horizontal axis, and losses."""
+    """Mean over seeds of one way: positions on the horizontal axis, and losses.
+
+    Attributes:
+        dashes: Pattern of the line, where colors are used again; empty for none.
+    """
 
     way: str
     colour: str
+    dashes: str
     x: NDArray[np.float64]
     losses: NDArray[np.float64]
 
@@ -78,6 +83,8 @@ class _Panel:
         """Line of a way, with a tooltip."""
         points = " ".join(f"{self.x(x):.1f},{self.y(loss):.1f}" for x, loss in zip(drawn.x, drawn.losses, strict=True))
         element = Element("polyline", {"points": points, "fill": "none", "stroke": drawn.colour, "stroke-width": "1.8"})
+        if drawn.dashes:
+            element.set("stroke-dasharray", drawn.dashes)
         ElementTree.SubElement(element, "title").text = f"{drawn.way}: {drawn.losses[-1]:.3f} at the end"
         return element
 
@@ -103,16 +110,19 @@ def figure(data: Mapping[str, Any]) -> str:
         row, column = divmod(number, 4)
         left, top = _LEFT + column * 222, _TOP + _HEIGHT + 62 + 22 * row
         root.append(rect(left, top - 6, 18, 4, each.colour))
+        if each.dashes:
+            root.append(rect(left + 6, top - 6, 6, 4, PAPER, css="paper"))
         root.append(text(left + 24, top, each.way, size=12, css="ink"))
     return written(root)
 
 
 def _lines(data: Mapping[str, Any], *, seconds: bool) -> Iterator[_Line]:
-    for (way, curves), colour in zip(curves_of(data).items(), COLOURS, strict=False):
+    for number, (way, curves) in enumerate(curves_of(data).items()):
+        colour, dashes = COLOURS[number % len(COLOURS)], "6 3" if number >= len(COLOURS) else ""
         steps = np.linspace(0, len(curves[0].losses) - 1, _NUM_POINTS).astype(int)
         axis: Sequence[Sequence[float]] = [curve.seconds if seconds else curve.num_samples for curve in curves]
         losses = np.mean([curve.losses for curve in curves], axis=0)
-        yield _Line(way, colour, np.mean(axis, axis=0)[steps], losses[steps])
+        yield _Line(way, colour, dashes, np.mean(axis, axis=0)[steps], losses[steps])
 
 
 def _round_ticks(most: float) -> Iterator[float]:

@@ -21,8 +21,12 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "fp16": {"plan.compression": {"kind": "fp16"}},
     "int8": {"plan.compression": {"kind": "int8"}},
     "one_bit": {"plan.compression": {"kind": "one_bit", "warmup_share": 0.1}},
+    "one_bit_adam": {"plan.compression": {"kind": "one_bit_adam", "warmup_share": 0.1}},
     "powersgd, rank 4": {"plan.compression": {"kind": "powersgd", "rank": 4, "start_step": 2}},
     "powersgd, rank 1": {"plan.compression": {"kind": "powersgd", "rank": 1, "start_step": 2}},
+    "powersgd, batched, rank 1": {
+        "plan.compression": {"kind": "powersgd", "batched": True, "rank": 1, "start_step": 2}
+    },
     "top_k, 1%": {"plan.compression": {"kind": "top_k", "ratio": 0.01}},
     "local_sgd, 8 steps": {"plan.replication": {"kind": "local_sgd", "inner_steps": 8}},
     "diloco, 20 steps": {"plan.replication": {"kind": "diloco", "inner_steps": 20}},

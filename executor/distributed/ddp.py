@@ -4,7 +4,7 @@ Annotations are not postponed in this module: torch checks the annotations of th
 """
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from executor.distributed.mesh import Peers
-from simplan.plan.compression import Compression
 from simplan.units import MIB
+
+Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
 # Rotary tables are equal on all ranks; torch 2.13 has a new name for not sending them before every forward.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -29,8 +30,7 @@ def wrap_ddp(
     ignored: Collection[nn.Parameter] = (),
     *,
     gradient_as_bucket_view: bool = False,
-    compression: Compression | None = None,
-    num_whole_steps: int = 0,
+    hook: Hook | None = None,
 ) -> DistributedDataParallel:
     """Wraps a stage in DDP, which averages gradients over a group in buckets, overlapped with backward.
 
@@ -39,8 +39,7 @@ def wrap_ddp(
         bucket_bytes: Bucket size limit; None for torch's limits (1 MiB for the first bucket, 25 MiB for the others).
         ignored: Parameters that DDP leaves alone.
         gradient_as_bucket_view: Make gradients views of the buckets; else both exist.
-        compression: Compression of every bucket; None for whole gradients.
-        num_whole_steps: First steps with whole gradients.
+        hook: Averages a bucket; None for an all-reduce.
     """
     names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
@@ -54,24 +53,23 @@ def wrap_ddp(
     )
 
     def average(state: None, bucket: GradBucket) -> Future[Tensor]:
-        """The arithmetic of torch's default: divide, then sum."""
-        gradients = bucket.buffer().div_(peers.size)
-        handle = peers.issue("all_reduce", gradients)
-        work = dist.all_reduce(gradients, group=peers.group, async_op=True)
-        assert work is not None
+        return average_whole(peers, bucket)
 
-        def done(future: Future[list[Tensor]]) -> Tensor:
-            del future  # the same tensor: it was reduced in place
-            peers.complete(handle)
-            return gradients
-
-        averaged: Future[Tensor] = work.get_future().then(done)
-        return averaged
-
-    if compression is None:
-        wrapped.register_comm_hook(None, average)
-        return wrapped
-    from executor.distributed.compression import compressed
-
-    wrapped.register_comm_hook(*compressed(compression, peers, average, num_whole_steps))
+    wrapped.register_comm_hook(None, hook or average)
     return wrapped
+
+
+def average_whole(peers: Peers, bucket: GradBucket) -> Future[Tensor]:
+    """Averages a bucket with the arithmetic of torch's default: divide, then sum."""
+    gradients = bucket.buffer().div_(peers.size)
+    handle = peers.issue("all_reduce", gradients)
+    work = dist.all_reduce(gradients, group=peers.group, async_op=True)
+    assert work is not None
+
+    def done(future: Future[list[Tensor]]) -> Tensor:
+        del future  # the same tensor: it was reduced in place
+        peers.complete(handle)
+        return gradients
+
+    averaged: Future[Tensor] = work.get_future().then(done)
+    return averaged

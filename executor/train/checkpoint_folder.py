@@ -36,6 +36,7 @@ from simplan.runs.checkpoint import (
     damaged_file,
     differences,
     file_sha256,
+    lost_errors,
     readable_headers,
     step_folder,
 )
@@ -172,6 +173,8 @@ def check_resume(job: RunSpec) -> list[str]:
         )
     if problems:
         raise SpecError(problems, file=str(step_folder(folder, header.step)))
+    if lost := lost_errors(header.plan, job.plan):
+        notes.append(lost)
     return [*notes, f"resuming after step {header.step}"]
 
 

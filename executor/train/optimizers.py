@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,12 @@ from torch.optim.sgd import sgd
 
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import Stage, split_dimensions, with_specs
+from simplan.plan.compression import in_whole_blocks
 from simplan.runs.run_spec import RunSpec
 from simplan.training import UpdateName
+
+if TYPE_CHECKING:
+    from executor.distributed.compression import MomentumCompression
 
 _LEARNING_RATE = 1e-3
 _MOMENTUM = 0.9
@@ -87,16 +91,24 @@ def zero_gradients(parameters: Iterable[nn.Parameter], *, drop: bool = False) ->
         parameter.grad = None
 
 
-def make_optimizer(update: UpdateName, parameters: Any, groups: ShardGroups | None = None) -> torch.optim.Optimizer:
+def make_optimizer(
+    update: UpdateName,
+    parameters: Any,
+    groups: ShardGroups | None = None,
+    momentum: MomentumCompression | None = None,
+) -> torch.optim.Optimizer:
     """The optimizer of a job.
 
     Args:
         update: Name of the optimizer, with the suffix ``_foreach`` if torch's fused kernels are not to be used.
         parameters: Parameters to update, or torch's parameter groups.
         groups: Ranks with other shards of the parameters, for norms; None for unsharded parameters.
+        momentum: Averages the momentum of 1-bit Adam, which is Adam or AdamW; None for any other optimizer.
     """
     name = update.removesuffix("_foreach")
     settings: dict[str, Any] = {"lr": _LEARNING_RATE, "fused" if name == update else "foreach": True}
+    if momentum is not None:
+        return OneBitAdam(parameters, momentum, decays=name == "adamw", settings=settings)
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": partial(_Adam, **settings),
         "adamw": partial(_AdamW, **settings),
@@ -121,6 +133,77 @@ class _Adam(torch.optim.Adam):
 
 class _AdamW(_Adam, torch.optim.AdamW):
     """Adam with decoupled weight decay."""
+
+
+class OneBitAdam(_AdamW):
+    """1-bit Adam of Tang et al. 2021 (arXiv:2102.02888): Adam, then Adam with a frozen variance.
+
+    In the first steps gradients are averaged, and this is torch's optimizer. Afterwards every rank adds its own
+    gradient to the common momentum, and ranks average the momentum in one bit per value. The variance stays as it is,
+    with the bias correction of its last step; that of the momentum goes on.
+
+    One bit has no zero. A value whose gradients are 0, or rounding errors like those of a key's bias, would get the
+    momentum of its neighbors over no variance. So values with a variance below epsilon squared get no momentum
+    (``exp_avg_mask`` of DeepSpeed's OnebitAdam), and tensors have no scale in common.
+
+    Args:
+        compression: Averages the momentum, and knows the first steps.
+        decays: True for AdamW, False for Adam.
+        settings: Of torch's optimizer.
+    """
+
+    def __init__(
+        self, parameters: Any, compression: MomentumCompression, *, decays: bool, settings: Mapping[str, Any]
+    ) -> None:
+        super().__init__(parameters, **settings)
+        if not decays:
+            self.param_groups[0]["weight_decay"] = 0.0
+        self._compression = compression
+        (group,) = self.param_groups
+        trained: list[nn.Parameter] = group["params"]
+        sizes = [parameter.numel() for parameter in trained]
+        whole = in_whole_blocks(sizes)
+        self._momentum = trained[0].new_zeros(compression.padded_elements(sum(whole)))
+        *parts, rest = torch.split(self._momentum, [*whole, len(self._momentum) - sum(whole)])
+        self._padding = [rest, *(part[size:] for part, size in zip(parts, sizes, strict=True))]
+        for parameter, part in zip(trained, parts, strict=True):
+            self.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
+                "exp_avg": part[: parameter.numel()].view_as(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters; after the first steps, gradients have no use afterwards."""
+        if not self._compression.is_frozen:
+            super().step()
+            return
+        (group,) = self.param_groups
+        parameters, weights, scratch = _trained(self)
+        states = [self.state[parameter] for parameter in parameters]
+        momenta, variances = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = group["betas"]
+        num_whole = self._compression.num_whole_steps
+        root = (1 - beta2**num_whole) ** 0.5
+        if self._compression.step == num_whole + 1:
+            for variance in variances:
+                variance[variance < (root * group["eps"]) ** 2] = 0
+        torch._foreach_add_([state["step"] for state in states], 1)
+        torch._foreach_lerp_(momenta, scratch, 1 - beta1)
+        torch._foreach_copy_(scratch, variances)
+        torch._foreach_sign_(scratch)
+        torch._foreach_mul_(momenta, scratch)
+        torch._foreach_zero_(self._padding)
+        self._compression.average(self._momentum)
+        torch._foreach_mul_(momenta, scratch)
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_copy_(scratch, variances)
+        torch._foreach_sqrt_(scratch)
+        torch._foreach_add_(scratch, root * group["eps"])
+        rate = group["lr"] * root / (1 - beta1**self._compression.step)
+        torch._foreach_addcdiv_(weights, momenta, scratch, -rate)
 
 
 class _Sgd(torch.optim.SGD):

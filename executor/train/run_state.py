@@ -27,7 +27,7 @@ from executor.profiling.run_times import RunLog
 from executor.train.checkpoint_folder import AtomicWriter, DataReader, drop_unfinished, prune, why_damaged
 from executor.train.training_state import TrainingState
 from simplan.errors import RunError
-from simplan.runs.checkpoint import CheckpointHeader, CheckpointTiming, readable_headers, step_folder
+from simplan.runs.checkpoint import CheckpointHeader, CheckpointTiming, keeps_errors, readable_headers, step_folder
 from simplan.runs.run_spec import RunSpec
 from simplan.units import format_bytes
 
@@ -96,7 +96,8 @@ class RunStateSaver:
             mine = sorted(header.file_sha256)[dist.get_rank() :: dist.get_world_size()]
             if not self._is_any(why_damaged(self._folder, header, mine) is not None):
                 try:
-                    self._state.restore(DataReader(path), self._group)
+                    with_errors = keeps_errors(header.plan, self._job.plan)
+                    self._state.restore(DataReader(path), self._group, with_errors=with_errors)
                 except CheckpointException as error:  # on all ranks
                     why = f"{path} cannot be read, though its checksums are right: {_first_cause(error)}"
                     raise RunError(f"{why}; delete that folder to resume from the checkpoint before it") from None

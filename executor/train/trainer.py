@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from simplan.program.lowering.offload import backward_follows
 from simplan.runs.run_spec import RunSpec
 
 if TYPE_CHECKING:
+    from executor.distributed.compression import CompressionHook, MomentumCompression
     from executor.distributed.fsdp import StageSharding
     from executor.distributed.pipeline import PipelineEngine, StageModule
     from executor.distributed.replicas.backup_workers import FirstReplicas
@@ -100,6 +101,7 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self._groups = ShardGroups.of(job, self.stages.values(), dims)
         self._sharded_optimizer: ShardedOptimizer | None = None
+        self._compression = self._make_compression()
         self.optimizers = self._make_optimizers(parameters)
         self._clipper = self._make_clipper(parameters)
         self._outer = self._make_outer(parameters)
@@ -138,6 +140,8 @@ class Trainer:
                 recorder=recorder,
                 alone=dims.alone,
             )
+        if self._compression is not None and plan.compression is not None and plan.compression.depends_on_buckets:
+            self._settle_buckets(self._compression)
 
     @property
     def sent(self) -> list[Tensor]:
@@ -201,6 +205,8 @@ class Trainer:
 
     def resume(self, step: int) -> None:
         """Goes on after a number of steps, whose state was read into ``state``."""
+        if self._compression is not None:
+            self._compression.step = step
         if self._outer is not None:
             self._outer.resume(step)
             self._leave_ddp(step)
@@ -245,7 +251,13 @@ class Trainer:
         for stage in self.stages.values():
             split |= split_dimensions(stage, self._job)
         return TrainingState(
-            self.stages.values(), self.local_optimizers, split, self._dims, self._device, outer=self._outer
+            self.stages.values(),
+            self.local_optimizers,
+            split,
+            self._dims,
+            self._device,
+            outer=self._outer,
+            compression=self._compression,
         )
 
     def _build_stage(self, index: int) -> Stage:
@@ -301,7 +313,7 @@ class Trainer:
     def _make_optimizers(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         """One optimizer, or two: ZeRO-1 does not partition experts, which differ between data-parallel ranks."""
         job, plan = self._job, self._job.plan
-        make = partial(make_optimizer, job.training.update, groups=self._groups)
+        make = partial(make_optimizer, job.training.update, groups=self._groups, momentum=self._momentum)
         experts = [e for stage in self.stages.values() for e in expert_parameters(stage, self._layers)]
         ids = {id(expert) for expert in experts}
         others = [parameter for parameter in parameters if id(parameter) not in ids]
@@ -311,6 +323,39 @@ class Trainer:
             self._sharded_optimizer = ShardedOptimizer(others, self._dims.fsdp, make)
         first = self._sharded_optimizer or make(others)
         return [first, make(experts)] if experts else [first]
+
+    def _make_compression(self) -> CompressionHook | None:
+        """Hook of compressed gradients; None for whole ones."""
+        compression = self._job.plan.compression
+        if compression is None:
+            return None
+        from executor.distributed.compression import compression_hook
+
+        return compression_hook(compression, self._dims.dp, self._job.num_whole_steps)
+
+    @property
+    def _momentum(self) -> MomentumCompression | None:
+        """The hook of 1-bit Adam, which compresses the optimizer's momentum; None without."""
+        compression = self._job.plan.compression
+        of_momentum = compression is not None and compression.of_momentum
+        return cast("MomentumCompression", self._compression) if of_momentum else None
+
+    def _settle_buckets(self, hook: CompressionHook) -> None:
+        """Runs a backward after which DDP makes its buckets in the order of gradients, as it does only once.
+
+        Errors of compression belong to a bucket, and a run that resumes must compress the same buckets at once.
+        Gradients are dropped, and buffers and generators stay as they are.
+        """
+        buffers = [buffer for stage in self.stages.values() for buffer in stage.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        if self._boundaries is not None:
+            self._boundaries.begin()
+        devices = [self._device] if self._device.type == "cuda" else []
+        with hook.passing_on(), torch.random.fork_rng(devices):
+            self._engine.run(*self.batch(0))
+        for buffer, values in zip(buffers, before, strict=True):
+            buffer.copy_(values)
+        zero_gradients(self._parameters, drop=self._drops_gradients)
 
     def _make_outer(self, parameters: list[nn.Parameter]) -> OuterSteps | None:
         """Outer steps of replicas that train alone; None without."""
@@ -349,8 +394,7 @@ class Trainer:
                 job.plan.bucket_bytes,
                 experts,
                 gradient_as_bucket_view=as_views,
-                compression=job.plan.compression,
-                num_whole_steps=job.num_whole_steps,
+                hook=None if self._compression is None else self._compression.reduce,
             )
         return module
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Shard
@@ -23,6 +24,7 @@ from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
 
 if TYPE_CHECKING:
+    from executor.distributed.compression import CompressionHook
     from executor.distributed.replicas.outer import OuterSteps
 
 
@@ -35,6 +37,7 @@ class TrainingState:
         dims: Tensor- and expert-parallel groups of the rank.
         outer: Outer steps of replicas that train alone. Each of them has its own parameters, with its number as a
             suffix, and the state of outer steps is stored by rank.
+        compression: Hook of compressed gradients, whose errors are stored by rank.
     """
 
     def __init__(
@@ -46,8 +49,9 @@ class TrainingState:
         device: torch.device,
         *,
         outer: OuterSteps | None = None,
+        compression: CompressionHook | None = None,
     ) -> None:
-        self._optimizers, self._device, self._outer = optimizers, device, outer
+        self._optimizers, self._device, self._outer, self._compression = optimizers, device, outer, compression
         self._replica = "" if outer is None else f".replica{dims.outer.rank}"
         self._model = Stage((int(index), layer) for stage in stages for index, layer in stage.layers.items())
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
@@ -59,7 +63,9 @@ class TrainingState:
         """All of the state; tensors are not copied."""
         model: dict[str, Any] = get_model_state_dict(self._model)
         states: Any = get_optimizer_state_dict(self._model, self._optimizers)["state"]
-        rank, outer = f"rank{dist.get_rank()}", self._outer
+        rank = f"rank{dist.get_rank()}"
+        by_rank = {"outer": self._outer, "compression": self._compression}
+        kept = {section: {} if holder is None else holder.tensors() for section, holder in by_rank.items()}
         generators = {"cpu": {rank: torch.get_rng_state()}}
         if self._device.type == "cuda":
             generators["cuda"] = {rank: torch.cuda.get_rng_state(self._device)}
@@ -78,13 +84,20 @@ class TrainingState:
                 for name, state in states.items()
             },
             "generators": generators,
-            **({} if outer is None else {"outer": {name: {rank: tensor} for name, tensor in outer.tensors().items()}}),
+            **{
+                section: {name: {rank: x} for name, x in tensors.items()}
+                for section, tensors in kept.items()
+                if tensors
+            },
         }
 
-    def restore(self, reader: FileSystemReader, group: dist.ProcessGroup) -> None:
+    def restore(self, reader: FileSystemReader, group: dist.ProcessGroup, *, with_errors: bool) -> None:
         """Reads a checkpoint in place.
 
         Generators keep their state if the checkpoint has none for this rank, as with more ranks than before.
+
+        Args:
+            with_errors: Also errors of compressed gradients; False if they are those of other ranks or buckets.
         """
         trained = [p for optimizer in self._optimizers for held in optimizer.param_groups for p in held["params"]]
         gradients = [parameter.grad for parameter in trained]
@@ -107,6 +120,24 @@ class TrainingState:
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, self._device)
+
+        if self._compression is not None and with_errors:
+            self._compression.restore(self._errors(reader, group))
+
+    def _errors(self, reader: FileSystemReader, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """Errors of this rank in a checkpoint, by name; none before the first compressed step."""
+        section, rank = "compression", f"rank{dist.get_rank()}"
+        stored = {key: x for key, x in reader.read_metadata().state_dict_metadata.items() if key.endswith(f".{rank}")}
+        own = {tuple(key.split(".")): x for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
+        errors = {
+            key[1]: torch.empty(x.size, dtype=x.properties.dtype, device=self._device)
+            for key, x in own.items()
+            if key[0] == section
+        }
+        if errors:
+            read: dict[str, Any] = {section: {name: {rank: tensor} for name, tensor in errors.items()}}
+            load(read, storage_reader=reader, process_group=group)
+        return errors
 
     def _stored(self, name: str) -> str:
         return name + self._suffixes.get(name, "") + self._replica

@@ -241,7 +241,7 @@ def _compression_step(
         step_time_s=step_time_s,
         whole_s=whole.step_time_s,
         num_warmup=compression.start_step if compression.kind == "powersgd" else 0,
-        warmup_share=compression.warmup_share if compression.kind == "one_bit" else 0.0,
+        warmup_share=compression.warmup_share if compression.kind in ("one_bit", "one_bit_adam") else 0.0,
     )
 
 

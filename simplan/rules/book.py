@@ -62,7 +62,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     recompute.recompute_modules_of_selective, recompute.recompute_modules_apart, model.trainer_pipelines,
     collectives.parameter_servers_of_replicas, collectives.collectives_of_groups,
     compression.compression_of_replicas, compression.compression_of_ddp, compression.compression_of_software,
-    compression.powersgd_of_matrices, compression.compression_alone,
+    compression.powersgd_of_matrices, compression.compression_alone, compression.one_bit_adam_of_momentum,
     replication.replication_of_replicas, replication.replication_alone, replication.start_step_of_ddp,
     replication.workers_on_nodes,
 )  # fmt: skip

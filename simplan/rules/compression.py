@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import get_args
 
 from simplan.errors import Problem
 from simplan.job import Job
@@ -13,9 +14,10 @@ from simplan.wording import either
 
 _FIELD = "plan.compression"
 _OF_TORCH: tuple[CompressionKind, ...] = ("fp16", "bf16", "powersgd")
+_ALL = get_args(CompressionKind)
 _KINDS: dict[str, tuple[CompressionKind, ...]] = {
-    "torch": (*_OF_TORCH, "top_k", "random_k", "int8", "int4", "one_bit"),
-    "transformers": (*_OF_TORCH, "top_k", "random_k", "int8", "int4", "one_bit"),
+    "torch": _ALL,
+    "transformers": _ALL,
     "accelerate": _OF_TORCH,  # accelerate 1.15.0, utils/dataclasses.py, DDPCommunicationHookType
 }
 """Kinds by software whose data parallelism is torch's DDP, and takes a hook."""
@@ -64,7 +66,7 @@ def compression_of_software(job: Job) -> Iterator[Problem]:
 @rule("PowerSGD needs a matrix with more elements than its factors", reads="compression")
 def powersgd_of_matrices(job: Job) -> Iterator[Problem]:
     compression = job.plan.compression
-    if compression is None or compression.kind != "powersgd":
+    if compression is None or compression.kind != "powersgd" or compression.batched:
         return
     shapes = {p.shape for layer in {*job.model.layers} for p in layer.parameters if not p.frozen}
     sizes = [(rows, math.prod(others)) for rows, *others in shapes]
@@ -74,6 +76,26 @@ def powersgd_of_matrices(job: Job) -> Iterator[Problem]:
             f"{compression.min_compression:g} times those of its factors of rank {compression.rank}"
         )
         yield _refused(job, sentence, "use a lower rank or min_compression, or another kind")
+
+
+@rule(
+    "1-bit Adam averages the momentum of Adam, of gradients that differ between ranks",
+    reads="compression shards_optimizer_only",
+)
+def one_bit_adam_of_momentum(job: Job) -> Iterator[Problem]:
+    compression, training = job.plan.compression, job.training
+    if compression is None or not compression.of_momentum:
+        return
+    fix = "or use kind = one_bit, which compresses gradients"
+    if training.optimizer not in ("adam", "adamw"):
+        rule = "has another momentum than plan.compression = one_bit_adam averages"
+        yield problem_of(job, "training.optimizer", rule, f"use adam or adamw, {fix}")
+    if training.clip_grad_norm is not None:
+        rule = "clips gradients, and those of plan.compression = one_bit_adam differ between ranks"
+        yield problem_of(job, "training.clip_grad_norm", rule, f"remove it, {fix}")
+    if job.plan.shards_optimizer_only:
+        sentence = "needs the momentum of all parameters on every rank, and zero_stage = 1 shards it"
+        yield _refused(job, sentence, f"use zero_stage = 0, {fix}")
 
 
 @rule("compression and another way to reduce gradients do not go together", reads="compression collectives grad_dtype")

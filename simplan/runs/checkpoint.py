@@ -153,6 +153,21 @@ def _of_replication(plan: ParallelPlan) -> dict[str, Any]:
     return {} if plan.replication is None else plan.replication.model_dump()
 
 
+def keeps_errors(then: ParallelPlan, now: ParallelPlan) -> bool:
+    """True if ranks resume with the errors of gradient compression that they had: the same ranks and buckets."""
+    same = ("compression", "dp_replicate", "dp_shard", "bucket_bytes")
+    return all(getattr(then, key) == getattr(now, key) for key in same)
+
+
+def lost_errors(then: ParallelPlan, now: ParallelPlan) -> str:
+    """Note about errors of compression with which a plan does not resume; empty if it has none or resumes with them."""
+    compression = now.compression
+    if compression is None or not compression.keeps_state or keeps_errors(then, now):
+        return ""
+    why = "the checkpoint has none of these ranks and buckets"
+    return f"errors of plan.compression = {compression.kind} begin at zero: {why}"
+
+
 def check_new_run(checkpointing: Checkpointing, newest: CheckpointHeader | None) -> None:
     """Refuses to mix the checkpoints of two runs.
 

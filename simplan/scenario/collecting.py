@@ -210,7 +210,7 @@ _OTHER_WORDS = {
     "async_parameter_server asynchronous_parameter_server async_ps ssp",
     "plan.compression, with kind: powersgd": "powersgd power_sgd",
     "plan.compression, with kind: top_k": "topk_compression top_k_compression",
-    "plan.compression, with kind: one_bit": "onebit_adam 1bit_adam one_bit_adam onebitadam",
+    "plan.compression, with kind: one_bit_adam": "onebit_adam 1bit_adam one_bit_adam onebitadam",
     "plan.virtual_stages": "virtual_pipeline_model_parallel_size num_virtual_stages vpp",
     "software.compiled": "compiled compile torch_compile use_torch_compile",
     "plan.recompute": "activation_checkpoint activation_checkpointing gradient_checkpointing recompute_granularity",

@@ -52,7 +52,7 @@ PUBLISHED: Mapping[str, PublishedFactor] = MappingProxyType(
         "streaming_diloco": PublishedFactor(
             1.0, "Douillard et al. 2025, arXiv:2501.18512: the quality of data-parallel training", "abstract"
         ),
-        "one_bit": PublishedFactor(
+        "one_bit_adam": PublishedFactor(
             1.0, "Tang et al. 2021, arXiv:2102.02888: the convergence of Adam, after a warm-up", "abstract"
         ),
         "powersgd": PublishedFactor(

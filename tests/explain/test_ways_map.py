@@ -44,11 +44,11 @@ def test_on_a_slow_link_ways_that_send_less_are_faster() -> None:
 
 
 def test_ways_have_all_kinds_that_exist() -> None:
-    """Kinds without a line are variants of others: bf16 of fp16, random-k of top-k, and int4; Hogwild has no link."""
+    """Kinds without a line are variants of others: bf16, random-k, int4 and 1-bit Adam; Hogwild has no link."""
     every = {*get_args(CompressionKind), *get_args(ReplicationKind)}
     fields = [value for way in WAYS.values() for value in way.values()]
     assert every - {value if isinstance(value, str) else value["kind"] for value in fields} == {
-        "bf16", "random_k", "int4", "hogwild",
+        "bf16", "random_k", "int4", "one_bit_adam", "hogwild",
     }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ _COLLECTIVES = (
     {"all_reduce": "halving_doubling"},
     {"all_to_all": "pairwise"},
 )
-_COMPRESSIONS = ("fp16", {"kind": "powersgd", "rank": 9}, {"kind": "top_k", "ratio": 0.1}, "one_bit")
+_COMPRESSIONS = ("fp16", {"kind": "powersgd", "rank": 9}, {"kind": "top_k", "ratio": 0.1}, "one_bit", "one_bit_adam")
 _CLUSTERS = ("dgx-h100", "dgx-h100", "dgx-h100", "dgx-b200", "this-machine")
 
 

@@ -59,6 +59,14 @@ STATES = {"offload_optimizer": True, "dp_shard": 2}
          "plan.compression.kind = int8: compression with plan.grad_sync = microbatch is not modeled yet"),
         ({"dp_replicate": 8, "compression": "int8"}, {"backup_workers": 1},
          "plan.compression.kind = int8: compression with training.backup_workers is not modeled yet"),
+        ({"dp_replicate": 8, "compression": "one_bit_adam"}, {"optimizer": "lamb"},
+         "training.optimizer = lamb: has another momentum than plan.compression = one_bit_adam averages; use adam or"),
+        ({"dp_replicate": 8, "compression": "one_bit_adam"}, {"clip_grad_norm": 1.0},
+         "training.clip_grad_norm = 1: clips gradients, and those of plan.compression = one_bit_adam differ"),
+        ({"dp_shard": 8, "zero_stage": 1, "compression": "one_bit_adam"}, {},
+         "plan.compression = one_bit_adam: needs the momentum of all parameters on every rank, and zero_stage = 1"),
+        ({"dp_shard": 8, "compression": "one_bit_adam"}, {},
+         "plan.compression = one_bit_adam: is a hook of DDP, and zero_stage = 3"),
     ],
 )  # fmt: skip
 def test_compression_is_for_hooks_of_ddp(plan: dict[str, Any], parts: dict[str, Any], sentence: str) -> None:

@@ -92,7 +92,7 @@ def test_words_of_techniques_are_no_keys_of_simplan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "kind"), [("powersgd", "powersgd"), ("onebit_adam", "one_bit"), ("topk_compression", "top_k")]
+    ("word", "kind"), [("powersgd", "powersgd"), ("onebit_adam", "one_bit_adam"), ("topk_compression", "top_k")]
 )
 def test_name_of_a_compression_leads_to_its_kind(word: str, kind: str) -> None:
     (problem,) = refusal("training", f"{word}: true").problems

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor.distributed.compression import average_quantized, quantized_bytes
 from executor.distributed.mesh import Peers
+from executor.distributed.quantization import average_quantized, quantized_bytes
 from executor.profiling.recorder import Recorder
 from executor.train.optimizers import local
 from simplan.plan.replication import Replication

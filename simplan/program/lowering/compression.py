@@ -1,4 +1,4 @@
-"""DDP hooks with gradient compression: buckets are compressed, communicated and decompressed.
+"""DDP hooks with gradient compression: buckets, or the optimizer's momentum, are compressed and communicated.
 
 Kernels, collectives and buffers are those of the executor's communication hooks (executor/distributed/compression.py),
 which are torch's where torch has them. Bytes per element are what single kernels of eager torch read and write.
@@ -6,16 +6,26 @@ which are torch's where torch has them. Bytes per element are what single kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from simplan.model.layer import CollectiveKind, LayerSpec
-from simplan.plan.compression import BLOCK, Compression, CompressionKind, compressed_matrix_rank, quantized_part
+from simplan.plan.compression import (
+    BLOCK,
+    Compression,
+    CompressionKind,
+    compressed_matrix_rank,
+    in_whole_blocks,
+    quantized_part,
+)
 from simplan.program.action import Action
 from simplan.program.lowering.hooks import Bucket, DdpHooks, ddp_buckets
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
+from simplan.program.memory.states import RankStates
 from simplan.program.program import BucketWork, Communication, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
+from simplan.program.timeline import SpanKind
 
 _FP32 = 4
 _INDEX = 8  # of torch's selections; indices are sent in 4 bytes
@@ -44,6 +54,12 @@ class BucketStep(NamedTuple):
     during_bytes: int = 0
     kept_bytes: int = 0
 
+    @property
+    def effects(self) -> tuple[MemoryEffect, ...]:
+        """Change of the buffers; a collective has no other ones than those that exist afterwards."""
+        during = max(self.kept_bytes, 0 if self.kind is not None else self.during_bytes)
+        return (MemoryEffect(MemoryCategory.BUFFERS, during, self.kept_bytes),) if during or self.kept_bytes else ()
+
 
 Steps = Iterator[BucketStep]
 
@@ -57,9 +73,12 @@ def state_bytes(compression: Compression, bucket: Bucket, num_ranks: int) -> int
     """Bytes that a rank keeps between steps for a bucket: errors, and factors of PowerSGD."""
     kept = bucket.num_bytes if compression.keeps_errors else 0
     match compression.kind:
+        case "powersgd" if compression.batched:  # padded to a square; P is made anew
+            side, rank = _square(compression, bucket)
+            return _FP32 * (side * side * compression.keeps_errors + side * rank)
         case "powersgd":
             return kept + _FP32 * sum(_factors(compression, bucket))
-        case "int8" | "int4" | "one_bit":  # of all parts, and of the mean of the own part
+        case "int8" | "int4" | "one_bit" | "one_bit_adam":  # of all parts, and of the mean of the own part
             part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
             return _FP32 * part * (num_ranks + 1) if kept else 0
         case _:
@@ -125,18 +144,18 @@ def _random_k(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps
     )
 
 
-_ENCODE: dict[CompressionKind, tuple[int, int]] = {"int8": (38, 5), "int4": (43, 8), "one_bit": (34, 7)}
-"""Bytes per element, and kernels, to compress: magnitudes, scales of blocks, numbers or packed signs."""
-_BITS: dict[CompressionKind, int] = {"int8": 8, "int4": 4, "one_bit": 1}
-_DECODE: dict[CompressionKind, tuple[int, int]] = {"int8": (14, 4), "int4": (18, 6), "one_bit": (14, 3)}
+_ENCODE: dict[int, tuple[int, int]] = {8: (38, 5), 4: (43, 8), 1: (34, 7)}
+"""By bits, bytes per element, and kernels, to compress: magnitudes, scales of blocks, numbers or packed signs."""
+_DECODE: dict[int, tuple[int, int]] = {8: (14, 4), 4: (18, 6), 1: (14, 3)}
 
 
 def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
-    kind, feeds = compression.kind, compression.keeps_errors
-    (encode, encode_kernels), (decode, decode_kernels) = _ENCODE[kind], _DECODE[kind]
+    bits, feeds = {"int8": 8, "int4": 4}.get(compression.kind, 1), compression.keeps_errors
+    (encode, encode_kernels), (decode, decode_kernels) = _ENCODE[bits], _DECODE[bits]
     part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
     padded = num_ranks * part
-    sent = num_ranks * (part * _BITS[kind] // 8 + _FP32 * (part // BLOCK))
+    copies = padded * _FP32 != bucket.num_bytes  # of values that are no whole blocks for every rank
+    sent = num_ranks * (part * bits // 8 + _FP32 * (part // BLOCK))
     # errors are added, and what is sent is taken from the sum
     errors, error_kernels = (2 * _ADD + decode, 2 + decode_kernels) if feeds else (0, 0)
     whole = _FP32 * padded
@@ -144,9 +163,9 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
     yield BucketStep(
         "compress",
         None,
-        padded * (_FP32 + _PASS + encode + errors),
-        2 + encode_kernels + error_kernels,
-        during_bytes=whole + sent * feeds + temporary,
+        padded * ((_FP32 + _PASS) * copies + encode + errors),
+        2 * copies + encode_kernels + error_kernels,
+        during_bytes=whole * copies + sent * feeds + temporary,
         kept_bytes=sent,
     )
     yield BucketStep("parts", CollectiveKind.ALL_TO_ALL, sent, kept_bytes=sent)
@@ -168,6 +187,12 @@ def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Step
     )
 
 
+def _square(compression: Compression, bucket: Bucket) -> tuple[int, int]:
+    """Rows of the square matrix of a bucket, and columns of its factors."""
+    side = math.isqrt(bucket.num_bytes // _FP32 - 1) + 1
+    return side, min(compression.rank, side)
+
+
 def _factors(compression: Compression, bucket: Bucket) -> tuple[int, int]:
     """Elements of the factors P and Q of the matrices of a bucket."""
     ranks = [(rows, columns, compressed_matrix_rank(rows, columns, compression)) for rows, columns in _matrices(bucket)]
@@ -183,9 +208,51 @@ def _matrices(bucket: Bucket) -> Iterator[tuple[int, int]]:
         yield rows, columns
 
 
+def _batched_powersgd(compression: Compression, bucket: Bucket) -> Steps:
+    """Q is made orthonormal, P = M Q, P likewise, Q = M^T P, and the gradients are P Q^T, for one square matrix M."""
+    side, rank = _square(compression, bucket)
+    elements, padded, feeds = bucket.num_bytes // _FP32, side * side, compression.keeps_errors
+    whole, factor, multiplied = _FP32 * padded, _FP32 * side * rank, 2 * side * side * rank
+    passes, kernels = 2 * rank, 4 * rank  # of a QR decomposition
+    orthonormal = (passes + 2) * factor, kernels + 1  # and its result
+    flops = multiplied + 2 * rank * rank * side
+    yield BucketStep(
+        "compress",
+        None,
+        _FP32 * padded + _PASS * elements + _ADD * padded * feeds + orthonormal[0] + whole + 2 * factor,
+        3 + feeds + orthonormal[1],
+        flops,
+        during_bytes=whole + 3 * factor,
+        kept_bytes=whole + factor,
+    )
+    yield BucketStep("P", CollectiveKind.ALL_REDUCE, factor)
+    yield BucketStep(
+        "multiply",
+        None,
+        orthonormal[0] + whole + 2 * factor,
+        orthonormal[1] + 1,
+        flops,
+        during_bytes=3 * factor,
+        kept_bytes=factor,
+    )
+    yield BucketStep("Q", CollectiveKind.ALL_REDUCE, factor)
+    yield BucketStep(
+        "decompress",
+        None,
+        _PASS * side * rank + whole + 2 * factor + _ADD * padded * feeds + _PASS * elements,
+        3 + feeds,
+        multiplied,
+        during_bytes=whole,
+        kept_bytes=-whole - 2 * factor,
+    )
+
+
 def _powersgd(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
     """Torch's hook: Q is made orthonormal, P = M Q, P likewise, Q = M^T P, and the gradient is P Q^T."""
     del num_ranks
+    if compression.batched:
+        yield from _batched_powersgd(compression, bucket)
+        return
     split = [(rows, columns, compressed_matrix_rank(rows, columns, compression)) for rows, columns in _matrices(bucket)]
     made = [each for each in split if each[2]]
     left = sum(rows * columns for rows, columns, rank in split if not rank)
@@ -251,14 +318,16 @@ _STEPS: dict[CompressionKind, Callable[[Compression, Bucket, int], Steps]] = {
     "int8": _quantized,
     "int4": _quantized,
     "one_bit": _quantized,
+    "one_bit_adam": _quantized,
 }
 
 
 class CompressedDdpHooks(DdpHooks):
     """DDP hooks with compression.
 
-    Kinds of a single collective compress a bucket on the compute stream, once backward has completed its gradients, and
-    decompress it next to backward. Kinds of several phases (``Compression.blocks``) hold backward up until the bucket
+    ``one_bit_adam`` leaves gradients to the optimizer (``step_one_bit_adam``). Other kinds of a single collective
+    compress a bucket on the compute stream, once backward has completed its gradients, and decompress it next to
+    backward. Kinds of several phases (``Compression.blocks``) hold backward up until the bucket
     is done: torch 2.13's PowerSGD waits for the whole device on GPUs (``torch.cuda.synchronize``), and on gloo its
     callbacks of two buckets would wait for each other.
     """
@@ -271,11 +340,17 @@ class CompressedDdpHooks(DdpHooks):
         self._num_done = 0  # buckets of this backward
 
     def persistent_bytes(self) -> int:
-        """Errors and factors of all stages of the rank."""
-        stages = self.stages
+        """Errors and factors of all stages of the rank, and padding of a momentum."""
+        stages, group = self.stages, self._group
         mine = stages.stages_of(stages.mapping.place(self.writer.rank).pp)
-        each = (bucket for stage in mine for bucket in self._of_stage(stage))
-        return sum(state_bytes(self._compression, bucket, len(self._group)) for bucket in each)
+        each = [bucket for stage in mine for bucket in self._of_stage(stage)]
+        if self._compression.of_momentum:
+            momentum = momentum_bucket(
+                map(math.prod, (shape for bucket in each for shape in bucket.shapes)), len(group)
+            )
+            padding_bytes = momentum.num_bytes - sum(bucket.num_bytes for bucket in each)
+            return padding_bytes + state_bytes(self._compression, momentum, len(group))
+        return sum(state_bytes(self._compression, bucket, len(group)) for bucket in each)
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
         """Returns nothing: hooks divide what is compressed."""
@@ -285,7 +360,7 @@ class CompressedDdpHooks(DdpHooks):
     def after_backward(self, action: Action, part: range, phase: Phase) -> None:
         """Compresses and communicates the buckets that this backward has completed."""
         super().after_backward(action, part, phase)
-        if not self._reduces or phase is Phase.BACKWARD_INPUT:
+        if not self._reduces or phase is Phase.BACKWARD_INPUT or self._compression.of_momentum:
             return
         buckets = self._of_stage(action.stage)
         while self._num_done < len(buckets) and buckets[self._num_done].ready_layer >= part.start:
@@ -304,30 +379,69 @@ class CompressedDdpHooks(DdpHooks):
         of = f" bucket {self._num_done}" if self.level == 2 else ""
         last: int | None = None
         for number, step in enumerate(bucket_steps(self._compression, bucket, len(self._group))):
-            name = f"{step.what}{of}"
-            effects: tuple[MemoryEffect, ...] = ()
-            if step.during_bytes or step.kept_bytes:
-                during = max(step.kept_bytes, 0) if step.kind is not None else max(step.during_bytes, step.kept_bytes)
-                effects = (MemoryEffect(MemoryCategory.BUFFERS, during, step.kept_bytes),)
+            name, effects = f"{step.what}{of}", step.effects
             if step.kind is not None:
                 communication = Communication(step.kind, step.num_bytes, self._group)
                 last = writer.collective(action, Stream.DATA, name, communication, (writer.last_compute,), effects)
                 if blocks:
                     writer.block_on(last)
                 continue
-            work = (self._work(step, layer),)
+            work = (_work(self._compression, step, layer, self.stages.plan.microbatch_size),)
             if blocks or number == 0:
                 writer.compute(action, name, work, effects)
             else:
                 last = writer.callback(action, Stream.DATA, name, work, (last,), effects)
         return [] if blocks or last is None else [last]
 
-    def _work(self, step: BucketStep, layer: LayerSpec) -> BucketWork:
-        scaled = LayerWork(layer, Phase.SCALE, self.stages.plan.microbatch_size, -(-step.num_bytes // _PASS))
-        name = f"{self._compression.kind}: {step.what}"
-        return BucketWork(name, scaled, step.num_kernels, step.flops, step.num_selected)
-
     def _of_stage(self, stage: int) -> tuple[Bucket, ...]:
         if stage not in self._buckets:
             self._buckets[stage] = ddp_buckets(self.stages.layers[stage], self.stages.state.reduced, *self._limits)
         return self._buckets[stage]
+
+
+def momentum_bucket(sizes: Iterable[int], num_ranks: int) -> Bucket:
+    """The momentum of parameters of these elements, padded to whole blocks of tensors, and for every rank."""
+    return Bucket(_FP32 * num_ranks * quantized_part(sum(in_whole_blocks(sizes)), num_ranks), 0, ())
+
+
+_MOMENTUM = 2 * _ADD + 2 * _PASS, 4  # the gradient is added; the variance is copied, and its sign is a mask
+_UPDATE = (
+    _ADD + 3 * _PASS + 4 * _FP32 + _FP32,
+    6,
+)  # the mask; a root, and a constant added; the update; zeroed gradients
+_DECAY = {"adam": (0, 0), "adamw": (_PASS, 1)}
+"""Bytes per parameter, and kernels, of what 1-bit Adam does to weights and momentum besides communicating it."""
+
+
+def step_one_bit_adam(action: Action, states: RankStates, writer: RankWriter, release: Sequence[MemoryEffect]) -> None:
+    """Writes a step of 1-bit Adam after its first steps: the momentum of a rank, its average, and the update.
+
+    Gradients become scratch memory, and the variance is read only (executor/train/optimizers.py, ``OneBitAdam``).
+    """
+    stages, plan = states.stages, states.stages.plan
+    compression = plan.compression
+    assert compression is not None
+    group, elements = stages.mapping.group(plan.gradient_group, writer.rank), states.elements.trained
+    layer = stages.layers[action.stage][0]
+    update_bytes, update_kernels = map(sum, zip(_UPDATE, _DECAY[stages.training.optimizer], strict=True))
+    steps = (
+        BucketStep("momentum", None, elements * _MOMENTUM[0], _MOMENTUM[1]),
+        *bucket_steps(compression, momentum_bucket(states.tensor_sizes, len(group)), len(group)),
+        BucketStep("update", None, elements * update_bytes, update_kernels),
+    )
+    for step in steps:
+        name = "{action}" if step.what == "update" else step.what
+        if step.kind is not None:
+            communication = Communication(step.kind, step.num_bytes, group)
+            waits = (*writer.blocking, writer.last_compute)
+            writer.block_on(writer.collective(action, Stream.DATA, name, communication, waits, step.effects))
+            continue
+        effects = (*step.effects, *release) if step.what == "update" else step.effects
+        work = (_work(compression, step, layer, plan.microbatch_size),)
+        writer.compute(action, name, work, effects, SpanKind.OPTIMIZER)
+
+
+def _work(compression: Compression, step: BucketStep, layer: LayerSpec, microbatch_size: int) -> BucketWork:
+    """Kernels of a step, at the rate of a layer."""
+    scaled = LayerWork(layer, Phase.SCALE, microbatch_size, -(-step.num_bytes // _PASS))
+    return BucketWork(f"{compression.kind}: {step.what}", scaled, step.num_kernels, step.flops, step.num_selected)

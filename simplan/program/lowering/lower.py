@@ -179,6 +179,9 @@ class Lowerer:
         software, how = stages.software, self._how
         # old buckets live while new ones are made only if gradients are views of them
         keeps_old = software.runtime == "torch" and not (software.ddp_copies_gradients or software.ddp_drops_gradients)
+        compression = stages.plan.compression
+        if compression is not None and compression.depends_on_buckets:  # made before there are states and errors
+            keeps_old = False
         resting = {rank: leader.persistent_bytes() for rank, leader in leaders.items()}
         rebuilt = {rank: leader.bucket_bytes() if keeps_old else 0 for rank, leader in leaders.items()}
         program = Program(
@@ -574,6 +577,11 @@ class _RankLowering:
             from simplan.program.lowering.servers import exchange_with_servers  # only where needed
 
             exchange_with_servers(action, self.states, self.writer, release, on_host=not self.how.host_waits)
+            return
+        if (compression := self.stages.plan.compression) is not None and compression.of_momentum:
+            from simplan.program.lowering.compression import step_one_bit_adam  # only where needed
+
+            step_one_bit_adam(action, self.states, self.writer, release)
             return
         step_optimizer(action, self.states, self.writer, release)
 

@@ -90,13 +90,11 @@ class OuterStep:
     def _write(self, action: Action, step: BucketStep, last: int | None) -> int:
         """Writes kernels or a collective on quantized pseudo-gradients, beside compute."""
         name, writer = f"{step.what} of pseudo-gradient", self._writer
-        during = max(step.kept_bytes, 0) if step.kind is not None else max(step.during_bytes, step.kept_bytes)
-        effects = (MemoryEffect(MemoryCategory.BUFFERS, during, step.kept_bytes),)
         if step.kind is not None:
             communication = Communication(step.kind, step.num_bytes, self._group)
-            return writer.collective(action, Stream.REPLICATE, name, communication, (last,), effects)
+            return writer.collective(action, Stream.REPLICATE, name, communication, (last,), step.effects)
         work = (self._work(step.what, step.num_bytes, step.num_kernels),)
-        return writer.callback(action, Stream.REPLICATE, name, work, (last,), effects, SpanKind.OPTIMIZER)
+        return writer.callback(action, Stream.REPLICATE, name, work, (last,), step.effects, SpanKind.OPTIMIZER)
 
     def merge(self, action: Action) -> None:
         """Writes the update by the mean, and copies it into the parameters."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.distributed.compression import compression_hook
 from executor.distributed.ddp import wrap_ddp
 from executor.distributed.mesh import Peers
 from simplan.plan.compression import Compression
@@ -23,7 +24,7 @@ NUM_RANKS = 2
 class Linear(nn.Module):
     """A module whose gradients are what it is given, in two parameters or in one.
 
-    DDP puts the parameters into a bucket in another order, and in yet another one from the second step on.
+    DDP puts the parameters into a bucket in another order, and in yet another one after its first backward.
     """
 
     def __init__(self, num_elements: int, num_parameters: int) -> None:
@@ -39,7 +40,10 @@ class Linear(nn.Module):
 def averages(compression: Compression, gradients: Tensor, peers: Peers) -> Tensor:
     """(step, element) What a rank has after each backward."""
     module = Linear(gradients.shape[2], 2 if compression.kind in ("top_k", "random_k") else 1)  # others have blocks
-    wrapped, found = wrap_ddp(module, peers, None, compression=compression), list[Tensor]()
+    hook = compression_hook(compression, peers, num_whole_steps=0)
+    wrapped, found = wrap_ddp(module, peers, None, hook=hook.reduce), list[Tensor]()
+    with hook.passing_on():
+        wrapped(gradients[0, 0]).backward()
     for step in gradients:
         wrapped.zero_grad()
         wrapped(step[peers.rank]).backward()
