@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from app.components.elements import csv_text
 from app.state import MAX_CHARS, decode, encode
+from simplan.goodput.sections import SECTIONS
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=12)
@@ -19,7 +20,7 @@ values = st.recursive(
 )
 words = st.text("abc_0.xyz", min_size=1, max_size=8)
 sections = st.one_of(values, st.dictionaries(words, values, max_size=4))
-names = st.sampled_from(["name", "model", "cluster", "training", "software", "plan", "search", "expect"])
+names = st.sampled_from(["name", "model", "cluster", "training", "software", "plan", "search", "expect", *SECTIONS])
 
 
 @given(st.dictionaries(names, sections, max_size=6), st.dictionaries(words, values, max_size=4))

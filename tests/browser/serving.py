@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 180.0
 """For what takes a second or two; only a failing test, or a loaded machine, takes so long."""
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("plan", "search", "timeline", "compare", "network", "scale", "validate", "learn")
+PAGES = ("plan", "search", "timeline", "compare", "network", "scale", "run", "validate", "learn")
 SMALL = (
     "model.preset=gpt2-124m&cluster.preset=dgx-h100&cluster.num_devices=4&training.global_batch_size=16"
     "&software=torch&plan.pp=2&plan.dp_replicate=2"

@@ -21,6 +21,7 @@ from simplan.search import search
 from simplan.units import format_bytes, format_percent, format_time
 from simplan.validate.logged import compare_logged
 from simplan.validate.logged_run import LoggedRun, parse_measured
+from tests.report.test_goodput_drawing import document as goodput_document
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 VOID = ("meta", "br", "img")
@@ -73,6 +74,7 @@ def documents() -> dict[str, dict[str, Any]]:
         "sweep": scale.scale_document(second, "devices", *swept),
         "difference": difference(*explanations).to_json(),
         "logged_comparison": logged.to_json(),
+        "goodput": goodput_document(),
     }
     found["prediction"]["name"] = "<script>alert(1)</script>"
     return {kind: json.loads(json.dumps(document)) for kind, document in found.items()}
@@ -98,7 +100,7 @@ def test_every_kind_is_shown_with_its_numbers(documents: dict[str, dict[str, Any
         assert term["formula"] in shown.text
     for rule in documents["search"]["space"]["rejected"]:
         assert rule in shown.text
-    assert shown.tags.count("svg") == 3, "of each prediction"
+    assert shown.tags.count("svg") == 4, "of each prediction, and of the whole run"
 
 
 def test_prediction_with_a_topology_shows_its_fabric_and_the_load_of_its_links() -> None:

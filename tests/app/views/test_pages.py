@@ -72,7 +72,6 @@ DOCUMENTS = st.fixed_dictionaries(
 VIEWS = st.fixed_dictionaries(
     {},
     optional={
-        "images": st.sampled_from([10, 0, None]),
         "rank": st.sampled_from([0, 1, 99, "0"]),
         "schedules": st.sampled_from([["1f1b", "gpipe"], ["zb-h1", "x"], "1f1b", []]),
         "boxes": st.sampled_from(["layer", "action", 3]),
