@@ -23,7 +23,7 @@ def test_the_first_405b_run_is_that_of_the_issue() -> None:
     """230.4 of 230.7 min: 240 steps of 55.14 s and 6 evaluations of 98 s."""
     [run] = [run for run in logged_runs("llama31_405b") if run.system == "NVIDIA eos-dfw_n64_ngc25.01_nemo"]
     assert (run.num_steps, run.num_evaluations) == (240, 6)
-    assert (run.step_s, run.evaluation_s) == pytest.approx((55.14, 98), rel=0.01)
+    assert (run.step_s, run.evaluation_s) == pytest.approx((55.14, 98), rel=0.02)
     assert run.minutes == pytest.approx(230.7, abs=0.05)
 
 
