@@ -17,8 +17,8 @@ from simplan.goodput.simulate import simulate
 from simplan.scenario.whole_run.checkpoints import checkpoint_bytes
 
 _DAY_S, _HOUR_S, _MINUTE_S = 86_400.0, 3600.0, 60.0
-_RUNS = 400
-_FEW_RUNS = 40
+_RUNS = 200
+_FEW_RUNS = 20
 _BLOOM_STEP_S, _BLOOM_EVERY = 105.0, 100
 
 

@@ -55,7 +55,7 @@ def run_with(preset: str, cluster: str, num_devices: int, **fields: Any) -> RunS
 
 
 def solved(function: Callable[[float], float], target: float, low: float, high: float, tolerance: float) -> float:
-    """Where a rising function has a value, by halving."""
+    """Argument at which a rising function has a value, by halving."""
     while high - low > tolerance:
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < target else (low, middle)

@@ -184,5 +184,5 @@ _LEARNING_RATES: Mapping[OptimizerName, LearningRateRule] = {
 
 
 def learning_rate_rule(optimizer: OptimizerName) -> LearningRateRule:
-    """How the learning rate of an optimizer grows with the batch; beyond its range LARS and LAMB take over."""
+    """Growth of the learning rate of an optimizer with the batch; LARS and LAMB are for batches beyond the others."""
     return _LEARNING_RATES[optimizer]

@@ -94,6 +94,7 @@ def _compare_devices(
     output: Path | None,
 ) -> int:
     """``--devices``: the run on several numbers of devices."""
+    numbers = _numbers(devices)
     scenario, source = request.read()
     calibration = calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
 
@@ -109,7 +110,7 @@ def _compare_devices(
 
     try:
         with ProgressLine("simulating runs", quarters=False):
-            comparison = compare_devices(scenario, _numbers(devices), simulated)
+            comparison = compare_devices(scenario, numbers, simulated)
     except SpecError as error:
         raise source.located(error) from None
     if write_result(comparison.to_json(), as_json=as_json, output=output):

@@ -27,7 +27,8 @@ def compare_devices(scenario: Scenario, numbers: Sequence[int], simulate: Simula
     Raises:
         SpecError: The run has no length, or the first number of devices cannot run the plan.
     """
-    runs, sentences = [], []
+    runs: list[RunOnDevices] = []
+    sentences: list[str] = []
     batch = scenario.job.training.global_batch_size
     for number in numbers:
         for batch_size in dict.fromkeys((batch, batch * number // numbers[0])):
@@ -63,7 +64,7 @@ def on_devices(scenario: Scenario, num_devices: int, batch_size: int) -> Scenari
         dp_shard=data_parallel if is_sharded_over_all else plan.dp_shard,
         global_batch_size=batch_size,
     )
-    length = {"num_steps": None, "num_samples": None, "num_tokens": None}
+    length: dict[str, int | None] = {"num_steps": None, "num_samples": None, "num_tokens": None}
     law = None if scenario.whole_run is None or scenario.whole_run.run is None else scenario.whole_run.run
     tokens_per_sample = 1 if job.model.sample == "image" else job.model.seq_len
     if law is not None and law.samples_at_batch is not None:
