@@ -18,9 +18,9 @@ from simplan.scenario.file import Scenario
 from simplan.scenario.whole_run.setup import ScenarioRun, check_kept, scenario_run
 from simplan.scenario.whole_run.words import endless_error
 
-NUM_RUNS = 1000
+NUM_RUNS = 500
 """Default number of simulated runs."""
-_NUM_COMPARED = 200
+_NUM_COMPARED = 100
 """Runs of each checkpoint interval and of each change, whose failures are equal."""
 
 
