@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
+from simplan.goodput.closed_forms import young_s
 from simplan.goodput.endless import endless
 from simplan.goodput.interval import interval_curve
+from simplan.goodput.rates import mtbf_s
 from simplan.goodput.result import GoodputResult
 from simplan.goodput.sections import RunPrice, RunSections
 from simplan.goodput.sensitivity import worth
@@ -15,7 +18,7 @@ from simplan.goodput.setup import RunSetup
 from simplan.goodput.simulate import simulate
 from simplan.prediction import Prediction
 from simplan.scenario.file import Scenario
-from simplan.scenario.whole_run.setup import ScenarioRun, check_kept, scenario_run
+from simplan.scenario.whole_run.setup import ScenarioRun, check_kept, scenario_run, steps_of
 from simplan.scenario.whole_run.words import endless_error
 
 NUM_RUNS = 500
@@ -54,6 +57,8 @@ def goodput_of(
     sections, setup = scenario.whole_run or RunSections(), run.setup
     policy = sections.checkpoint
     is_best = policy is not None and policy.interval_s == "best"
+    if is_best and math.isfinite(failures_s := mtbf_s(setup)):
+        setup = replace(setup, checkpoint_every=steps_of(young_s(setup.blocking_s, failures_s), setup.step_s))
     if (reason := endless(setup)) is not None:
         raise endless_error(reason, scenario)
     num_compared = min(num_runs, _NUM_COMPARED)
