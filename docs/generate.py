@@ -28,7 +28,7 @@ _SECTIONS = {
     "training": "Batch, precision, optimizer and task.",
     "plan": "One parallel plan. A scenario has `plan:` or `search:`.",
     "search-space": "The keys of `search:`. A key that is left out has its default range.",
-    "whole-run": "Sections of a whole run, each optional: a section that is left out means that nothing of its kind happens.",
+    "whole-run": "Sections of a whole run: one that is left out means that nothing of its kind happens.",
     "expect": "Keys of an entry of `expect:`, a list of [expectations](../how-to/ci.md), and the metrics.",
 }
 _FIRST_SCREEN = "<!-- first screen of the README -->"
