@@ -146,7 +146,7 @@ def goodput(
     overrides: Mapping[str, Any] | None = None,
     *,
     calibration: Calibration | None = None,
-    trials: int = 1000,
+    trials: int = 500,
     seed: int = 0,
     jobs: int = 1,
     **keys: Any,

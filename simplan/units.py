@@ -74,14 +74,14 @@ def span_unit(seconds: float) -> tuple[float, str]:
     return next(((factor, unit) for factor, unit in units if abs(seconds) >= factor), (1.0, "s"))
 
 
-def format_in(seconds: float, factor: float) -> str:
-    """Format a duration in a unit, without its name.
+def format_in(seconds: float, factor: float, digits: int = 3) -> str:
+    """Format a duration in a unit with significant digits, without the unit's name.
 
     >>> format_in(2_700_000, 86_400), format_in(2_592_000, 86_400)
     ('31.2', '30.0')
     """
     value = seconds / factor
-    return "0" if value == 0 else f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:,.0f}"
+    return "0" if value == 0 else f"{value:#.{digits}g}".rstrip(".") if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def format_rate(bytes_per_s: float, digits: int = 3) -> str:

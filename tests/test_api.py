@@ -35,8 +35,9 @@ def job() -> simplan.Job:
 def test_the_public_names_are_these() -> None:
     assert simplan.__all__ == sorted(simplan.__all__)
     assert set(simplan.__all__) == {
-        "Fix", "Job", "Prediction", "Scenario", "SearchResult", "SearchSpace", "SimplanError", "SpecError", "compare",
-        "explain", "fixes", "load_scenario", "load_search", "make_job", "predict", "search", "sweep",
+        "Fix", "GoodputResult", "Job", "Prediction", "Scenario", "SearchResult", "SearchSpace", "SimplanError",
+        "SpecError", "compare", "explain", "fixes", "goodput", "load_scenario", "load_search", "make_job", "predict",
+        "search", "sweep",
     }  # fmt: skip
     assert set(simplan.__all__) <= set(dir(simplan))
     with pytest.raises(AttributeError, match="no attribute 'predit'"):

@@ -117,7 +117,7 @@ def goodput(
         ),
     ] = None,
     json: AsJson = False,
-    trials: Annotated[int, _COUNT(max=1_000_000, help="Number of simulated runs.")] = 1000,
+    trials: Annotated[int, _COUNT(max=1_000_000, help="Number of simulated runs.")] = 500,
     seed: Annotated[
         int, typer.Option(min=0, metavar="N", help="Seed of the failures; equal ones give equal runs.")
     ] = 0,

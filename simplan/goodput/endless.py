@@ -14,7 +14,7 @@ from simplan.goodput.rates import preemption_rate, scaled_failures, time_between
 from simplan.goodput.setup import RunSetup
 
 _ENDLESS = 100.0
-"""Ratio of the expected time over that of the steps from which a run counts as endless."""
+"""Ratio of the expected time over that without stops from which a run counts as endless."""
 _MAX_EXPONENT = 500.0
 _HALVINGS = 60
 
@@ -77,7 +77,7 @@ def endless(setup: RunSetup) -> Endless | None:
 
 
 def _finishes(setup: RunSetup) -> bool:
-    """True for a run that gets on between two stops, and takes less than a hundred times its steps."""
+    """True for a run that gets on between two stops, and takes less than a hundred times as long as without them."""
     between_s, restart_s, interval_s = _between_stops_s(setup), _restart_s(setup), _interval_s(setup)
     if math.isinf(between_s):
         return True
@@ -88,7 +88,7 @@ def _finishes(setup: RunSetup) -> bool:
     if max(exponents) > _MAX_EXPONENT or _corrupted_work_s(setup) > math.log(_ENDLESS) * _between_corruptions_s(setup):
         return False
     expected_s = between_s * math.exp(exponents[0]) * math.expm1(exponents[1])
-    return expected_s < _ENDLESS * interval_s
+    return expected_s < _ENDLESS * (interval_s + setup.blocking_s)
 
 
 def _between_stops_s(setup: RunSetup) -> float:

@@ -29,7 +29,7 @@ def _rate(setup: RunSetup, cause: CauseSetup) -> float:
     units = setup.num_nodes * cause.units_per_node or 1
     end_s, length_s = cause.age_s + setup.undisturbed_s, setup.undisturbed_s
     expected = (end_s / cause.mtbf_s) ** cause.shape - (cause.age_s / cause.mtbf_s) ** cause.shape
-    return units * expected / length_s
+    return float(units * expected / length_s)
 
 
 def preemption_rate(setup: RunSetup) -> float:

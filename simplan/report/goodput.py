@@ -39,6 +39,7 @@ PARTS = {
 }
 """Parts of the waterfall in words."""
 _USES = dict(zip(USES, ("in use", "in use (spot)", "waiting", "spares"), strict=True))
+_HEADLINE_DIGITS = 4
 _MAX_CAUSES = 8
 _MAX_POINTS = 9
 
@@ -69,11 +70,11 @@ def headline(document: Mapping[str, Any]) -> str:
         document: JSON of ``simplan goodput``.
     """
     time = document["time_to_finish_s"]
-    factor, _ = span_unit(time["mean"])
-    low, high = (format_in(time[key], factor) for key in ("p10", "p90"))
+    factor, unit = span_unit(time["mean"])
+    mean, low, high = (format_in(time[key], factor, _HEADLINE_DIGITS) for key in ("mean", "p10", "p90"))
     around = "" if time["p10"] == time["p90"] else f" (P10 {low}, P90 {high})"
     cost = f", cost {format_money(document['cost'])}" if document["cost"] is not None else ""
-    return f"done in {format_span(time['mean'])}{around}{cost}, goodput {format_percent(document['goodput'])}"
+    return f"done in {mean} {unit}{around}{cost}, goodput {format_percent(document['goodput'])}"
 
 
 def format_money(amount: float) -> str:

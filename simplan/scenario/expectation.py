@@ -38,6 +38,8 @@ class Metric:
     def read(self, prediction: Mapping[str, Any]) -> Any:
         """The metric from the prediction's JSON; None when the prediction lacks it."""
         if self.is_of_run:
+            if "whole_run" not in prediction:
+                return None
             prediction = prediction["whole_run"]
         return self.of(prediction) if self.of else prediction[self.name]
 

@@ -60,8 +60,8 @@ def test_interval_too_long_for_the_failures_is_endless_until_it_is_shorter() -> 
     assert reason.shorter_interval_s is not None
     every = int(reason.shorter_interval_s / run.step_s)
     assert endless(replace(run, checkpoint_every=every)) is None
-    expected = math.exp(620 / 7200) * 7200 * math.expm1((every * 10 + 30) / 7200) / (every * 10)
-    assert expected == pytest.approx(100, rel=0.01), "Daly's expected time over the work"
+    expected = math.exp(620 / 7200) * 7200 * math.expm1((every * 10 + 30) / 7200) / (every * 10 + 30)
+    assert expected == pytest.approx(100, rel=0.01), "Daly's expected time over that without failures"
 
 
 def test_run_without_checkpoints_loses_all_work_and_is_endless_if_it_is_long() -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from simplan.goodput.account import costs, device_hours, energies_kwh
+from simplan.goodput.interval import interval_curve
 from simplan.goodput.result import GoodputResult
 from simplan.goodput.sections import Power, RunPrice
 from simplan.goodput.sensitivity import worth
 from simplan.goodput.setup import WATERFALL, CauseSetup, Runs, RunSetup, Size
 from simplan.goodput.simulate import simulate
+from simplan.scenario import METRICS
 
 SETUP = RunSetup(
     num_steps=1000,
@@ -117,6 +119,16 @@ def test_worth_of_a_change_is_the_difference_of_runs_with_equal_failures() -> No
     assert restart.saved_s > 3 * restart.saved_s_error, "equal failures leave little noise"
     assert changes["failures"].saved_s > 0
     assert changes["spare"].saved_cost is not None
+
+
+def test_every_metric_of_a_whole_run_is_in_its_document() -> None:
+    price, power = RunPrice(device_hour=1.0), Power(device_w=700, co2_g_per_kwh=50)
+    curve = interval_curve(FAILING, num_runs=4)
+    document = {"whole_run": result(FAILING, 4, price=price, power=power, curve=curve).to_json()}
+    metrics = [metric for metric in METRICS.values() if metric.is_of_run]
+    assert len(metrics) > 10
+    for metric in metrics:
+        assert isinstance(metric.read(document), float), metric.name
 
 
 def test_equal_seeds_give_equal_answers_and_others_do_not() -> None:

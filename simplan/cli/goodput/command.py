@@ -210,7 +210,7 @@ def _next(request: ScenarioRequest, result: GoodputResult) -> list[str]:
     if curve is not None and curve.best.every_steps != setup.checkpoint_every:
         best = request.with_overrides({"checkpoint.interval_s": "best"})
         steps.append(f"simplan goodput {best.argument()}")
-    if setup.causes:
+    if any(change.name == "spare" and change.saved_s > 2 * change.saved_s_error for change in result.changes):
         spares = request.with_overrides({"recovery.spares": setup.spares + 1})
         steps.append(f"simplan goodput {spares.argument()}")
     return [*steps, f"simplan goodput {request.argument()} --trace run.json"]

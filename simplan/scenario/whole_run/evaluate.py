@@ -21,9 +21,9 @@ from simplan.scenario.file import Scenario
 from simplan.scenario.whole_run.setup import ScenarioRun, check_kept, scenario_run, steps_of
 from simplan.scenario.whole_run.words import endless_error
 
-NUM_RUNS = 1000
+NUM_RUNS = 500
 """Default number of simulated runs."""
-_NUM_COMPARED = 200
+_NUM_COMPARED = 100
 """Runs of each checkpoint interval and of each change, whose failures are equal."""
 
 
@@ -57,7 +57,9 @@ def goodput_of(
     sections, setup = scenario.whole_run or RunSections(), run.setup
     policy = sections.checkpoint
     is_best = policy is not None and policy.interval_s == "best"
-    if (reason := endless(_at_young(setup) if is_best else setup)) is not None:
+    if is_best and math.isfinite(failures_s := mtbf_s(setup)):
+        setup = replace(setup, checkpoint_every=steps_of(young_s(setup.blocking_s, failures_s), setup.step_s))
+    if (reason := endless(setup)) is not None:
         raise endless_error(reason, scenario)
     num_compared = min(num_runs, _NUM_COMPARED)
     curve = interval_curve(setup, num_runs=num_compared, seed=seed, jobs=jobs) if compares or is_best else None
@@ -86,14 +88,6 @@ def goodput_of(
         memory_verdict=prediction.memory_verdict,
         assumptions=scenario.assumptions,
     )
-
-
-def _at_young(setup: RunSetup) -> RunSetup:
-    """The run with Young's interval, to judge one whose best interval is not known yet."""
-    between_s = mtbf_s(setup)
-    if math.isinf(between_s):
-        return setup
-    return replace(setup, checkpoint_every=steps_of(young_s(setup.blocking_s, between_s), setup.step_s))
 
 
 def _price(scenario: Scenario, sections: RunSections) -> RunPrice | None:

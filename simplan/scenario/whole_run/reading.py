@@ -62,7 +62,7 @@ def read_budget(
         by_tokens = math.ceil(tokens / (training.global_batch_size * model.seq_len))
         if steps != by_tokens:
             rule = f"is {by_tokens:,} steps, and run is {steps:,}: both are the length of the training"
-            sections.refuse(("training", "num_tokens"), rule, value=tokens, fix="keep one of the two")
+            sections.refuse(("training", "num_tokens"), rule, value=int(tokens), fix="keep one of the two")
     own = None if run is None or run.price is None else run.price.device_hour
     if own is not None and price is not None and own != price:
         rule = f"is another price than cluster.price_per_device_hour = {price:g}"

@@ -24,7 +24,7 @@ class ScenarioRun:
     """Numbers of a scenario's run.
 
     Attributes:
-        setup: The run. For ``checkpoint.interval_s: best``, with a checkpoint after every step.
+        setup: The run. For ``checkpoint.interval_s: best``, with one checkpoint at its end.
         checkpoint: Size and times of a checkpoint; None without checkpoints.
         faster_storage: The run with twice the bandwidth of the storage; without one, with checkpoints in half the time;
             None without checkpoints.
@@ -87,7 +87,7 @@ def steps_of(seconds: float, step_s: float) -> int:
 
 
 def _with_checkpoints(setup: RunSetup, policy: CheckpointPolicy, checkpoint: Checkpoint) -> RunSetup:
-    every = policy.interval_steps or 1
+    every = policy.interval_steps or setup.num_steps
     if isinstance(policy.interval_s, float | int):
         every = steps_of(policy.interval_s, setup.step_s)
     memory = policy.memory
