@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from simplan.cli.execute import RunOptions, run_spec_of_scenario
-from simplan.cli.faults import FaultOptions, read_faults, with_faults
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.faults import MeasuredStop, RunTimes
 from simplan.runs.measurement import Measurement
 from simplan.scenario import Scenario, load_scenario
+from simplan.scenario.whole_run.executed import FaultOptions, read_faults, with_faults
 from tests.cli.calls import Simplan, refused
 
 KEPT = ("--checkpoint-dir", "kept", "--max-restarts", "3")
