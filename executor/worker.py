@@ -28,11 +28,18 @@ from executor.calibration.timing import Reference
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import allow_tf32
 from executor.launch.errors import out_of_memory_explained
-from executor.launch.rank import PARENT_VARIABLE, THREADS_VARIABLE, RankFiles, StopRequest, folder_of, live_as_rank
+from executor.launch.rank import (
+    PARENT_VARIABLE,
+    THREADS_VARIABLE,
+    RankFiles,
+    RunLog,
+    StopRequest,
+    folder_of,
+    live_as_rank,
+)
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
-from executor.profiling.run_times import RunLog
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
 from simplan.io import write_whole

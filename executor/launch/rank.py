@@ -7,11 +7,13 @@ parent may be killed. Therefore this module imports next to nothing.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,8 @@ PARENT_VARIABLE = "SIMPLAN_PARENT"
 """Environment variable with the process id of the launcher, for its children."""
 THREADS_VARIABLE = "SIMPLAN_USER_THREADS"
 """Environment variable of ranks with the user's own OMP_NUM_THREADS, which torchrun cannot tell from its default."""
+
+LOG_FILE = "times.jsonl"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -60,6 +64,28 @@ class RankFiles:
     def texts(self) -> dict[str, str]:
         """Texts of the JSON files by name, without files that do not exist."""
         return {path.name: path.read_text() for path in (self.steps, self.checkpoints) if path.exists()}
+
+
+class RunLog:
+    """Log of a node's first rank, to which restarted ranks append; ``executor.profiling.run_times`` reads it.
+
+    Args:
+        out_dir: Folder of the node's files; None for a rank without a log.
+    """
+
+    def __init__(self, out_dir: Path | None) -> None:
+        self._file = None if out_dir is None else out_dir / LOG_FILE
+
+    def add(self, kind: str, step: int) -> None:
+        """Ends a stretch of time now.
+
+        Args:
+            kind: ``begin`` before the first step, ``step``, or ``checkpoint``.
+            step: Steps done.
+        """
+        if self._file is not None:
+            with self._file.open("a") as stream:
+                stream.write(json.dumps({"kind": kind, "step": step, "end_s": time.monotonic()}) + "\n")
 
 
 def folder_of(out_dir: Path, num_asked: int, num_ranks: int) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from typing import Literal, NamedTuple
 from pydantic import ValidationError
 
 from executor.launch.faults import FaultHappened
+from executor.launch.rank import LOG_FILE
 from simplan.base import Natural, Spec
 from simplan.runs.faults import MeasuredStop, RunTimes, StopKind
 
-_FILE = "times.jsonl"
 _ORDER = (
     "compute",
     "slow_device",
@@ -45,26 +44,9 @@ class Logged(Spec):
     end_s: float
 
 
-class RunLog:
-    """Log of a node's first rank, to which restarted ranks append.
-
-    Args:
-        out_dir: Folder of the node's files; None for a rank without a log.
-    """
-
-    def __init__(self, out_dir: Path | None) -> None:
-        self._file = None if out_dir is None else out_dir / _FILE
-
-    def add(self, kind: Literal["begin", "step", "checkpoint"], step: int) -> None:
-        """A stretch ends now."""
-        if self._file is not None:
-            with self._file.open("a") as stream:
-                stream.write(Logged(kind=kind, step=step, end_s=time.monotonic()).model_dump_json() + "\n")
-
-
 def read_log(out_dir: Path) -> list[Logged]:
     """The log in a folder, without lines that were cut short by the end of a rank."""
-    file, found = out_dir / _FILE, []
+    file, found = out_dir / LOG_FILE, []
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
             found.append(Logged.model_validate_json(line))
@@ -75,7 +57,7 @@ def read_log(out_dir: Path) -> list[Logged]:
 
 def forget_log(out_dir: Path) -> None:
     """Deletes the log of an earlier run."""
-    (out_dir / _FILE).unlink(missing_ok=True)
+    (out_dir / LOG_FILE).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from executor.distributed.mesh import run_timeout
-from executor.launch.rank import RankFiles, StopRequest
+from executor.launch.rank import RankFiles, RunLog, StopRequest
 from executor.profiling.recorder import Recorder
-from executor.profiling.run_times import RunLog
 from executor.train.checkpoint_folder import AtomicWriter, DataReader, drop_unfinished, prune, why_damaged
 from executor.train.training_state import TrainingState
 from simplan.errors import RunError

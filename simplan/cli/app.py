@@ -332,8 +332,8 @@ def run(
     """
     from simplan.cli.commands import run_command
     from simplan.cli.execute import RunOptions, checkpointing
-    from simplan.cli.faults import fault_options
     from simplan.cli.nodes import NodeRendezvous, numbers_of_nodes
+    from simplan.scenario.whole_run.executed import fault_options
 
     options = RunOptions(
         num_steps=steps,

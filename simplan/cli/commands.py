@@ -25,7 +25,6 @@ from simplan.cli.execute import (
     join,
     refuse_other_software,
 )
-from simplan.cli.faults import FaultOptions, read_faults
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.predict import calibration_for, name_of, predict_step
 from simplan.cli.search import scenarios_to_time
@@ -51,6 +50,7 @@ from simplan.report.trace import predicted_trace
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import scenarios_on_fewer
+from simplan.scenario.whole_run.executed import FaultOptions, read_faults
 
 
 def explain_command(

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from simplan.cli.faults import FaultRequest, with_faults
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import ExecutorKilledError, run_executor
 from simplan.cli.terminal.progress import ProgressLine
@@ -32,6 +31,7 @@ from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec, rounds_beyond_run
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import fewer_nodes, scenarios_on_fewer
+from simplan.scenario.whole_run.executed import FaultRequest, with_faults
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
 
@@ -111,6 +111,7 @@ class Outcome:
                 "slow_ranks": [slow.model_dump(mode="json") for slow in measured.slow_ranks],
                 "arrivals": [step.model_dump(mode="json") for step in measured.arrivals],
                 "environment": measured.environment,
+                "times": None if measured.times is None else measured.times.model_dump(mode="json"),
             },
             "comparison": self.comparison.to_json(),
         }
@@ -201,6 +202,8 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     if options.faults is not None:
         predictions[scenario.job.cluster.num_nodes] = prediction
         job = with_faults(job, scenario, options.faults, predictions, options.nodes)
+        if job.expected is None:
+            say("note: goodput is not predicted without --recovery, or the sections recovery and checkpoint")
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     for old in (measurement_file, *folder.glob("rank*.steps.jsonl")):  # an older run's must not pass for this one's

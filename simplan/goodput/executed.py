@@ -189,7 +189,7 @@ def causes_like(faults: Sequence[Fault], undisturbed_s: float) -> tuple[CauseSet
 
 
 def expected_run(setup: RunSetup, *, seed: int, num_runs: int = NUM_RUNS) -> ExpectedRun:
-    """What runs of these numbers are: goodput, and means of their parts.
+    """Goodput of simulated runs of these numbers, and means of their parts.
 
     Args:
         seed: Seed of the simulated runs.

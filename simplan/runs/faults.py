@@ -78,7 +78,7 @@ class FaultSchedule(Spec):
 
 
 class ExpectedRun(Spec):
-    """What a run with faults is predicted to be, before it starts.
+    """Prediction of a run with faults, made before it starts.
 
     Attributes:
         goodput: Steps that count, at the speed of all nodes, over the time of the run: 5 %, 50 % and 95 % quantile.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-from simplan.cli.terminal.output import say
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.goodput.executed import (
     RecoveryTimes,
@@ -27,7 +26,7 @@ from simplan.runs.elastic import Nodes
 from simplan.runs.faults import Fault, FaultSchedule
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
-from simplan.scenario import Scenario
+from simplan.scenario.file import Scenario
 from simplan.scenario.whole_run.failures import HOUR_S
 from simplan.scenario.whole_run.setup import scenario_run
 from simplan.training import TrainingBudget
@@ -185,7 +184,7 @@ def with_faults(
     predictions: Mapping[int, Prediction],
     nodes: Nodes | None,
 ) -> RunSpec:
-    """The job with its faults, and with what it is expected to be where times of restarts are known.
+    """The job with its faults, and with its expected goodput where the times of restarts are known.
 
     Args:
         predictions: By number of nodes, the whole job and those on which it may go on.
@@ -198,7 +197,6 @@ def with_faults(
     if request.recovery is not None:
         setup = with_recovery(setup, request.recovery)
     elif sections is None or sections.recovery is None or sections.checkpoint is None:
-        say("note: goodput is not predicted without --recovery, or the sections recovery and checkpoint")
         return job.model_copy(update={"faults": faults})
     return job.model_copy(update={"faults": faults, "expected": expected_run(setup, seed=options.seed)})
 

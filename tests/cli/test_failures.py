@@ -1,0 +1,109 @@
+"""``simplan run --fail``: what is refused before anything runs, and the faults and predictions of a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simplan.cli.execute import RunOptions, run_spec_of_scenario
+from simplan.runs.checkpoint import Checkpointing
+from simplan.runs.faults import MeasuredStop, RunTimes
+from simplan.runs.measurement import Measurement
+from simplan.scenario import Scenario, load_scenario
+from simplan.scenario.whole_run.executed import FaultOptions, read_faults, with_faults
+from tests.cli.calls import Simplan, refused
+
+KEPT = ("--checkpoint-dir", "kept", "--max-restarts", "3")
+FAILING = """
+reliability: {node_mtbf_h: 1000, detection_s: 1000}
+recovery: {restart_s: 20000, repair_h: 10}
+checkpoint: {interval_steps: 1, blocking_s: 1000}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--fail", "60"), "--fail = 60: needs a run that restarts from a checkpoint; add --checkpoint-dir DIR"),
+        (("--fail", "60", *KEPT[:2]), "needs a run that restarts from a checkpoint; add --max-restarts K"),
+        (("--fail", "0", *KEPT), "--fail = 0: must be above zero and finite"),
+        (("--fail", "inf", *KEPT), "--fail = inf: must be above zero and finite"),
+        (("--fail", "scenario", *KEPT), "--fail = scenario: the scenario has no failures"),
+        (("--fail", "60", "--time-scale", "10", *KEPT), "--time-scale = 10: is the time of the scenario"),
+        (("--seed", "3"), "--seed: is about the faults of a run; add --fail"),
+        (("--recovery", "first.json"), "--recovery: is about the faults of a run; add --fail"),
+        (("--fail", "missing.yaml", *KEPT), "missing.yaml"),
+        (("--fail", "rank.yaml", *KEPT), "faults.0.rank = 2: must be below 2, the ranks"),
+        (("--fail", "node.yaml", *KEPT), "faults.0.node = 1: is no node besides that at the endpoint"),
+    ],
+)
+def test_faults_without_a_meaning_are_refused(
+    simplan: Simplan, scenario: Path, options: tuple[str, ...], sentence: str
+) -> None:
+    for place in ("rank: 2", "node: 1"):
+        name = f"{place.partition(':')[0]}.yaml"
+        scenario.with_name(name).write_text(f"faults: [{{kind: kill, at_step: 1, {place}}}]\n")
+    refused(simplan("run", scenario, *options), sentence)
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ("reliability: {maintenance: {every_h: 5, duration_h: 1}}", "reliability.maintenance"),
+        ("spot: {preemptions_per_h: 1, fallback: on_demand}", "spot.fallback"),
+        ("reliability: {node_mtbf_h: 5}\nevaluation: {every_steps: 5, time_s: 3}", "evaluation"),
+        (
+            "reliability: {node_mtbf_h: 5}\ncheckpoint: {interval_s: 9, blocking_s: 1, asynchronous: true, write_s: 2}",
+            "checkpoint.asynchronous",
+        ),
+    ],
+)
+def test_what_is_only_simulated_is_refused(simplan: Simplan, scenario: Path, section: str, field: str) -> None:
+    scenario.write_text(f"{scenario.read_text()}{section}\n")
+    refused(simplan("run", scenario, "--fail", "scenario", *KEPT), f"{field}: is only simulated")
+
+
+def job_with(scenario: Scenario, **asked: Any) -> Any:
+    kept = Checkpointing(folder="/kept", every=10, max_restarts=3)
+    prediction = scenario.predict(None)
+    options = RunOptions(num_steps=1000, num_warmup_steps=0, checkpointing=kept)
+    job = run_spec_of_scenario(scenario, prediction, options)
+    return with_faults(job, scenario, read_faults(scenario, FaultOptions(**asked), kept, 1), {1: prediction}, None)
+
+
+def test_failures_of_the_scenario_pass_in_the_time_of_the_run(scenario: Path) -> None:
+    """One node with 1000 h between failures, of which an hour is a thousandth of a second: 1 s."""
+    scenario.write_text(scenario.read_text() + FAILING)
+    found = job_with(load_scenario(scenario), fail="scenario", seed=5, time_scale=3.6e6)
+    again = job_with(load_scenario(scenario), fail="scenario", seed=5, time_scale=3.6e6)
+    assert found == again
+    assert found != job_with(load_scenario(scenario), fail="scenario", seed=6, time_scale=3.6e6)
+    assert {fault.kind for fault in found.faults} == {"kill"}
+    assert {fault.rank for fault in found.faults} == {0, 1}, "a node alone loses its ranks"
+    gaps_s = found.faults[-1].at_s / len(found.faults)
+    assert 0.5 < gaps_s < 2.0
+    assert found.expected is not None
+    assert found.expected.waterfall_s["restart"] < 0.1, "20,000 s are a moment"
+
+
+def test_goodput_is_predicted_from_an_earlier_run(scenario: Path, tmp_path: Path) -> None:
+    first = job_with(load_scenario(scenario), fail="3600")
+    assert first.expected is None, "nobody knows how long a restart takes"
+    stop = MeasuredStop(kind="kill", at_s=3.0, detection_s=0.1, waiting_s=0.2, restart_s=2.0, num_nodes=1)
+    times = RunTimes(
+        initialization_s=1.0,
+        time_s=10.0,
+        waterfall_s={"compute": 5.0, "checkpoint": 1.0, "restart": 4.0},
+        stops=(stop,),
+        step_s={1: 0.01},
+        checkpoint_s=0.05,
+    )
+    file = tmp_path / "measurement.json"
+    file.write_text(Measurement(job=first, step_times_s=(0.01,), times=times).model_dump_json())
+    found = job_with(load_scenario(scenario), fail="3600", recovery=file)
+    assert found.faults == first.faults
+    assert found.expected is not None
+    assert found.expected.waterfall_s["compute"] == pytest.approx(1000 * 0.01)
+    assert found.expected.waterfall_s["checkpoint"] == pytest.approx(100 * 0.05)
