@@ -15,8 +15,8 @@ from joblib.externals.loky import get_reusable_executor
 
 from benchmarks.alone import alone, peak_bytes
 from benchmarks.table import BenchmarkRow
+from simplan.goodput.engines.simulate import one_run, simulate
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
-from simplan.goodput.simulate import one_run, simulate
 from simplan.units import GIB
 
 _RUNS, _ROUNDS, _COMPILED_RUNS = 10_000, 3, 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -18,8 +19,8 @@ from simplan import catalog
 from simplan.goodput.sections import Policy
 
 _NONE, _OWN = "none", "own"
-_FAILURES = {_NONE: "none", _OWN: "one rate for every device"}
-_CHECKPOINTS = {_NONE: "none", "best": "at the best interval", _OWN: "at an interval"}
+_FAILURES: Mapping[str, str] = {_NONE: "none", _OWN: "one rate for every device"}
+_CHECKPOINTS: Mapping[str, str] = {_NONE: "none", "best": "at the best interval", _OWN: "at an interval"}
 _POLICIES = dict(
     zip(get_args(Policy), ("restart on all nodes", "shrink and grow", "continue without the group"), strict=True)
 )
@@ -63,7 +64,8 @@ def _length() -> None:
 def _failures() -> None:
     own = section(state.current(), "reliability")
     names = {name: catalog.about("reliability", name)["description"] for name in catalog.names("reliability")}
-    value = own.get("preset") if own.get("preset") in names else _OWN if own else _NONE
+    preset = own.get("preset")
+    value = preset if isinstance(preset, str) and preset in names else _OWN if own else _NONE
     key = "form failures"
     st.session_state[key] = value
     st.selectbox(
@@ -95,7 +97,7 @@ def _checkpoints() -> None:
         "Checkpoints",
         list(_CHECKPOINTS),
         key=key,
-        format_func=_CHECKPOINTS.get,
+        format_func=_CHECKPOINTS.__getitem__,
         help=about(("checkpoint", "interval_s")),
         on_change=lambda: state.set_document(_with_checkpoints(state.document(), st.session_state[key])),
     )

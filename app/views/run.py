@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import streamlit as st
@@ -47,11 +46,9 @@ def show() -> None:
         _show_start(document)
         return
     text, calibrated_at = document_text(document), result_cache.worker_inputs(document)[1]
-    simulate = partial(awaited, task=goodput_document, text=text, calibrated_at=calibrated_at)
     place = st.empty()
-    first = simulate("simulating some runs", num_runs=_FIRST_RUNS, compares=False)
-    _show_answer(place, first)
-    found = simulate(f"simulating {NUM_RUNS:,} runs", num_runs=NUM_RUNS, compares=True)
+    _show_answer(place, awaited("simulating some runs", goodput_document, text, calibrated_at, _FIRST_RUNS, False))
+    found = awaited(f"simulating {NUM_RUNS:,} runs", goodput_document, text, calibrated_at, NUM_RUNS, True)
     _show_answer(place, found)
     _show_why(found)
     _show_downloads(scenario, document, found)

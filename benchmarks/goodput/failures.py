@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.goodput.rows import PublishedRow, run_with, solved
 from simplan import catalog
 from simplan.api import predict
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.rates import mtbf_s
 from simplan.goodput.setup import WATERFALL, RunSetup
-from simplan.goodput.simulate import simulate
 from simplan.scenario.whole_run.checkpoints import checkpoint_bytes
 
 _DAY_S, _HOUR_S, _MINUTE_S = 86_400.0, 3600.0, 60.0

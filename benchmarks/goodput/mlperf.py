@@ -13,8 +13,8 @@ import yaml
 
 from benchmarks.goodput.rows import PublishedRow
 from simplan.goodput.batch_scaling import fitted
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.setup import RunSetup, Size
-from simplan.goodput.simulate import simulate
 
 _GOAL = 0.01
 _REASONS = {

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from simplan.errors import Problem, SpecError
+from simplan.goodput.engines.simulate import one_run, simulate
 from simplan.goodput.setup import WATERFALL, CauseSetup, RunSetup
-from simplan.goodput.simulate import one_run, simulate
 from simplan.runs.faults import ExpectedRun, Fault, RunTimes
 
 NUM_RUNS = 1000

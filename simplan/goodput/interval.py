@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from simplan.goodput.closed_forms import daly_s, young_s
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.rates import mtbf_s
 from simplan.goodput.setup import RunSetup
-from simplan.goodput.simulate import simulate
 
 _POINTS_PER_OCTAVE = 2
 _OCTAVES = 3

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from simplan.goodput.account import Floats, costs
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.rates import scaled_failures
 from simplan.goodput.sections import RunPrice
 from simplan.goodput.setup import Runs, RunSetup
-from simplan.goodput.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

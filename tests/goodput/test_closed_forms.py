@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from simplan.goodput.closed_forms import availability, daly_s, daly_time_s, ettr, repeated_s, young_s
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.setup import WATERFALL, CauseSetup, Runs, RunSetup, Size
-from simplan.goodput.simulate import simulate
 from tests.goodput.setups import checkpointed, failures
 
 WAITING = WATERFALL.index("waiting")

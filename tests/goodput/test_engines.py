@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from simplan.errors import SpecError
 from simplan.goodput import philox
-from simplan.goodput.compiled import why_not_compiled
-from simplan.goodput.draws import NUM_PURPOSES, Draws
+from simplan.goodput.engines.compiled import why_not_compiled
+from simplan.goodput.engines.draws import NUM_PURPOSES, Draws
+from simplan.goodput.engines.simulate import one_run, simulate, stack
 from simplan.goodput.setup import CauseSetup, Runs, RunSetup, Size
-from simplan.goodput.simulate import one_run, simulate, stack
 from tests.goodput.setups import changed_fields, checkpointed, failures, setups
 
 ONLY_IN_THE_REFERENCE = {"RunSetup.trace_s", "RunSetup.trace_nodes"}

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.interval import interval_curve
 from simplan.goodput.rates import mtbf_s
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
-from simplan.goodput.simulate import simulate
 
 NODES, MTBF_S, BLOCKING_S = 8, 6 * 3600.0, 30.0
 SETUP = RunSetup(

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from simplan.goodput.account import costs, device_hours, energies_kwh
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.interval import interval_curve
 from simplan.goodput.result import GoodputResult
 from simplan.goodput.sections import Power, RunPrice
 from simplan.goodput.sensitivity import worth
 from simplan.goodput.setup import WATERFALL, CauseSetup, Runs, RunSetup, Size
-from simplan.goodput.simulate import simulate
 from simplan.scenario import METRICS
 
 SETUP = RunSetup(

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.result import GoodputResult
 from simplan.goodput.setup import WATERFALL, CauseSetup, RunSetup, Size
-from simplan.goodput.simulate import simulate
 from simplan.report.drawings.goodput_svg import COLOURS, goodput_svg
 from simplan.report.goodput import PARTS, headline
 from simplan.report.html import html_report

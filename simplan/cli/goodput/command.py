@@ -16,8 +16,8 @@ from simplan.cli.terminal.output import print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import Problem, SpecError
+from simplan.goodput.engines.simulate import one_run
 from simplan.goodput.result import GoodputResult
-from simplan.goodput.simulate import one_run
 from simplan.io import write_json, write_whole
 from simplan.report.devices import devices_text
 from simplan.report.goodput import goodput_text, goodputs_text

@@ -138,8 +138,8 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
     path = "M" + "L".join(f"{x(interval_s):.1f} {y(share):.1f}" for interval_s, share in drawn)
     parts.append(Element("path", {"d": path, "fill": "none", "stroke": COLOURS["compute"], "stroke-width": "2"}))
     for (interval_s, share), (_, time_s) in zip(drawn, points, strict=True):
-        place = {"cx": f"{x(interval_s):.1f}", "cy": f"{y(share):.1f}", "r": "3", "fill": COLOURS["compute"]}
-        dot = Element("circle", place)
+        spot = {"cx": f"{x(interval_s):.1f}", "cy": f"{y(share):.1f}", "r": "3", "fill": COLOURS["compute"]}
+        dot = Element("circle", spot)
         words = f"a checkpoint every {format_span(interval_s)}: {format_span(time_s)}"
         ElementTree.SubElement(dot, "title").text = words
         parts.append(dot)

@@ -9,13 +9,13 @@ from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.goodput.closed_forms import young_s
 from simplan.goodput.endless import endless
+from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.interval import interval_curve
 from simplan.goodput.rates import mtbf_s
 from simplan.goodput.result import GoodputResult
 from simplan.goodput.sections import RunPrice, RunSections
 from simplan.goodput.sensitivity import worth
 from simplan.goodput.setup import RunSetup
-from simplan.goodput.simulate import simulate
 from simplan.prediction import Prediction
 from simplan.scenario.file import Scenario
 from simplan.scenario.whole_run.setup import ScenarioRun, check_kept, scenario_run, steps_of

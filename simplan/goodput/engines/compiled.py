@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.goodput import philox
-from simplan.goodput.checkpoints import REPEATED, ROUNDING
-from simplan.goodput.draws import NOTICE, NUM_PURPOSES, RETURN, WHEN
+from simplan.goodput.engines.checkpoints import REPEATED, ROUNDING
+from simplan.goodput.engines.draws import NOTICE, NUM_PURPOSES, RETURN, WHEN
 from simplan.goodput.setup import WATERFALL, CauseSetup, Runs, RunSetup
 from simplan.jit import jit, jit_inner
 

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from simpy import Environment, Event
 
-from simplan.goodput.checkpoints import REPEATED, ROUNDING, Checkpoints, Progress
-from simplan.goodput.draws import NOTICE, RETURN, WHEN, Draws
+from simplan.goodput.engines.checkpoints import REPEATED, ROUNDING, Checkpoints, Progress
+from simplan.goodput.engines.draws import NOTICE, RETURN, WHEN, Draws
 from simplan.goodput.setup import WATERFALL, CauseSetup, OneRun, RunSetup, Size, Stretch
 
 _Process: TypeAlias = Generator[Event, Any, None]

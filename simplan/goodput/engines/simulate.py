@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from simplan.errors import Problem, SpecError
-from simplan.goodput.draws import Draws, check_seed
+from simplan.goodput.engines.draws import Draws, check_seed
 from simplan.goodput.setup import WATERFALL, OneRun, Runs, RunSetup
 
 _CHUNK = 250
@@ -50,7 +50,7 @@ def one_run(setup: RunSetup, *, seed: int = 0, number: int = 0) -> OneRun:
     Raises:
         SpecError: The seed is wrong, or the run does not finish.
     """
-    from simplan.goodput.reference import EndlessRunError, run
+    from simplan.goodput.engines.reference import EndlessRunError, run
 
     try:
         return run(setup, Draws(seed, number), limit_s=_limit_s(setup), max_stops=_MAX_STOPS)
@@ -59,7 +59,7 @@ def one_run(setup: RunSetup, *, seed: int = 0, number: int = 0) -> OneRun:
 
 
 def _simulate_chunk(setup: RunSetup, seed: int, numbers: range) -> Runs:
-    from simplan.goodput import compiled
+    from simplan.goodput.engines import compiled
 
     if compiled.why_not_compiled(setup):
         return stack([one_run(setup, seed=seed, number=number) for number in numbers])
