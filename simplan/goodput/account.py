@@ -25,7 +25,8 @@ def costs(setup: RunSetup, runs: Runs, price: RunPrice) -> Floats:
     spot = price.device_hour if price.spot_device_hour is None else price.spot_device_hour
     idle = price.device_hour if price.idle_device_hour is None else price.idle_device_hour
     by_use = (price.device_hour, spot, spot if setup.is_spot else price.device_hour, idle)
-    return device_hours(setup, runs) @ np.asarray(by_use)
+    paid: Floats = device_hours(setup, runs) @ np.asarray(by_use)
+    return paid
 
 
 def energies_kwh(setup: RunSetup, runs: Runs, power: Power) -> Floats:

@@ -37,6 +37,7 @@ def test_mean_time_below_restart_and_checkpoint_is_endless_and_just_above_is_not
     reason = endless(failing_every(0.5 * needed_s))
     assert reason is not None
     assert reason.between_stops_s == pytest.approx(needed_s / 2)
+    assert reason.factor is not None
     assert reason.factor == pytest.approx(2.0, rel=1e-6), "rule: mean time to failure = restart + load + checkpoint"
     assert endless(failing_every(0.5 * needed_s * reason.factor * 1.001)) is None
 
