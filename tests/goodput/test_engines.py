@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simplan.errors import SpecError
-from simplan.goodput import philox
+from simplan.goodput.engines import philox
 from simplan.goodput.engines.compiled import why_not_compiled
 from simplan.goodput.engines.draws import NUM_PURPOSES, Draws
 from simplan.goodput.engines.simulate import one_run, simulate, stack

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.goodput import philox
+from simplan.goodput.engines import philox
 from simplan.goodput.engines.checkpoints import REPEATED, ROUNDING
 from simplan.goodput.engines.draws import NOTICE, NUM_PURPOSES, RETURN, WHEN
 from simplan.goodput.setup import WATERFALL, CauseSetup, Runs, RunSetup
@@ -271,7 +271,8 @@ def _uniform(job: _Job, source: int, purpose: int) -> float:
     index = row.num_drawn[purpose]
     row.num_drawn[purpose] = index + 1
     stream = NUM_PURPOSES * source + purpose
-    return philox.uniform(state.seed, state.number, stream, index, row.blocks[purpose])
+    drawn: float = philox.uniform(state.seed, state.number, stream, index, row.blocks[purpose])
+    return drawn
 
 
 @jit_inner
