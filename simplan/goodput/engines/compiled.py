@@ -47,6 +47,8 @@ class _State:
         policy: Index in ``_POLICIES``.
         not_aged_s: Seconds in which units did not grow older: their age is ``now_s - not_aged_s``.
         soonest_s: Time of the next thing that happens.
+        next_return_s, next_leave_s, next_ready_s: Time at which the next lost node returns, node on demand leaves, and
+            group is ready.
         next_age_s, next_source: Age and source of the next event that comes with age.
         full_step_s, size_step_s, advance: Step of the whole job; step and advance of the size in use.
         larger_nodes: Nodes of the next larger size, for ``shrink``.
@@ -64,9 +66,13 @@ class _State:
     limit_s: float
     max_stops: int
     policy: int
+    num_sources: int
     now_s: float
     not_aged_s: float
     soonest_s: float
+    next_return_s: float
+    next_leave_s: float
+    next_ready_s: float
     next_age_s: float
     next_source: int
     aging: bool
@@ -119,7 +125,18 @@ _ARRAYS = {
 }
 
 
+class _Source(CauseSetup):
+    """A source of stops, a record: the numbers of its cause, and these."""
+
+    source: int
+    next_age_s: float
+    num_interruptions: int
+    num_drawn: NDArray[np.int64]
+    blocks: NDArray[np.uint64]
+
+
 _SOURCE_STATE: list[Any] = [
+    ("source", np.int64),
     ("next_age_s", np.float64),
     ("num_interruptions", np.int64),
     ("num_drawn", np.int64, NUM_PURPOSES),
@@ -166,7 +183,8 @@ def simulate(setup: RunSetup, seed: int, numbers: range, *, limit_s: float, max_
     states = np.zeros(num_runs, [*_numbers(_State), *((name, np.float64, size) for name, size in _ARRAYS.items())])
     states["seed"], states["number"] = seed, numbers
     states["limit_s"], states["max_stops"] = limit_s, max_stops
-    states["policy"] = _POLICIES.index(setup.policy)
+    states["policy"], states["num_sources"] = _POLICIES.index(setup.policy), len(sources)
+    sources["source"] = range(len(sources))
     runs = Runs(
         time_s=np.empty(num_runs),
         waterfall_s=np.empty((num_runs, len(WATERFALL))),
@@ -246,15 +264,15 @@ def _begin(job: _Job) -> None:
     state.full_step_s = job.sizes[0].step_s
     state.held = job.sizes[0].num_nodes
     state.spares = setup.spares
-    state.in_flight_at_s = inf
+    state.in_flight_at_s = state.next_return_s = state.next_leave_s = state.next_ready_s = inf
     state.stored[_COMPLETE_AT] = state.memory[_COMPLETE_AT] = -inf
     state.window_at_s, state.window_end_s = max(0.0, setup.maintenance_every_s - _early_s(setup)), -inf
     if setup.preemption_mtbf_s < inf:
-        state.preemption_left = _exponential(job, len(job.sources) - 1, WHEN)
+        state.preemption_left = _exponential(state, job.sources[-1], WHEN)
     _set_in_use(job, state.held)
     for source in range(len(job.sources)):
-        _schedule(job, source, 0.0)
-    _changed(job)
+        _schedule(state, job.sources[source], 0.0)
+    _changed(setup, state)
     _look_ahead_in_age(job)
 
 
@@ -265,20 +283,18 @@ def _early_s(setup: RunSetup) -> float:
 
 
 @jit_inner
-def _uniform(job: _Job, source: int, purpose: int) -> float:
+def _uniform(state: _State, row: _Source, purpose: int) -> float:
     """Next number of a stream of a source, uniform in [0, 1)."""
-    row, state = job.sources[source], job.state
     index = row.num_drawn[purpose]
     row.num_drawn[purpose] = index + 1
-    stream = NUM_PURPOSES * source + purpose
-    drawn: float = philox.uniform(state.seed, state.number, stream, index, row.blocks[purpose])
-    return drawn
+    stream = NUM_PURPOSES * row.source + purpose
+    return philox.uniform(state.seed, state.number, stream, index, row.blocks[purpose])
 
 
 @jit_inner
-def _exponential(job: _Job, source: int, purpose: int) -> float:
+def _exponential(state: _State, row: _Source, purpose: int) -> float:
     """Next number of a stream of a source, exponential with mean 1."""
-    return -log1p(-_uniform(job, source, purpose))
+    return -log1p(-_uniform(state, row, purpose))
 
 
 # The job: steps, pauses, stops.
@@ -307,7 +323,7 @@ def _go_on(job: _Job) -> bool:
             _wait_for_group(job)
         if len(job.starting) and job.starting[0] <= state.now_s + ROUNDING:
             return _join(job)
-    _set_aging(job, True)
+    _set_aging(state, True)
     if not _is_stopped(job.setup, state):
         _pass_undisturbed(job.setup, state, job.history)
         if _is_done(job.setup, state):
@@ -436,7 +452,7 @@ def _recover(job: _Job) -> bool:
     setup, state = job.setup, job.state
     _note(job)
     is_planned, detection_s, corrupt_since_s = state.is_planned, state.detection_s, state.corrupt_since_s
-    goes_on, load_s = _can_go_on(job), 0.0
+    goes_on, load_s = state.policy == _CONTINUE and _can_go_on(job), 0.0
     if is_planned:
         if setup.checkpoint_every and not state.is_restarting and _write_before_stop(job):
             return True
@@ -603,9 +619,9 @@ def _spend(job: _Job, seconds: float, step_s: float) -> bool:
     state = job.state
     start_s = state.now_s
     end_s = start_s + seconds
-    _set_aging(job, True)
+    _set_aging(state, True)
     while end_s - state.now_s > ROUNDING:
-        if _next_stop(job):
+        if _next_stop(job.setup, state):
             return True
         if state.cut and step_s > 0:
             end_s = min(end_s, start_s + ceil((state.now_s - start_s) / step_s - ROUNDING) * step_s)
@@ -623,7 +639,7 @@ def _spend(job: _Job, seconds: float, step_s: float) -> bool:
 def _idle(job: _Job, seconds: float, part: int) -> None:
     """Time in which units do not grow older."""
     state = job.state
-    _set_aging(job, False)
+    _set_aging(state, False)
     start_s, end_s = state.now_s, state.now_s + seconds
     while state.soonest_s < end_s:
         _advance(job.setup, state, state.soonest_s)
@@ -633,10 +649,10 @@ def _idle(job: _Job, seconds: float, part: int) -> None:
 
 
 @jit_inner
-def _set_aging(job: _Job, aging: bool) -> None:
-    if job.state.aging != aging:
-        job.state.aging = aging
-        _look_ahead(job)
+def _set_aging(state: _State, aging: bool) -> None:
+    if state.aging != aging:
+        state.aging = aging
+        _look_ahead(state)
 
 
 @jit_inner
@@ -662,12 +678,11 @@ def _is_stopped(setup: RunSetup, state: _State) -> bool:
 
 
 @jit_inner
-def _next_stop(job: _Job) -> bool:
+def _next_stop(setup: RunSetup, state: _State) -> bool:
     """True if something stops the job now; the state then says what."""
-    state = job.state
     if not state.is_due and state.waiting_preemptions:
         state.waiting_preemptions -= 1
-        _post_preemption(job)
+        _post_preemption(setup, state)
     if not state.is_due and not state.is_stopping:
         if _in_window(state):
             _post(state, _WINDOW, 0, True, 0.0, inf)
@@ -701,21 +716,19 @@ def _can_grow(state: _State) -> bool:
 
 
 @jit_inner
-def _look_ahead(job: _Job) -> None:
+def _look_ahead(state: _State) -> None:
     """Find the time of the next thing that happens."""
-    state = job.state
     soonest_s = min(state.preemption_at_s, state.window_at_s)
+    soonest_s = min(soonest_s, min(state.next_return_s, min(state.next_leave_s, state.next_ready_s)))
     if state.aging:
         soonest_s = min(soonest_s, state.next_age_s + state.not_aged_s)
-    if len(job.returns):
-        soonest_s = min(soonest_s, job.returns[0])
-    if len(job.leaves):
-        soonest_s = min(soonest_s, job.leaves[0])
-    for ready_s in job.starting:
-        if ready_s > state.now_s:
-            soonest_s = min(soonest_s, ready_s)
-            break
     state.soonest_s = soonest_s
+
+
+@jit_inner
+def _first(heap: list[float]) -> float:
+    """Smallest item; infinity for none."""
+    return heap[0] if len(heap) else inf
 
 
 @jit_inner
@@ -724,13 +737,14 @@ def _look_ahead_in_age(job: _Job) -> None:
     state, num_sources = job.state, len(job.sources)
     state.next_age_s = inf
     for source in range(num_sources):
-        if job.sources[source].next_age_s < state.next_age_s:
-            state.next_age_s, state.next_source = job.sources[source].next_age_s, source
+        next_age_s = job.sources[source].next_age_s
+        if next_age_s < state.next_age_s:
+            state.next_age_s, state.next_source = next_age_s, source
     if len(job.corrupt) and job.corrupt[0][0] < state.next_age_s:
         state.next_age_s, state.next_source = job.corrupt[0][0], num_sources + _CORRUPTION
     if len(job.slow) and job.slow[0] < state.next_age_s:
         state.next_age_s, state.next_source = job.slow[0], num_sources + _SLOW
-    _look_ahead(job)
+    _look_ahead(state)
 
 
 @jit_inner
@@ -739,24 +753,27 @@ def _happen(job: _Job) -> None:
     state = job.state
     if state.aging and state.next_age_s + state.not_aged_s <= state.now_s:
         _happen_in_age(job)
-    elif len(job.returns) and job.returns[0] <= state.now_s:
+    elif state.next_return_s <= state.now_s:
         heappop(job.returns)
-        _add_spare(job)
-    elif len(job.leaves) and job.leaves[0] <= state.now_s:
+        state.next_return_s = _first(job.returns)
+        _add_spares(job, 1)
+    elif state.next_leave_s <= state.now_s:
         heappop(job.leaves)
+        state.next_leave_s = _first(job.leaves)
         state.on_demand -= 1
-        _changed(job)
+        _changed(job.setup, state)
     elif state.preemption_at_s <= state.now_s:
-        state.preemption_left = _exponential(job, len(job.sources) - 1, WHEN)
+        state.preemption_left = _exponential(state, job.sources[-1], WHEN)
         state.preemption_since_s = state.now_s
         _preempt(job)
-        _changed(job)
+        _changed(job.setup, state)
     elif state.window_at_s <= state.now_s:
         state.window_end_s = state.now_s + _early_s(job.setup) + job.setup.maintenance_s
         state.window_at_s += job.setup.maintenance_every_s
     else:  # a group is ready
         state.cut = True
-    _look_ahead(job)
+        _look_for_group(job)
+    _look_ahead(state)
 
 
 @jit_inner
@@ -771,39 +788,38 @@ def _happen_in_age(job: _Job) -> None:
         state.num_slow -= 1
         _post(state, slow, 1, True, 0.0, inf)
     else:
-        _schedule(job, source, age_s)
+        cause = job.sources[source]
+        _schedule(state, cause, age_s)
         if source == corruption:
-            found_s = job.setup.corruption_found_s * _exponential(job, source, NOTICE)
+            found_s = job.setup.corruption_found_s * _exponential(state, cause, NOTICE)
             heappush(job.corrupt, (age_s + found_s, age_s))
         elif source == slow:
-            heappush(job.slow, age_s + job.setup.slow_found_s * _exponential(job, source, NOTICE))
+            heappush(job.slow, age_s + job.setup.slow_found_s * _exponential(state, cause, NOTICE))
             state.num_slow += 1
             state.cut = True
         else:
-            _fail(job, source)
+            _fail(job.setup, state, cause)
     _look_ahead_in_age(job)
 
 
 @jit_inner
-def _fail(job: _Job, source: int) -> None:
-    cause = job.sources[source]
-    noticed = _uniform(job, source, NOTICE)
+def _fail(setup: RunSetup, state: _State, cause: _Source) -> None:
+    noticed = _uniform(state, cause, NOTICE)
     if noticed < cause.at_once:
         detection_s = 0.0
     elif noticed < cause.at_once + cause.timeout:
-        detection_s = job.setup.timeout_s
+        detection_s = setup.timeout_s
     else:
-        detection_s = job.setup.detection_s
-    _post(job.state, source, cause.num_nodes, cause.planned, detection_s, inf)
+        detection_s = setup.detection_s
+    _post(state, cause.source, cause.num_nodes, cause.planned, detection_s, inf)
 
 
 @jit_inner
-def _schedule(job: _Job, source: int, age_s: float) -> None:
+def _schedule(state: _State, cause: _Source, age_s: float) -> None:
     """Draw the age of the next event of a cause."""
-    cause = job.sources[source]
     cause.next_age_s = inf
     if cause.mtbf_s < inf:
-        cause.next_age_s = _age_of_next(cause, age_s, _exponential(job, source, WHEN), job.state.in_use)
+        cause.next_age_s = _age_of_next(cause, age_s, _exponential(state, cause, WHEN), state.in_use)
 
 
 @jit_inner
@@ -850,9 +866,9 @@ def _set_in_use(job: _Job, in_use: int) -> None:
 
 
 @jit_inner
-def _changed(job: _Job) -> None:
+def _changed(setup: RunSetup, state: _State) -> None:
     """Set the time of the next preemption after a change of the nodes that can be preempted."""
-    state, mtbf_s = job.state, job.setup.preemption_mtbf_s
+    mtbf_s = setup.preemption_mtbf_s
     state.preemption_at_s = inf
     if mtbf_s < inf:
         expected = state.preemption_nodes * (state.now_s - state.preemption_since_s) / mtbf_s
@@ -860,30 +876,30 @@ def _changed(job: _Job) -> None:
         state.preemption_nodes, state.preemption_since_s = state.held - state.on_demand, state.now_s
         if state.preemption_nodes > 0:
             state.preemption_at_s = state.now_s + state.preemption_left * mtbf_s / state.preemption_nodes
-    _look_ahead(job)
+    _look_ahead(state)
 
 
 @jit_inner
 def _preempt(job: _Job) -> None:
     """Take a spot node away, or put a node on demand in its place."""
-    state, setup, preemption = job.state, job.setup, len(job.sources) - 1
+    state, setup = job.state, job.setup
     if setup.on_demand:
         state.on_demand += 1
-        heappush(job.leaves, state.now_s + setup.spot_wait_s * _exponential(job, preemption, RETURN))
+        heappush(job.leaves, state.now_s + setup.spot_wait_s * _exponential(state, job.sources[-1], RETURN))
+        state.next_leave_s = _first(job.leaves)
     if state.aging:
-        _post_preemption(job)
+        _post_preemption(setup, state)
     elif state.policy == _CONTINUE and not state.is_restarting:
         state.waiting_preemptions += 1
     elif not setup.on_demand:
-        _take_away(job, preemption, 1, 0.0)
+        _add_spares(job, _take_away(job, state.num_sources - 1, 1, 0.0))
 
 
 @jit_inner
-def _post_preemption(job: _Job) -> None:
-    setup = job.setup
+def _post_preemption(setup: RunSetup, state: _State) -> None:
     write_s = setup.blocking_s + setup.write_s
     is_planned = setup.checkpoint_every > 0 and 0.0 < write_s <= setup.notice_s
-    _post(job.state, len(job.sources) - 1, 0 if setup.on_demand else 1, is_planned, setup.detection_s, inf)
+    _post(state, state.num_sources - 1, 0 if setup.on_demand else 1, is_planned, setup.detection_s, inf)
 
 
 # Nodes.
@@ -906,7 +922,7 @@ def _fitting(job: _Job, num_nodes: int) -> int:
 def _gather(job: _Job) -> None:
     """Wait for as many nodes as the job needs, and take spares."""
     state = job.state
-    _set_aging(job, False)
+    _set_aging(state, False)
     start_s = state.now_s
     while not _fitting(job, state.held + state.spares):
         if state.now_s > state.limit_s or state.soonest_s == inf:
@@ -919,8 +935,9 @@ def _gather(job: _Job) -> None:
     taken = max(0, num_nodes - state.held)
     state.held, state.spares = state.held + taken, state.spares - taken
     job.starting.clear()
+    state.next_ready_s = inf
     _set_in_use(job, num_nodes)
-    _changed(job)
+    _changed(job.setup, job.state)
 
 
 @jit_inner
@@ -928,31 +945,37 @@ def _release_lost(job: _Job, delay_s: float) -> bool:
     """Send lost nodes away until they are spares again; returns True if spares that are there replace them all."""
     state, before = job.state, job.state.held
     spares = state.spares
+    num_back = 0
     for source, num_nodes in job.lost:
-        _take_away(job, source, num_nodes, delay_s)
+        num_back += _take_away(job, source, num_nodes, delay_s)
     job.lost.clear()
-    return bool(state.held < before and state.held + spares >= job.sizes[0].num_nodes)
+    is_hot = state.held < before and state.held + spares >= job.sizes[0].num_nodes
+    _add_spares(job, num_back)
+    return bool(is_hot)
 
 
 @jit_inner
-def _take_away(job: _Job, source: int, num_nodes: int, delay_s: float) -> None:
-    """Take nodes from the job until each is a spare."""
-    state, mean_s = job.state, job.sources[source].repair_s
+def _take_away(job: _Job, source: int, num_nodes: int, delay_s: float) -> int:
+    """Take nodes from the job until each is a spare; returns the number of those that are spares at once."""
+    state, row = job.state, job.sources[source]
     num_nodes = min(num_nodes, state.held)
     state.held -= num_nodes
-    is_exponential = source == len(job.sources) - 1 or job.setup.repair_is_exponential
+    is_exponential = source == state.num_sources - 1 or job.setup.repair_is_exponential
+    num_back = 0
     for _ in range(num_nodes):
-        seconds = mean_s * (_exponential(job, source, RETURN) if is_exponential else 1.0) + delay_s
+        seconds = row.repair_s * (_exponential(state, row, RETURN) if is_exponential else 1.0) + delay_s
         if seconds > 0:
             heappush(job.returns, state.now_s + seconds)
         else:
-            _add_spare(job)
-    _changed(job)
+            num_back += 1
+    state.next_return_s = _first(job.returns)
+    _changed(job.setup, state)
+    return num_back
 
 
 @jit_inner
-def _add_spare(job: _Job) -> None:
-    job.state.spares += 1
+def _add_spares(job: _Job, num: int) -> None:
+    job.state.spares += num
     if job.state.policy == _CONTINUE:
         _form_groups(job)
 
@@ -964,7 +987,7 @@ def _add_spare(job: _Job) -> None:
 def _can_go_on(job: _Job) -> bool:
     """True if groups are left that lose no node, and the stop is not for all."""
     state = job.state
-    if state.policy != _CONTINUE or state.is_restarting or state.source == _WINDOW or state.corrupt_since_s < inf:
+    if state.is_restarting or state.source == _WINDOW or state.corrupt_since_s < inf:
         return False
     return bool(state.in_use > _nodes_of_lost_groups(job))
 
@@ -1001,7 +1024,19 @@ def _form_groups(job: _Job) -> None:
             break
         state.held, state.spares = state.held + taken, state.spares - taken
         job.starting.append(state.now_s + job.setup.restart_s)
-    _changed(job)
+        state.cut = state.cut or job.setup.restart_s == 0.0  # ready now: nothing else will happen
+    _look_for_group(job)
+    _changed(job.setup, job.state)
+
+
+@jit_inner
+def _look_for_group(job: _Job) -> None:
+    """Find the time at which the next group is ready."""
+    job.state.next_ready_s = inf
+    for ready_s in job.starting:
+        if ready_s > job.state.now_s:
+            job.state.next_ready_s = ready_s
+            break
 
 
 @jit_inner
@@ -1009,7 +1044,7 @@ def _wait_for_group(job: _Job) -> None:
     """Below the smallest size: wait until groups that start are ready."""
     state = job.state
     start_s = state.now_s
-    _set_aging(job, False)
+    _set_aging(state, False)
     missing = (job.sizes[-1].num_nodes - state.in_use) // job.setup.group_nodes
     while len(job.starting) < missing or job.starting[missing - 1] > state.now_s:
         if state.now_s > state.limit_s or state.soonest_s == inf:
@@ -1032,5 +1067,5 @@ def _join(job: _Job) -> bool:
     if not stopped:
         del job.starting[:num_ready]
         _set_in_use(job, state.in_use + num_ready * job.setup.group_nodes)
-        _changed(job)
+        _changed(job.setup, job.state)
     return stopped
