@@ -221,7 +221,8 @@ _HEAD = """\
 
 `python -m benchmarks.failures` writes this page. Failures are drawn as in the simulation and hit real runs on hosts
 that are network namespaces, one rank of one core each. Goodput is predicted from one run with one failure, which is
-none of these. The last column is the largest relative difference of a loss from the undisturbed run, in float64.
+none of these. The last column is the largest relative difference of a loss from the undisturbed run, in float64;
+with a spare, of the steps since a host last took the place of another.
 
 """
 

@@ -33,7 +33,7 @@ class RecoveryTimes:
 
     Attributes:
         detection_s: From the death of a rank until all have ended.
-        timeout_s: The same for a rank that hangs.
+        after_timeout_s: From the timeout for a rank that hangs until all have ended.
         waiting_s: From then until ranks start, where no node is missing.
         restart_s: From then until the first step, with loading.
         checkpoint_s: For which a checkpoint holds training up.
@@ -43,7 +43,7 @@ class RecoveryTimes:
     """
 
     detection_s: float
-    timeout_s: float
+    after_timeout_s: float
     waiting_s: float
     restart_s: float
     checkpoint_s: float
@@ -55,7 +55,7 @@ class RecoveryTimes:
         """Times of an earlier run, which has restarted at least once.
 
         Args:
-            timeout_s: Its ``--timeout``, for a run without a rank that hung.
+            timeout_s: Its ``--timeout``.
             returns_after_s: Seconds after which its lost nodes came back.
 
         Raises:
@@ -75,7 +75,7 @@ class RecoveryTimes:
         ]
         return cls(
             detection_s=statistics.fmean(stop.detection_s for stop in ended or failed),
-            timeout_s=statistics.fmean(hung) if hung else timeout_s,
+            after_timeout_s=max(0.0, statistics.fmean(hung) - timeout_s) if hung else 0.0,
             waiting_s=statistics.fmean(stop.waiting_s for stop in failed),
             restart_s=statistics.fmean(stop.restart_s for stop in times.stops),
             checkpoint_s=times.checkpoint_s,
@@ -97,7 +97,7 @@ def with_recovery(setup: RunSetup, recovery: RecoveryTimes) -> RunSetup:
         sizes=sizes,
         causes=causes,
         detection_s=recovery.detection_s,
-        timeout_s=recovery.timeout_s,
+        timeout_s=setup.timeout_s + recovery.after_timeout_s,
         diagnosis_s=recovery.waiting_s,
         restart_s=recovery.restart_s,
         load_s=0.0,

@@ -89,11 +89,17 @@ def test_times_of_an_earlier_run_replace_those_of_the_setup() -> None:
     recovery = RecoveryTimes.of(times(lost, joined), 60.0, returns_after_s=40.0)
     assert recovery.return_s == pytest.approx(63.0 - 33.0 - 40.0), "it joins before its repair is over in the numbers"
     shrinking = setup(replace(NODE, repair_s=40.0), sizes=(Size(num_nodes=3, step_s=1), Size(num_nodes=2, step_s=2)))
-    found = with_recovery(replace(shrinking, policy="shrink"), recovery)
+    found = with_recovery(replace(shrinking, policy="shrink", timeout_s=20.0), recovery)
     assert [size.step_s for size in found.sizes] == [0.3, 2]
     assert found.causes[0].repair_s == pytest.approx(30.0)
-    assert (found.detection_s, found.timeout_s, found.diagnosis_s) == (1.0, 60.0, 2.0)
+    assert (found.detection_s, found.timeout_s, found.diagnosis_s) == (1.0, 20.0, 2.0)
     assert (found.restart_s, found.blocking_s) == (10.0, 0.4)
+
+
+def test_a_hang_takes_the_timeout_of_the_run_that_is_predicted() -> None:
+    recovery = RecoveryTimes.of(times(stop(), stop("stop", detection_s=61.5)), 60.0)
+    assert with_recovery(setup(RANK, timeout_s=20.0), recovery).timeout_s == pytest.approx(21.5)
+    assert recovery.detection_s == 1.0
 
 
 @pytest.mark.parametrize(

@@ -218,13 +218,14 @@ def _setup(
         sizes=tuple(Size(num_nodes=number, step_s=step_s) for number, step_s in sorted(sizes, reverse=True)),
         policy="shrink" if elastic else "restart",
         checkpoint_every=job.checkpointing.every,
+        timeout_s=job.timeout_s,
     )
     if request.schedule:
-        return replace(setup, causes=causes_like(request.schedule, setup.undisturbed_s), timeout_s=job.timeout_s)
+        return replace(setup, causes=causes_like(request.schedule, setup.undisturbed_s))
     if request.rate_per_h is not None:
         cause = CauseSetup(name="rank", units_per_node=0, mtbf_s=HOUR_S / request.rate_per_h, num_nodes=0)
         return replace(setup, causes=(cause,))
-    return with_preemptions(replace(setup, timeout_s=job.timeout_s))
+    return with_preemptions(setup)
 
 
 def _of_scenario(job: RunSpec, scenario: Scenario, prediction: Prediction) -> RunSetup:
