@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from executor.checks import check_job
 from executor.launch.errors import RanksError
-from executor.launch.launcher import RankLaunch, Start, launch_ranks
-from executor.launch.nodes import Rendezvous
+from executor.launch.launcher import Agent, OnLeave, RankLaunch, Start, launch_ranks
+from executor.launch.nodes import LOOPBACK, Rendezvous, listening_store
 from executor.launch.rank import RankFiles, folder_of
+from executor.launch.replicas import ReplicaAgent
+from executor.launch.roster import Roster
 from executor.launch.watchdog import Beats
 from executor.profiling.results import RunSegment, gather, written_here
 from simplan.errors import NotModelledError, Problem, RunError, SimplanError
@@ -23,6 +27,8 @@ from simplan.runs.lock import exclusive
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.units import counted
+
+_ALL_HERE_S = 60.0  # for the store of this machine to answer
 
 Progress = Callable[[int, int], None]
 """Called with the steps finished by all ranks of this node and the steps of the run, warm-up included."""
@@ -140,6 +146,7 @@ class _Run:
 
     Attributes:
         rendezvous: Connection to the other nodes; None for this machine alone.
+        roster: Roster of replicas that may leave; None for others.
         measurement: Measurement of all ranks; None on nodes that do not lead.
     """
 
@@ -153,6 +160,7 @@ class _Run:
     local_ranks: tuple[int, ...] = ()
     reported_steps: int = 0
     measurement: Measurement | None = None
+    roster: Roster | None = None
 
     def launch(self, notes: list[str], rank_module: str) -> None:
         """Runs this node's ranks, and collects the measurement of all ranks."""
@@ -178,19 +186,55 @@ class _Run:
             self._layout,
             self._rank_of,
             job.predicted_memory_bytes,
+            self._replica_agent(),
+            self._on_leave,
         )
         failure: str | None = "the run was interrupted"
         try:
             try:
                 launch_ranks(launch, self._on_poll, self._on_start)
             except RanksError as error:
-                raise error if rendezvous is None else rendezvous.agreed(error) from None
+                if not self._others_finish():
+                    raise error if rendezvous is None else rendezvous.agreed(error) from None
             failure = None
         except SimplanError as error:
             failure = str(error)
             raise
         finally:
             self._gather(failure)
+
+    def _replica_agent(self) -> Callable[[OnLeave], Agent] | None:
+        """Makes the agent of replicas that may leave; None for a run that ends with any rank."""
+        job, rendezvous, plan = self.job, self.rendezvous, self.job.plan
+        if plan.replication is None or plan.replication.min_replicas is None:
+            return None
+        num_ranks = plan.num_devices // plan.dp_replicate
+        timeout_s = _ALL_HERE_S if rendezvous is None else rendezvous.nodes.join_timeout_s
+        num_here = plan.dp_replicate if rendezvous is None else rendezvous.nodes.ranks_per_node // num_ranks
+        if rendezvous is None:
+            store = listening_store(LOOPBACK, 0, timedelta(seconds=timeout_s))
+            address = LOOPBACK, store.port
+        else:
+            store, address = rendezvous.store, rendezvous.address_of_store
+        self.roster = Roster(store, plan.dp_replicate, num_ranks, address)
+        if rendezvous is None or rendezvous.nodes.leads:
+            self.roster.open()
+        here = self.roster.claim(num_here, timeout_s)
+        return partial(ReplicaAgent, self.roster, here, job.replica_restarts)
+
+    def _on_leave(self, ranks: range, why: RanksError) -> None:
+        """Tells that a replica of this node has left."""
+        plan, roster = self.job.plan, self.roster
+        assert roster is not None
+        replica = ranks.start // roster.num_ranks
+        self._note(f"replica {replica} of {plan.dp_replicate} has left: {why}")
+
+    def _others_finish(self) -> bool:
+        """True if replicas of other nodes have finished the run without those of this one, which has the store."""
+        if self.roster is None or self.rendezvous is None or not self.rendezvous.nodes.leads:
+            return False
+        self.roster.wait_for_others()
+        return self.roster.is_finished
 
     def _note(self, sentence: str) -> None:
         self.notes.append(sentence)

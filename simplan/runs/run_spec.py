@@ -52,6 +52,7 @@ class RunSpec(Spec):
         checkpointing: Checkpointing options; None for no checkpoints.
         predicted_memory_bytes: Per rank, predicted bytes on its device; empty without a prediction.
         fewer_nodes: Plans for continuation on fewer nodes, in descending number of nodes; empty for no continuation.
+        replica_restarts: Restarts, by each node, of replicas that have left (``Replication.min_replicas``).
         slowdowns: Per rank, the factor by which the executor slows down its compute; empty without slow ranks.
         profile_memory: True to run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
@@ -75,6 +76,7 @@ class RunSpec(Spec):
     profile_memory: bool = True
     checkpointing: Checkpointing | None = None
     fewer_nodes: tuple[FewerNodes, ...] = ()
+    replica_restarts: Natural = 0
 
     @property
     def num_processes(self) -> int:
