@@ -259,7 +259,8 @@ class _Run:
         return folder_of(self.out_dir, self.job.plan.num_devices, job.plan.num_devices)
 
     def _on_poll(self, beats: Beats) -> None:
-        steps = min((0 if beat is None else beat.step for beat in beats.values()), default=0)
+        farthest = min if self.roster is None else max  # a replica that joins begins late
+        steps = farthest((0 if beat is None else beat.step for beat in beats.values()), default=0)
         if self.on_progress is None or not beats or steps == self.reported_steps:
             return
         # every new step; after a restart, the step from which ranks resume
@@ -303,8 +304,9 @@ class _Run:
             rendezvous.leave({rank: RankFiles(folder, rank).texts() for rank in self.local_ranks})
             if not rendezvous.nodes.leads:
                 return
-            written = rendezvous.collect(job.plan.num_devices, failed=failure is not None)
-            missing = [rank for rank in range(job.plan.num_devices) if rank not in written]
+            expected = range(job.plan.num_devices) if self.roster is None else self.roster.last_ranks
+            written = rendezvous.collect(expected, failed=failure is not None)
+            missing = [rank for rank in expected if rank not in written]
             if missing and failure is None:
                 number = counted(len(missing), "rank")
                 lost = failure = f"other nodes did not send what {number} measured, the first of them rank {missing[0]}"

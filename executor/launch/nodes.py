@@ -148,11 +148,11 @@ class Rendezvous:
                 told = json.dumps({"node": f"{socket.gethostname()} {self.address}", "texts": texts})
                 self.store.set(f"rank/{rank}", base64.b64encode(zlib.compress(told.encode())).decode())
 
-    def collect(self, num_ranks: int, *, failed: bool) -> dict[int, tuple[str, dict[str, str]]]:
+    def collect(self, ranks: Iterable[int], *, failed: bool) -> dict[int, tuple[str, dict[str, str]]]:
         """Collects on the leading node, by rank, the node and the files that arrive in time."""
         collected = {}
         end_s = time.monotonic() + (_FAILED_S if failed else _COLLECT_S)
-        for rank in range(num_ranks):
+        for rank in ranks:
             left_s = max(0.01, end_s - time.monotonic())
             with contextlib.suppress(RuntimeError, TimeoutError):
                 self.store.wait([f"rank/{rank}"], timedelta(seconds=left_s))

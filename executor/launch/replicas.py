@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from executor.launch.launcher import Agent, Logs, OnLeave, RankLaunch, handlers_restored, logging_to, rank_environment
-from executor.launch.roster import Roster
+from executor.launch.roster import Roster, lifeline
 
 _POLL_S = 0.1
 
@@ -60,7 +60,8 @@ class ReplicaAgent(Agent):
         running: dict[int, Processes] = {}
         failed: dict[int, ProcessFailure] = {}
         has_finished = False
-        with handlers_restored(), logging_to(launch.out_dir / "logs" / "torchrun.log"):
+        log, cut_off = launch.out_dir / "logs" / "torchrun.log", lifeline(self._roster)
+        with handlers_restored(), logging_to(log), cut_off:
             try:
                 for replica in self._replicas:
                     running[replica] = self._start(launch, logs, replica, 0)

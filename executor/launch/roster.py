@@ -1,8 +1,9 @@
 """The roster of replicas that may leave and join: what their launchers and ranks write into the store of the run.
 
 A *replica* is as many ranks as one copy of the model takes; all start and end together. Each start of a replica is an
-*incarnation* of it, from 1. A rank beats twice a second from a thread of its own, however long its steps take. A replica
-has left when its launcher says so, or when one of its ranks has not beaten for ``LEASE_S``: its host is lost or cut off.
+*incarnation* of it, from 1. A rank beats twice a second from a thread of its own, however long its steps take. A
+replica has left when its launcher says so, or when one of its ranks has not beaten for ``LEASE_S``: its host is lost or
+cut off.
 
 Clocks of hosts are not compared: a beat is a text that changes, and each reader times the changes itself.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -148,11 +151,11 @@ class Roster:
             time.sleep(_BEAT_S)
 
     @property
-    def last_members(self) -> Sequence[int]:
-        """Replicas of the last outer step; all before the first."""
-        if not self.store.check(["last"]):
-            return range(self.num_replicas)
-        return list(map(int, json.loads(self.store.get("last"))))
+    def last_ranks(self) -> list[int]:
+        """Ranks of the replicas in the last outer step; all before the first."""
+        has_met = self.store.check(["last"])
+        replicas = json.loads(self.store.get("last")) if has_met else range(self.num_replicas)
+        return [rank for replica in replicas for rank in self.ranks_of(replica)]
 
     def environment(self, incarnation: int) -> Mapping[str, str]:
         """Variables for ranks of an incarnation."""
@@ -207,6 +210,38 @@ class Watch:
             if silent_s > (LEASE_S if number else _START_S) or 0 < incarnation < newest:
                 return True
         return False
+
+
+@contextmanager
+def lifeline(roster: Roster) -> Iterator[None]:
+    """Ends this process, and with it its ranks, when the store does not answer for ``2 * LEASE_S`` during the block.
+
+    A host that is cut off gets no error: torch's store waits for answers without a limit (torch 2.13).
+    """
+    answered_s, ended = [time.monotonic()], threading.Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the ranks say so
+            store = connect(*roster.address)
+            while not ended.wait(_BEAT_S):
+                store.check(["roster/open"])
+                answered_s[0] = time.monotonic()
+
+    def listen() -> None:
+        while not ended.wait(_BEAT_S):
+            if asking.is_alive() and time.monotonic() > answered_s[0] + 2 * LEASE_S:
+                host, port = roster.address
+                sys.stderr.write(f"the store of the run at {host}:{port} does not answer for {2 * LEASE_S:g} s\n")
+                sys.stderr.flush()
+                os._exit(RunError.exit_code)
+
+    asking = threading.Thread(target=ask, name="lifeline", daemon=True)
+    asking.start()
+    threading.Thread(target=listen, name="lifeline's end", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class Pulse(Watch):

@@ -47,6 +47,7 @@ class RunOptions:
         timeout_s: Abort if a rank makes no progress for this number of seconds.
         nodes: Rendezvous of a run on several nodes; None for all ranks on this machine.
         checkpointing: Checkpoints of the training state; None for no checkpoints.
+        replica_restarts: Restarts of replicas that leave (``plan.replication.min_replicas``).
     """
 
     num_steps: int = 10
@@ -54,6 +55,7 @@ class RunOptions:
     timeout_s: float = 120.0
     nodes: Nodes | None = None
     checkpointing: Checkpointing | None = None
+    replica_restarts: int = 0
 
 
 def checkpointing(folder: Path | None, every: int | None, *, restarts: int, resume: bool) -> Checkpointing | None:
@@ -148,6 +150,18 @@ def refuse_what_is_only_predicted(scenario: Scenario, who: str, fields: Sequence
     problems = [Problem(field=field, rule=rule, fix=fix) for field in fields if attrgetter(field)(scenario.job)]
     if problems:
         raise NotModelledError(problems, file=scenario.file)
+
+
+def refuse_restarts(scenario: Scenario, options: RunOptions) -> None:
+    """Without a folder for checkpoints, only replicas that may leave can be restarted.
+
+    Raises:
+        SpecError: ``--max-restarts`` has nothing to restart from.
+    """
+    replication = scenario.job.plan.replication
+    if options.replica_restarts and (replication is None or replication.min_replicas is None):
+        rule, fix = "needs a folder for checkpoints", "add --checkpoint-dir DIR"
+        raise SpecError(Problem(field="--max-restarts", rule=rule, fix=fix))
 
 
 def default_folder(scenario: Scenario) -> Path:
@@ -258,6 +272,13 @@ def exported_job(
     Raises:
         SpecError: The scenario cannot be predicted or run.
     """
+    replication = scenario.job.plan.replication
+    if replication is not None and replication.min_replicas is not None:
+        rule = "needs the launcher of `simplan run`, and torchrun would end all ranks with any of them"
+        value = str(replication.min_replicas)
+        raise NotModelledError(
+            Problem(field="plan.replication.min_replicas", value=value, rule=rule, fix="remove it"), file=scenario.file
+        )
     on_fewer = _steps_on_fewer(scenario, calibration, min_nodes)
     predictions = {number: prediction for number, (prediction, _) in on_fewer.items()}
     return run_spec_of_scenario(scenario, scenario.predict(calibration), options, predictions)
@@ -333,4 +354,6 @@ def run_spec_of_scenario(
         checkpointing=options.checkpointing,
         device=_DEVICES[device.kind],
     )
-    return job.model_copy(update={"fewer_nodes": fewer_nodes(dict(on_fewer))})
+    return job.model_copy(
+        update={"fewer_nodes": fewer_nodes(dict(on_fewer)), "replica_restarts": options.replica_restarts}
+    )

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 
 from simplan.base import Count, Spec, SpecOfKind
 from simplan.plan.collectives import ParameterPlacement
+from simplan.units import counted
 
 ReplicationKind = Literal["local_sgd", "diloco", "streaming_diloco", "parameter_server", "hogwild"]
 OuterDtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
@@ -242,7 +243,7 @@ class Replication(SpecOfKind):
                 detail = f"{self.servers} {many}{whole}, staleness {self.staleness}"
             case _:
                 detail = f"{self.inner_steps} inner steps"
-        elastic = "" if self.min_replicas is None else f", at least {self.min_replicas} replicas"
+        elastic = "" if self.min_replicas is None else f", at least {counted(self.min_replicas, 'replica')}"
         return f"replicas by {self.kind} ({detail}{elastic})"
 
 

@@ -206,6 +206,20 @@ class MeasuredWorkers(Spec):
     pushed_bytes: Natural
 
 
+class MeasuredRound(Spec):
+    """A round of replicas that may leave and join (``Replication.min_replicas``).
+
+    Attributes:
+        end_step: Steps of the run that are done after it.
+        replicas: Replicas whose parameters were averaged after it, ascending.
+        seconds: Time of its steps, waits for other replicas included: the mean over those replicas.
+    """
+
+    end_step: Count
+    replicas: Annotated[tuple[_Rank, ...], Field(min_length=1)]
+    seconds: Positive
+
+
 class SlowRank(Spec):
     """A rank whose compute takes longer than on its peers with equal work.
 
@@ -280,6 +294,8 @@ class Measurement(Spec):
         environment: Machine, versions, threads, backend.
         workers: Updates of workers that do not wait for all others; None for other runs. A step time is then that in
             which as many gradients are applied as there are workers.
+        rounds: Of replicas that may leave, every round; else empty. Steady steps are then those of undisturbed rounds
+            with all replicas.
     """
 
     schema_version: Literal[2] = 2
@@ -300,6 +316,25 @@ class Measurement(Spec):
     notes: tuple[str, ...] = ()
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
     workers: MeasuredWorkers | None = None
+    rounds: tuple[MeasuredRound, ...] = ()
+
+    def undisturbed_rounds(self) -> dict[int, list[MeasuredRound]]:
+        """By number of replicas, the rounds with the same replicas as the round before them.
+
+        In other rounds a replica had left, which the others took time to notice, or joined.
+        """
+        found: dict[int, list[MeasuredRound]] = {}
+        everyone = tuple(range(self.job.plan.dp_replicate))
+        before = [everyone, *(each.replicas for each in self.rounds)]
+        for replicas, measured in zip(before, self.rounds, strict=False):
+            if replicas == measured.replicas and measured.end_step > self._num_warmup_steps:
+                found.setdefault(len(replicas), []).append(measured)
+        return found
+
+    @property
+    def _num_warmup_steps(self) -> int:
+        """First steps that are not counted, detected or requested."""
+        return self.job.num_all_steps - self.job.num_steps
 
     @property
     def step_time_s(self) -> float:
