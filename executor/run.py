@@ -217,10 +217,11 @@ class _Run:
         else:
             store, address = rendezvous.store, rendezvous.address_of_store
         self.roster = Roster(store, plan.dp_replicate, num_ranks, address)
-        if rendezvous is None or rendezvous.nodes.leads:
+        if leads := rendezvous is None or rendezvous.nodes.leads:
             self.roster.open()
-        here = self.roster.claim(num_here, timeout_s)
-        return partial(ReplicaAgent, self.roster, here, job.replica_restarts)
+        here = self.roster.claim(num_here, timeout_s, leads=leads)
+        servers = range(plan.num_devices, job.num_processes)
+        return partial(ReplicaAgent, self.roster, here, servers, job.replica_restarts)
 
     def _on_leave(self, ranks: range, why: RanksError) -> None:
         """Tells that a replica of this node has left."""

@@ -42,6 +42,7 @@ from simplan.units import format_bytes
 
 if TYPE_CHECKING:
     from executor.distributed.replicas.membership import Membership
+    from executor.launch.roster import Roster
     from executor.train.run_state import RunStateSaver
 
 _AFTER_RESTART = 2
@@ -168,16 +169,11 @@ def _live_in_replica(
 ) -> None:
     """Life of a rank whose replica may leave, and which is a world of its own: see ``Membership``."""
     from executor.distributed.replicas.membership import Membership  # only where needed
-    from executor.launch.roster import Roster
 
-    replication, num_ranks = job.plan.replication, job.plan.num_devices // job.plan.dp_replicate
+    replication = job.plan.replication
     assert replication is not None
     assert replication.min_replicas is not None
-    roster, incarnation = Roster.of_rank(job.plan.dp_replicate, num_ranks)
-    replica, place = divmod(rank, num_ranks)
-    timeout = timedelta(seconds=2 * job.timeout_s + 60)
-    store = PrefixStore(f"replica{replica}.{incarnation}", roster.store)
-    dist.init_process_group("gloo", store=store, rank=place, world_size=num_ranks, timeout=timeout)
+    roster, incarnation, timeout = _start_in_roster(job, rank, job.plan.num_devices // job.plan.dp_replicate)
     recorder = _recorder(job, device, heartbeat, rank)
     members = Membership(roster, incarnation, rank, replication.min_replicas, timeout, recorder)
     dims = ParallelDims.of(job, rank, recorder, members=members)
@@ -189,23 +185,40 @@ def _live_in_replica(
     members.close()
 
 
+def _start_in_roster(job: RunSpec, rank: int, num_ranks: int) -> tuple[Roster, int, timedelta]:
+    """Makes this rank's replica the default process group; returns roster, incarnation, and timeout of messages."""
+    from executor.launch.roster import Roster
+
+    roster, incarnation = Roster.of_rank(job.plan.dp_replicate, num_ranks)
+    replica, place = divmod(rank, num_ranks)
+    timeout = timedelta(seconds=2 * job.timeout_s + 60)
+    store = PrefixStore(f"replica{replica}.{incarnation}", roster.store)
+    dist.init_process_group("gloo", store=store, rank=place, world_size=num_ranks, timeout=timeout)
+    return roster, incarnation, timeout
+
+
 def _recorder(job: RunSpec, device: torch.device, heartbeat: Heartbeat, rank: int) -> Recorder:
     return Recorder(job.parsed_table()[RankMapping.of(job.plan).place(rank).pp], make_clock(device), heartbeat)
 
 
 def _work(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, rank: int, *, gathers: bool) -> None:
     """Life of a worker that does not wait for all others, or of a parameter server, whose transfers are gloo's."""
-    from executor.train.asynchronous import serve, train_worker  # only where needed
+    from executor.train.asynchronous import WorkersWhoLeave, World, serve, train_worker  # only where needed
 
     cpu, files, is_server = torch.device("cpu"), RankFiles(folder, rank), rank >= job.plan.num_devices
     device = use_device("cpu" if is_server else job.device, job.plan.num_devices)
     allow_tf32(allowed=job.training.precision == "tf32")
-    start_rank(cpu, job.timeout_s, job.num_processes)
+    world, replication = World(job, rank), job.plan.replication
+    if replication is not None and replication.min_replicas is not None:
+        roster, incarnation, timeout = _start_in_roster(job, rank, num_ranks=1)
+        world = WorkersWhoLeave(job, rank, roster, incarnation, timeout)
+    else:
+        start_rank(cpu, job.timeout_s, job.num_processes)
     with out_of_memory_explained(device, dict(enumerate(job.predicted_memory_bytes)).get(rank)):
         if is_server:
-            serve(job, rank, heartbeat)
+            serve(job, rank, heartbeat, world)
         else:
-            train_worker(job, rank, files, device, heartbeat)
+            train_worker(job, rank, files, device, heartbeat, world)
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(cpu)
     if gathers:

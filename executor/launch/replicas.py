@@ -21,6 +21,7 @@ from executor.launch.launcher import Agent, Logs, OnLeave, RankLaunch, handlers_
 from executor.launch.roster import Roster, lifeline
 
 _POLL_S = 0.1
+_SERVERS = -1  # in the place of a replica's number
 
 
 class Processes(Protocol):
@@ -41,19 +42,22 @@ class ReplicaAgent(Agent):
     Args:
         roster: Roster of the run.
         replicas: Replicas of this node.
+        servers: Ranks that serve the replicas, with which all of them end.
         max_restarts: Restarts of replicas of this node that have left.
         on_leave: Called for every replica that leaves.
     """
 
-    def __init__(self, roster: Roster, replicas: Sequence[int], max_restarts: int, on_leave: OnLeave) -> None:
-        self._roster, self._replicas, self._on_leave = roster, replicas, on_leave
+    def __init__(
+        self, roster: Roster, replicas: Sequence[int], servers: range, max_restarts: int, on_leave: OnLeave
+    ) -> None:
+        self._roster, self._replicas, self._servers, self._on_leave = roster, replicas, servers, on_leave
         self._restarts_left, self._max_restarts = max_restarts, max_restarts
 
     def run(self, launch: RankLaunch, logs: Logs) -> None:
         """Returns when all replicas of this node have finished, or left except one that finished.
 
         Raises:
-            ChildFailedError: The last replica of this node has left.
+            ChildFailedError: The last replica of this node has left, or a server has failed.
             SignalException: ``stop`` was called, or this process got a signal; ranks have ended.
         """
         os.environ.update(rank_environment(launch.rendezvous))
@@ -65,6 +69,8 @@ class ReplicaAgent(Agent):
             try:
                 for replica in self._replicas:
                     running[replica] = self._start(launch, logs, replica, 0)
+                if self._servers:
+                    running[_SERVERS] = self._start_ranks(launch, logs, "servers", self._servers, 1, 0)
                 while running:
                     time.sleep(_POLL_S)
                     for replica, processes in list(running.items()):
@@ -73,10 +79,12 @@ class ReplicaAgent(Agent):
                             continue
                         del running[replica]
                         if not result.is_failed():
-                            has_finished = True
+                            has_finished = has_finished or replica != _SERVERS
                             continue
-                        ranks = self._roster.ranks_of(replica)
+                        ranks = self._servers if replica == _SERVERS else self._roster.ranks_of(replica)
                         failed = {ranks[k]: failure for k, failure in result.failures.items()}
+                        if replica == _SERVERS:
+                            raise ChildFailedError("servers", failed)
                         self._roster.leaves(replica)
                         self._on_leave(ranks, {rank: failure.exitcode for rank, failure in failed.items()})
                         if self._restarts_left and not self._roster.is_finished:
@@ -85,7 +93,8 @@ class ReplicaAgent(Agent):
                             running[replica] = self._start(launch, logs, replica, restarts)
             finally:
                 for replica, processes in running.items():
-                    self._roster.leaves(replica)
+                    if replica != _SERVERS:
+                        self._roster.leaves(replica)
                     processes.close()
         if failed and not has_finished:
             raise ChildFailedError("replicas", failed)
@@ -103,17 +112,21 @@ class ReplicaAgent(Agent):
         return start_processes("replica", sys.executable, args, envs, logs)
 
     def _start(self, launch: RankLaunch, logs: Logs, replica: int, restarts: int) -> Processes:
-        incarnation = self._roster.starts(replica)
-        ranks, per_node = self._roster.ranks_of(replica), launch.num_ranks
+        ranks, incarnation = self._roster.ranks_of(replica), self._roster.starts(replica)
+        return self._start_ranks(launch, logs, f"replica{replica}", ranks, incarnation, restarts)
+
+    def _start_ranks(
+        self, launch: RankLaunch, logs: Logs, name: str, ranks: range, incarnation: int, restarts: int
+    ) -> Processes:
+        first = self._roster.ranks_of(self._replicas[0]).start
         common = {
-            "WORLD_SIZE": str(self._roster.num_replicas * self._roster.num_ranks),
-            "LOCAL_WORLD_SIZE": str(per_node),
+            "WORLD_SIZE": str(self._roster.num_replicas * self._roster.num_ranks + len(self._servers)),
+            "LOCAL_WORLD_SIZE": str(launch.num_ranks),
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_RUN_ID": "simplan",
             **self._roster.environment(incarnation),
         }
-        place = self._replicas.index(replica) * len(ranks)
-        envs = {k: {**common, "RANK": str(rank), "LOCAL_RANK": str(place + k)} for k, rank in enumerate(ranks)}
-        own = Logs(Path(logs.root_log_dir) / f"replica{replica}", logs.on_start)
+        envs = {k: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank - first)} for k, rank in enumerate(ranks)}
+        own = Logs(Path(logs.root_log_dir) / name, logs.on_start)
         arguments = ["-u", "-m", "executor.launch.rank", launch.module, *launch.args]
         return self.start(launch, own, arguments, envs)

@@ -32,6 +32,7 @@ ROSTER_VARIABLE = "SIMPLAN_ROSTER"
 
 _BEAT_S = 0.5
 _POLL_S = 0.2
+_MAX_PAUSE_S = 0.02
 _ANSWER_S = 15.0  # of the store; without one, this rank is cut off
 _START_S = 300.0  # for a rank that has not beaten yet, which imports torch on a busy host
 _GONE = "gone"
@@ -48,13 +49,12 @@ def appears(store: Store, key: str, within_s: float = _POLL_S) -> bool:
     Raises:
         RuntimeError: The store does not answer.
     """
-    started_s = time.monotonic()
-    try:
-        store.wait([key], timedelta(seconds=within_s))
-    except RuntimeError:
-        if time.monotonic() < started_s + 0.9 * within_s:  # the connection broke
-            raise
-        return False
+    end_s, pause_s = time.monotonic() + within_s, 1e-3
+    while not store.check([key]):  # a wait that ends without the key would be a warning of torch's
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
     return True
 
 
@@ -77,25 +77,27 @@ class Roster:
         return range(replica * self.num_ranks, (replica + 1) * self.num_ranks)
 
     def open(self) -> None:
-        """Prepares the store; called once, where it listens."""
+        """Prepares the store; called once, on the node that has it, which gets the first replicas."""
         for rank in range(self.num_replicas * self.num_ranks):
             self.store.set(f"beat/{rank}", _beat(0, 0))
+        self.store.add("nodes", 1)
         self.store.set("open", "")
 
-    def claim(self, num_here: int, timeout_s: float) -> list[int]:
+    def claim(self, num_here: int, timeout_s: float, *, leads: bool) -> list[int]:
         """Replicas of this node: the next ones, or those of a node that has left.
 
         Waits until all nodes are there, or for a node to leave.
 
         Args:
             num_here: Replicas on each node.
+            leads: This node has opened the roster.
 
         Raises:
             RunError: Other nodes did not come in time, or none has left.
         """
         num_nodes, end_s = self.num_replicas // num_here, time.monotonic() + timeout_s
         self.store.wait(["open"], timedelta(seconds=timeout_s))
-        place = self.store.add("nodes", 1) - 1
+        place = 0 if leads else self.store.add("nodes", 1) - 1
         if place < num_nodes:
             if place == num_nodes - 1:
                 self.store.set("all nodes", "")

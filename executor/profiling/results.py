@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from executor.checks import runs_on_cuda
 from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
-from executor.profiling.rounds import ElasticSteps, mean_s
+from executor.profiling.rounds import ElasticSteps, mean_s, time_of_updates
 from executor.profiling.steps import find_slow_ranks, steady_from
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.measurement import (
@@ -130,11 +130,12 @@ def gather(
     elastic = ElasticSteps.of(job, {rank: read[rank][0] for rank in present}) if is_elastic else None
     if elastic is not None:
         steps, num_samples = [*elastic.steps], elastic.num_samples(job)
-        times_s, steady = list(map(mean_s, steps)), elastic.steady(job, len(present))
+        times_s = list(map(time_of_updates if has_workers else mean_s, steps))
+        steady = elastic.steady(job, len(present))
     else:
         steps = [_on_one_clock(step, nodes) for step in _common_steps([records for records, _ in read], first_step)]
         num_samples = [job.training.global_batch_size * (step[0].step + 1) for step in steps]
-        times_s = [_time_of_updates(step) if has_workers else _end_s(step) - _start_s(step) for step in steps]
+        times_s = [time_of_updates(step) if has_workers else _end_s(step) - _start_s(step) for step in steps]
         begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
         steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
         steady = steady[len(steady) % job.round_steps :]  # whole rounds
@@ -185,11 +186,6 @@ def gather(
         workers=measured_workers(steps, steady) if has_workers and steady else None,
         rounds=() if elastic is None else elastic.rounds,
     )
-
-
-def _time_of_updates(step: Sequence[StepRecord]) -> float:
-    """Seconds in which as many gradients are applied as there are workers, at the rates of their steps."""
-    return len(step) / sum(1 / (record.end_s - record.start_s) for record in step)
 
 
 def measured_workers(steps: Sequence[Sequence[StepRecord]], steady: Sequence[int]) -> MeasuredWorkers:

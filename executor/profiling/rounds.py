@@ -39,6 +39,10 @@ class ElasticSteps:
         by_step = {rank: {record.step: record for record in own} for rank, own in records.items()}
         everyone = [record for own in by_step.values() for record in own.values()]
         ends = {record.step + 1: record.members for record in everyone if record.members}
+        has_workers = job.plan.replication is not None and job.plan.replication.has_workers
+        if has_workers:  # each step is a round of those who took it
+            numbers = sorted({record.step for record in everyone})
+            ends = {number + 1: tuple(rank for rank in by_step if number in by_step[rank]) for number in numbers}
         rounds, steps, replicas, begin = list[MeasuredRound](), list[tuple[StepRecord, ...]](), [], 0
         last = max((record.step + 1 for record in everyone), default=0)
         members = tuple(range(job.plan.dp_replicate))
@@ -51,7 +55,7 @@ class ElasticSteps:
                 if (step := tuple(by_step[rank][number] for rank in ranks if number in by_step[rank]))
             ]
             if end in ends:
-                seconds = sum(map(mean_s, of_round))
+                seconds = sum(map(time_of_updates if has_workers else mean_s, of_round))
                 rounds.append(MeasuredRound(end_step=end, replicas=members, seconds=seconds))
             steps += of_round
             replicas += [members] * len(of_round)
@@ -91,13 +95,19 @@ class ElasticSteps:
         for before, after in zip(self.rounds, self.rounds[1:], strict=False):
             left, came = sorted({*before.replicas} - {*after.replicas}), sorted({*after.replicas} - {*before.replicas})
             of_round = f"the round of steps {before.end_step + 1} to {after.end_step}"
+            of_round = f"step {after.end_step}" if after.end_step == before.end_step + 1 else of_round
             with_those = f"with {counted(len(after.replicas), 'replica')}"
             if left:
-                lost = f"it took {format_time(after.seconds)}, and the round before {format_time(before.seconds)}"
+                lost = f"it took {format_time(after.seconds)}, and the one before {format_time(before.seconds)}"
                 found.append(f"{_named(left)} left in {of_round}, which went on {with_those}: {lost}")
             if came:
                 found.append(f"{_named(came)} came back for {of_round}, {with_those}")
         return found
+
+
+def time_of_updates(step: Sequence[StepRecord]) -> float:
+    """Seconds in which as many gradients are applied as there are workers, at the rates of their steps."""
+    return len(step) / sum(1 / (record.end_s - record.start_s) for record in step)
 
 
 def mean_s(step: Sequence[StepRecord]) -> float:
