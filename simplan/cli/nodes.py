@@ -70,9 +70,7 @@ def nodes_of(scenario: Scenario, options: RunOptions, rendezvous: NodeRendezvous
     refuse_other_number(scenario, number)
     replication = scenario.job.plan.replication
     if rendezvous.is_elastic and replication is not None and replication.min_replicas is not None:
-        rule = (
-            f"restarts with fewer nodes, and plan.replication goes on with {replication.min_replicas} without restart"
-        )
+        rule = "restarts with fewer nodes, and plan.replication.min_replicas goes on without restart"
         raise SpecError(
             Problem(field="--nnodes", value=f"{least}:{number}", rule=rule, fix=f"use --nnodes {number}"),
             file=scenario.file,

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from executor.checks import check_job
 from executor.run import run_job
-from simplan.errors import NotModelledError, RunError
+from simplan.errors import NotModelledError, RunError, SpecError
+from simplan.plan.replication import Replication
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
@@ -150,3 +152,22 @@ def test_a_run_ends_with_too_few_replicas(tmp_path: Path) -> None:
 def test_what_is_not_run_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(NotModelledError, match=said):
         check_job(elastic_job(**fields))
+
+
+@pytest.mark.parametrize(
+    ("replication", "said"),
+    [
+        ({"kind": "streaming_diloco", "min_replicas": 1}, "has min_replicas, and streaming_diloco has"),
+        ({"kind": "hogwild", "min_replicas": 1}, "has min_replicas, and hogwild has"),
+        ({"kind": "local_sgd", "start_step": 2, "min_replicas": 1}, "none of them may leave; use start_step = 0"),
+        ({"kind": "parameter_server", "min_replicas": 1}, "every step waits for all workers; use staleness = 1"),
+    ],
+)
+def test_ways_that_need_all_replicas_are_refused(replication: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Replication(**replication)
+
+
+def test_more_replicas_than_there_are_cannot_be_needed() -> None:
+    with pytest.raises(SpecError, match=r"min_replicas = 4: must be at most dp_replicate = 3, .*; use 3 or less"):
+        check_job(elastic_job({"min_replicas": 4}))
