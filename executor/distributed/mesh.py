@@ -204,7 +204,7 @@ class ParallelDims:
         )
 
     def without_members(self) -> ParallelDims:
-        """The same for a replica whose outer steps meet nobody, so that its memory can be traced."""
+        """Groups of a replica whose outer steps meet nobody, so that its memory can be traced."""
         from executor.distributed.replicas.membership import gloo_group
 
         store = HashStore()

@@ -104,7 +104,7 @@ class TrainingState:
                 torch.cuda.set_rng_state(state, self._device)
 
     def handed_on(self) -> list[Tensor]:
-        """What a replica that joins takes from another one: all but random number generators, in the same order."""
+        """Tensors that a replica that joins takes from another one: all but generators, in the same order."""
         tensors = self._complete()
         parts = [tensors["model"], *tensors["optimizer"].values(), *tensors.get("outer", {}).values()]
         return [local(tensor) for part in parts for tensor in part.values()]

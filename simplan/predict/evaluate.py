@@ -252,10 +252,12 @@ def _replication(
 ) -> ReplicationRound | ReplicationWorkers | None:
     """Steps of a round of replicas that train alone, or of workers that do not wait for all others; None without."""
     replication = step.job.plan.replication
+    if replication is None:
+        return None
     left = tuple(_replicas_left(step.job, calibration))
     if step.asynchronous is not None:
         return replace(step.asynchronous.result(step_time_s), left=left)
-    if replication is None or not replication.has_rounds:
+    if not replication.has_rounds:
         return None
     outer_s = float(step.own_seconds())
     return ReplicationRound(
