@@ -322,7 +322,7 @@ def test_run_refuses_rounds_that_it_would_not_measure() -> None:
         check_job(job.model_copy(update={"fewer_nodes": (fewer,)}))
 
 
-WAYS = ("local-sgd", "post-local-sgd", "diloco", "streaming-diloco", "diloco-fsdp")
+WAYS = ("local-sgd", "post-local-sgd", "diloco", "streaming-diloco", "diloco-fsdp", "diloco-elastic")
 
 
 @pytest.mark.parametrize("name", WAYS)
