@@ -33,6 +33,7 @@ from simplan.runs.checkpoint import HEADER_FILE, CheckpointHeader
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 _PATIENCE_S = 600.0
+_SOME_STEPS = 20  # after which a fault may come, so that there are steps before it to compare
 _SCENARIO = """\
 name: victim
 model: {family: gpt, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 2, vocab_size: 512, seq_len: 32}
@@ -192,6 +193,20 @@ def _processes_of(folder: Path) -> list[int]:
 
 def _kill_rank(bench: Bench) -> Ended:
     return bench.hit(lambda run: os.kill(run.rank_pid(1), signal.SIGKILL))
+
+
+def _kill_replica(bench: Bench) -> Ended:
+    """One of two replicas, without which the other may go on."""
+    plan = "plan: {dp_replicate: 2, replication: {kind: diloco, inner_steps: 5, min_replicas: 1}}"
+    run = bench.start("--steps", "400", "--warmup", "5", scenario=_SCENARIO.replace(_PLAN, plan))
+    try:
+        while (beat := read_beat(RankFiles(run.folder, 1).heartbeat)) is None or beat.step < _SOME_STEPS:
+            run.rank_pid(1)
+            time.sleep(0.05)
+        os.kill(beat.pid, signal.SIGKILL)
+        return bench.end(run, None)
+    finally:
+        _end(run)
 
 
 def _stop_rank(bench: Bench) -> Ended:
@@ -377,6 +392,7 @@ def _network_cut(bench: Bench) -> Ended | None:
 
 _FAULTS: dict[str, Callable[[Bench], Ended | None]] = {
     "a rank is killed": _kill_rank,
+    "a replica is killed that may leave (`min_replicas: 1`)": _kill_replica,
     "a rank is stopped (`--timeout 15`)": _stop_rank,
     "a rank is out of memory": _starve_rank,
     "a rank stands still for nine tenths of the time": _slow_rank,

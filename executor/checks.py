@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 
 import torch
@@ -44,7 +44,7 @@ def check_job(job: RunSpec, num_local_ranks: int | None = None) -> None:
     """
     num_ranks = num_local_ranks or job.plan.num_devices
     impossible = [*_too_many_ranks(job, num_ranks), *_no_compiler(job, num_ranks)]
-    _check(job, _unmodelled_late_ranks(job, num_ranks), impossible)
+    _check(job, chain(_unmodelled_late_ranks(job, num_ranks), _unmodelled_leaving(job, num_ranks)), impossible)
 
 
 def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
@@ -171,6 +171,28 @@ def _unmodelled_late_ranks(job: RunSpec, num_local_ranks: int) -> Iterator[Probl
     for field, sentence in found:
         rule, _, fix = sentence.partition("; ")
         yield Problem(field=field, rule=rule, fix=fix)
+
+
+def _unmodelled_leaving(job: RunSpec, num_local_ranks: int) -> Iterator[Problem]:
+    """Replicas that may leave are worlds of their own, of ranks that follow each other on one node."""
+    plan, replication = job.plan, job.plan.replication
+    if replication is None or replication.min_replicas is None:
+        return
+    of_replica = plan.num_devices // plan.dp_replicate
+    limits = {
+        f"is run only where ranks of a replica follow each other, and plan.pp = {plan.pp}; use pp = 1": plan.pp > 1,
+        "is run only with ranks on the devices of their number; remove plan.placement": plan.placement is not None,
+        "is run only on CPUs; use device cpu": runs_on_cuda(job, num_local_ranks),
+        "goes on without restart and makes no checkpoints; run without checkpoints": job.checkpointing is not None,
+        f"has replicas of {of_replica} ranks, and a node has {num_local_ranks}; use whole replicas on every node": (
+            num_local_ranks % of_replica > 0
+        ),
+    }
+    for sentence, is_so in limits.items():
+        if is_so:
+            rule, _, fix = sentence.partition("; ")
+            value = str(replication.min_replicas)
+            yield Problem(field="plan.replication.min_replicas", value=value, rule=rule, fix=fix)
 
 
 def _unmodelled_replication(job: RunSpec) -> Iterator[Problem]:

@@ -6,14 +6,18 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from executor.checks import check_job
 from executor.launch.errors import RanksError, RunOverError
 from executor.launch.faults import FaultInjector, OnLost
-from executor.launch.launcher import RankLaunch, Start, launch_ranks
-from executor.launch.nodes import Rendezvous
+from executor.launch.launcher import Agent, OnLeave, RankLaunch, Start, launch_ranks
+from executor.launch.nodes import LOOPBACK, Rendezvous, listening_store
 from executor.launch.rank import RankFiles, folder_of
+from executor.launch.replicas import ReplicaAgent
+from executor.launch.roster import Roster
 from executor.launch.watchdog import Beats
 from executor.profiling.results import RunSegment, gather, written_here
 from executor.profiling.run_times import Launched, forget_log, read_log, run_times
@@ -26,6 +30,8 @@ from simplan.runs.lock import exclusive
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.units import counted
+
+_ALL_HERE_S = 60.0  # for the store of this machine to answer
 
 Progress = Callable[[int, int], None]
 """Called with the steps finished by all ranks of this node and the steps of the run, warm-up included."""
@@ -146,6 +152,7 @@ class _Run:
 
     Attributes:
         rendezvous: Connection to the other nodes; None for this machine alone.
+        roster: Roster of replicas that may leave; None for others.
         measurement: Measurement of all ranks; None on nodes that do not lead.
     """
 
@@ -162,6 +169,7 @@ class _Run:
     local_ranks: tuple[int, ...] = ()
     reported_steps: int = 0
     measurement: Measurement | None = None
+    roster: Roster | None = None
 
     def launch(self, notes: list[str], rank_module: str) -> None:
         """Runs this node's ranks, and collects the measurement of all ranks."""
@@ -191,6 +199,8 @@ class _Run:
             self._rank_of,
             job.predicted_memory_bytes,
             self.faults,
+            self._replica_agent(),
+            self._on_leave,
         )
         failure: str | None = "the run was interrupted"
         try:
@@ -201,13 +211,48 @@ class _Run:
                     raise error if rendezvous is None else rendezvous.agreed(error) from None
                 self._note(f"{error}; this one was a spare")
             except RanksError as error:
-                raise error if rendezvous is None else rendezvous.agreed(error) from None
+                if not self._others_finish():
+                    raise error if rendezvous is None else rendezvous.agreed(error) from None
             failure = None
         except SimplanError as error:
             failure = str(error)
             raise
         finally:
             self._gather(failure)
+
+    def _replica_agent(self) -> Callable[[OnLeave], Agent] | None:
+        """Makes the agent of replicas that may leave; None for a run that ends with any rank."""
+        job, rendezvous, plan = self.job, self.rendezvous, self.job.plan
+        if plan.replication is None or plan.replication.min_replicas is None:
+            return None
+        num_ranks = plan.num_devices // plan.dp_replicate
+        timeout_s = _ALL_HERE_S if rendezvous is None else rendezvous.nodes.join_timeout_s
+        num_here = plan.dp_replicate if rendezvous is None else rendezvous.nodes.ranks_per_node // num_ranks
+        if rendezvous is None:
+            store = listening_store(LOOPBACK, 0, timedelta(seconds=timeout_s))
+            address = LOOPBACK, store.port
+        else:
+            store, address = rendezvous.store, rendezvous.address_of_store
+        self.roster = Roster(store, plan.dp_replicate, num_ranks, address)
+        if leads := rendezvous is None or rendezvous.nodes.leads:
+            self.roster.open()
+        here = self.roster.claim(num_here, timeout_s, leads=leads)
+        servers = range(plan.num_devices, job.num_processes)
+        return partial(ReplicaAgent, self.roster, here, servers, job.replica_restarts)
+
+    def _on_leave(self, ranks: range, why: RanksError) -> None:
+        """Tells that a replica of this node has left."""
+        plan, roster = self.job.plan, self.roster
+        assert roster is not None
+        replica = ranks.start // roster.num_ranks
+        self._note(f"replica {replica} of {plan.dp_replicate} has left: {why}")
+
+    def _others_finish(self) -> bool:
+        """True if replicas of other nodes have finished the run without those of this one, which has the store."""
+        if self.roster is None or self.rendezvous is None or not self.rendezvous.nodes.leads:
+            return False
+        self.roster.wait_for_others()
+        return self.roster.is_finished
 
     def _note(self, sentence: str) -> None:
         self.notes.append(sentence)
@@ -232,7 +277,8 @@ class _Run:
         return folder_of(self.out_dir, self.job.plan.num_devices, job.plan.num_devices)
 
     def _on_poll(self, beats: Beats) -> None:
-        steps = min((0 if beat is None else beat.step for beat in beats.values()), default=0)
+        farthest = min if self.roster is None else max  # a replica that joins begins late
+        steps = farthest((0 if beat is None else beat.step for beat in beats.values()), default=0)
         if self.on_progress is None or not beats or steps == self.reported_steps:
             return
         # every new step; after a restart, the step from which ranks resume
@@ -279,8 +325,9 @@ class _Run:
             rendezvous.leave({rank: RankFiles(folder, rank).texts() for rank in self.local_ranks})
             if not rendezvous.nodes.leads:
                 return
-            written = rendezvous.collect(job.plan.num_devices, failed=failure is not None)
-            missing = [rank for rank in range(job.plan.num_devices) if rank not in written]
+            expected = range(job.plan.num_devices) if self.roster is None else self.roster.last_ranks
+            written = rendezvous.collect(expected, failed=failure is not None)
+            missing = [rank for rank in expected if rank not in written]
             if missing and failure is None:
                 number = counted(len(missing), "rank")
                 lost = failure = f"other nodes did not send what {number} measured, the first of them rank {missing[0]}"

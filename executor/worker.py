@@ -49,6 +49,8 @@ from simplan.runs.run_spec import RunSpec
 from simplan.units import format_bytes
 
 if TYPE_CHECKING:
+    from executor.distributed.replicas.membership import Membership
+    from executor.launch.roster import Roster
     from executor.train.run_state import RunStateSaver
 
 _AFTER_RESTART = 2
@@ -148,6 +150,9 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
         return
     device = use_device(job.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     allow_tf32(allowed=job.training.precision == "tf32")
+    if replication is not None and replication.min_replicas is not None:
+        _live_in_replica(job, folder, device, heartbeat, stop, rank)
+        return
     placement, num_ranks, on_host = Placement.of(job.plan), job.plan.num_devices, job.plan.offload_optimizer
     process = rank if placement is None else placement.device_of(rank)
     store = start_rank(device, job.timeout_s, num_ranks, on_host=on_host, process=process)
@@ -155,7 +160,9 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
     files = RankFiles(folder, rank)
     is_logged = job.checkpointing is not None and os.environ["LOCAL_RANK"] == "0"
     with out_of_memory_explained(device, predicted_bytes):
-        _train(job, files, device, heartbeat, stop, rank, RunLog(out_dir if is_logged else None))
+        recorder = _recorder(job, device, heartbeat, rank)
+        dims = ParallelDims.of(job, rank, recorder, device_type=device.type)
+        _train(job, files, device, dims, recorder, heartbeat, stop, rank, RunLog(out_dir if is_logged else None))
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(device)
     if not is_watched:
@@ -166,19 +173,61 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
     dist.destroy_process_group()
 
 
+def _live_in_replica(
+    job: RunSpec, folder: Path, device: torch.device, heartbeat: Heartbeat, stop: StopRequest, rank: int
+) -> None:
+    """Life of a rank whose replica may leave, and which is a world of its own: see ``Membership``."""
+    from executor.distributed.replicas.membership import Membership  # only where needed
+
+    replication = job.plan.replication
+    assert replication is not None
+    assert replication.min_replicas is not None
+    roster, incarnation, timeout = _start_in_roster(job, rank, job.plan.num_devices // job.plan.dp_replicate)
+    recorder = _recorder(job, device, heartbeat, rank)
+    members = Membership(roster, incarnation, rank, replication.min_replicas, timeout, recorder)
+    dims = ParallelDims.of(job, rank, recorder, members=members)
+    predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
+    with out_of_memory_explained(device, predicted_bytes):
+        _train(job, RankFiles(folder, rank), device, dims, recorder, heartbeat, stop, rank)
+    dist.destroy_process_group()
+    heartbeat.beat(RankState.FINISHED, "finished")
+    members.close()
+
+
+def _start_in_roster(job: RunSpec, rank: int, num_ranks: int) -> tuple[Roster, int, timedelta]:
+    """Makes this rank's replica the default process group; returns roster, incarnation, and timeout of messages."""
+    from executor.launch.roster import Roster
+
+    roster, incarnation = Roster.of_rank(job.plan.dp_replicate, num_ranks)
+    replica, place = divmod(rank, num_ranks)
+    timeout = timedelta(seconds=2 * job.timeout_s + 60)
+    store = PrefixStore(f"replica{replica}.{incarnation}", roster.store)
+    dist.init_process_group("gloo", store=store, rank=place, world_size=num_ranks, timeout=timeout)
+    return roster, incarnation, timeout
+
+
+def _recorder(job: RunSpec, device: torch.device, heartbeat: Heartbeat, rank: int) -> Recorder:
+    return Recorder(job.parsed_table()[RankMapping.of(job.plan).place(rank).pp], make_clock(device), heartbeat)
+
+
 def _work(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, rank: int, *, gathers: bool) -> None:
     """Life of a worker that does not wait for all others, or of a parameter server, whose transfers are gloo's."""
-    from executor.train.asynchronous import serve, train_worker  # only where needed
+    from executor.train.asynchronous import WorkersWhoLeave, World, serve, train_worker  # only where needed
 
     cpu, files, is_server = torch.device("cpu"), RankFiles(folder, rank), rank >= job.plan.num_devices
     device = use_device("cpu" if is_server else job.device, job.plan.num_devices)
     allow_tf32(allowed=job.training.precision == "tf32")
-    start_rank(cpu, job.timeout_s, job.num_processes)
+    world, replication = World(job, rank), job.plan.replication
+    if replication is not None and replication.min_replicas is not None:
+        roster, incarnation, timeout = _start_in_roster(job, rank, num_ranks=1)
+        world = WorkersWhoLeave(job, rank, roster, incarnation, timeout)
+    else:
+        start_rank(cpu, job.timeout_s, job.num_processes)
     with out_of_memory_explained(device, dict(enumerate(job.predicted_memory_bytes)).get(rank)):
         if is_server:
-            serve(job, rank, heartbeat)
+            serve(job, rank, heartbeat, world)
         else:
-            train_worker(job, rank, files, device, heartbeat)
+            train_worker(job, rank, files, device, heartbeat, world)
     heartbeat.beat(RankState.WAITING, "waiting for the other ranks to finish")
     _barrier(cpu)
     if gathers:
@@ -240,6 +289,8 @@ def _train(
     job: RunSpec,
     files: RankFiles,
     device: torch.device,
+    dims: ParallelDims,
+    recorder: Recorder,
     heartbeat: Heartbeat,
     stop: StopRequest,
     rank: int,
@@ -247,13 +298,11 @@ def _train(
 ) -> None:
     """Builds the model, takes the steps and measures memory."""
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
-    recorder = Recorder(job.parsed_table()[RankMapping.of(job.plan).place(rank).pp], make_clock(device), heartbeat)
-    dims = ParallelDims.of(job, rank, recorder, device_type=device.type)
 
-    def build() -> Trainer:
+    def build(dims: ParallelDims) -> Trainer:
         return Trainer(job, rank, device, dims, recorder)
 
-    trainer, first, saver = build(), 0, None
+    trainer, first, saver = build(dims), 0, None
     reference = Reference(device)
     forget_peaks(device)
     if job.checkpointing is not None:
@@ -263,6 +312,8 @@ def _train(
         heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
         first = saver.restore()  # a run that does not resume has no checkpoints, which the launcher has checked
         trainer.resume(first)
+    if dims.members is not None:
+        first = _joined(job, trainer, dims.members)
     _keep_steps_before(first, files.steps)
     watched: AbstractContextManager[None] = nullcontext()
     if job.software.compiled:
@@ -271,14 +322,28 @@ def _train(
         watched = watched_compilation(heartbeat)
     with files.steps.open("a") as file, watched:
         _timed_steps(job, trainer, reference, recorder, file, first, saver, log)
+        if dims.members is not None:
+            dims = dims.without_members()
         del trainer, saver
         memory = without_bytes(peak_memory(device), reference.held_bytes)
         if device.type == "cpu" and job.profile_memory:
             heartbeat.beat(RankState.RUNNING, "measuring allocations")
-            run = partial(_traced_steps, build, recorder, job.traced_steps)
+            run = partial(_traced_steps, partial(build, dims), recorder, job.traced_steps)
             allocated_bytes = peak_allocated_bytes(run)
             memory = memory.model_copy(update={"allocated_bytes": allocated_bytes})
         print(memory.model_dump_json(), file=file, flush=True)
+
+
+def _joined(job: RunSpec, trainer: Trainer, members: Membership) -> int:
+    """Steps that are done where this replica begins: 0, or those of the others where it has started later."""
+    if not members.is_late:
+        return 0
+    meeting = members.join()
+    if meeting is None:
+        return job.num_all_steps
+    members.receive(trainer.state().handed_on())
+    assert job.plan.replication is not None
+    return meeting.number * job.plan.replication.inner_steps
 
 
 def _timed_steps(
@@ -315,8 +380,13 @@ def _timed_steps(
         record = recorder.record(start_s, end_s, list(map(float, losses)), is_warmup=is_warmup, reference_s=reference_s)
         if replicas is not None:
             record = record.model_copy(update={"kept": replicas.kept, "arrived_s": replicas.arrived_s})
+        if trainer.meeting is not None:
+            record = record.model_copy(update={"members": trainer.meeting.replicas})
         print(record.model_dump_json(), file=file, flush=True)
         log.add("step", step + 1)
+        if trainer.meeting is not None and trainer.meeting.joining:
+            recorder.waiting("sending the state to a replica that joins", step)
+            trainer.hand_on()
         if saver is not None:
             saver.after_step(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
     trainer.finish()

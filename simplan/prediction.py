@@ -291,6 +291,29 @@ _SMALL_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasLeft:
+    """Step of a run that goes on after replicas have left (``Replication.min_replicas``).
+
+    Attributes:
+        num_replicas: Replicas that are left.
+        step_time_s: Mean seconds of their optimizer step; of workers that do not wait for all others, of one update
+            per worker.
+        sequences_per_s: Sequences that they train on per second.
+    """
+
+    num_replicas: int
+    step_time_s: float
+    sequences_per_s: float
+
+    @property
+    def words(self) -> str:
+        """Number of replicas, step time and throughput."""
+        left = counted(self.num_replicas, "replica")
+        rate = f"{self.sequences_per_s:.4g} samples per second"
+        return f"with {left}, a step takes {format_time(self.step_time_s)} in the mean: {rate}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationRound:
     """A round of replicas that train alone between outer steps (``Replication.has_rounds``).
 
@@ -302,6 +325,7 @@ class ReplicationRound:
         inner_step_s: Seconds of a step without an outer step.
         outer_s: Seconds of a step with an outer step, or of all steps beside it.
         sent_bytes: Bytes that a rank sends for the outer steps of a round, as a ring does.
+        left: Steps of fewer replicas, most replicas first; empty for a run that ends with any of its replicas.
     """
 
     inner_steps: int
@@ -311,6 +335,7 @@ class ReplicationRound:
     inner_step_s: float
     outer_s: float
     sent_bytes: int
+    left: tuple[ReplicasLeft, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON of the round."""
@@ -373,6 +398,7 @@ class ReplicationWorkers:
         pushed_bytes, pulled_bytes: Bytes between a worker and all servers per step; 0 on shared memory.
         busiest_link_share: Fraction of the time for which the busiest link is full; None if no links are shared.
         server_bytes: Bytes of parameters, optimizer states and the gradients of every worker on the largest server.
+        left: See ``ReplicationRound``.
     """
 
     num_workers: int
@@ -390,6 +416,7 @@ class ReplicationWorkers:
     pulled_bytes: int
     busiest_link_share: float | None
     server_bytes: int
+    left: tuple[ReplicasLeft, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON of the workers."""

@@ -6,7 +6,7 @@ along which this plan communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, _register_process_group, _unregister_process_group
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
@@ -30,6 +31,8 @@ from simplan.runs.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # of torch 2.13
+
+    from executor.distributed.replicas.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Peers:
 
     def meshed(self, axis: str, device_type: str) -> Peers:
         """These ranks with a separate device mesh."""
-        return replace(self, mesh=_joined({axis: self}, self.ranks[self.rank], device_type)) if self.group else self
+        return replace(self, mesh=_joined({axis: self}, device_type)) if self.group else self
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, recorder: Recorder | None) -> Peers:
@@ -86,7 +89,7 @@ class Peers:
         """Broadcasts a global rank's tensor, in place; records list the source rank first."""
         ranks = (source, *(rank for rank in self.ranks if rank != source))
         handle = -1 if self.recorder is None else self.recorder.issue("broadcast", ranks, x.nbytes)
-        dist.broadcast(x, src=source, group=self.group)
+        dist.broadcast(x, group=self.group, group_src=self.ranks.index(source))
         self.complete(handle)
 
     def issue(self, kind: IssuedKind, buffer: Tensor, action: Action | None = None) -> int:
@@ -115,6 +118,7 @@ class ParallelDims:
             over which these experts are sharded.
         tied: The two ranks of the pipeline that hold a tied embedding.
         dp_mesh: Mesh [replicate, shard] of FSDP; torch requires one parent mesh for it and the mesh of ``tp``.
+        members: Membership of replicas that may leave and join, each of which is a world of its own; else None.
         alone: No other rank exists: see ``executor.dry_run.rehearse``.
     """
 
@@ -130,6 +134,7 @@ class ParallelDims:
     experts: Peers = field(default_factory=Peers)
     tied: Peers = field(default_factory=Peers)
     dp_mesh: DeviceMesh | None = None
+    members: Membership | None = None
     alone: bool = False
 
     @classmethod
@@ -141,11 +146,19 @@ class ParallelDims:
 
     @classmethod
     def of(
-        cls, job: RunSpec, rank: int, recorder: Recorder, *, device_type: str = "cpu", alone: bool = False
+        cls,
+        job: RunSpec,
+        rank: int,
+        recorder: Recorder,
+        *,
+        device_type: str = "cpu",
+        members: Membership | None = None,
+        alone: bool = False,
     ) -> ParallelDims:
         """Makes the process groups of a job; every one of its ranks must call this.
 
         Args:
+            members: See ``ParallelDims``; the default process group is then that of this rank's replica.
             alone: No other rank exists, so only this rank's groups are made.
         """
         plan, mapping, placement = job.plan, RankMapping.of(job.plan), stage_to_rank(job.parsed_table())
@@ -155,8 +168,10 @@ class ParallelDims:
             pipeline = mapping.group("pp", other)
             return pipeline[first], pipeline[last]
 
+        world = [rank] if alone else range(rank - dist.get_rank(), rank - dist.get_rank() + dist.get_world_size())
+
         def peers(kind: GroupKind, wanted: bool = True) -> Peers:
-            return _peers(mapping.world_size, rank, recorder, alone, partial(mapping.group, kind), wanted)
+            return _peers(world, rank, recorder, partial(mapping.group, kind), wanted)
 
         sharded_experts = plan.expert_shards > 1
         tp = peers("tp")
@@ -165,14 +180,16 @@ class ParallelDims:
         replication = plan.replication
         begins_whole = replication is not None and replication.start_step > 0  # with the gradients of all ranks
         axes = {"replicate": replicate, "shard": fsdp if plan.shards_parameters else Peers(), "tp": tp}
-        dp_mesh, tp_mesh = _split_mesh(axes, rank, device_type)
+        dp_mesh, tp_mesh = _split_mesh(axes, device_type)
         return cls(
             plan.shard,
             pp=peers("pp"),
             dp=peers("dp" if begins_whole else plan.gradient_group, not plan.shards_parameters),
             fsdp=fsdp,
             replicate=replicate,
-            outer=peers("replicate", replication is not None and replication.has_rounds),
+            outer=_apart(mapping.group("replicate", rank), rank, recorder)
+            if members is not None
+            else peers("replicate", replication is not None and replication.has_rounds),
             dp_mesh=dp_mesh,
             cp=peers("cp").meshed("cp", device_type),
             tp=replace(tp, mesh=tp_mesh),
@@ -181,9 +198,18 @@ class ParallelDims:
                 "expert_shard" if sharded_experts else "expert",
                 job.model.num_experts > 0 and plan.shard.experts_apart,
             ),
-            tied=_peers(mapping.world_size, rank, recorder, alone, ends, job.model.tied_embeddings and first != last),
+            tied=_peers(world, rank, recorder, ends, job.model.tied_embeddings and first != last),
+            members=members,
             alone=alone,
         )
+
+    def without_members(self) -> ParallelDims:
+        """Groups of a replica whose outer steps meet nobody, so that its memory can be traced."""
+        from executor.distributed.replicas.membership import gloo_group
+
+        store = HashStore()
+        group, rank = gloo_group(store, 0, 1, timedelta(minutes=5)), self.outer.ranks[self.outer.rank]
+        return replace(self, members=None, outer=Peers.of(group, (rank,), rank, None))
 
     def local_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of whole sequences (batch, seq_len): one of the early parts and its late counterpart.
@@ -223,12 +249,12 @@ class ParallelDims:
         """
         mesh = self.dp_mesh
         if experts:
-            mesh = _joined({"replicate": self.replicate, "shard": self.experts}, dist.get_rank(), device_type)
+            mesh = _joined({"replicate": self.replicate, "shard": self.experts}, device_type)
         assert mesh is not None
         return mesh
 
 
-def _joined(axes: dict[str, Peers], rank: int, device_type: str) -> DeviceMesh | None:
+def _joined(axes: dict[str, Peers], device_type: str) -> DeviceMesh | None:
     """One device mesh of the axes with more than one rank; None without such axes.
 
     Args:
@@ -239,9 +265,9 @@ def _joined(axes: dict[str, Peers], rank: int, device_type: str) -> DeviceMesh |
         return None
     groups: list[dist.ProcessGroup] = []
     with unset_fake_temporarily():  # a mesh holds numbers, also where all other tensors are without data
-        ranks = torch.tensor(rank)
+        ranks = torch.tensor(dist.get_rank())
         for name, peers in axes.items():
-            ranks = ranks.unsqueeze(-1) + torch.tensor(peers.ranks) - rank
+            ranks = ranks.unsqueeze(-1) + torch.tensor(peers.ranks) - peers.ranks[peers.rank]
             group = peers.group
             assert group is not None
             if name not in ("replicate", "shard"):
@@ -251,9 +277,9 @@ def _joined(axes: dict[str, Peers], rank: int, device_type: str) -> DeviceMesh |
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 
 
-def _split_mesh(axes: dict[str, Peers], rank: int, device_type: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+def _split_mesh(axes: dict[str, Peers], device_type: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """All axes but ``tp`` of one mesh, and ``tp``."""
-    mesh = _joined(axes, rank, device_type)
+    mesh = _joined(axes, device_type)
     if mesh is None:
         return None, None
     names = mesh.mesh_dim_names or ()
@@ -284,24 +310,31 @@ def run_timeout() -> timedelta | None:
 
 
 def _peers(
-    world_size: int,
+    world: Sequence[int],
     rank: int,
     recorder: Recorder,
-    alone: bool,
     members: Callable[[int], tuple[int, ...]],
     wanted: bool = True,
 ) -> Peers:
-    """Makes the process groups of one axis; returns this rank's group, or this rank alone if there is none."""
-    everyone = [rank] if alone else range(world_size)
-    peers = Peers()
-    for ranks in sorted({members(other) for other in everyone}) if wanted else []:
+    """Makes the process groups of one axis; returns this rank's group, or this rank alone if there is none.
+
+    Args:
+        world: Global ranks that make groups: those of the default process group, in order.
+    """
+    peers, first = Peers(), rank - dist.get_rank()
+    for ranks in sorted({members(other) for other in world}) if wanted else []:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(list(ranks), timeout=run_timeout())
+        group = dist.new_group([other - first for other in ranks], timeout=run_timeout())
         if rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             peers = Peers.of(group, ranks, rank, recorder)
     return peers
+
+
+def _apart(ranks: tuple[int, ...], rank: int, recorder: Recorder) -> Peers:
+    """Peers that no process group joins for good."""
+    return Peers(len(ranks), ranks.index(rank), ranks, None, recorder)
 
 
 def fill_from_own(kind: Literal["reduce_scatter", "all_to_all"], result: Tensor, given: Tensor, rank: int) -> None:

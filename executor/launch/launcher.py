@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,9 @@ class Start(NamedTuple):
     ended_s: float | None = None
 
 
+OnLeave = Callable[[range, Mapping[int, int]], None]
+"""Called with the ranks of a replica that has left, and the exit codes of those that failed."""
+
 OnStart = Callable[[Start, RunError | None], None]
 """Called when ranks start, with the failure of the ranks before; None at first and where nodes came or left."""
 
@@ -98,6 +101,8 @@ class RankLaunch:
             for equal numbers.
         predicted_bytes: Predicted peak memory by rank, for messages about ranks that were killed; may be empty.
         faults: Faults that the ranks are to meet; None for none.
+        replica_agent: Makes the agent of replicas that may leave, each by itself; None if all ranks end together.
+        on_leave: Called with the ranks of a replica of this node that has left, and why.
     """
 
     module: str
@@ -111,6 +116,8 @@ class RankLaunch:
     rank_of: Callable[[int, int], int] | None = None
     predicted_bytes: tuple[int, ...] = ()
     faults: FaultInjector | None = None
+    replica_agent: Callable[[OnLeave], Agent] | None = None
+    on_leave: Callable[[range, RanksError], None] | None = None
 
 
 class Logs(DefaultLogsSpecs):
@@ -122,15 +129,14 @@ class Logs(DefaultLogsSpecs):
 
     def __init__(self, log_dir: Path, on_start: Callable[[Start, LogsDest], None]) -> None:
         super().__init__(str(log_dir), redirects=Std.ALL)
-        self._on_start = on_start
+        self.on_start = on_start
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Makes the folders for ranks with these environments."""
         made, first = super().reify(envs), envs[0]
         ranks = tuple(int(env["RANK"]) for env in envs.values())
         meeting = f"{first['MASTER_ADDR']}:{first['MASTER_PORT']} {first['TORCHELASTIC_RESTART_COUNT']}"
-        start = Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"]), meeting)
-        self._on_start(start, made)
+        self.on_start(Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"]), meeting), made)
         return made
 
 
@@ -162,7 +168,7 @@ class Agent:
             **_SHUTDOWN,
         )
         arguments = ["-u", "-m", "executor.launch.rank", launch.module, *launch.args]
-        with _handlers_restored(), _logging_to(launch.out_dir / "logs" / "torchrun.log"):
+        with handlers_restored(), logging_to(launch.out_dir / "logs" / "torchrun.log"):
             try:
                 launch_agent(config, sys.executable, arguments)
             except AttributeError as error:
@@ -204,8 +210,8 @@ def launch_ranks(
         RunError: The other nodes did not come.
         KeyboardInterrupt, SystemExit: This process got SIGINT or SIGTERM; ranks had the time for a checkpoint.
     """
-    agent = Agent()
-    watch = _Watch(launch, agent, on_poll, on_start)
+    watch = _Watch(launch, on_poll, on_start)
+    agent = watch.agent
     watch.thread.start()
     try:
         agent.run(launch, Logs(launch.out_dir / "logs", watch.ranks_start))
@@ -242,13 +248,14 @@ class _Watch:
     """The second thread and its knowledge of the running ranks.
 
     Attributes:
+        agent: Agent of this node's ranks.
         raised: Exception that ended the thread.
     """
 
-    def __init__(
-        self, launch: RankLaunch, agent: Agent, on_poll: Callable[[Beats], None] | None, on_start: OnStart | None
-    ) -> None:
-        self._launch, self._agent, self._on_poll, self._on_start = launch, agent, on_poll, on_start
+    def __init__(self, launch: RankLaunch, on_poll: Callable[[Beats], None] | None, on_start: OnStart | None) -> None:
+        self._launch, self._on_poll, self._on_start = launch, on_poll, on_start
+        make = launch.replica_agent
+        self.agent = Agent() if make is None else make(self.replica_leaves)
         self._done, self._lock = threading.Event(), threading.Lock()
         self._start: Start | None = None
         self._started_s, self._kills = 0.0, 0
@@ -263,37 +270,56 @@ class _Watch:
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def ranks_start(self, start: Start, logs: LogsDest) -> None:
-        """Called by the agent when it starts ranks, with torchrun's numbers of their processes."""
+        """Called by the agent when it starts ranks, with torchrun's numbers of their processes.
+
+        Ranks of a replica that may leave start next to those of other replicas.
+        """
         processes = start.ranks
         ranks = tuple(self._rank_of(start.num_ranks, process) for process in processes)
         start = start._replace(ranks=ranks, ended_s=self._ended_s)
-        failed = self._start is not None and start.restarts > self._start.restarts
+        replaces = self._launch.replica_agent is None
+        failed = replaces and self._start is not None and start.restarts > self._start.restarts
         why = self.cause(None) if failed else None  # where nodes came or left, torchrun has removed the error files
         with self._lock:
-            self._start, self._stall, self._ended_s = start, None, None
+            if replaces:
+                self._error_files, self._logs, self._files = {}, {}, {}
+            self._stall, self._ended_s = None, None
             self._started_s, self._kills = time.monotonic(), num_kernel_kills()
-            self._error_files = {rank: Path(logs.error_files[k]) for k, rank in enumerate(start.ranks)}
-            self._logs = {rank: Path(logs.stderrs[k]) for k, rank in enumerate(start.ranks)}
+            self._error_files |= {rank: Path(logs.error_files[k]) for k, rank in enumerate(start.ranks)}
+            self._logs |= {rank: Path(logs.stderrs[k]) for k, rank in enumerate(start.ranks)}
             layout, out_dir = self._launch.layout, self._launch.out_dir
             folder, self._num_active = (out_dir, start.num_ranks) if layout is None else layout(start.num_ranks)
-            self._files = {rank: RankFiles(folder, rank) for rank in start.ranks if rank < self._num_active}
-            for files in self._files.values():
-                files.heartbeat.unlink(missing_ok=True)
-                files.dump.unlink(missing_ok=True)
+            for rank in start.ranks:
+                if rank < self._num_active:
+                    files = self._files[rank] = RankFiles(folder, rank)
+                    files.heartbeat.unlink(missing_ok=True)
+                    files.dump.unlink(missing_ok=True)
+            self._start = start = start._replace(ranks=tuple(sorted(self._error_files)))
             if self._launch.faults is not None:
                 self._launch.faults.ranks_start(start.meeting, processes, start.num_ranks, self._num_active)
         if self._on_start is not None:
             self._on_start(start, why)
 
+    def replica_leaves(self, ranks: range, exits: Mapping[int, int]) -> None:
+        """See ``OnLeave``; other replicas go on."""
+        why = self.cause({**exits}, ranks)
+        with self._lock:
+            for rank in ranks:
+                self._files.pop(rank, None)
+            self._stall = None
+        if self._launch.on_leave is not None:
+            self._launch.on_leave(ranks, why)
+
     def _rank_of(self, num_ranks: int, process: int) -> int:
         rank_of = self._launch.rank_of
         return process if rank_of is None else rank_of(num_ranks, process)
 
-    def cause(self, exits: dict[int, int] | None) -> RanksError:
+    def cause(self, exits: dict[int, int] | None, among: Sequence[int] | None = None) -> RanksError:
         """Reason for which the ranks have ended.
 
         Args:
             exits: Exit codes by torchrun's number of a process; None if unknown.
+            among: Ranks that have ended; None for all.
         """
         with self._lock:
             if exits is not None and self._start is not None:
@@ -301,10 +327,11 @@ class _Watch:
                 exits = {self._rank_of(num_ranks, process): code for process, code in exits.items()}
             if self._stall is not None:
                 return RanksError(self._stall.sentence)
+            beats, ranks = self._beats(), self._error_files if among is None else among
             return RankEnd(
-                self._beats(),
-                self._error_files,
-                self._logs,
+                {rank: beats[rank] for rank in ranks if rank in beats},
+                {rank: self._error_files[rank] for rank in ranks},
+                {rank: self._logs[rank] for rank in ranks},
                 exits,
                 kernel_killed=num_kernel_kills() > self._kills,
                 predicted_bytes=self._launch.predicted_bytes,
@@ -335,7 +362,7 @@ class _Watch:
                         self._end_a_stall(len(self._start.ranks))
         except BaseException as error:
             self.raised = error
-            self._agent.stop()
+            self.agent.stop()
 
     def _note_the_end(self) -> None:
         if self._launch.max_restarts and self._ended_s is None:
@@ -393,7 +420,7 @@ class _Watch:
 
 
 @contextmanager
-def _handlers_restored() -> Iterator[None]:
+def handlers_restored() -> Iterator[None]:
     """Puts back the signal handlers that torch's agent replaces."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     previous = {number: signal.getsignal(number) for number in numbers}
@@ -422,7 +449,7 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def _logging_to(file: Path) -> Iterator[None]:
+def logging_to(file: Path) -> Iterator[None]:
     """Sends the log of torch's agent to a file instead of stderr."""
     logger = logging.getLogger("torch.distributed")
     handler = _LogFile(file, delay=True)

@@ -49,6 +49,7 @@ class Rendezvous:
 
     Attributes:
         job: The job, the same on all nodes.
+        store: Store of the run.
         address: Address of this node for the other nodes.
         environment: Variables that make gloo and NCCL use the interface with that address.
 
@@ -66,13 +67,13 @@ class Rendezvous:
         try:
             timeout = timedelta(seconds=nodes.join_timeout_s)
             if nodes.leads:
-                self._store = listening_store(self._host, nodes.port, timeout)
+                self.store = listening_store(self._host, nodes.port, timeout)
             else:
-                self._store = TCPStore(nodes.host, nodes.port, wait_for_workers=False, timeout=timeout)
+                self.store = TCPStore(nodes.host, nodes.port, wait_for_workers=False, timeout=timeout)
             requested = {**nodes.requested, "torch": str(torch.__version__)}
             if job is not None:
-                self._store.set("job", json.dumps({"requested": requested, "job": job}))
-            told = json.loads(self._store.get("job"))
+                self.store.set("job", json.dumps({"requested": requested, "job": job}))
+            told = json.loads(self.store.get("job"))
         except OSError as error:
             rule = f"cannot be listened on: {os.strerror(error.errno or 0)}"
             raise SpecError(
@@ -87,7 +88,12 @@ class Rendezvous:
                 fix = "copy the scenario from there, and use equal options and versions"
                 raise SpecError(Problem(field=section, value=requested.get(section), rule=rule, fix=fix))
         self.job: str = told["job"]
-        self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+        self.store.set_timeout(timedelta(seconds=_ANSWER_S))
+
+    @property
+    def address_of_store(self) -> tuple[str, int]:
+        """Address of the store as host and port."""
+        return self._host, self.nodes.port
 
     @property
     def endpoint(self) -> str:
@@ -114,10 +120,10 @@ class Rendezvous:
         """Reason of the failure: that of another node, where this node saw only a consequence."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             if not mine.is_consequence:
-                self._store.compare_set("cause", "", f"{socket.gethostname()}: {mine}")
+                self.store.compare_set("cause", "", f"{socket.gethostname()}: {mine}")
             else:
-                self._store.wait(["cause"], timedelta(seconds=_CAUSE_S))
-            return RunError(self._store.get("cause").decode())
+                self.store.wait(["cause"], timedelta(seconds=_CAUSE_S))
+            return RunError(self.store.get("cause").decode())
         return mine
 
     def has_failed(self) -> bool:
@@ -131,10 +137,10 @@ class Rendezvous:
     def farewell(self) -> None:
         """Keeps the leading node, which has the store, until the other nodes have ended."""
         with contextlib.suppress(RuntimeError, TimeoutError):
-            left = self._store.add("left", 1)
+            left = self.store.add("left", 1)
             if self.nodes.leads and left < self.nodes.max_nodes:
                 end_s = time.monotonic() + _CAUSE_S
-                while self._store.add("left", 0) < self.nodes.max_nodes and time.monotonic() < end_s:
+                while self.store.add("left", 0) < self.nodes.max_nodes and time.monotonic() < end_s:
                     time.sleep(0.05)
 
     def tell(self, text: str) -> None:
@@ -159,24 +165,24 @@ class Rendezvous:
         """Deletes measurements of these ranks by another node; they start on this node now."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             for rank in ranks:
-                self._store.delete_key(f"rank/{rank}")
+                self.store.delete_key(f"rank/{rank}")
 
     def leave(self, files: Mapping[int, Mapping[str, str]]) -> None:
         """Gives the leading node the files of this node's ranks: texts by rank and file name."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             for rank, texts in files.items():
                 told = json.dumps({"node": f"{socket.gethostname()} {self.address}", "texts": texts})
-                self._store.set(f"rank/{rank}", base64.b64encode(zlib.compress(told.encode())).decode())
+                self.store.set(f"rank/{rank}", base64.b64encode(zlib.compress(told.encode())).decode())
 
-    def collect(self, num_ranks: int, *, failed: bool) -> dict[int, tuple[str, dict[str, str]]]:
+    def collect(self, ranks: Iterable[int], *, failed: bool) -> dict[int, tuple[str, dict[str, str]]]:
         """Collects on the leading node, by rank, the node and the files that arrive in time."""
         collected = {}
         end_s = time.monotonic() + (_FAILED_S if failed else _COLLECT_S)
-        for rank in range(num_ranks):
+        for rank in ranks:
             left_s = max(0.01, end_s - time.monotonic())
             with contextlib.suppress(RuntimeError, TimeoutError):
-                self._store.wait([f"rank/{rank}"], timedelta(seconds=left_s))
-                told = json.loads(zlib.decompress(base64.b64decode(self._store.get(f"rank/{rank}"))))
+                self.store.wait([f"rank/{rank}"], timedelta(seconds=left_s))
+                told = json.loads(zlib.decompress(base64.b64decode(self.store.get(f"rank/{rank}"))))
                 collected[rank] = (told["node"], told["texts"])
         return collected
 
@@ -201,7 +207,7 @@ class LocalRendezvous(RendezvousHandler):
     """torchrun's rendezvous on a machine without other nodes: a store on its loopback."""
 
     def __init__(self) -> None:
-        self._store = listening_store(LOOPBACK, 0, timedelta(seconds=_LOCAL_S))
+        self.store = listening_store(LOOPBACK, 0, timedelta(seconds=_LOCAL_S))
         self._is_closed = False
 
     @property
@@ -215,7 +221,7 @@ class LocalRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """This node is the only one."""
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
 
     def is_closed(self) -> bool:
         """True after ``set_closed``."""

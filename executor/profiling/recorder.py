@@ -101,6 +101,8 @@ class StepRecord(Spec):
         updates: Of a worker that does not wait for all others, the update by each server.
         kept: With backup workers, ranks whose gradients the step used, in order of their arrival; else empty.
         arrived_s: With backup workers, time when this rank completed its gradients or left its passes; else None.
+        members: Of replicas that may leave, those whose pseudo-gradients were averaged after the step; empty for a step
+            without an outer step.
     """
 
     step: int
@@ -115,6 +117,7 @@ class StepRecord(Spec):
     updates: tuple[MeasuredUpdate, ...] = ()
     kept: tuple[int, ...] = ()
     arrived_s: float | None = None
+    members: tuple[int, ...] = ()
 
     @model_validator(mode="after")
     def _goes_forward(self) -> Self:

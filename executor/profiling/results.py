@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from executor.checks import runs_on_cuda
 from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
+from executor.profiling.rounds import ElasticSteps, mean_s, time_of_updates
 from executor.profiling.steps import find_slow_ranks, steady_from
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.faults import RunTimes
@@ -112,7 +113,7 @@ def gather(
 ) -> Measurement:
     """Makes the measurement of ranks that have ended: of the last segment, with a summary of those before.
 
-    Steps count that every rank finished.
+    Steps count that every rank finished; of replicas that may leave, those that were in a round.
 
     Args:
         written: Texts of the last segment's ranks.
@@ -128,19 +129,29 @@ def gather(
     names = [RankFiles(Path(), rank) for rank in range(num_ranks)]
     read = [_read(texts.get(name.steps.name, "")) for name, texts in zip(names, files, strict=True)]
     checkpoints = tuple(_read_checkpoints(files[0].get(names[0].checkpoints.name, "")))
-    steps = [_on_one_clock(step, nodes) for step in _common_steps([records for records, _ in read], first_step)]
     replication = job.plan.replication
     has_workers = replication is not None and replication.has_workers
-    times_s = [_time_of_updates(step) if has_workers else _end_s(step) - _start_s(step) for step in steps]
-    begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
-    steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
-    steady = steady[len(steady) % job.round_steps :]  # whole rounds
+    is_elastic = replication is not None and replication.min_replicas is not None
+    present = [rank for rank, (records, _) in enumerate(read) if records or not is_elastic]
+    elastic = ElasticSteps.of(job, {rank: read[rank][0] for rank in present}) if is_elastic else None
+    if elastic is not None:
+        steps, num_samples = [*elastic.steps], elastic.num_samples(job)
+        times_s = list(map(time_of_updates if has_workers else mean_s, steps))
+        steady = elastic.steady(job, len(present))
+    else:
+        steps = [_on_one_clock(step, nodes) for step in _common_steps([records for records, _ in read], first_step)]
+        num_samples = [job.training.global_batch_size * (step[0].step + 1) for step in steps]
+        times_s = [time_of_updates(step) if has_workers else _end_s(step) - _start_s(step) for step in steps]
+        begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
+        steady = [i for i, step in enumerate(steps) if i >= begin and not step[0].is_warmup]
+        steady = steady[len(steady) % job.round_steps :]  # whole rounds
     shown = None
     if steady:
-        shown = _from_start(steps[_representative(_comparable(job, steps, steady), times_s)], together=not has_workers)
+        together = not has_workers and not is_elastic
+        shown = _from_start(steps[_representative(_comparable(job, steps, steady), times_s)], together=together)
     ranks = []
-    for rank, (_, memory) in enumerate(read):
-        record = None if shown is None else shown[rank]
+    for place, rank in enumerate(present):
+        record, memory = None if shown is None else shown[place], read[rank][1]
         ranks.append(
             RankMeasurement(
                 rank=rank,
@@ -149,17 +160,18 @@ def gather(
                 actions=() if record is None else record.spans,
                 reruns=None if record is None or job.software.compiled else record.reruns,
                 collectives=() if record is None else record.collectives,
-                step_times_s=tuple(steps[i][rank].end_s - steps[i][rank].start_s for i in steady),
+                step_times_s=tuple(steps[i][place].end_s - steps[i][place].start_s for i in steady),
                 is_dropped=record is not None and bool(record.kept) and rank not in record.kept,
             )
         )
     losses = [statistics.fmean(loss for record in step for loss in record.losses) for step in steps]
-    num_samples = [job.training.global_batch_size * (step[0].step + 1) for step in steps]
     curve = [] if job.training.data == "random" else zip(num_samples, accumulate(times_s), losses, strict=True)
-    num_nodes = len(set(nodes))
+    num_nodes = len({nodes[rank] for rank in present}) or 1
     num_local = num_ranks // num_nodes
     facts = environment(num_local, cuda=runs_on_cuda(job, num_local))
-    slow = find_slow_ranks(job, [steps[i] for i in steady], cuda=facts["backend"] == "nccl")
+    compared = [steps[i] for i in steady] if len(present) == num_ranks else []
+    slow = find_slow_ranks(job, compared, cuda=facts["backend"] == "nccl")
+    changes = [] if elastic is None else elastic.sentences
     return Measurement(
         job=job,
         complete=failure is None,
@@ -174,17 +186,13 @@ def gather(
         checkpoints=checkpoints,
         slow_ranks=slow,
         arrivals=tuple(_arrivals(steps)),
-        notes=(*notes, *_unwritten(checkpoints), *(rank.sentence for rank in slow)),
+        notes=(*notes, *_unwritten(checkpoints), *changes, *(rank.sentence for rank in slow)),
         environment={**facts, "num_nodes": num_nodes} if num_nodes > 1 else facts,
         earlier=tuple(_earlier(segments)),
         workers=measured_workers(steps, steady) if has_workers and steady else None,
         times=times,
+        rounds=() if elastic is None else elastic.rounds,
     )
-
-
-def _time_of_updates(step: Sequence[StepRecord]) -> float:
-    """Seconds in which as many gradients are applied as there are workers, at the rates of their steps."""
-    return len(step) / sum(1 / (record.end_s - record.start_s) for record in step)
 
 
 def measured_workers(steps: Sequence[Sequence[StepRecord]], steady: Sequence[int]) -> MeasuredWorkers:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from executor.calibration.timing import Reference
 from executor.distributed.mesh import ParallelDims
+from executor.distributed.replicas.membership import gloo_group
 from executor.launch.rank import RankFiles
+from executor.launch.roster import Roster, appears, connect
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
 from executor.train.optimizers import zero_gradients
-from executor.train.parameter_server import ParameterServer, ServerClient
+from executor.train.parameter_server import Connect, Connection, ParameterServer, ServerClient
 from executor.train.trainer import Trainer
 from simplan.runs.measurement import MeasuredUpdate
 from simplan.runs.run_spec import RunSpec
@@ -36,7 +42,6 @@ class WorkerTrainer(Trainer):
 
     Args:
         common: Memory that Hogwild's workers share; None for others.
-        alone: There are no others, so that a worker's memory can be traced.
 
     Attributes:
         updates: Updates of the last step, one per server.
@@ -49,8 +54,6 @@ class WorkerTrainer(Trainer):
         device: torch.device,
         recorder: Recorder,
         common: Common | None = None,
-        *,
-        alone: bool = False,
     ) -> None:
         super().__init__(job, rank, device, ParallelDims(job.plan.shard), recorder)
         self.updates: tuple[MeasuredUpdate, ...] = ()
@@ -60,20 +63,31 @@ class WorkerTrainer(Trainer):
         self._client: ServerClient | None = None
         if replication.has_servers:
             num_workers = job.plan.dp_replicate
-            self._client = ServerClient(replication, rank, num_workers, self._parameters, recorder, alone=alone)
+            self._client = ServerClient(replication, rank, num_workers, self._parameters, recorder)
 
     def _make_optimizers(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         replication = self._job.plan.replication
         assert replication is not None
         return [] if replication.has_servers else super()._make_optimizers(parameters)
 
-    def start(self) -> None:
-        """Shares the first parameters."""
-        if self._client is not None:
-            dist.broadcast_object_list([[parameter.numel() for parameter in self._parameters]])
-            self._client.start()
-        elif self._common is not None:
-            self._common.share(self._parameters)
+    def start(self, world: World) -> int:
+        """Shares the first parameters, or takes those of the servers; returns the first step.
+
+        Args:
+            world: The other workers and the servers.
+        """
+        if self._client is None:
+            if self._common is not None:
+                self._common.share(self._parameters)
+            return 0
+        if world.is_late:
+            self._client.connect(world.servers())
+            first = self._client.join()
+            return self._job.num_all_steps if first is None else first
+        world.tell_sizes([parameter.numel() for parameter in self._parameters])
+        self._client.connect(world.servers())
+        self._client.start()
+        return 0
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """See ``Trainer.step``."""
@@ -176,7 +190,103 @@ def _no_turn() -> Iterator[float]:
     yield 0.0
 
 
-def train_worker(job: RunSpec, rank: int, files: RankFiles, device: torch.device, heartbeat: Heartbeat) -> None:
+class World:
+    """Workers and servers as ranks of the default process group, which ends with any of them.
+
+    Args:
+        job: The job.
+        rank: Rank of this worker, or of this server behind the workers.
+    """
+
+    is_late = False
+
+    def __init__(self, job: RunSpec, rank: int) -> None:
+        self._num_workers, self._num_servers = job.plan.dp_replicate, job.num_processes - job.plan.dp_replicate
+        self._rank = rank
+
+    def servers(self) -> list[Connection]:
+        """Connections of this worker."""
+        return [Connection.in_world(self._num_workers + number) for number in range(self._num_servers)]
+
+    def tell_sizes(self, sizes: list[int]) -> None:
+        """Tells servers the elements of every trained parameter."""
+        dist.broadcast_object_list([sizes])
+
+    def sizes(self) -> list[int]:
+        """Waits on a server for the elements of every trained parameter."""
+        told: list[list[int]] = [[]]
+        dist.broadcast_object_list(told)
+        return told[0]
+
+    @property
+    def connect(self) -> Connect | None:
+        """Connections of this server."""
+        return None
+
+    def finish(self) -> None:
+        """Called by a worker that is done."""
+
+
+class WorkersWhoLeave(World):
+    """Workers that may leave and come back: each is a world of its own, with a pair of ranks for every server.
+
+    Args:
+        roster: Roster of the run.
+        incarnation: Incarnation of this worker; 1 for a server.
+        timeout: Longest time for a message.
+    """
+
+    def __init__(self, job: RunSpec, rank: int, roster: Roster, incarnation: int, timeout: timedelta) -> None:
+        super().__init__(job, rank)
+        self._roster, self._incarnation, self._timeout = roster, incarnation, timeout
+        self.is_late = incarnation > 1
+
+    def servers(self) -> list[Connection]:
+        """Connections of this worker."""
+        if self._roster.is_finished:
+            return []
+        self._roster.store.set(f"connects/{self._rank}.{self._incarnation}", "")
+        return [
+            Connection(self._pair(self._rank, self._incarnation, number, 0), 1) for number in range(self._num_servers)
+        ]
+
+    def tell_sizes(self, sizes: list[int]) -> None:
+        """Tells servers the elements of every trained parameter."""
+        self._roster.store.set("sizes", json.dumps(sizes))
+
+    def sizes(self) -> list[int]:
+        """Waits on a server for the elements of every trained parameter."""
+        while not appears(self._roster.store, "sizes"):
+            pass
+        sizes: list[int] = json.loads(self._roster.store.get("sizes"))
+        return sizes
+
+    @property
+    def connect(self) -> Connect | None:
+        """Connections of this server."""
+        return self._connections
+
+    def _connections(self, worker: int) -> Iterator[Connection]:
+        store = PrefixStore("roster", connect(*self._roster.address))  # a thread for each worker
+        for incarnation in count(1):
+            key = f"connects/{worker}.{incarnation}"
+            while not appears(store, key):
+                if store.check(["finished"]) and not store.check([key]):
+                    return
+            yield Connection(self._pair(worker, incarnation, self._rank - self._num_workers, 1), 0)
+
+    def _pair(self, worker: int, incarnation: int, server: int, place: int) -> dist.ProcessGroup:
+        store = PrefixStore(f"worker/{worker}.{incarnation}/{server}", connect(*self._roster.address))
+        return gloo_group(store, place, 2, self._timeout)
+
+    def finish(self) -> None:
+        """Called by a worker that is done."""
+        self._roster.finish()
+
+
+def train_worker(
+    job: RunSpec, rank: int, files: RankFiles, device: torch.device, heartbeat: Heartbeat, world: World
+) -> None:
     """Builds the model of a worker, takes its steps and measures memory; writes a line for each step."""
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     recorder = Recorder(job.parsed_table()[0], make_clock(device), heartbeat)
@@ -184,15 +294,15 @@ def train_worker(job: RunSpec, rank: int, files: RankFiles, device: torch.device
     assert replication is not None
     common = None if replication.has_servers else Common(rank, job.plan.dp_replicate)
     trainer = WorkerTrainer(job, rank, device, recorder, common)
-    trainer.start()
+    first = trainer.start(world)
     reference = Reference(device)
     forget_peaks(device)
-    batches = [trainer.batch(step) for step in range(job.num_all_steps)]
+    batches = [(step, trainer.batch(step)) for step in range(job.num_all_steps)]
     recorder.waiting("waiting for the other workers to start", 0)
     reference_s = sorted(reference.time_once() for _ in range(_TIMINGS))[_TIMINGS // 2]
     dist.barrier()
-    with files.steps.open("w") as file:
-        for step, batch in enumerate(batches):
+    with files.steps.open("a") as file:
+        for step, batch in batches[first:]:
             recorder.begin_step(step)
             losses = trainer.step(*batch)
             start_s, end_s = recorder.end_step()
@@ -207,6 +317,7 @@ def train_worker(job: RunSpec, rank: int, files: RankFiles, device: torch.device
             print(record.model_dump_json(), file=file, flush=True)
         recorder.waiting("waiting for the other workers", job.num_all_steps)
         trainer.leave()
+        world.finish()
         del trainer, batches
         memory = without_bytes(peak_memory(device), reference.held_bytes)
         dist.barrier()  # so that no worker is slowed down
@@ -219,22 +330,20 @@ def train_worker(job: RunSpec, rank: int, files: RankFiles, device: torch.device
 
 def _first_steps(job: RunSpec, rank: int, device: torch.device, recorder: Recorder) -> None:
     """Repeats the first steps of a worker without others, to trace allocations."""
-    trainer = WorkerTrainer(job, rank, device, recorder, alone=True)
+    trainer = WorkerTrainer(job, rank, device, recorder)
     for step in range(2):
         batch = trainer.batch(step)
         recorder.begin_step(step)
         trainer.step(*batch)
 
 
-def serve(job: RunSpec, rank: int, heartbeat: Heartbeat) -> None:
+def serve(job: RunSpec, rank: int, heartbeat: Heartbeat, world: World) -> None:
     """Life of a server process, whose rank follows those of the workers."""
     replication = job.plan.replication
     assert replication is not None
     heartbeat.beat(RankState.WAITING, "waiting for the first worker", 0)
-    sizes: list[list[int]] = [[]]
-    dist.broadcast_object_list(sizes)
-    num_workers = job.plan.dp_replicate
-    server = ParameterServer(replication, rank - num_workers, num_workers, sizes[0], job.training.update)
+    sizes, num_workers = world.sizes(), job.plan.dp_replicate
+    server = ParameterServer(replication, rank - num_workers, num_workers, sizes, job.training.update, world.connect)
     server.start()
     reference = Reference(torch.device("cpu"))
     for _ in range(_TIMINGS):

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from executor.distributed.fsdp import StageSharding
     from executor.distributed.pipeline import PipelineEngine, StageModule
     from executor.distributed.replicas.backup_workers import FirstReplicas
+    from executor.distributed.replicas.membership import Meeting
     from executor.distributed.replicas.outer import OuterSteps
     from executor.distributed.zero import ShardedOptimizer
     from executor.train.boundaries import LayerBoundaries
@@ -226,6 +227,16 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
 
     @property
+    def meeting(self) -> Meeting | None:
+        """Outer step after the last step, of replicas that may leave; None without."""
+        return None if self._outer is None else self._outer.meeting
+
+    def hand_on(self) -> None:
+        """Sends the state to replicas that join after the last outer step."""
+        assert self._dims.members is not None
+        self._dims.members.send_state(lambda: self.state().handed_on())
+
+    @property
     def communicates_between_steps(self) -> bool:
         """True if an outer step may be in flight when a step ends."""
         replication = self._job.plan.replication
@@ -365,7 +376,9 @@ class Trainer:
         from executor.distributed.replicas.outer import OuterSteps
 
         shards = self._dims.fsdp if self._job.plan.shards_parameters else Peers()
-        return OuterSteps(replication, parameters, self._dims.outer, shards, self._recorder, self._optim_action)
+        return OuterSteps(
+            replication, parameters, self._dims.outer, shards, self._recorder, self._optim_action, self._dims.members
+        )
 
     def _make_clipper(self, parameters: list[nn.Parameter]) -> GradientClipper | None:
         max_norm = self._job.training.clip_grad_norm

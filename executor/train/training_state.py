@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
+from executor.train.optimizers import local
 
 if TYPE_CHECKING:
     from executor.distributed.compression import CompressionHook
@@ -99,13 +100,7 @@ class TrainingState:
         Args:
             with_errors: Also errors of compressed gradients; False if they are those of other ranks or buckets.
         """
-        trained = [p for optimizer in self._optimizers for held in optimizer.param_groups for p in held["params"]]
-        gradients = [parameter.grad for parameter in trained]
-        for parameter in trained:
-            parameter.grad = None  # torch makes optimizer states, by a step with rate 0, only without gradients
-        tensors = self.tensors()
-        for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.grad = gradient
+        tensors = self._complete()
         generators = {"generators": tensors.pop("generators")}
         load(tensors, storage_reader=reader, process_group=group)
         load(
@@ -138,6 +133,23 @@ class TrainingState:
             read: dict[str, Any] = {section: {name: {rank: tensor} for name, tensor in errors.items()}}
             load(read, storage_reader=reader, process_group=group)
         return errors
+
+    def handed_on(self) -> list[Tensor]:
+        """Tensors that a replica that joins takes from another one: all but generators, in the same order."""
+        tensors = self._complete()
+        parts = [tensors["model"], *tensors["optimizer"].values(), *tensors.get("outer", {}).values()]
+        return [local(tensor) for part in parts for tensor in part.values()]
+
+    def _complete(self) -> dict[str, dict[str, Any]]:
+        """All of the state, with the states that optimizers make in their first step."""
+        trained = [p for optimizer in self._optimizers for held in optimizer.param_groups for p in held["params"]]
+        gradients = [parameter.grad for parameter in trained]
+        for parameter in trained:
+            parameter.grad = None  # torch makes optimizer states, by a step with rate 0, only without gradients
+        tensors = self.tensors()
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+        return tensors
 
     def _stored(self, name: str) -> str:
         return name + self._suffixes.get(name, "") + self._replica

@@ -339,7 +339,10 @@ def run(
         num_steps=steps,
         num_warmup_steps=warmup,
         timeout_s=timeout,
-        checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=max_restarts, resume=resume),
+        checkpointing=checkpointing(
+            checkpoint_dir, checkpoint_every, restarts=0 if checkpoint_dir is None else max_restarts, resume=resume
+        ),
+        replica_restarts=max_restarts if checkpoint_dir is None else 0,
     )
     rendezvous = NodeRendezvous(numbers_of_nodes(nnodes), rdzv_endpoint, rdzv_conf)
     return run_command(

@@ -24,6 +24,7 @@ from simplan.cli.execute import (
     execute,
     join,
     refuse_other_software,
+    refuse_restarts,
 )
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.predict import calibration_for, name_of, predict_step
@@ -49,7 +50,7 @@ from simplan.report.text import verdict
 from simplan.report.trace import predicted_trace
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
-from simplan.scenario.elastic import scenarios_on_fewer
+from simplan.scenario.elastic import scenarios_of_replicas_left, scenarios_on_fewer
 from simplan.scenario.whole_run.executed import FaultOptions, read_faults
 
 
@@ -242,6 +243,7 @@ def run_command(
     """``simplan run``."""
     scenario = request.scenario()
     refuse_other_software(scenario)
+    refuse_restarts(scenario, options)
     folder = output or default_folder(scenario)
     nodes = nodes_of(scenario, options, rendezvous)
     if nodes is not None and not nodes.leads:
@@ -266,7 +268,7 @@ def _run_alone(
 ) -> int:
     check_before_calibrating(scenario, options)
     smaller = scenarios_on_fewer(scenario, rendezvous.nodes[0])[0] if rendezvous.is_elastic else {}
-    every = [scenario, *smaller.values()]
+    every = [scenario, *smaller.values(), *scenarios_of_replicas_left(scenario)]
     needed = is_needed(scenario.job.cluster)
     calibration = ensure(every, calibration_file) if needed else calibration_for(scenario, calibration_file)
     outcome = execute(scenario, calibration, folder, options)

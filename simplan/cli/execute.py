@@ -50,6 +50,7 @@ class RunOptions:
         nodes: Rendezvous of a run on several nodes; None for all ranks on this machine.
         checkpointing: Checkpoints of the training state; None for no checkpoints.
         faults: Faults that the run is to meet; None for none.
+        replica_restarts: Restarts of replicas that leave (``plan.replication.min_replicas``).
     """
 
     num_steps: int = 10
@@ -58,6 +59,7 @@ class RunOptions:
     nodes: Nodes | None = None
     checkpointing: Checkpointing | None = None
     faults: FaultRequest | None = None
+    replica_restarts: int = 0
 
 
 def checkpointing(folder: Path | None, every: int | None, *, restarts: int, resume: bool) -> Checkpointing | None:
@@ -153,6 +155,18 @@ def refuse_what_is_only_predicted(scenario: Scenario, who: str, fields: Sequence
     problems = [Problem(field=field, rule=rule, fix=fix) for field in fields if attrgetter(field)(scenario.job)]
     if problems:
         raise NotModelledError(problems, file=scenario.file)
+
+
+def refuse_restarts(scenario: Scenario, options: RunOptions) -> None:
+    """Without a folder for checkpoints, only replicas that may leave can be restarted.
+
+    Raises:
+        SpecError: ``--max-restarts`` has nothing to restart from.
+    """
+    replication = scenario.job.plan.replication
+    if options.replica_restarts and (replication is None or replication.min_replicas is None):
+        rule, fix = "needs a folder for checkpoints", "add --checkpoint-dir DIR"
+        raise SpecError(Problem(field="--max-restarts", rule=rule, fix=fix))
 
 
 def default_folder(scenario: Scenario) -> Path:
@@ -286,6 +300,13 @@ def exported_job(
     Raises:
         SpecError: The scenario cannot be predicted or run.
     """
+    replication = scenario.job.plan.replication
+    if replication is not None and replication.min_replicas is not None:
+        rule = "needs the launcher of `simplan run`, and torchrun would end all ranks with any of them"
+        value = str(replication.min_replicas)
+        raise NotModelledError(
+            Problem(field="plan.replication.min_replicas", value=value, rule=rule, fix="remove it"), file=scenario.file
+        )
     on_fewer = _steps_on_fewer(scenario, calibration, min_nodes)
     predictions = {number: prediction for number, (prediction, _) in on_fewer.items()}
     return run_spec_of_scenario(scenario, scenario.predict(calibration), options, predictions)
@@ -361,4 +382,6 @@ def run_spec_of_scenario(
         checkpointing=options.checkpointing,
         device=_DEVICES[device.kind],
     )
-    return job.model_copy(update={"fewer_nodes": fewer_nodes(dict(on_fewer))})
+    return job.model_copy(
+        update={"fewer_nodes": fewer_nodes(dict(on_fewer)), "replica_restarts": options.replica_restarts}
+    )

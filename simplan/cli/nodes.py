@@ -68,6 +68,13 @@ def nodes_of(scenario: Scenario, options: RunOptions, rendezvous: NodeRendezvous
         refuse_without_nodes(rendezvous)
         return None
     refuse_other_number(scenario, number)
+    replication = scenario.job.plan.replication
+    if rendezvous.is_elastic and replication is not None and replication.min_replicas is not None:
+        rule = "restarts with fewer nodes, and plan.replication.min_replicas goes on without restart"
+        raise SpecError(
+            Problem(field="--nnodes", value=f"{least}:{number}", rule=rule, fix=f"use --nnodes {number}"),
+            file=scenario.file,
+        )
     if rendezvous.is_elastic:
         check_elastic(scenario, least, options.checkpointing)
     return _nodes(rendezvous, cluster.num_devices // number, _requested(scenario, options))
@@ -188,6 +195,8 @@ def _requested(scenario: Scenario, options: RunOptions) -> dict[str, str]:
         "--warmup": options.num_warmup_steps,
         "--timeout": options.timeout_s,
     }
+    if options.replica_restarts:
+        flags["--max-restarts"] = options.replica_restarts
     if kept is not None:
         flags |= {"--checkpoint-dir": kept.folder, "--checkpoint-every": kept.every}
         flags |= {"--max-restarts": kept.max_restarts, "--resume": kept.resume}

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 
 from simplan.base import Count, Spec, SpecOfKind
 from simplan.plan.collectives import ParameterPlacement
+from simplan.units import counted
 
 ReplicationKind = Literal["local_sgd", "diloco", "streaming_diloco", "parameter_server", "hogwild"]
 OuterDtype = Literal["fp32", "fp16", "bf16", "int8", "int4"]
@@ -16,10 +17,10 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 _OUTER = ("inner_steps", "outer")
 _KEYS: Mapping[str, tuple[str, ...]] = {
-    "local_sgd": ("inner_steps", "start_step"),
-    "diloco": _OUTER,
+    "local_sgd": ("inner_steps", "start_step", "min_replicas"),
+    "diloco": (*_OUTER, "min_replicas"),
     "streaming_diloco": (*_OUTER, "fragments", "overlap_steps", "mixing"),
-    "parameter_server": ("servers", "staleness", "parameter_placement", "server_nodes"),
+    "parameter_server": ("servers", "staleness", "parameter_placement", "server_nodes", "min_replicas"),
     "hogwild": ("lock",),
 }
 """Keys of each kind besides ``kind``."""
@@ -77,6 +78,9 @@ class Replication(SpecOfKind):
     With ``parameter_server`` workers push gradients to servers and pull parameters. A worker may be ``staleness`` steps
     ahead of the slowest one (SSP, Ho et al. 2013); 0 is synchronous, and ``unbounded`` asynchronous. With ``hogwild``
     processes of one host update shared parameters, by default without a lock (Niu et al. 2011, arXiv:1106.5730).
+
+    With ``min_replicas`` a run goes on without restart when replicas leave, as long as so many are there, and takes in
+    replicas that come back. Without, a run ends with any of its replicas.
     """
 
     keys_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = _KEYS
@@ -107,6 +111,9 @@ class Replication(SpecOfKind):
         "workers", description="for parameter_server: servers on the workers' nodes, or on nodes of their own"
     )
     lock: bool = Field(False, description="for hogwild: workers update one after the other")
+    min_replicas: Count | None = Field(
+        None, description="for local_sgd, diloco, parameter_server: fewest with which a run goes on when others leave"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -114,6 +121,22 @@ class Replication(SpecOfKind):
         if isinstance(data, dict) and isinstance(kind := data.get("kind"), str) and kind in _INNER_STEPS:
             return {"inner_steps": _INNER_STEPS[kind], **data}
         return data
+
+    @model_validator(mode="after")
+    def _no_step_needs_all_replicas(self) -> Replication:
+        if self.min_replicas is None:
+            return self
+        if self.is_synchronous:
+            raise ValueError(
+                f"has min_replicas = {self.min_replicas} and staleness = {self.staleness}, with which every step waits "
+                "for all workers; use staleness = 1 or more, or unbounded"
+            )
+        if self.start_step:
+            raise ValueError(
+                f"has min_replicas = {self.min_replicas} and start_step = {self.start_step}: the first steps reduce "
+                "gradients over all replicas, so that none of them may leave; use start_step = 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fragments_follow_each_other(self) -> Replication:
@@ -220,7 +243,8 @@ class Replication(SpecOfKind):
                 detail = f"{self.servers} {many}{whole}, staleness {self.staleness}"
             case _:
                 detail = f"{self.inner_steps} inner steps"
-        return f"replicas by {self.kind} ({detail})"
+        elastic = "" if self.min_replicas is None else f", at least {counted(self.min_replicas, 'replica')}"
+        return f"replicas by {self.kind} ({detail}{elastic})"
 
 
 ReplicationSection = Annotated[

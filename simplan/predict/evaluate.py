@@ -26,6 +26,7 @@ from simplan.predict.assumptions import assumptions, buffer_assumption
 from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
+from simplan.predict.rounds.fewer_replicas import numbers_left, with_replicas_left
 from simplan.predict.simulated import ErrorSource, Simulated, error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import (
@@ -34,6 +35,7 @@ from simplan.prediction import (
     HashedStep,
     Prediction,
     RankMemory,
+    ReplicasLeft,
     ReplicationRound,
     ReplicationWorkers,
     Term,
@@ -151,7 +153,7 @@ def predict_step(
         backup_workers=_backup_step(job, step_time_s, calibration),
         hashing=_hashed_step(job, step_time_s, calibration),
         compression=_compression_step(job, step_time_s, calibration, fine),
-        replication=_replication(step, step_time_s),
+        replication=_replication(step, step_time_s, calibration),
     )
     return prediction, simulated
 
@@ -245,12 +247,17 @@ def _compression_step(
     )
 
 
-def _replication(step: TruncatedStep, step_time_s: float) -> ReplicationRound | ReplicationWorkers | None:
+def _replication(
+    step: TruncatedStep, step_time_s: float, calibration: Calibration | None
+) -> ReplicationRound | ReplicationWorkers | None:
     """Steps of a round of replicas that train alone, or of workers that do not wait for all others; None without."""
     replication = step.job.plan.replication
+    if replication is None:
+        return None
+    left = tuple(_replicas_left(step.job, calibration))
     if step.asynchronous is not None:
-        return step.asynchronous.result(step_time_s)
-    if replication is None or not replication.has_rounds:
+        return replace(step.asynchronous.result(step_time_s), left=left)
+    if not replication.has_rounds:
         return None
     outer_s = float(step.own_seconds())
     return ReplicationRound(
@@ -261,7 +268,16 @@ def _replication(step: TruncatedStep, step_time_s: float) -> ReplicationRound | 
         inner_step_s=outer_s if step.inner is None else float(step.inner.seconds()[0]),
         outer_s=outer_s,
         sent_bytes=replication.outer_steps * _sent_bytes(step.programs[0], Stream.REPLICATE),
+        left=left,
     )
+
+
+def _replicas_left(job: Job, calibration: Calibration | None) -> Iterator[ReplicasLeft]:
+    """Yield the step of fewer replicas, each predicted once more."""
+    for number in numbers_left(job):
+        fewer = with_replicas_left(job, number)
+        seconds = predict(fewer, calibration=calibration).step_time_s
+        yield ReplicasLeft(num_replicas=number, step_time_s=seconds, sequences_per_s=fewer.sequences_per_step / seconds)
 
 
 def _gradient_bytes(program: Program) -> int:

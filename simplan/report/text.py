@@ -181,6 +181,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         yield f"  compression  {prediction.compression.words}"
     if prediction.replication is not None:
         yield f"  replication  {prediction.replication.words}"
+        for fewer in prediction.replication.left:
+            yield f"  goes on      {fewer.words}"
 
 
 def _training_run(run: TrainingRun, noun: str) -> Iterator[str]:

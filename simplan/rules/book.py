@@ -63,8 +63,8 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     collectives.parameter_servers_of_replicas, collectives.collectives_of_groups,
     compression.compression_of_replicas, compression.compression_of_ddp, compression.compression_of_software,
     compression.powersgd_of_matrices, compression.compression_alone, compression.one_bit_adam_of_momentum,
-    replication.replication_of_replicas, replication.replication_alone, replication.start_step_of_ddp,
-    replication.workers_on_nodes,
+    replication.replication_of_replicas, replication.min_replicas_of_replicas, replication.replication_alone,
+    replication.start_step_of_ddp, replication.workers_on_nodes,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (

@@ -26,9 +26,20 @@ def _replication(job: Job) -> Replication:
 @rule("replication is about replicas, and there is one", reads="replication dp_replicate")
 def replication_of_replicas(job: Job) -> Iterator[Problem]:
     plan = job.plan
-    if plan.replication is not None and plan.dp_replicate == 1:
+    replication = plan.replication
+    if replication is not None and plan.dp_replicate == 1 and replication.min_replicas != 1:
         fix = f"use dp_replicate = {plan.dp_shard} and dp_shard = 1; or remove it" if plan.dp_shard > 1 else "remove it"
         yield _refused(job, "is about the replicas of dp_replicate, and there is one", fix)
+
+
+@rule("fewest replicas are some of the replicas", reads="replication dp_replicate")
+def min_replicas_of_replicas(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.replication is None or (least := plan.replication.min_replicas) is None:
+        return
+    if least > plan.dp_replicate:
+        sentence = f"must be at most dp_replicate = {plan.dp_replicate}, the replicas that there are"
+        yield problem_of(job, f"{_FIELD}.min_replicas", sentence, f"use {plan.dp_replicate} or less")
 
 
 @rule(

@@ -207,6 +207,20 @@ class MeasuredWorkers(Spec):
     pushed_bytes: Natural
 
 
+class MeasuredRound(Spec):
+    """A round of replicas that may leave and join (``Replication.min_replicas``).
+
+    Attributes:
+        end_step: Steps of the run that are done after it.
+        replicas: Replicas whose parameters were averaged after it, ascending.
+        seconds: Time of its steps, waits for other replicas included: the mean over those replicas.
+    """
+
+    end_step: Count
+    replicas: Annotated[tuple[_Rank, ...], Field(min_length=1)]
+    seconds: Positive
+
+
 class SlowRank(Spec):
     """A rank whose compute takes longer than on its peers with equal work.
 
@@ -283,6 +297,8 @@ class Measurement(Spec):
             which as many gradients are applied as there are workers.
         times: Time of a run with checkpoints over all parts, and where it went; None for other runs, and for one that
             ended before its first step or whose launcher was killed.
+        rounds: Of replicas that may leave, every round; else empty. Steady steps are then those of undisturbed rounds
+            with all replicas.
     """
 
     schema_version: Literal[2] = 2
@@ -304,6 +320,25 @@ class Measurement(Spec):
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
     workers: MeasuredWorkers | None = None
     times: RunTimes | None = None
+    rounds: tuple[MeasuredRound, ...] = ()
+
+    def undisturbed_rounds(self) -> dict[int, list[MeasuredRound]]:
+        """By number of replicas, the rounds with the same replicas as the round before them.
+
+        In other rounds a replica had left, which the others took time to notice, or joined.
+        """
+        found: dict[int, list[MeasuredRound]] = {}
+        everyone = tuple(range(self.job.plan.dp_replicate))
+        before = [everyone, *(each.replicas for each in self.rounds)]
+        for replicas, measured in zip(before, self.rounds, strict=False):
+            if replicas == measured.replicas and measured.end_step > self._num_warmup_steps:
+                found.setdefault(len(replicas), []).append(measured)
+        return found
+
+    @property
+    def _num_warmup_steps(self) -> int:
+        """First steps that are not counted, detected or requested."""
+        return self.job.num_all_steps - self.job.num_steps
 
     @property
     def step_time_s(self) -> float:

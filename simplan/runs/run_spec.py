@@ -53,6 +53,7 @@ class RunSpec(Spec):
         checkpointing: Checkpointing options; None for no checkpoints.
         predicted_memory_bytes: Per rank, predicted bytes on its device; empty without a prediction.
         fewer_nodes: Plans for continuation on fewer nodes, in descending number of nodes; empty for no continuation.
+        replica_restarts: Restarts, by each node, of replicas that have left (``Replication.min_replicas``).
         slowdowns: Per rank, the factor by which the executor slows down its compute; empty without slow ranks.
         faults: Faults that the run is to meet; empty for none.
         expected: What the run is predicted to lose by faults of this kind; None without a prediction.
@@ -80,6 +81,7 @@ class RunSpec(Spec):
     fewer_nodes: tuple[FewerNodes, ...] = ()
     faults: tuple[Fault, ...] = ()
     expected: ExpectedRun | None = None
+    replica_restarts: Natural = 0
 
     @property
     def num_processes(self) -> int:

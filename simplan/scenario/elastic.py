@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from simplan.errors import Problem, SpecError
 from simplan.predict import run_spec_of
+from simplan.predict.rounds.fewer_replicas import numbers_left, with_replicas_left
 from simplan.prediction import Prediction
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.elastic import FewerNodes, on_fewer_devices
@@ -62,6 +63,14 @@ def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Sc
         except SpecError as error:
             sentences.append(f"{counted(number, 'node')} could not go on, but fewer of them: {_said(error)}")
     return found, sentences
+
+
+def scenarios_of_replicas_left(scenario: Scenario) -> list[Scenario]:
+    """The scenario on the replicas that may be left of it; empty if it ends with any of them."""
+    return [
+        replace(scenario, job=with_replicas_left(scenario.job, number), expect=())
+        for number in numbers_left(scenario.job)
+    ]
 
 
 def fewer_nodes(predictions: dict[int, Prediction]) -> tuple[FewerNodes, ...]:

@@ -129,6 +129,7 @@ def compare(
         means_s = statistics.fmean(expected[key]), statistics.fmean(found[key])
         rows.append(compared(f"{key[1].value} of stage {key[0]}", *means_s, "s", relative_spread(found[key])))
     rows += _worker_rows(prediction, measurement)
+    rows += _rows_of_replicas_left(prediction, measurement)
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
     low_s, high_s = prediction["step_time_interval_s"]
     notes = [_of_parts(measurement.job.plan)]
@@ -217,6 +218,17 @@ def _worker_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
     yield compared("staleness, 90 % quantile", expected["staleness_p90"], found.staleness_p90, "updates", None)
     if found.pushed_bytes:
         yield compared("pushed by a worker", expected["pushed_bytes"] / GIB, found.pushed_bytes / GIB, "GiB", None)
+
+
+def _rows_of_replicas_left(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[ComparisonRow]:
+    """Yield the step time of the replicas that were left, by their number."""
+    fewer = prediction.get("replication", {}).get("left", ())
+    predicted = {each["num_replicas"]: each["step_time_s"] for each in fewer}
+    for number, rounds in sorted(measurement.undisturbed_rounds().items(), reverse=True):
+        if number in predicted:
+            seconds = [each.seconds / measurement.job.round_steps for each in rounds]
+            name, spread = f"step time, {counted(number, 'replica')} left", relative_spread(seconds)
+            yield compared(name, predicted[number], statistics.median(seconds), "s", spread)
 
 
 def _dropped_gradients(measurement: Measurement) -> Iterable[str]:

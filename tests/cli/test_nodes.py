@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simplan.cli.execute import RunOptions
+from simplan.cli.execute import RunOptions, refuse_restarts
 from simplan.cli.nodes import NodeRendezvous, nodes_of, numbers_of_nodes
 from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
@@ -149,3 +149,19 @@ def test_numbers_of_nodes_that_the_batch_does_not_divide_are_passed_over(two: Pa
     assert [scenario.job.num_microbatches for scenario in found.values()] == [2, 4]
     (sentence,) = sentences
     assert sentence.startswith("3 nodes could not go on, but fewer of them: training.global_batch_size = 4: must be a")
+
+
+def test_replicas_that_may_leave_need_neither_checkpoints_nor_fewer_nodes(two: Path) -> None:
+    """They go on without restart, with as few as the plan says."""
+    file = two.with_name("elastic.yaml")
+    replication = "dp_replicate: 2, replication: {kind: diloco, inner_steps: 2, min_replicas: 1}"
+    file.write_text(SCENARIO.replace("dp_replicate: 2", replication))
+    scenario, options = load_scenario(file), RunOptions(replica_restarts=1)
+    nodes = nodes_of(scenario, options, NodeRendezvous((2, 2), "a:1"))
+    assert nodes is not None
+    assert nodes.requested["--max-restarts"] == "1"
+    refuse_restarts(scenario, options)
+    with pytest.raises(SpecError, match=r"--nnodes = 1:2: restarts with fewer nodes, .*; use --nnodes 2$"):
+        nodes_of(scenario, options, NodeRendezvous((1, 2), "a:1"))
+    with pytest.raises(SpecError, match=r"^--max-restarts: needs a folder for checkpoints; add --checkpoint-dir"):
+        refuse_restarts(load_scenario(two), options)

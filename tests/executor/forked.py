@@ -11,16 +11,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import executor.launch.launcher
+import executor.run
 from executor.launch.launcher import Agent, Logs, RankLaunch, rank_environment
+from executor.launch.replicas import ReplicaAgent
 from tests.forking import ForkServer
 
 POLL_S = 0.01
@@ -90,9 +92,53 @@ class ForkingAgent(Agent):
             raise ChildFailedError("forked ranks", failures)
 
 
+class ForkedReplica:
+    """Ranks of one replica; the first that fails ends the others."""
+
+    def __init__(self, running: dict[int, int], error_files: dict[int, str]) -> None:
+        self._running, self._error_files = running, error_files
+        self._failures: dict[int, ProcessFailure] = {}
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """As torch's."""
+        for k, pid in list(self._running.items()):
+            code = server().ask({"poll": pid})
+            if code is not None:
+                del self._running[k]
+                if code:
+                    self._failures[k] = ProcessFailure(k, pid, code, self._error_files[k])
+        if self._failures:
+            self.close()
+        return None if self._running else RunProcsResult(failures=self._failures)
+
+    def close(self, death_sig: object = None, timeout: int = 30) -> None:
+        """As torch's."""
+        for pid in self._running.values():
+            os.kill(pid, signal.SIGKILL)
+            while server().ask({"poll": pid}) is None:
+                time.sleep(POLL_S)
+        self._running.clear()
+
+
+class ForkingReplicaAgent(ReplicaAgent):
+    """Forks the ranks of replicas."""
+
+    def start(
+        self, launch: RankLaunch, logs: Logs, arguments: Sequence[str], envs: dict[int, dict[str, str]]
+    ) -> ForkedReplica:
+        """As said."""
+        made, running = logs.reify(envs), {}
+        for k, env in envs.items():
+            environment = {**rank_environment(), **env, "TORCHELASTIC_ERROR_FILE": made.error_files[k]}
+            program = {"module": launch.module, "args": list(launch.args), "environment": environment}
+            running[k] = server().ask({"start": {**program, "stdout": made.stdouts[k], "stderr": made.stderrs[k]}})
+        return ForkedReplica(running, made.error_files)
+
+
 @contextmanager
 def forked_ranks() -> Iterator[None]:
     """All launches of this process fork their ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor.launch.launcher, "Agent", ForkingAgent)
+        patch.setattr(executor.run, "ReplicaAgent", ForkingReplicaAgent)
         yield

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from executor.distributed.mesh import Peers
 from executor.distributed.quantization import average_quantized, quantized_bytes
+from executor.distributed.replicas.membership import Meeting, Membership
 from executor.profiling.recorder import Recorder
 from executor.train.optimizers import local
 from simplan.plan.replication import Replication
@@ -116,6 +118,10 @@ class OuterSteps:
         recorder: Records kernels as parts of an action, and each collective when it is issued. One that is handed to
             the thread ends in a later step, and has no end in the record.
         action: The action that outer steps are part of.
+        members: Membership of replicas that may leave and join; None if every outer step has all of them.
+
+    Attributes:
+        meeting: Outer step after the last step; None if there was none, or all replicas always meet.
     """
 
     def __init__(
@@ -126,8 +132,11 @@ class OuterSteps:
         shards: Peers,
         recorder: Recorder,
         action: Action,
+        members: Membership | None = None,
     ) -> None:
         self._replication, self._recorder, self._action = replication, recorder, action
+        self._members = members
+        self.meeting: Meeting | None = None
         self._peers, self._fragments = replicas, _fragments(parameters, replication.outer_steps, shards)
         self._between = replication.inner_steps // replication.outer_steps
         self._averages = replication.kind == "local_sgd"
@@ -163,6 +172,7 @@ class OuterSteps:
             step: Index of the step in the run.
         """
         done, beside = step + 1 - self._replication.start_step, self._replication.steps_beside
+        self.meeting = None
         flying = self._in_flight
         if flying is not None and flying.number and done == flying.number * self._between + beside:
             self._in_flight = None
@@ -175,6 +185,8 @@ class OuterSteps:
         """Waits for what is in flight, at the end of a run; it is not merged."""
         if self._in_flight is not None:
             self._wait(self._in_flight)
+        if self._members is not None:
+            self._members.finish()
 
     def tensors(self) -> dict[str, Tensor]:
         """State between two steps, by name; a pseudo-gradient in flight has arrived.
@@ -198,16 +210,13 @@ class OuterSteps:
             self._in_flight = replace(self._in_flight, number=number)
 
     def _send(self, number: int) -> None:
-        """Makes the pseudo-gradient of a fragment, or joins its parameters, and averages that over replicas."""
+        """Averages over replicas what a fragment is sent as."""
         index = self._index(number)
-        with self._recorder.span(self._action):
-            flat = self._fragments[index].joined()
-            if self._outer and not self._on_host:
-                torch.sub(self._outer[index], flat, out=flat)
-            if self._dtype == "fp32" and not self._on_host:
-                flat.div_(self._peers.size)
-        if self._on_host:
-            self._subtract_on_host(index, flat)
+        if self._members is not None:
+            mean, self.meeting = self._members.average(number, partial(self._sent, index), self._average)
+            self._merge(number, mean)
+            return
+        flat = self._sent(index, self._peers.size)
         if self._thread is None:
             self._average(flat, self._peers)
             self._merge(number, flat)
@@ -219,7 +228,19 @@ class OuterSteps:
         arrived = self._thread.submit(self._average_beside, flat)
         self._in_flight = _InFlight(number, flat, arrived)
 
-    def _subtract_on_host(self, index: int, flat: Tensor) -> None:
+    def _sent(self, index: int, num_replicas: int) -> Tensor:
+        """Pseudo-gradient of a fragment, or its joined parameters; in FP32 divided by the number of replicas."""
+        with self._recorder.span(self._action):
+            flat = self._fragments[index].joined()
+            if self._outer and not self._on_host:
+                torch.sub(self._outer[index], flat, out=flat)
+            if self._dtype == "fp32" and not self._on_host:
+                flat.div_(num_replicas)
+        if self._on_host:
+            self._subtract_on_host(index, flat, num_replicas)
+        return flat
+
+    def _subtract_on_host(self, index: int, flat: Tensor, num_replicas: int) -> None:
         """Makes a pseudo-gradient from parameters, by way of the host."""
         host = self._to_host(flat)
         with self._recorder.span(self._action):
@@ -227,7 +248,7 @@ class OuterSteps:
         self._from_host(host, flat)
         if self._dtype == "fp32":
             with self._recorder.span(self._action):
-                flat.div_(self._peers.size)
+                flat.div_(num_replicas)
 
     def _average_beside(self, flat: Tensor) -> None:
         """Averages in the thread, whose collectives were recorded when it got them."""

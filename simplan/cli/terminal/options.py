@@ -109,7 +109,7 @@ MaxRestarts = Annotated[
         min=0,
         max=1000,
         metavar="K",
-        help="Restarts of failed ranks from the newest checkpoint.",
+        help="Restarts of failed ranks from the newest checkpoint, or of replicas that may leave.",
     ),
 ]
 Resume = Annotated[

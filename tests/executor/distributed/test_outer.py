@@ -44,6 +44,7 @@ class Replicas:
     Attributes:
         weights: By step and replica, all weights after the step.
         losses: Mean over replicas by step.
+        own_losses: By step and replica.
         sent: Pseudo-gradients by outer step and replica.
     """
 
@@ -55,6 +56,7 @@ class Replicas:
         self.optimizers = [reference_optimizer(job.training, list(model.parameters())) for model in self.models]
         self.weights: list[list[Tensor]] = []
         self.losses: list[float] = []
+        self.own_losses: list[list[float]] = []
         self.sent: list[list[Tensor]] = []
 
     def backward(self, step: int) -> None:
@@ -69,6 +71,7 @@ class Replicas:
             loss = cross_entropy(model(x), y)
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
+        self.own_losses.append(losses)
         self.losses.append(sum(losses) / len(losses))
 
     def average_gradients(self) -> None:
@@ -319,7 +322,7 @@ def test_run_refuses_rounds_that_it_would_not_measure() -> None:
         check_job(job.model_copy(update={"fewer_nodes": (fewer,)}))
 
 
-WAYS = ("local-sgd", "post-local-sgd", "diloco", "streaming-diloco", "diloco-fsdp")
+WAYS = ("local-sgd", "post-local-sgd", "diloco", "streaming-diloco", "diloco-fsdp", "diloco-elastic")
 
 
 @pytest.mark.parametrize("name", WAYS)

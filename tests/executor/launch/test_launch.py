@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 import executor
 from executor.distributed.mesh import run_timeout
 from executor.launch.errors import RankEnd
-from executor.launch.launcher import _logging_to, rank_environment
+from executor.launch.launcher import logging_to, rank_environment
 from executor.launch.nodes import Rendezvous
 from executor.launch.rank import THREADS_VARIABLE, unfinished_error_file
 from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collective, late_in_p2p
@@ -245,7 +245,7 @@ def test_threads_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("file", ["/dev/full", "/no/such/folder/torchrun.log"])
 def test_a_log_that_cannot_be_written_prints_nothing(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The disk is full; the run's own sentence is the only one."""
-    with _logging_to(Path(file)):
+    with logging_to(Path(file)):
         for _ in range(2):
             logging.getLogger("torch.distributed.elastic").error("lost")
     assert capsys.readouterr().err == ""

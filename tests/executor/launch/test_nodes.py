@@ -24,6 +24,7 @@ from simplan.runs.elastic import Nodes
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from tests.executor.conftest import make_job, make_model
+from tests.executor.distributed.test_membership import ALL, INNER_STEPS, LEFT, ElasticReplicas, elastic_job
 from tests.executor.launch.node_runs import (
     PATIENCE_S,
     PORT,
@@ -287,6 +288,42 @@ def test_a_host_that_stands_still_is_given_up_and_let_in_again(tmp_path: Path) -
     measurement = measured(tmp_path)
     assert measurement.complete
     assert measurement.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-9)
+
+
+def test_replicas_go_on_without_a_host_and_take_it_in_again(tmp_path: Path) -> None:
+    """Three hosts with a replica each. One is killed and comes back, and the ranks of the others are never restarted.
+
+    Losses are those of models that one process trains alone, and averages over the replicas that were in each round.
+    """
+    job = elastic_job(num_steps=10**5, timeout_s=60.0)
+    with hosts(3, cores=cores_of(3)) as made:
+        started = start_on(made, job, tmp_path)
+        wait_for_step(started, tmp_path / "0", LOST_AFTER)
+        (gone,) = (place for place in (1, 2) if RankFiles(tmp_path / str(place), 1).heartbeat.exists())
+        folders = {0: tmp_path / "0", 2: tmp_path / str(3 - gone)}
+        beats = [read_beat(RankFiles(folder, rank).heartbeat) for rank, folder in folders.items()]
+        made[gone].kill_all()
+        started[gone].communicate()
+        started[gone] = start_node(made[gone], gone, tmp_path, "again")
+        wait_for_step(started, tmp_path / "again", LOST_AFTER, 1)
+        first, *_ = RankFiles(tmp_path / "again", 1).steps.read_text().splitlines()
+        wait_for_step(started, tmp_path / "again", json.loads(first)["step"] + 3 * INNER_STEPS, 1)
+        now = [read_beat(RankFiles(folder, rank).heartbeat) for rank, folder in folders.items()]
+        assert [beat and beat.pid for beat in now] == [beat and beat.pid for beat in beats]
+        for node in started:
+            node.send_signal(signal.SIGTERM)
+        assert [code for code, _ in finished(started, tmp_path)] == [143] * 3
+    measurement = measured(tmp_path)
+    members = [each.replicas for each in measurement.rounds]
+    left = members.index(LEFT)
+    back = members.index(ALL, left)
+    assert members == [ALL] * left + [LEFT] * (back - left) + [ALL] * (len(members) - back)
+    expected = ElasticReplicas(job).train_rounds(members[:-1])  # of the last one, ranks may have told nothing
+    assert len(expected.lost) > (back + 1) * INNER_STEPS
+    told = [sum(own[replica] for replica in LEFT) / len(LEFT) for own in expected.own_losses]
+    begin = left * INNER_STEPS  # what the replica on the lost host measured until then is lost, too
+    losses = [*told[:begin], *expected.lost[begin:]]
+    assert measurement.losses[: len(losses)] == pytest.approx(losses, rel=1e-9)
 
 
 def test_a_run_begins_with_the_hosts_that_are_there(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """executor.worker whose server writes what it applies to ``served.pt``, with a fault named by TEST_FAULT.
 
 ``slow``: worker 1 takes 0.15 s longer for every step. ``kill_worker``: worker 1 is killed in its third exchange.
+``leave``: the same, at its first start only; the others wait in their sixth exchange until it has come back.
 ``kill_server``: the server is killed at its fifth update. ``same_batch``: all steps of a worker have its first batch.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import executor.train.asynchronous
 import executor.worker
+from executor.launch.roster import Roster
 from executor.train.asynchronous import WorkerTrainer
 from executor.train.parameter_server import HEADER, ParameterServer, ServerClient
 from simplan.runs.measurement import MeasuredUpdate
@@ -62,7 +64,16 @@ class FaultyClient(ServerClient):
             time.sleep(SLOWER_S)
         if self._worker == 1 and FAULT == "kill_worker" and self.exchanges == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        if FAULT == "leave":
+            self._leave_once()
         return super().exchange()
+
+    def _leave_once(self) -> None:
+        roster, incarnation = Roster.of_rank(3, 1)
+        if self._worker == 1 and incarnation == 1 and self.exchanges == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while self._worker != 1 and self.exchanges == 6 and not roster.store.check(["connects/1.2"]):
+            time.sleep(0.05)
 
 
 class SameBatch(WorkerTrainer):

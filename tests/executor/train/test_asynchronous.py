@@ -201,6 +201,40 @@ def test_a_process_that_is_killed_ends_the_run_with_its_name(
     assert not found.complete
 
 
+def test_workers_go_on_without_one_that_leaves(fault: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server forgets the clock of a worker that is killed, and gives it its parameters when it comes back."""
+    fault.setenv("TEST_FAULT", "leave")
+    replication = {"kind": "parameter_server", "staleness": 1, "min_replicas": 2}
+    job = job_with(replication, num_workers=3, num_steps=12, num_warmup_steps=0, replica_restarts=1)
+    measured = run_job(job, tmp_path, rank_module="serving_worker")
+    assert measured.complete
+    members = [each.replicas for each in measured.rounds]
+    first = members.index((0, 1, 2), 2)
+    assert members == [(0, 1, 2)] * 2 + [(0, 2)] * (first - 2) + [(0, 1, 2)] * (12 - first)
+    assert first >= 5
+    weights, applied, last = served(tmp_path)
+    clocks: list[float] = [0, 0, 0]
+    for worker, gradient in applied:
+        weights -= LR * gradient
+        if worker == 1 and clocks[1] == 2:
+            clocks[1] = first  # it came back
+        present = clocks if clocks[1] != 2 else clocks[::2]
+        assert clocks[worker] - min(present) <= 1
+        clocks[worker] += 1
+    assert clocks == [12, 12, 12]
+    torch.testing.assert_close(weights, last, rtol=1e-5, atol=1e-8)
+    assert measured.notes[0].startswith("replica 1 of 3 has left: rank 1 was killed by signal 9")
+    assert ran_as_predicted(measured)
+    assert issued_as_predicted(measured)
+
+
+def test_a_run_ends_with_too_few_workers(fault: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fault.setenv("TEST_FAULT", "kill_worker")
+    said = "only 1 of 2 workers are left, and plan.replication.min_replicas = 2"
+    with pytest.raises(RunError, match=said):
+        run_job(job_with({**ASYNC, "min_replicas": 2}, num_steps=6), tmp_path, rank_module="serving_worker")
+
+
 @pytest.mark.parametrize("replication", [ASYNC, {"kind": "hogwild"}], ids=["server", "hogwild"])
 def test_memory_is_that_predicted(replication: Any, tmp_path: Path) -> None:
     """States of adamw are the server's, or with Hogwild each process's own."""

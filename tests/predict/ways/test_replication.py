@@ -134,3 +134,25 @@ def test_rounds_on_links_of_a_topology(replication: dict[str, Any]) -> None:
     prediction = predict(job.with_changes({"cluster.topology": {"kind": "fat_tree", "radix": 4}}))
     assert prediction.network is not None
     assert prediction.step_time_s == pytest.approx(plain, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "local_sgd"])
+def test_steps_of_replicas_left_are_those_of_as_many(kind: str) -> None:
+    """Each is predicted like a job that has no more replicas, with as many samples for each of them."""
+    replication = {"kind": kind, "inner_steps": 10}
+    whole = predict(job_with({"dp_shard": 2}, {**replication, "min_replicas": 1}, replicas=4))
+    left = round_of(whole).left
+    assert [each.num_replicas for each in left] == [3, 2, 1]
+    for each in left[:-1]:
+        alone = predict(job_with({"dp_shard": 2}, replication, replicas=each.num_replicas))
+        assert each.step_time_s == pytest.approx(alone.step_time_s, rel=1e-12)
+        assert each.sequences_per_s == pytest.approx(16 * each.num_replicas / each.step_time_s, rel=1e-12)
+    assert left[-1].step_time_s < left[-2].step_time_s, "the last one has nobody to communicate with"
+    without = predict(job_with({"dp_shard": 2}, replication, replicas=4))
+    assert whole.step_time_s == without.step_time_s
+    assert round_of(without).left == ()
+
+
+def test_of_many_replicas_the_fewest_left_are_predicted_too() -> None:
+    left = round_of(predict(job_with({}, {**DILOCO, "min_replicas": 2}, replicas=12))).left
+    assert [each.num_replicas for each in left] == [11, 10, 9, 2]
