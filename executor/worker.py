@@ -188,7 +188,7 @@ def _live_in_replica(
     dims = ParallelDims.of(job, rank, recorder, members=members)
     predicted_bytes = job.predicted_memory_bytes[rank] if job.predicted_memory_bytes else None
     with out_of_memory_explained(device, predicted_bytes):
-        _train(job, RankFiles(folder, rank), device, dims, recorder, heartbeat, stop, rank)
+        _train(job, RankFiles(folder, rank), device, dims, recorder, heartbeat, stop, rank, RunLog(None))
     dist.destroy_process_group()
     heartbeat.beat(RankState.FINISHED, "finished")
     members.close()

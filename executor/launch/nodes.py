@@ -129,7 +129,7 @@ class Rendezvous:
     def has_failed(self) -> bool:
         """True if a node has told the reason of a failure, within some seconds."""
         try:
-            self._store.wait(["cause"], timedelta(seconds=_CAUSE_S))
+            self.store.wait(["cause"], timedelta(seconds=_CAUSE_S))
         except (RuntimeError, TimeoutError):
             return False
         return True
@@ -146,20 +146,20 @@ class Rendezvous:
     def tell(self, text: str) -> None:
         """Tells the other nodes something, once and for all."""
         with contextlib.suppress(RuntimeError, TimeoutError):
-            self._store.set(f"told/{self.num_told()}", text)
-            self._store.add("told", 1)
+            self.store.set(f"told/{self.num_told()}", text)
+            self.store.add("told", 1)
 
     def num_told(self) -> int:
         """Number of texts that were told so far; 0 where the store does not answer."""
         with contextlib.suppress(RuntimeError, TimeoutError):
-            return int(self._store.add("told", 0))
+            return int(self.store.add("told", 0))
         return 0
 
     def told_since(self, number: int) -> Iterator[str]:
         """Yields what was told after a number of texts."""
         for k in range(number, self.num_told()):
             with contextlib.suppress(RuntimeError, TimeoutError):
-                yield self._store.get(f"told/{k}").decode()
+                yield self.store.get(f"told/{k}").decode()
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Deletes measurements of these ranks by another node; they start on this node now."""

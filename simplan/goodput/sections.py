@@ -63,7 +63,7 @@ class RunLength(Spec):
 class DetectionShares(Spec):
     """Fractions of failures by the way in which they are noticed; the rest is noticed by heartbeat."""
 
-    at_once: _Share = Field(0.0, description="fraction noticed at once: the process ends with an error")
+    at_once: _Share = Field(0.0, description="fraction noticed immediately: the process ends with an error")
     timeout: _Share = Field(0.0, description="fraction noticed by the timeout of a collective (NCCL's watchdog)")
 
     @model_validator(mode="after")
@@ -99,7 +99,7 @@ class Cause(Spec):
     )
     age_h: NonNegative = Field(0.0, description="age of the units at the start of the run")
     scope: Scope = Field("node", description="part that is lost with the unit; a process restarts on its node")
-    detected: DetectionShares | None = Field(None, description="fractions noticed at once or by timeout")
+    detected: DetectionShares | None = Field(None, description="fractions noticed immediately or by timeout")
     repair_h: NonNegative | None = Field(None, description="hours to repair a lost node")
     planned: bool = Field(False, description="announced: the job writes a checkpoint first")
 
@@ -151,7 +151,7 @@ class Reliability(Spec):
     causes: tuple[Cause, ...] = Field((), description="failures by cause")
     detection_s: NonNegative = Field(0.0, description="seconds until a failure is noticed by heartbeat")
     timeout_s: NonNegative = Field(600.0, description="seconds until a failure is noticed by a collective's timeout")
-    detected: DetectionShares = Field(DetectionShares(), description="fractions noticed at once or by timeout")
+    detected: DetectionShares = Field(DetectionShares(), description="fractions noticed immediately or by timeout")
     silent_corruption: SilentCorruption | None = Field(None, description="wrong numbers that are found later")
     fail_slow: FailSlow | None = Field(None, description="devices that become slow")
     maintenance: Maintenance | None = Field(None, description="windows at fixed times")

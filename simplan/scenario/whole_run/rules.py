@@ -1,4 +1,4 @@
-"""What must hold between the sections of a whole run and the job, before anything is predicted."""
+"""Rules between the sections of a whole run and the job, checked before anything is predicted."""
 
 from __future__ import annotations
 
