@@ -143,7 +143,7 @@ def _show_more() -> None:
     with recovery:
         _number("Diagnosis, s", ("recovery", "diagnosis_s"), 0.0)
         if section(state.current(), "checkpoint"):
-            switch("Asynchronous checkpoints", ("checkpoint", "asynchronous"), False)
+            switch("Asynchronous checkpoints", ("checkpoint", "async_save"), False)
     with power:
         _number("Device, W", ("power", "device_w"))
         _number("Power usage effectiveness", ("power", "pue"), 1.0 if get(("power",)) else None)

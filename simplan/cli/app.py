@@ -123,7 +123,7 @@ def goodput(
     ] = 0,
     runs_file: Annotated[
         Path | None,
-        typer.Option("--runs", metavar="FILE", help="Parquet or CSV file for the simulated runs (default: none)."),
+        typer.Option("--runs", metavar="FILE", help="File for the simulated runs, Parquet or CSV (default: none)."),
     ] = None,
     trace: Annotated[
         Path | None, _FILE(help="File for a Perfetto trace of the run with the median time (default: none).")
@@ -757,9 +757,9 @@ def show(
         typer.Argument(
             metavar="KIND",
             autocompletion=completion.kinds,
-            help="Kind: devices, links, clusters, topologies, models, software, schedules, metrics, scenario; and the "
-            "keys of a scenario's model, cluster, topology, training, plan, search-space, expect, whole-run or schema "
-            "(JSON Schema).",
+            help="Kind: devices, links, clusters, topologies, models, software, reliability, schedules, metrics, "
+            "scenario; and the keys of a scenario's model, cluster, topology, training, plan, search-space, expect, "
+            "whole-run or schema (JSON Schema).",
         ),
     ] = None,
     name: Annotated[

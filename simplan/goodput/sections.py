@@ -210,7 +210,7 @@ class CheckpointPolicy(Spec):
             with the shortest mean time.
         interval_steps: Steps between two checkpoints, in place of ``interval_s``.
         blocking_s: Seconds that training waits for one checkpoint.
-        asynchronous: True if training goes on while a checkpoint is written.
+        async_save: True if training goes on while a checkpoint is written.
         write_s: For asynchronous writing, seconds from the copy until the checkpoint counts; None for the seconds from
             bytes and bandwidths.
         num_bytes: Bytes of a checkpoint; None for those of parameters and optimizer states of the plan.
@@ -222,7 +222,7 @@ class CheckpointPolicy(Spec):
         copy_bytes_per_s: For asynchronous writing, bandwidth of a device's copy to its host.
         keep: Checkpoints that are kept; None for all. Silent corruption goes back to one before it.
         storage_bytes: Capacity of the storage; None for no limit.
-        memory: Checkpoints in memory in addition.
+        memory_tier: Checkpoints in memory in addition.
     """
 
     interval_s: Annotated[Positive | Literal["best"] | None, BeforeValidator(_interval)] = Field(
@@ -230,8 +230,8 @@ class CheckpointPolicy(Spec):
     )
     interval_steps: Count | None = Field(None, description="steps between checkpoints, in place of interval_s")
     blocking_s: NonNegative | None = Field(None, description="seconds that training waits for a checkpoint")
-    asynchronous: bool = Field(False, description="training goes on while a checkpoint is written")
-    write_s: NonNegative | None = Field(None, description="asynchronous: seconds until the checkpoint counts")
+    async_save: bool = Field(False, description="training goes on while a checkpoint is written")
+    write_s: NonNegative | None = Field(None, description="async_save: seconds until the checkpoint counts")
     num_bytes: Annotated[float, Field(ge=1, le=1e18)] | None = Field(None, description="bytes of a checkpoint")
     writers: Literal["all", "node", "one"] = Field("all", description="ranks that write")
     device_bytes_per_s: _BytesPerS | None = Field(None, description="write bandwidth of a device")
@@ -239,19 +239,19 @@ class CheckpointPolicy(Spec):
     storage_bytes_per_s: _BytesPerS | None = Field(None, description="write bandwidth of the storage system")
     read_bytes_per_s: _BytesPerS | None = Field(None, description="read bandwidth of the storage system")
     load_s: NonNegative | None = Field(None, description="seconds to load a checkpoint")
-    copy_bytes_per_s: _BytesPerS = Field(20e9, description="asynchronous: bandwidth of a device's copy to its host")
+    copy_bytes_per_s: _BytesPerS = Field(20e9, description="async_save: bandwidth of a device's copy to its host")
     keep: Count | None = Field(None, description="checkpoints that are kept")
     storage_bytes: Annotated[float, Field(ge=1, le=1e21)] | None = Field(None, description="capacity of the storage")
-    memory: MemoryTier | None = Field(None, description="checkpoints in memory or on local disks in addition")
+    memory_tier: MemoryTier | None = Field(None, description="checkpoints in memory or on local disks in addition")
 
     @model_validator(mode="after")
     def _one_interval(self) -> Self:
         if (self.interval_s is None) == (self.interval_steps is None):
             raise ValueError("needs interval_s (seconds, or best) or interval_steps")
-        if self.write_s is not None and not self.asynchronous:
-            raise ValueError("write_s is for asynchronous: true; use blocking_s")
+        if self.write_s is not None and not self.async_save:
+            raise ValueError("write_s is for async_save: true; use blocking_s")
         bandwidths = (self.device_bytes_per_s, self.node_bytes_per_s, self.storage_bytes_per_s)
-        if not any(bandwidths) and (self.blocking_s is None or (self.asynchronous and self.write_s is None)):
+        if not any(bandwidths) and (self.blocking_s is None or (self.async_save and self.write_s is None)):
             needs = "write_s" if self.blocking_s is not None else "blocking_s"
             raise ValueError(f"needs {needs}, or a bandwidth such as storage_bytes_per_s")
         return self

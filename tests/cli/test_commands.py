@@ -226,7 +226,9 @@ REPLACED = re.compile(
     re.IGNORECASE,
 )
 """Words of the glossary's list of words to replace."""
-VERBS = {"Check", "Draw", "Find", "List", "Measure", "Predict", "Print", "Run", "Serve", "Show", "Write"}
+VERBS = {
+    "Check", "Draw", "Find", "List", "Measure", "Predict", "Print", "Run", "Serve", "Show", "Simulate", "Write",
+}  # fmt: skip
 
 
 def test_help_follows_the_style_guide() -> None:

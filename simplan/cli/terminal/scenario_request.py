@@ -167,7 +167,7 @@ RUN_OVERRIDES = (
     Override(("--checkpoint-s",), "checkpoint.blocking_s", float, "Seconds that training waits for a checkpoint."),
     Override(
         ("--storage-bytes-per-s",), "checkpoint.storage_bytes_per_s", float,
-        "Write bandwidth of the storage, e.g. 200B, instead of --checkpoint-s.",
+        "Bandwidth of writing to the storage, e.g. 200B, instead of --checkpoint-s.",
     ),
     Override(("--policy",), "recovery.policy", str, "Recovery: restart, shrink or continue."),
     Override(("--restart-s",), "recovery.restart_s", float, "Seconds of a restart, without the load of a checkpoint."),

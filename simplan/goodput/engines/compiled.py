@@ -316,7 +316,7 @@ def _is_done(setup: RunSetup, state: _State) -> bool:
 
 @jit_inner
 def _go_on(job: _Job) -> bool:
-    """What comes next: a group that joins, or pauses and steps; returns True if the job stops."""
+    """Continue with a group that joins, or with pauses and steps; returns True if the job stops."""
     state = job.state
     if state.policy == _CONTINUE:
         if state.in_use < job.sizes[-1].num_nodes:
@@ -749,7 +749,7 @@ def _look_ahead_in_age(job: _Job) -> None:
 
 @jit_inner
 def _happen(job: _Job) -> None:
-    """What happens at this time, one thing at a time."""
+    """Events of this time, one after the other."""
     state = job.state
     if state.aging and state.next_age_s + state.not_aged_s <= state.now_s:
         _happen_in_age(job)

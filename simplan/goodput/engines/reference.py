@@ -149,7 +149,7 @@ class _Job:
         self._set_aging(False)
 
     def _go_on(self) -> _Waiting:
-        """What comes next: a group that joins, a pause, or steps until the next pause."""
+        """Continue with a group that joins, a pause, or steps until the next pause."""
         if self._setup.policy == "continue":
             if self._in_use < self._setup.sizes[-1].num_nodes:
                 yield from self._wait_for_group()

@@ -76,5 +76,5 @@ def change_rows(document: Document) -> list[list[str]]:
 
 
 def simulated(document: Document) -> str:
-    """How many runs the numbers are of."""
+    """Sentence with the number of runs."""
     return f"{document['trials']:,} simulated runs, seed {document['seed']}"

@@ -43,12 +43,12 @@ def checkpoint_of(policy: CheckpointPolicy, prediction: Prediction) -> Checkpoin
     storage = policy.storage_bytes_per_s
     written_s = _seconds(policy, num_bytes, device, node, storage)
     read_s = _seconds(policy, num_bytes, device, node, policy.read_bytes_per_s or storage)
-    copy_s = device / policy.copy_bytes_per_s if policy.asynchronous else written_s
+    copy_s = device / policy.copy_bytes_per_s if policy.async_save else written_s
     write_s = written_s if policy.write_s is None else policy.write_s
     return Checkpoint(
         num_bytes=num_bytes,
         blocking_s=copy_s if policy.blocking_s is None else policy.blocking_s,
-        write_s=write_s if policy.asynchronous else 0.0,
+        write_s=write_s if policy.async_save else 0.0,
         load_s=read_s if policy.load_s is None else policy.load_s,
     )
 

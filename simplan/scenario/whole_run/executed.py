@@ -150,13 +150,13 @@ _NOT_RUN = {
     "reliability.silent_corruption": "wrong numbers are not made",
     "reliability.fail_slow": "slow devices are not drawn; a file for --fail has kind: slow",
     "reliability.maintenance": "windows without nodes are not made",
-    "checkpoint.memory": "checkpoints go to --checkpoint-dir alone",
+    "checkpoint.memory_tier": "checkpoints go to --checkpoint-dir alone",
     "spot.trace": "only rates are drawn",
     "evaluation": "runs do not evaluate",
 }
 """Keys that only simulated runs have, and what runs do."""
 _NOT_RUN_AS = {
-    ("checkpoint.asynchronous", True): "training waits until a checkpoint is written",
+    ("checkpoint.async_save", True): "training waits until a checkpoint is written",
     ("recovery.policy", "continue"): "all ranks restart",
     ("recovery.repair_distribution", "exponential"): "a node is back after a fixed time",
     ("spot.fallback", "on_demand"): "there are no other nodes",

@@ -90,7 +90,7 @@ def _with_checkpoints(setup: RunSetup, policy: CheckpointPolicy, checkpoint: Che
     every = policy.interval_steps or setup.num_steps
     if isinstance(policy.interval_s, float | int):
         every = steps_of(policy.interval_s, setup.step_s)
-    memory = policy.memory
+    memory = policy.memory_tier
     of_memory: dict[str, Any] = {}
     if memory is not None:
         of_memory = {

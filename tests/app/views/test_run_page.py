@@ -65,7 +65,7 @@ def test_it_says_what_the_command_says() -> None:
     changes, causes = (frame.value for frame in page.dataframe)
     assert list(changes["change"]) == [change["words"] for change in document["sensitivity"]]
     assert list(causes["cause"]) == [*document["interruptions_by_cause"]]
-    assert "simplan goodput gpt2-124m-4-dgx-h100.yaml --trials 1000 --seed 0" in [code.value for code in page.code]
+    assert "simplan goodput gpt2-124m-4-dgx-h100.yaml --trials 500 --seed 0" in [code.value for code in page.code]
     again = opened("run", document=document_of(page))
     assert document_of(again) == document_of(page) == WHOLE
     assert text_of(again) == text_of(page)

@@ -43,7 +43,7 @@ def test_schema_takes_what_is_read() -> None:
         "checkpoint": {
             "interval_s": "best",
             "storage_bytes_per_s": 1e9,
-            "memory": {"interval_steps": 5, "blocking_s": 1},
+            "memory_tier": {"interval_steps": 5, "blocking_s": 1},
         },
         "spot": {"preemptions_per_h": 0.1, "fallback": "on_demand"},
         "evaluation": {"every_steps": 10, "time_s": 3},

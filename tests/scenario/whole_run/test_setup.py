@@ -132,7 +132,7 @@ def test_slowest_bandwidth_bounds_writing_and_loading(policy: dict[str, Any], se
 
 
 def test_asynchronous_writing_blocks_for_the_copy_and_counts_later() -> None:
-    policy = {"interval_steps": 50, "num_bytes": 3200, "asynchronous": True, "copy_bytes_per_s": 50}
+    policy = {"interval_steps": 50, "num_bytes": 3200, "async_save": True, "copy_bytes_per_s": 50}
     run = run_of(scenario_of(checkpoint={**policy, "storage_bytes_per_s": 1600, "read_bytes_per_s": 800}))
     assert (run.setup.blocking_s, run.setup.write_s, run.setup.load_s) == pytest.approx((2.0, 2.0, 4.0))
     assert run.faster_storage is not None
