@@ -28,7 +28,7 @@ _SECTIONS = {
     "training": "Batch, precision, optimizer and task.",
     "plan": "One parallel plan. A scenario has `plan:` or `search:`.",
     "search-space": "The keys of `search:`. A key that is left out has its default range.",
-    "whole-run": "Sections of a whole run: one that is left out means that nothing of its kind happens.",
+    "run": "Sections of a whole run: one that is left out means that nothing of its kind happens.",
     "expect": "Keys of an entry of `expect:`, a list of [expectations](../how-to/ci.md), and the metrics.",
 }
 _FIRST_SCREEN = "<!-- first screen of the README -->"
@@ -121,7 +121,7 @@ def _scenario() -> str:
     parts = [
         "# Scenario file",
         f"{_GENERATED} by `simplan show model`, `show cluster`, `show topology`, `show training`, `show plan`, "
-        "`show search-space`, `show whole-run`, `show expect` and `show scenario`.*",
+        "`show search-space`, `show run`, `show expect` and `show scenario`.*",
         "A scenario is a YAML file with these sections, a `name`, `software` (a name of [frameworks](frameworks.md) "
         "or a mapping of `preset` and options) and `expect` (a list of [expectations](../how-to/ci.md)). A key that is "
         "unknown, or a value that is not modeled, is an error that names the line.",

@@ -57,4 +57,4 @@ def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
 @cache
 def _announce(how_often: str) -> None:
     """Logs the compilation; without a logging configuration that is a line on stderr."""
-    logging.getLogger(__name__).warning("compiling the simulator, %s (about 5 s)", how_often)
+    logging.getLogger(__name__).warning("compiling the simulator, %s (5 to 20 s)", how_often)

@@ -104,7 +104,7 @@ def predict(
     )
 
 
-@_command(short_help="Simulate a whole run with failures: days, money and energy.")
+@_command(short_help="Simulate a training run with failures: days, money and energy.")
 @takes_scenario(writes=True, whole_run=True)
 def goodput(
     scenario: ScenarioRequest,
@@ -141,13 +141,13 @@ def goodput(
     ] = 1,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Simulate a whole run with failures, checkpoints and recovery: when it is done, for how much, and what helps.
+    """Simulate a training run with failures, checkpoints and recovery: its end, its cost, and changes that help.
 
     For example: simplan goodput llama3-8b --gpus 64 --tokens 1e12 --mtbf-h 50000 --checkpoint-every-s best
     --checkpoint-s 30 --restart-s 600 --price 2.5
 
-    The step is that of predict. Sections of the scenario say what can happen (simplan show whole-run); without a
-    section nothing of its kind does. Several scenarios are one table. Expectations of the whole run are checked.
+    The step is that of predict. Sections of the scenario (simplan show run) list possible events; without a
+    section nothing of its kind happens. Several scenarios are one table. Expectations of the run are checked.
     """
     from simplan.cli.goodput.command import GoodputOptions, goodput_command
 
@@ -759,7 +759,7 @@ def show(
             autocompletion=completion.kinds,
             help="Kind: devices, links, clusters, topologies, models, software, reliability, schedules, metrics, "
             "scenario; and the keys of a scenario's model, cluster, topology, training, plan, search-space, expect, "
-            "whole-run or schema (JSON Schema).",
+            "run or schema (JSON Schema).",
         ),
     ] = None,
     name: Annotated[

@@ -328,7 +328,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "plan": plan_fields,
     "search-space": search_space,
     "expect": expectation_fields,
-    "whole-run": whole_run_fields,
+    "run": whole_run_fields,
 }
 _SECTIONS = ("training", "plan", "model", "cluster")
 """Kinds whose rows are keys of a scenario."""

@@ -17,7 +17,7 @@ _KEYS = {
     "training": "simplan show training",
     "plan": "simplan show plan",
     "search": "simplan show search-space",
-    **dict.fromkeys(SECTIONS, "simplan show whole-run"),
+    **dict.fromkeys(SECTIONS, "simplan show run"),
 }
 """Commands that list the keys of a section."""
 

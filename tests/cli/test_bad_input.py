@@ -226,7 +226,7 @@ def test_a_precision_that_cannot_be_run_is_refused_by_name(simplan: Simplan, sce
 
 
 def test_every_kind_that_help_names_exists(simplan: Simplan) -> None:
-    text = " ".join(simplan("show", "--help").stdout.split())
+    text = " ".join(simplan("show", "--help").stdout.split()).replace("- ", "-")  # lines end at hyphens
     named = text.partition("KIND")[2].replace("; and the keys of a scenario's ", ", ").replace(" or ", ", ")
     assert ", ".join(KINDS) in named
 

@@ -35,7 +35,7 @@ def test_engines_agree_on_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_STOPS", 300)  # some never end
     seen: set[str] = set()
 
-    @settings(max_examples=150)
+    @settings(max_examples=100)
     @given(setups(), st.integers(0, 2**63 - 1))
     def agree(setup: RunSetup, seed: int) -> None:
         seen.update(changed_fields(setup))

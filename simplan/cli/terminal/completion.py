@@ -118,7 +118,7 @@ def keys(incomplete: str) -> list[str]:
 
     kinds = ("model", "cluster", "training", "plan", "search-space")
     known = (f"{kind.removesuffix('-space')}.{row['name']}=" for kind in kinds for row in listing(kind))
-    of_run = (f"{row['section']}.{row['name']}=" for row in listing("whole-run"))
+    of_run = (f"{row['section']}.{row['name']}=" for row in listing("run"))
     return _begun([*known, *of_run, "software="], incomplete)
 
 

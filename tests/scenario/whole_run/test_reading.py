@@ -32,7 +32,7 @@ def test_every_section_is_a_key_of_a_file_of_the_schema_and_of_show() -> None:
     """A section that one of them forgot could not be written, edited or looked up."""
     assert SECTIONS.keys() <= _File.model_fields.keys()
     assert SECTIONS.keys() <= scenario_schema()["properties"].keys()
-    shown = {(row["section"], row["name"]) for row in listing("whole-run")}
+    shown = {(row["section"], row["name"]) for row in listing("run")}
     assert {(name, key) for name, spec in SECTIONS.items() for key in spec.model_fields} <= shown
     assert SECTIONS.keys() <= {row["name"] for row in listing("scenario")}
 
@@ -206,6 +206,6 @@ def test_search_takes_length_and_price_and_keeps_the_sections(tmp_path: Path) ->
 def test_written_scenario_has_all_sections(tmp_path: Path) -> None:
     source = read_source("gpt2-124m", {"run.num_steps": 10, "recovery.spares": 1, "price.device_hour": 2.0})
     text = source.text(tmp_path)
-    assert "run:  # keys: simplan show whole-run" in text
+    assert "run:  # keys: simplan show run" in text
     again = parse_scenario(text)
     assert again.whole_run == source.scenario().whole_run
