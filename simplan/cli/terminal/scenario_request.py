@@ -66,6 +66,7 @@ class Override:
         help: Noun phrase.
         complete: Names for shell completion.
         parse: Reads the text of a number or word.
+        minimum: Smallest whole number.
     """
 
     names: tuple[str, ...]
@@ -74,12 +75,13 @@ class Override:
     help: str
     complete: Callable[[str], list[str]] | None = None
     parse: Callable[[str], Any] | None = None
+    minimum: int = 1
 
     @property
     def parameter(self) -> inspect.Parameter:
         """Parameter of a command's function."""
         if self.kind is int:
-            option = typer.Option(*self.names, metavar="N", min=1, help=self.help)
+            option = typer.Option(*self.names, metavar="N", min=self.minimum, help=self.help)
         elif self.kind is float:
             option = typer.Option(*self.names, metavar="N", parser=number_of, help=self.help)
         elif self.kind is object:
@@ -171,7 +173,7 @@ RUN_OVERRIDES = (
     ),
     Override(("--policy",), "recovery.policy", str, "Recovery: restart, shrink or continue."),
     Override(("--restart-s",), "recovery.restart_s", float, "Seconds of a restart, without the load of a checkpoint."),
-    Override(("--spares",), "recovery.spares", int, "Nodes that wait for a lost one."),
+    Override(("--spares",), "recovery.spares", int, "Nodes that wait for a lost one.", minimum=0),
     Override(("--repair-h",), "recovery.repair_h", float, "Hours until a lost node is a spare."),
     Override(("--price",), "price.device_hour", float, "Price per device and hour in any currency."),
 )  # fmt: skip
