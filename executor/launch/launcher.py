@@ -135,7 +135,8 @@ class Logs(DefaultLogsSpecs):
         """Makes the folders for ranks with these environments."""
         made, first = super().reify(envs), envs[0]
         ranks = tuple(int(env["RANK"]) for env in envs.values())
-        meeting = f"{first['MASTER_ADDR']}:{first['MASTER_PORT']} {first['TORCHELASTIC_RESTART_COUNT']}"
+        address = first.get("MASTER_ADDR", ""), first.get("MASTER_PORT", "")  # replicas that may leave have none
+        meeting = f"{':'.join(address)} {first['TORCHELASTIC_RESTART_COUNT']}"
         self.on_start(Start(ranks, int(first["WORLD_SIZE"]), int(first["TORCHELASTIC_RESTART_COUNT"]), meeting), made)
         return made
 

@@ -55,8 +55,8 @@ def test_faults_without_a_meaning_are_refused(
         ("spot: {preemptions_per_h: 1, fallback: on_demand}", "spot.fallback"),
         ("reliability: {node_mtbf_h: 5}\nevaluation: {every_steps: 5, time_s: 3}", "evaluation"),
         (
-            "reliability: {node_mtbf_h: 5}\ncheckpoint: {interval_s: 9, blocking_s: 1, asynchronous: true, write_s: 2}",
-            "checkpoint.asynchronous",
+            "reliability: {node_mtbf_h: 5}\ncheckpoint: {interval_s: 9, blocking_s: 1, async_save: true, write_s: 2}",
+            "checkpoint.async_save",
         ),
     ],
 )
