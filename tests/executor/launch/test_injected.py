@@ -17,6 +17,7 @@ NUM_STEPS = 20
 KILL = Fault(kind="kill", at_step=7, rank=1)
 
 
+@pytest.mark.slow
 def test_a_run_meets_a_fault_and_accounts_for_its_time(tmp_path: Path) -> None:
     job = make_job(dp=2, dtype="fp64")
     whole = undisturbed(job, tmp_path / "whole", NUM_STEPS)

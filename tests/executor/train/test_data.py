@@ -122,6 +122,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measurement]:
     }
 
 
+@pytest.mark.slow
 def test_loss_falls_towards_the_entropy(runs: dict[str, Measurement]) -> None:
     run = runs["whole"]
     curve = LossCurve.of(run)
@@ -134,6 +135,7 @@ def test_loss_falls_towards_the_entropy(runs: dict[str, Measurement]) -> None:
     assert curve.seconds[-1] == pytest.approx(sum(run.step_times_s))
 
 
+@pytest.mark.slow
 def test_fp16_gradients_cost_no_samples(runs: dict[str, Measurement]) -> None:
     """Within 0.0001 nats of whole gradients, throughout."""
     whole, fp16 = (np.array(run.losses) for run in runs.values())
