@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 SLOW = (
-    "how-to/calibrate.md", "how-to/one-line.md", "how-to/rehearse.md", "how-to/search.md",
-    "tutorials/run-and-compare.md",
+    "how-to/calibrate.md", "how-to/choose-a-way.md", "how-to/one-line.md", "how-to/rehearse.md", "how-to/search.md",
+    "how-to/whole-run.md", "tutorials/run-and-compare.md",
 )  # fmt: skip
 """Pages whose commands take longest: they calibrate, run, or search whole spaces."""
 APART = ("how-to/custom-schedule.md",)
@@ -81,10 +81,6 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-SLOW_PAGES = ("how-to/choose-a-way.md", "how-to/whole-run.md")
-"""Pages whose commands simulate for 15 s each; the slow tests run them."""
-
-
 def pages_with_code() -> list[Any]:
     found = [page for page in hand_written() if page not in APART and any(map(has_code, snippets(page)))]
     return [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in found]
@@ -100,9 +96,7 @@ def test_every_block_of_code_has_a_language() -> None:
     assert {language for _, language in languages} <= {"sh", "python", "yaml", "text", "toml"}, languages
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow) if page in SLOW_PAGES else page for page in pages_with_code()]
-)
+@pytest.mark.parametrize("page", pages_with_code())
 @pytest.mark.timeout(600)
 def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a reader would: files are written, then commands and Python run, and outputs equal those that are shown."""
