@@ -100,7 +100,7 @@ class Run:
             self._child.wait()
 
 
-class Runs:
+class ServerRuns:
     """Runs of a server: one at a time; the last run is kept."""
 
     def __init__(self) -> None:
@@ -130,8 +130,8 @@ class Runs:
 
 
 @cache
-def runs() -> Runs:
+def runs() -> ServerRuns:
     """The server's runs; a run in progress ends with the server."""
-    found = Runs()
+    found = ServerRuns()
     atexit.register(found.close)
     return found

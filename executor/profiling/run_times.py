@@ -130,7 +130,7 @@ class _Part(NamedTuple):
 def run_times(
     launches: Sequence[Launched], log: Sequence[Logged], happened: Sequence[FaultHappened]
 ) -> RunTimes | None:
-    """Where the time of a run went; None if it has done no step.
+    """Parts of the time of a run; None if it has done no step.
 
     Args:
         launches: Starts of the leading node's ranks, in order.

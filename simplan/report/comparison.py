@@ -126,7 +126,7 @@ def _splits(comparison: Comparison) -> Iterator[str]:
 
 
 def _goodput(found: GoodputComparison) -> str:
-    """Where the time of the run went, and its goodput."""
+    """Parts of the time of the run, and its goodput."""
     total_s = sum(found.measured_s.values())
     expected_s = sum(found.predicted_s.values())
     rows = []

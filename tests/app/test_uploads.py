@@ -17,7 +17,7 @@ from app import uploads
 from app.figures.validation import MeasuredResult, predict_published, result_of_files, terms_figure
 from app.fitting import document_text
 from app.jobs.job import Update
-from app.jobs.run import Runs, may_run
+from app.jobs.run import ServerRuns, may_run
 from app.state import USUAL
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.errors import SpecError
@@ -119,7 +119,7 @@ def test_without_the_flag_nothing_runs(flag: str | None, monkeypatch: pytest.Mon
         monkeypatch.setenv(RUN_FLAG, flag)
     assert not may_run()
     with pytest.raises(SpecError, match="--allow-run"):
-        Runs().start("name: x", "x", 5)
+        ServerRuns().start("name: x", "x", 5)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -127,7 +127,7 @@ def test_a_run_stays_in_the_workspace_and_is_stopped(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RUN_FLAG, "1")
     monkeypatch.setattr("app.jobs.run._WORKSPACE", Path("simplan-out") / "dashboard")
-    runs = Runs()
+    runs = ServerRuns()
     run = runs.start("nonsense: 1", "../../../etc/passwd", 5)
     assert run.folder.parent == tmp_path / "simplan-out" / "dashboard"
     if run.is_going:

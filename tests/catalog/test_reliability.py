@@ -27,7 +27,7 @@ def preset(name: str) -> Reliability:
 
 
 def hours_between_failures(name: str, num_devices: int) -> float:
-    """Of a job with nodes of 8 devices, each with a link; planned stops are none."""
+    """Failures of a job with nodes of 8 devices, each with a link, without planned stops."""
     units = {"device": num_devices, "link": num_devices, "node": num_devices / 8}
     return 1 / sum(units[cause.per] / cause.mtbf_h for cause in preset(name).all_causes if not cause.planned)
 
@@ -54,7 +54,10 @@ def test_llama_3_is_a_random_half_of_its_interruptions() -> None:
 
 
 def test_rates_give_the_published_times_between_failures() -> None:
-    """Of RSC-1, 1.8 h at 16,384 GPUs and 0.23 h at 131,072; of OPT-175B two machines a day; of BLOOM one GPU a week."""
+    """Published times between failures.
+
+    RSC-1: 1.8 h at 16,384 GPUs and 0.23 h at 131,072. OPT-175B: two machines a day. BLOOM: one GPU a week.
+    """
     assert hours_between_failures("meta-rsc-1", 16_384) == pytest.approx(1.8, rel=0.01)
     assert hours_between_failures("meta-rsc-1", 131_072) == pytest.approx(0.23, rel=0.03)
     assert hours_between_failures("opt-175b", 1024) == pytest.approx(12)

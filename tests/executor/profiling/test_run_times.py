@@ -1,4 +1,4 @@
-"""Where the time of a run went: parts of invented logs, by arithmetic."""
+"""Parts of the time of a run: those of invented logs, by arithmetic."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_without_a_step_there_are_no_times() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_sum_to_the_time_from_the_first_step_to_the_last(seed: int) -> None:
-    """Of any run, whatever ends its ranks, and whether the end was seen or not."""
+    """Parts sum to the time of any run, for every end of its ranks, seen or not."""
     draw, now_s, done = random.Random(seed), 0.0, 0
     launches, entries, happened, last_s, first_s = [], [], [], 0.0, None
     for attempt in range(6):
