@@ -54,7 +54,6 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--nodes", type=Path)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings about host names are not for users
     try:
         args.run(args)
     except SimplanError as error:
@@ -157,5 +156,6 @@ def _parse(model: type[_Model], file: Path) -> _Model:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings about host names are not for users
     die_with_parent(signal.SIGTERM)  # not SIGKILL, so that the measurement is kept
     sys.exit(main())

@@ -154,7 +154,6 @@ class Agent:
         """
         rendezvous = launch.rendezvous
         nodes = None if rendezvous is None else rendezvous.nodes
-        os.environ.update(rank_environment(rendezvous))
         config = LaunchConfig(
             min_nodes=1 if nodes is None else nodes.min_nodes,
             max_nodes=1 if nodes is None else nodes.max_nodes,
@@ -169,7 +168,7 @@ class Agent:
             **_SHUTDOWN,
         )
         arguments = ["-u", "-m", "executor.launch.rank", launch.module, *launch.args]
-        with handlers_restored(), logging_to(launch.out_dir / "logs" / "torchrun.log"):
+        with as_ranks(rendezvous), handlers_restored(), logging_to(launch.out_dir / "logs" / "torchrun.log"):
             try:
                 launch_agent(config, sys.executable, arguments)
             except AttributeError as error:
@@ -418,6 +417,19 @@ class _Watch:
         if late is None:
             return None
         return Stall(late.rank, f"no progress for {self._launch.timeout_s:g} s: {late.sentence}")
+
+
+@contextmanager
+def as_ranks(rendezvous: Rendezvous | None = None) -> Iterator[None]:
+    """Gives this process the environment of ranks, which torch copies from it, for as long as they run."""
+    previous = dict(os.environ)
+    os.environ.update(rank_environment(rendezvous))
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(previous):
+            del os.environ[name]
+        os.environ.update(previous)
 
 
 @contextmanager

@@ -30,12 +30,15 @@ LOG_FILE = "times.jsonl"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
     """Makes Linux send this process a signal when its parent ends for any reason.
 
-    If the parent named by ``PARENT_VARIABLE`` has ended before this call, the signal is sent immediately.
+    Args:
+        number: The signal.
+        parent: Process that started this one, where it knows: if it has ended before this call, the signal is sent
+            immediately.
     """
-    parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
+    parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before the prctl call
         os.kill(os.getpid(), number)
@@ -194,7 +197,8 @@ def live_as_rank(folder: Path, body: Callable[[Heartbeat, StopRequest, int], Non
 
 def main() -> None:
     """Runs the module named by the first argument as the main program, with the arguments after it."""
-    die_with_parent()
+    parent = os.environ.get(PARENT_VARIABLE)
+    die_with_parent(parent=None if parent is None else int(parent))
     del sys.argv[0]  # run_module puts the path of the module into the new first place
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

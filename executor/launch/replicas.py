@@ -6,7 +6,6 @@ agent starts them (torch.distributed.elastic.multiprocessing).
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import start_processes
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from executor.launch.launcher import Agent, Logs, OnLeave, RankLaunch, handlers_restored, logging_to, rank_environment
+from executor.launch.launcher import Agent, Logs, OnLeave, RankLaunch, as_ranks, handlers_restored, logging_to
 from executor.launch.roster import Roster, lifeline
 
 _POLL_S = 0.1
@@ -60,12 +59,11 @@ class ReplicaAgent(Agent):
             ChildFailedError: The last replica of this node has left, or a server has failed.
             SignalException: ``stop`` was called, or this process got a signal; ranks have ended.
         """
-        os.environ.update(rank_environment(launch.rendezvous))
         running: dict[int, Processes] = {}
         failed: dict[int, ProcessFailure] = {}
         has_finished = False
         log, cut_off = launch.out_dir / "logs" / "torchrun.log", lifeline(self._roster)
-        with handlers_restored(), logging_to(log), cut_off:
+        with as_ranks(launch.rendezvous), handlers_restored(), logging_to(log), cut_off:
             try:
                 for replica in self._replicas:
                     running[replica] = self._start(launch, logs, replica, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,18 @@ def _forked_ranks() -> Iterator[None]:
     """Launches from this process fork their ranks, without torchrun."""
     with forked.forked_ranks():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """A run changes nothing for the processes that its caller starts later."""
+    previous = _environment()
+    yield
+    assert _environment() == previous
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 @pytest.fixture(scope="session", autouse=True)
