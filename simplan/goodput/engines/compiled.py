@@ -349,7 +349,7 @@ def _pass_undisturbed(setup: RunSetup, state: _State, history: list[tuple[float,
         num = 0 if due else _steps_until_pause(setup, state)
         seconds = _pause_s(setup, state, history, due) if due else num * _step_s(setup, state)
         start_s, end_s = state.now_s, state.now_s + seconds
-        if end_s > state.soonest_s:
+        if end_s > state.soonest_s - ROUNDING:
             return
         _advance(setup, state, end_s)
         if due:
@@ -637,11 +637,7 @@ def _spend(job: _Job, seconds: float, step_s: float) -> bool:
             end_s = min(end_s, start_s + ceil((state.now_s - start_s) / step_s - ROUNDING) * step_s)
             if end_s - state.now_s <= ROUNDING:
                 break
-        if state.soonest_s < end_s:
-            _advance(job.setup, state, state.soonest_s)
-            _happen(job)
-        else:
-            _advance(job.setup, state, end_s)
+        _go_to(job, end_s)
     return False
 
 
@@ -651,11 +647,18 @@ def _idle(job: _Job, seconds: float, part: int) -> None:
     state = job.state
     _set_aging(state, False)
     start_s, end_s = state.now_s, state.now_s + seconds
-    while state.soonest_s < end_s:
-        _advance(job.setup, state, state.soonest_s)
-        _happen(job)
-    _advance(job.setup, state, end_s)
+    while end_s - state.now_s > ROUNDING:
+        _go_to(job, end_s)
     state.wasted_s[part] += state.now_s - start_s
+
+
+@jit_inner
+def _go_to(job: _Job, end_s: float) -> None:
+    """Move to a time, or to the next instant at which something happens before, and let all of that happen."""
+    state = job.state
+    _advance(job.setup, state, min(end_s, state.soonest_s))
+    while state.soonest_s <= state.now_s + ROUNDING:
+        _happen(job)
 
 
 @jit_inner
@@ -759,25 +762,25 @@ def _look_ahead_in_age(job: _Job) -> None:
 
 @jit_inner
 def _happen(job: _Job) -> None:
-    """Events of this time, one after the other."""
-    state = job.state
-    if state.aging and state.next_age_s + state.not_aged_s <= state.now_s:
+    """The first of the events of this instant."""
+    state, until_s = job.state, job.state.now_s + ROUNDING
+    if state.aging and state.next_age_s + state.not_aged_s <= until_s:
         _happen_in_age(job)
-    elif state.next_return_s <= state.now_s:
+    elif state.next_return_s <= until_s:
         heappop(job.returns)
         state.next_return_s = _first(job.returns)
         _add_spares(job, 1)
-    elif state.next_leave_s <= state.now_s:
+    elif state.next_leave_s <= until_s:
         heappop(job.leaves)
         state.next_leave_s = _first(job.leaves)
         state.on_demand -= 1
         _changed(job.setup, state)
-    elif state.preemption_at_s <= state.now_s:
+    elif state.preemption_at_s <= until_s:
         state.preemption_left = _exponential(state, job.sources[-1], WHEN)
         state.preemption_since_s = state.now_s
         _preempt(job)
         _changed(job.setup, state)
-    elif state.window_at_s <= state.now_s:
+    elif state.window_at_s <= until_s:
         state.window_end_s = state.now_s + _early_s(job.setup) + job.setup.maintenance_s
         state.window_at_s += job.setup.maintenance_every_s
     else:  # a group is ready
@@ -938,8 +941,7 @@ def _gather(job: _Job) -> None:
         if state.now_s > state.limit_s or state.soonest_s == inf:
             state.is_endless = True
             return
-        _advance(job.setup, state, state.soonest_s)
-        _happen(job)
+        _go_to(job, inf)
     state.wasted_s[_WAITING] += state.now_s - start_s
     num_nodes = _fitting(job, state.held + state.spares)
     taken = max(0, num_nodes - state.held)
@@ -1034,7 +1036,7 @@ def _form_groups(job: _Job) -> None:
             break
         state.held, state.spares = state.held + taken, state.spares - taken
         job.starting.append(state.now_s + job.setup.restart_s)
-        state.cut = state.cut or job.setup.restart_s == 0.0  # ready now: nothing else will happen
+        state.cut = state.cut or job.setup.restart_s <= ROUNDING  # ready now: nothing else will happen
     _look_for_group(job)
     _changed(job.setup, job.state)
 
@@ -1044,7 +1046,7 @@ def _look_for_group(job: _Job) -> None:
     """Find the time at which the next group is ready."""
     job.state.next_ready_s = inf
     for ready_s in job.starting:
-        if ready_s > job.state.now_s:
+        if ready_s > job.state.now_s + ROUNDING:
             job.state.next_ready_s = ready_s
             break
 
@@ -1056,12 +1058,11 @@ def _wait_for_group(job: _Job) -> None:
     start_s = state.now_s
     _set_aging(state, False)
     missing = (job.sizes[-1].num_nodes - state.in_use) // job.setup.group_nodes
-    while len(job.starting) < missing or job.starting[missing - 1] > state.now_s:
+    while len(job.starting) < missing or job.starting[missing - 1] > state.now_s + ROUNDING:
         if state.now_s > state.limit_s or state.soonest_s == inf:
             state.is_endless = True
             return
-        _advance(job.setup, state, state.soonest_s)
-        _happen(job)
+        _go_to(job, inf)
     state.wasted_s[_WAITING] += state.now_s - start_s
 
 

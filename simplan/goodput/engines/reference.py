@@ -7,14 +7,18 @@ then goes through detection, diagnosis, the change of nodes and the restart.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
+from enum import IntEnum, auto
+from heapq import heappush
 from math import ceil, floor, inf
 from typing import Any, TypeAlias
 
 from simpy import Environment, Event
+from simpy.core import EventPriority
+from simpy.events import NORMAL
 
 from simplan.goodput.engines.checkpoints import REPEATED, ROUNDING, Checkpoints, Progress
 from simplan.goodput.engines.draws import NOTICE, RETURN, WHEN, Draws
@@ -65,11 +69,54 @@ def run(setup: RunSetup, draws: Draws, *, limit_s: float = inf, max_stops: int =
     return job.result()
 
 
+class _Order(IntEnum):
+    """Order of what happens at one instant, as priorities of SimPy, after what follows from an event at once."""
+
+    FAILURE = NORMAL + 1
+    FOUND = auto()
+    RETURN = auto()
+    LEAVE = auto()
+    PREEMPTION = auto()
+    WINDOW = auto()
+    GROUP = auto()
+    JOB = auto()
+
+
+class _Clock(Environment):
+    """Environment in which times that are less than ``ROUNDING`` apart are one instant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._instants: list[float] = []  # times of events to come, in order
+
+    def schedule(self, event: Event, priority: EventPriority = NORMAL, delay: float = 0.0) -> None:
+        """Let an event happen after ``delay`` seconds, at its place in the order of that instant."""
+        now_s, instants = self.now, self._instants
+        del instants[: bisect_right(instants, now_s)]
+        time_s = now_s + delay if delay > ROUNDING else now_s
+        if time_s > now_s:
+            index = bisect_left(instants, time_s - ROUNDING)
+            if index < len(instants) and instants[index] <= time_s + ROUNDING:
+                time_s = instants[index]
+            else:
+                instants.insert(index, time_s)
+        heappush(self._queue, (time_s, priority, next(self._eid), event))
+
+
+class _After(Event):
+    """Something that happens after so many seconds; a timeout with a place in the order of its instant."""
+
+    def __init__(self, env: Environment, order: _Order, seconds: float) -> None:
+        super().__init__(env)
+        self._ok, self._value = True, None
+        env.schedule(self, int(order), seconds)
+
+
 class _Job:
     """State of a run and its processes."""
 
     def __init__(self, setup: RunSetup, draws: Draws, limit_s: float, max_stops: int) -> None:
-        self.env = Environment()
+        self.env = _Clock()
         self._setup, self._draws, self._limit_s, self._max_stops = setup, draws, limit_s, max_stops
         self._names = [*(cause.name for cause in setup.causes), "silent corruption", "slow device", "preemption"]
         self._corruption, self._slow, self._preemption = range(len(setup.causes), len(self._names))
@@ -91,7 +138,6 @@ class _Job:
         self._lost: list[tuple[int, int]] = []  # (source, nodes)
         self._node_s = [0.0] * 4
         self._counted_until_s = 0.0
-        self._arrival = self.env.event()
 
         self._aging = False
         self._age_s, self._age_at_s = 0.0, 0.0
@@ -301,16 +347,25 @@ class _Job:
                 end_s = min(end_s, start_s + ceil((self.env.now - start_s) / step_s - ROUNDING) * step_s)
                 if end_s - self.env.now <= ROUNDING:
                     break
-            self._bell = self.env.event()
-            yield self.env.timeout(end_s - self.env.now) | self._bell
+            yield from self._wait(end_s - self.env.now)
         return None
+
+    def _wait(self, seconds: float = inf) -> _Process:
+        """Wait so long, or until the bell rings; the job goes on after all that happens at that instant."""
+        self._bell = self.env.event()
+        yield self._after(_Order.JOB, seconds) | self._bell
+        yield self._after(_Order.JOB, 0.0)
+
+    def _after(self, order: _Order, seconds: float) -> Event:
+        """Event after so many seconds, or never after infinitely many."""
+        return _After(self.env, order, seconds) if seconds < inf else self.env.event()
 
     def _idle(self, seconds: float, part: str) -> _Process:
         """Time in which units do not grow older."""
         self._set_aging(False)
         start_s = self.env.now
-        if seconds > 0:
-            yield self.env.timeout(seconds)
+        if seconds > ROUNDING:
+            yield self._after(_Order.JOB, seconds)
         self._wasted_s[part] += self.env.now - start_s
         self._record(part, start_s)
 
@@ -349,7 +404,7 @@ class _Job:
         self._set_aging(False)
         start_s = self.env.now
         while not self._fitting(self._held + self._spares):
-            yield self._arrival
+            yield from self._wait()
             if self.env.now > self._limit_s:
                 raise EndlessRunError
         self._wasted_s["waiting"] += self.env.now - start_s
@@ -391,7 +446,7 @@ class _Job:
             self.env.process(self._returning(seconds))
 
     def _returning(self, seconds: float) -> _Process:
-        yield self.env.timeout(seconds)
+        yield self._after(_Order.RETURN, seconds)
         self._add_spares(1)
 
     def _add_spares(self, num: int) -> None:
@@ -399,12 +454,9 @@ class _Job:
         paid = min(num, self._debt)
         self._debt -= paid
         self._spares += num - paid
-        self._arrival, arrival = self.env.event(), self._arrival
-        arrival.succeed()
         if self._setup.policy == "continue":
             self._form_groups()
-        if self._can_grow():
-            self._ring()
+        self._ring()
 
     def _count_nodes(self) -> None:
         """Add the node-seconds since the last change of nodes."""
@@ -463,7 +515,7 @@ class _Job:
             self.env.process(self._group_is_ready())
 
     def _group_is_ready(self) -> _Process:
-        yield self.env.timeout(self._setup.restart_s)
+        yield self._after(_Order.GROUP, self._setup.restart_s)
         self._cut = True
         self._ring()
 
@@ -472,11 +524,10 @@ class _Job:
         start_s = self.env.now
         self._set_aging(False)
         missing = (self._setup.sizes[-1].num_nodes - self._in_use) // self._setup.group_nodes
-        while len(self._starting) < missing:
-            yield self._arrival
-        ready_s = self._starting[missing - 1]
-        if ready_s > self.env.now:
-            yield self.env.timeout(ready_s - self.env.now)
+        while len(self._starting) < missing or self._starting[missing - 1] > self.env.now + ROUNDING:
+            yield from self._wait()
+            if self.env.now > self._limit_s:
+                raise EndlessRunError
         self._wasted_s["waiting"] += self.env.now - start_s
         self._record("waiting", start_s)
 
@@ -515,14 +566,14 @@ class _Job:
             left = self._draws.exponential(source, WHEN)
             while True:
                 age_s, units = self._age(), self._in_use * cause.units_per_node if cause.units_per_node else 1
-                timer = self.env.event()
+                wait_s = inf
                 if self._aging and units:
                     if cause.shape == 1:
                         wait_s = left * cause.mtbf_s / units
                     else:
                         ended = cause.mtbf_s * (expected(age_s) + left / units) ** (1 / cause.shape)
                         wait_s = max(0.0, ended - cause.age_s - age_s)
-                    timer = self.env.timeout(wait_s)
+                timer = self._after(_Order.FAILURE, wait_s)
                 yield timer | self._change
                 if timer.processed:
                     break
@@ -575,7 +626,7 @@ class _Job:
         left_s = mean_s * self._draws.exponential(source, NOTICE)
         while True:
             age_s = self._age()
-            timer = self.env.timeout(left_s) if self._aging else self.env.event()
+            timer = self._after(_Order.FOUND, left_s if self._aging else inf)
             yield timer | self._change
             if timer.processed:
                 break
@@ -591,11 +642,11 @@ class _Job:
         """Windows of maintenance; the job stops early enough for its checkpoint."""
         setup = self._setup
         early_s = setup.blocking_s + setup.write_s if setup.checkpoint_every else 0.0
-        yield self.env.timeout(max(0.0, setup.maintenance_every_s - early_s))
+        yield self._after(_Order.WINDOW, max(0.0, setup.maintenance_every_s - early_s))
         while True:
             self._window_end_s = self.env.now + early_s + setup.maintenance_s
             self._ring()
-            yield self.env.timeout(setup.maintenance_every_s)
+            yield self._after(_Order.WINDOW, setup.maintenance_every_s)
 
     def _preemptions(self) -> _Process:
         """Preemptions of spot nodes of the job, a Poisson process of each."""
@@ -604,7 +655,7 @@ class _Job:
             left = self._draws.exponential(self._preemption, WHEN)
             while True:
                 num_nodes, since_s = self._held - self._on_demand, self.env.now
-                timer = self.env.timeout(left * mtbf_s / num_nodes) if num_nodes > 0 else self.env.event()
+                timer = self._after(_Order.PREEMPTION, left * mtbf_s / num_nodes if num_nodes > 0 else inf)
                 yield timer | self._change
                 if timer.processed:
                     break
@@ -643,7 +694,7 @@ class _Job:
                 self.env.process(self._leave_on_demand())
 
     def _leave_on_demand(self) -> _Process:
-        yield self.env.timeout(self._setup.spot_wait_s * self._draws.exponential(self._preemption, RETURN))
+        yield self._after(_Order.LEAVE, self._setup.spot_wait_s * self._draws.exponential(self._preemption, RETURN))
         self._replace_on_demand(-1)
 
     def _start_of_trace(self) -> tuple[int, float]:
@@ -666,7 +717,7 @@ class _Job:
         """Spot nodes come and go as a trace says, again and again."""
         times_s = self._setup.trace_s
         while True:
-            yield self.env.timeout(wait_s)
+            yield self._after(_Order.PREEMPTION, wait_s)
             if self.env.now > self._limit_s:
                 raise EndlessRunError
             before, row = row, (row + 1) % (len(times_s) - 1)
