@@ -57,13 +57,13 @@ def _sizes(policy: str, group_nodes: int) -> tuple[Size, ...]:
 
 @st.composite
 def setups(draw: st.DrawFn) -> RunSetup:
-    """Setups with all that both engines know, each part absent in half of them."""
+    """Setups with all that engines know, each part absent in half of them."""
 
     def some(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
     policy, group_nodes = some("restart", "shrink", "continue"), some(1, 2)
-    is_spot = draw(st.booleans())
+    is_spot, has_trace = draw(st.booleans()), some(False, False, True)
     return RunSetup(
         num_steps=draw(st.integers(50, 300)),
         sizes=_sizes(policy, group_nodes),
@@ -98,11 +98,13 @@ def setups(draw: st.DrawFn) -> RunSetup:
         group_nodes=group_nodes,
         reconfigure_s=some(0.0, 5.0),
         join_s=some(0.0, 3.0),
-        preemption_mtbf_s=some(1e4, 3e4) if is_spot else INF,
+        preemption_mtbf_s=some(1e4, 3e4) if is_spot and not has_trace else INF,
         notice_s=some(0.0, 20.0),
         spot_wait_s=some(0.0, 500.0),
         on_demand=draw(st.booleans()),
         is_spot=is_spot,
+        trace_s=(0.0, 2500.0, 3100.0, 4700.0, 5000.0) if is_spot and has_trace else (),
+        trace_nodes=(some(NODES, 2 * NODES), some(2, 7), NODES, some(0, 5)) if is_spot and has_trace else (),
     )
 
 

@@ -17,8 +17,7 @@ from math import ceil, floor, inf
 from typing import Any, TypeAlias
 
 from simpy import Environment, Event
-from simpy.core import EventPriority
-from simpy.events import NORMAL
+from simpy.events import NORMAL, EventPriority
 
 from simplan.goodput.engines.checkpoints import REPEATED, ROUNDING, Checkpoints, Progress
 from simplan.goodput.engines.draws import NOTICE, RETURN, WHEN, Draws
@@ -109,7 +108,7 @@ class _After(Event):
     def __init__(self, env: Environment, order: _Order, seconds: float) -> None:
         super().__init__(env)
         self._ok, self._value = True, None
-        env.schedule(self, int(order), seconds)
+        env.schedule(self, EventPriority(order), seconds)
 
 
 class _Job:
@@ -187,7 +186,9 @@ class _Job:
     def train(self) -> _Process:
         """The run from its first step to its last."""
         if self._setup.trace_s:
+            self._is_restarting = True
             yield from self._gather()
+            self._is_restarting = False
         while self._progress.due or self._progress.position < self._setup.num_steps - ROUNDING:
             stop = yield from self._go_on()
             while stop:

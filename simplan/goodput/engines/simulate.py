@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from simplan.errors import Problem, SpecError
 from simplan.goodput.engines.draws import Draws, check_seed
-from simplan.goodput.setup import WATERFALL, OneRun, Runs, RunSetup
+from simplan.goodput.setup import OneRun, Runs, RunSetup
 
 _CHUNK = 250
 """Runs of one call of a worker."""
@@ -59,25 +57,12 @@ def one_run(setup: RunSetup, *, seed: int = 0, number: int = 0) -> OneRun:
 
 
 def _simulate_chunk(setup: RunSetup, seed: int, numbers: range) -> Runs:
-    from simplan.goodput.engines import compiled
+    from simplan.goodput.engines.compiled import engine
 
-    if compiled.why_not_compiled(setup):
-        return stack([one_run(setup, seed=seed, number=number) for number in numbers])
-    runs = compiled.simulate(setup, seed, numbers, limit_s=_limit_s(setup), max_stops=_MAX_STOPS)
+    runs = engine.simulate(setup, seed, numbers, limit_s=_limit_s(setup), max_stops=_MAX_STOPS)
     if runs is None:
         raise _endless(setup)
     return runs
-
-
-def stack(rows: Sequence[OneRun]) -> Runs:
-    """Returns runs of the reference as rows."""
-    return Runs(
-        time_s=np.array([row.time_s for row in rows]),
-        waterfall_s=np.array([[row.waterfall_s[part] for part in WATERFALL] for row in rows]),
-        interruptions=np.array([row.interruptions for row in rows], np.int64),
-        node_s=np.array([row.node_s for row in rows]),
-        checkpoints=np.array([row.num_checkpoints for row in rows], np.int64),
-    )
 
 
 def _limit_s(setup: RunSetup) -> float:

@@ -1,0 +1,199 @@
+"""Nodes that leave and return: spares, repairs, spot nodes, and replica groups of the policy ``continue``."""
+
+from __future__ import annotations
+
+from heapq import heappush
+from math import inf
+
+from simplan.goodput.engines.checkpoints import ROUNDING
+from simplan.goodput.engines.compiled.sources import changed, first, next_exponential, next_uniform, post
+from simplan.goodput.engines.compiled.state import COMPLETE_AT, CONTINUE, Job, State
+from simplan.goodput.engines.draws import RETURN, WHEN
+from simplan.jit import jit_inner
+
+
+@jit_inner
+def fitting(job: Job, num_nodes: int) -> int:
+    """Nodes in use with so many nodes in all; 0 if they are too few."""
+    if job.state.policy == CONTINUE:
+        group_nodes = job.setup.group_nodes
+        in_groups = min(num_nodes // group_nodes * group_nodes, job.sizes[0].num_nodes)
+        return int(in_groups if in_groups >= job.sizes[-1].num_nodes else 0)
+    for index in range(len(job.sizes)):
+        if job.sizes[index].num_nodes <= num_nodes:
+            return int(job.sizes[index].num_nodes)
+    return 0
+
+
+@jit_inner
+def can_grow(state: State) -> bool:
+    """True if nodes for a larger size are there."""
+    return bool(state.larger_nodes and state.held + state.spares >= state.larger_nodes)
+
+
+@jit_inner
+def _take_away(job: Job, source: int, num_nodes: int, delay_s: float) -> int:
+    """Take nodes from the job until each is a spare; returns the number of those that are spares at once."""
+    state, row = job.state, job.sources[source]
+    num_nodes = min(num_nodes, state.held)
+    state.held -= num_nodes
+    is_exponential = source == state.num_sources - 1 or job.setup.repair_is_exponential
+    num_back = 0
+    for _ in range(num_nodes):
+        seconds = row.repair_s * (next_exponential(state, row, RETURN) if is_exponential else 1.0) + delay_s
+        if seconds <= 0:
+            num_back += 1
+        elif seconds < inf:
+            heappush(job.returns, state.now_s + seconds)
+    state.next_return_s = first(job.returns)
+    changed(job.setup, state)
+    return num_back
+
+
+@jit_inner
+def release_lost(job: Job, delay_s: float) -> bool:
+    """Send lost nodes away until they are spares again; returns True if spares that are there replace them all."""
+    state, before = job.state, job.state.held
+    spares = state.spares
+    num_back = 0
+    for source, num_nodes in job.lost:
+        num_back += _take_away(job, source, num_nodes, delay_s)
+    job.lost.clear()
+    is_hot = state.held < before and state.held + spares >= job.sizes[0].num_nodes
+    add_spares(job, num_back)
+    return bool(is_hot)
+
+
+@jit_inner
+def add_spares(job: Job, num: int) -> None:
+    """Nodes that have returned."""
+    state = job.state
+    paid = min(num, state.debt)
+    state.debt -= paid
+    state.spares += num - paid
+    if state.policy == CONTINUE:
+        form_groups(job)
+
+
+# Spot nodes.
+
+
+@jit_inner
+def preempt(job: Job, num_nodes: int) -> None:
+    """Take spot nodes away from the job, or with nodes on demand in their place."""
+    state, setup = job.state, job.setup
+    if setup.on_demand:
+        replace_on_demand(job, num_nodes)
+    if num_nodes > 1:
+        state.memory[COMPLETE_AT] = -inf
+    if state.aging or (state.policy == CONTINUE and not state.is_restarting):
+        write_s = setup.blocking_s + setup.write_s
+        is_planned = setup.checkpoint_every > 0 and 0.0 < write_s <= setup.notice_s
+        num_lost = 0 if setup.on_demand else num_nodes
+        post(job, state.num_sources - 1, num_lost, is_planned, setup.detection_s, inf)
+    elif not setup.on_demand:
+        add_spares(job, _take_away(job, state.num_sources - 1, num_nodes, 0.0))
+
+
+@jit_inner
+def replace_on_demand(job: Job, change: int) -> None:
+    """Put nodes on demand in the place of spot nodes, or with a negative change the other way round."""
+    state = job.state
+    state.on_demand += change
+    if not len(job.trace_s):
+        for _ in range(change):
+            seconds = job.setup.spot_wait_s * next_exponential(state, job.sources[-1], RETURN)
+            heappush(job.leaves, state.now_s + seconds)
+        state.next_leave_s = first(job.leaves)
+    changed(job.setup, state)
+
+
+@jit_inner
+def begin_trace(job: Job) -> None:
+    """Begin at a random point of the trace."""
+    state, row = job.state, 0
+    start_s = job.trace_s[-1] * next_uniform(state, job.sources[-1], WHEN)
+    while job.trace_s[row + 1] <= start_s:
+        row += 1
+    offered, num_nodes = _offered(job, row), job.sizes[0].num_nodes
+    state.trace_row, state.trace_at_s = row, job.trace_s[row + 1] - start_s
+    state.held, state.spares = 0, offered
+    if job.setup.on_demand and offered < num_nodes:
+        state.held, state.spares, state.on_demand = num_nodes, 0, num_nodes - offered
+
+
+@jit_inner
+def _offered(job: Job, row: int) -> int:
+    """Nodes that the job takes of those that a row of the trace offers."""
+    return int(min(job.trace_nodes[row], job.sizes[0].num_nodes + job.setup.spares))
+
+
+@jit_inner
+def follow_trace(job: Job) -> None:
+    """Go on to the next row of the trace, and from its end to its beginning."""
+    state, before = job.state, job.state.trace_row
+    if state.now_s > state.limit_s:
+        state.is_endless = True
+    row = (before + 1) % (len(job.trace_s) - 1)
+    state.trace_row = row
+    state.trace_at_s = state.now_s + (job.trace_s[row + 1] - job.trace_s[row])
+    change = _offered(job, row) - _offered(job, before)
+    if change > 0:
+        back = min(change, state.on_demand)
+        replace_on_demand(job, -back)
+        add_spares(job, change - back)
+    elif change < 0:
+        _withdraw(job, -change)
+
+
+@jit_inner
+def _withdraw(job: Job, num_nodes: int) -> None:
+    """Take nodes away, spares first, then nodes of the job, then nodes in repair."""
+    state = job.state
+    spares = min(num_nodes, state.spares)
+    state.spares -= spares
+    num_lost = 0
+    for _, num in job.lost:
+        num_lost += num
+    preempted = max(0, min(num_nodes - spares, state.held - state.on_demand - num_lost))
+    if preempted:
+        preempt(job, preempted)
+    state.debt += num_nodes - spares - preempted
+
+
+# Replica groups of the policy ``continue``.
+
+
+@jit_inner
+def nodes_of_lost_groups(job: Job) -> int:
+    """Nodes of the groups that leave; with a process that fails its group leaves."""
+    num_groups = 0
+    for _, num_nodes in job.lost:
+        num_groups += max(1, -(-num_nodes // job.setup.group_nodes))
+    return int(num_groups * job.setup.group_nodes)
+
+
+@jit_inner
+def form_groups(job: Job) -> None:
+    """Let complete groups start, with the help of spares."""
+    state, group_nodes = job.state, job.setup.group_nodes
+    while not state.is_restarting:
+        placed = state.in_use + len(job.starting) * group_nodes
+        taken = max(0, group_nodes - (state.held - placed))
+        if placed >= job.sizes[0].num_nodes or taken > state.spares:
+            break
+        state.held, state.spares = state.held + taken, state.spares - taken
+        job.starting.append(state.now_s + job.setup.restart_s)
+        state.cut = state.cut or job.setup.restart_s <= ROUNDING  # ready now: nothing else will happen
+    look_for_group(job)
+    changed(job.setup, job.state)
+
+
+@jit_inner
+def look_for_group(job: Job) -> None:
+    """Find the time at which the next group is ready."""
+    job.state.next_ready_s = inf
+    for ready_s in job.starting:
+        if ready_s > job.state.now_s + ROUNDING:
+            job.state.next_ready_s = ready_s
+            break

@@ -1,0 +1,185 @@
+"""Sources of stops, their random numbers, and the ages at which they stop the job."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf, log1p
+
+from simplan.goodput.engines.compiled.state import SHRINK, Job, Source, State
+from simplan.goodput.engines.draws import NOTICE, NUM_PURPOSES, WHEN
+from simplan.goodput.engines.philox import uniform
+from simplan.goodput.setup import CauseSetup, RunSetup
+from simplan.jit import jit_inner
+
+_CORRUPTION, _SLOW = 0, 1  # what is found, numbered after the sources
+
+
+@jit_inner
+def next_uniform(state: State, row: Source, purpose: int) -> float:
+    """Next number of a stream of a source, uniform in [0, 1)."""
+    index = row.num_drawn[purpose]
+    row.num_drawn[purpose] = index + 1
+    stream = NUM_PURPOSES * row.source + purpose
+    return uniform(state.seed, state.number, stream, index, row.blocks[purpose])
+
+
+@jit_inner
+def next_exponential(state: State, row: Source, purpose: int) -> float:
+    """Next number of a stream of a source, exponential with mean 1."""
+    return -log1p(-next_uniform(state, row, purpose))
+
+
+@jit_inner
+def age(state: State) -> float:
+    """Age of the units in seconds."""
+    return float(state.now_s - state.not_aged_s)
+
+
+@jit_inner
+def look_ahead(state: State) -> None:
+    """Find the time of the next thing that happens."""
+    soonest_s = min(state.preemption_at_s, min(state.trace_at_s, state.window_at_s))
+    soonest_s = min(soonest_s, min(state.next_return_s, min(state.next_leave_s, state.next_ready_s)))
+    if state.aging:
+        soonest_s = min(soonest_s, state.next_age_s + state.not_aged_s)
+    state.soonest_s = soonest_s
+
+
+@jit_inner
+def first(heap: list[float]) -> float:
+    """Smallest item; infinity for none."""
+    return heap[0] if len(heap) else inf
+
+
+@jit_inner
+def look_ahead_in_age(job: Job) -> None:
+    """Find the next event that comes with age: of a cause, or a corruption or slow device that is found."""
+    state, num_sources = job.state, len(job.sources)
+    state.next_age_s = inf
+    for source in range(num_sources):
+        next_age_s = job.sources[source].next_age_s
+        if next_age_s < state.next_age_s:
+            state.next_age_s, state.next_source = next_age_s, source
+    if len(job.corrupt) and job.corrupt[0][0] < state.next_age_s:
+        state.next_age_s, state.next_source = job.corrupt[0][0], num_sources + _CORRUPTION
+    if len(job.slow) and job.slow[0] < state.next_age_s:
+        state.next_age_s, state.next_source = job.slow[0], num_sources + _SLOW
+    look_ahead(state)
+
+
+@jit_inner
+def schedule(state: State, cause: Source, age_s: float) -> None:
+    """Draw the age of the next event of a cause."""
+    cause.next_age_s = inf
+    if cause.mtbf_s < inf:
+        cause.next_age_s = _age_of_next(cause, age_s, next_exponential(state, cause, WHEN), state.in_use)
+
+
+@jit_inner
+def _expected(cause: CauseSetup, age_s: float) -> float:
+    """Expected number of events of one unit up to an age."""
+    if cause.shape == 1.0:
+        return float(age_s / cause.mtbf_s)
+    return float(((age_s + cause.age_s) / cause.mtbf_s) ** cause.shape)
+
+
+@jit_inner
+def _age_of_next(cause: CauseSetup, age_s: float, left: float, in_use: int) -> float:
+    """Age until which ``left`` more events of a cause are expected."""
+    per_unit = left / _units(cause, in_use)
+    if cause.shape == 1.0:
+        return float(age_s + per_unit * cause.mtbf_s)
+    end_s = cause.mtbf_s * (_expected(cause, age_s) + per_unit) ** (1.0 / cause.shape) - cause.age_s
+    return float(max(age_s, end_s))
+
+
+@jit_inner
+def _units(cause: CauseSetup, in_use: int) -> float:
+    return float(in_use * cause.units_per_node if cause.units_per_node else 1.0)
+
+
+@jit_inner
+def set_in_use(job: Job, in_use: int) -> None:
+    """Change the number of nodes in use, and with it the size of the job and the rates of the causes."""
+    state, before, age_s = job.state, job.state.in_use, age(job.state)
+    state.in_use = in_use
+    if before == in_use:
+        return
+    index = 0
+    while job.sizes[index].num_nodes > in_use and index < len(job.sizes) - 1:
+        index += 1
+    state.size_step_s, state.advance = job.sizes[index].step_s, job.sizes[index].advance
+    state.larger_nodes = job.sizes[index - 1].num_nodes if index and state.policy == SHRINK else 0
+    for source in range(len(job.sources)):
+        cause = job.sources[source]
+        if cause.units_per_node and cause.next_age_s < inf:
+            left = max(0.0, _expected(cause, cause.next_age_s) - _expected(cause, age_s)) * _units(cause, before)
+            cause.next_age_s = _age_of_next(cause, age_s, left, in_use)
+    look_ahead_in_age(job)
+
+
+@jit_inner
+def changed(setup: RunSetup, state: State) -> None:
+    """Set the time of the next preemption after a change of the nodes that can be preempted."""
+    mtbf_s = setup.preemption_mtbf_s
+    state.preemption_at_s = inf
+    if mtbf_s < inf:
+        expected = state.preemption_nodes * (state.now_s - state.preemption_since_s) / mtbf_s
+        state.preemption_left = max(0.0, state.preemption_left - expected)
+        state.preemption_nodes, state.preemption_since_s = state.held - state.on_demand, state.now_s
+        if state.preemption_nodes > 0:
+            state.preemption_at_s = state.now_s + state.preemption_left * mtbf_s / state.preemption_nodes
+    look_ahead(state)
+
+
+@jit_inner
+def set_aging(state: State, aging: bool) -> None:
+    """Let units grow older from now on, or not."""
+    if state.aging != aging:
+        state.aging = aging
+        look_ahead(state)
+
+
+@jit_inner
+def happen_in_age(job: Job) -> None:
+    """The next event that comes with age."""
+    state, num_sources = job.state, len(job.sources)
+    corruption, slow, source, age_s = num_sources - 3, num_sources - 2, state.next_source, state.next_age_s
+    if source == num_sources + _CORRUPTION:
+        _, since_s = heappop(job.corrupt)
+        post(job, corruption, 1, False, 0.0, since_s)
+    elif source == num_sources + _SLOW:
+        heappop(job.slow)
+        state.num_slow -= 1
+        post(job, slow, 1, True, 0.0, inf)
+    else:
+        cause = job.sources[source]
+        schedule(state, cause, age_s)
+        if source == corruption:
+            found_s = job.setup.corruption_found_s * next_exponential(state, cause, NOTICE)
+            heappush(job.corrupt, (age_s + found_s, age_s))
+        elif source == slow:
+            heappush(job.slow, age_s + job.setup.slow_found_s * next_exponential(state, cause, NOTICE))
+            state.num_slow += 1
+            state.cut = True
+        else:
+            _fail(job, cause)
+    look_ahead_in_age(job)
+
+
+@jit_inner
+def _fail(job: Job, cause: Source) -> None:
+    setup, noticed = job.setup, next_uniform(job.state, cause, NOTICE)
+    if noticed < cause.at_once:
+        detection_s = 0.0
+    elif noticed < cause.at_once + cause.timeout:
+        detection_s = setup.timeout_s
+    else:
+        detection_s = setup.detection_s
+    post(job, cause.source, cause.num_nodes, cause.planned, detection_s, inf)
+
+
+@jit_inner
+def post(job: Job, source: int, num_nodes: int, is_planned: bool, detection_s: float, corrupt_since_s: float) -> None:
+    """Stop the job as soon as it goes on."""
+    job.stops.append((source, num_nodes, is_planned, detection_s, corrupt_since_s))
