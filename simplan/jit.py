@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from numba import njit
+from numba.core.dispatcher import Dispatcher
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -19,7 +21,8 @@ def jit(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     The machine code is cached next to the source or in the user's cache folder (``NUMBA_CACHE_DIR`` overrides both). So
     only the first process of an installation waits for the compiler. If neither folder is writable, every process does.
-    Who waits is told so once.
+    Who waits is told so once. A change of a function or constant that a module imports by its name, or of the module,
+    makes the cached code of all functions of the module outdated.
     """
     return _compiled(function, nogil=True)
 
@@ -48,10 +51,30 @@ def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
         kept = njit(**options)(function)
         _announce("in every process: no folder for machine code is writable, and NUMBA_CACHE_DIR names none")
     else:
+        _stamp_imports(kept)
         if not any(Path(kept.stats.cache_path).glob(f"*.{function.__name__}-*.nbi")):
             _announce("once per installation")
     compiled: Callable[_P, _R] = kept
     return compiled
+
+
+def _stamp_imports(kept: Any) -> None:
+    """Let the stamp of cached code cover compiled functions and constants that its module has imported.
+
+    Machine code contains both, but numba's stamp is a hash of the function's file alone.
+    """
+    stamp = sha256(kept._cache._cache_file._source_stamp)
+    for name, value in sorted(kept.py_func.__globals__.items()):
+        if isinstance(value, Dispatcher):
+            if value.py_func.__module__ != kept.py_func.__module__ and value.stats.cache_path:
+                stamp.update(value._cache._cache_file._source_stamp)
+        elif _is_constant(value) and not name.startswith("__"):
+            stamp.update(f"{name} = {value!r}\n".encode())
+    kept._cache._cache_file._source_stamp = stamp.digest()
+
+
+def _is_constant(value: object) -> bool:
+    return isinstance(value, int | float | str) or (isinstance(value, tuple) and all(map(_is_constant, value)))
 
 
 @cache

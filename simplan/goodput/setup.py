@@ -1,6 +1,6 @@
 """Numbers of a run as the engines read them, and the results of simulated runs.
 
-What happens in a run, for both engines (``reference`` in SimPy, ``compiled``):
+What happens in a run, for both engines (``compiled``, and ``reference`` in SimPy), which agree run by run:
 
 1. **Position.** A run is at a number of full steps, at first 0, and ends at ``num_steps``. A step on the nodes of a
    size takes its ``step_s`` and advances by its ``advance``, which is below 1 only where replica groups are missing.
@@ -36,6 +36,11 @@ What happens in a run, for both engines (``reference`` in SimPy, ``compiled``):
    of its own. Without enough notice a preemption is a failure that is noticed by heartbeat. While the job is
    detecting, diagnosing, waiting or in maintenance its nodes leave without a stop. With a trace, as many nodes are
    there as it says, from a random point of it on.
+9. **Order.** Times less than a microsecond apart are one instant. At an instant happen first failures, corruption and
+   slowing among them; then what is found; then nodes return, nodes on demand leave, spot nodes are preempted or the
+   trace changes, maintenance begins, and groups become ready. Last the job goes on. A step, pause or wait that ends at
+   that instant has ended, and what has happened stops the next one. Stops are taken one by one in the order in which
+   they came, then maintenance, then growth.
 """
 
 from __future__ import annotations

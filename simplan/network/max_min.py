@@ -14,8 +14,7 @@ of all on it, those on the link with the least share per connection get it, and 
 
 A change reaches the communications that share links with it, directly or through others. Lists of the communications on
 each link find them, and a tree of the ends finds the next one, so the cost of a change depends on their number and only
-as a logarithm on the size of the cluster. All functions are in one module because numba's cache notices changes of one
-file only.
+as a logarithm on the size of the cluster.
 """
 
 from __future__ import annotations

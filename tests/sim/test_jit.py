@@ -1,4 +1,4 @@
-"""Compilation of the simulator: who waits for it is told."""
+"""Compilation of the simulator: its cache, and who waits for it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,28 @@ import sys
 from pathlib import Path
 
 
+def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(folder), *sys.path])
+    env = {**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(folder / "cache")}
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
+
+
 def test_only_the_first_process_is_told_to_wait(tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text("def twice(x):\n    return 2 * x\n\ndef thrice(x):\n    return 3 * x\n")
     code = "from simplan.jit import jit; import loops; print(jit(loops.twice)(1) + jit(loops.thrice)(1))"
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    env = {**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    runs = [
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
-        for _ in range(2)
-    ]
+    runs = [run_in(tmp_path, code) for _ in range(2)]
     assert [run.stdout for run in runs] == ["5\n", "5\n"]
     assert [run.stderr for run in runs] == ["compiling the simulator, once per installation (5 to 20 s)\n", ""]
+
+
+def test_changes_in_imported_files_reach_cached_code(tmp_path: Path) -> None:
+    """A constant of one file, in a function of a second one, that a third one calls."""
+    start, end = "from simplan.jit import jit\n", "\n@jit\ndef {}(x):\n    return {}\n"
+    (tmp_path / "inner.py").write_text(start + "from constants import FACTOR" + end.format("scaled", "FACTOR * x"))
+    (tmp_path / "outer.py").write_text(start + "from inner import scaled" + end.format("more", "scaled(x) + 1"))
+    outputs = []
+    for factor in (2, 30, 30):
+        (tmp_path / "constants.py").write_text(f"FACTOR = {factor}\n")
+        code = "import outer; print(outer.more(1), sum(outer.more.stats.cache_hits.values()))"
+        outputs.append(run_in(tmp_path, code).stdout.split())
+    assert outputs == [["3", "0"], ["31", "0"], ["31", "1"]]

@@ -1,8 +1,9 @@
-"""A whole run as SimPy processes: the definition of what ``setup`` says, and the only engine for traces.
+"""A whole run as SimPy processes: the definition of what ``setup`` says, and the engine of runs with a timeline.
 
 One process trains; others are the failures of each cause, the return of each lost node, windows of maintenance and the
 provider of spot nodes. They set a node aside or post a ``_Stop`` and ring the bell of the process that trains, which
-then goes through detection, diagnosis, the change of nodes and the restart.
+then goes through detection, diagnosis, the change of nodes and the restart. ``_Clock`` keeps the order of what happens
+at one instant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulated runs in chunks, by the compiled engine or the reference."""
+"""Simulated runs: many by the compiled engine in chunks, one with its stretches by the reference."""
 
 from __future__ import annotations
 
