@@ -70,7 +70,7 @@ def run(setup: RunSetup, draws: Draws, *, limit_s: float = inf, max_stops: int =
 
 
 class _Order(IntEnum):
-    """Order of what happens at one instant, as priorities of SimPy, after what follows from an event at once."""
+    """Order of what happens at one instant, as priorities of SimPy; events that others trigger come between."""
 
     FAILURE = NORMAL + 1
     FOUND = auto()
