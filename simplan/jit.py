@@ -63,14 +63,18 @@ def _stamp_imports(kept: Any) -> None:
 
     Machine code contains both, but numba's stamp is a hash of the function's file alone.
     """
-    stamp = sha256(kept._cache._cache_file._source_stamp)
+    stamp = sha256(_index(kept)._source_stamp)
     for name, value in sorted(kept.py_func.__globals__.items()):
         if isinstance(value, Dispatcher):
             if value.py_func.__module__ != kept.py_func.__module__ and value.stats.cache_path:
-                stamp.update(value._cache._cache_file._source_stamp)
+                stamp.update(_index(value)._source_stamp)
         elif _is_constant(value) and not name.startswith("__"):
             stamp.update(f"{name} = {value!r}\n".encode())
-    kept._cache._cache_file._source_stamp = stamp.digest()
+    _index(kept)._source_stamp = stamp.digest()
+
+
+def _index(compiled: Any) -> Any:
+    return compiled._cache._cache_file
 
 
 def _is_constant(value: object) -> bool:

@@ -16,11 +16,9 @@ from simplan.goodput.engines.compiled.nodes import (
 )
 from simplan.goodput.engines.compiled.sources import (
     changed,
-    first,
     happen_in_age,
     look_ahead,
     next_exponential,
-    post,
     set_aging,
 )
 from simplan.goodput.engines.compiled.state import GROWTH, WINDOW, Job, State
@@ -47,14 +45,13 @@ def _happen(job: Job) -> None:
     state, until_s = job.state, job.state.now_s + ROUNDING
     if state.aging and state.next_age_s + state.not_aged_s <= until_s:
         happen_in_age(job)
-    elif state.next_return_s <= until_s:
-        heappop(job.returns)
-        state.next_return_s = first(job.returns)
-        add_spares(job, 1)
-    elif state.next_leave_s <= until_s:
-        heappop(job.leaves)
-        state.next_leave_s = first(job.leaves)
-        replace_on_demand(job, -1)
+    elif state.next_move_s <= until_s:
+        _, change = heappop(job.moves)
+        state.next_move_s = job.moves[0][0] if len(job.moves) else inf
+        if change:
+            replace_on_demand(job, change)
+        else:
+            add_spares(job, 1)
     elif state.preemption_at_s <= until_s:
         state.preemption_left = next_exponential(state, job.sources[-1], WHEN)
         state.preemption_since_s = state.now_s
@@ -67,7 +64,7 @@ def _happen(job: Job) -> None:
         state.window_at_s += job.setup.maintenance_every_s
     else:  # a group is ready
         state.cut = True
-        look_for_group(job)
+        look_for_group(state, job.starting)
     look_ahead(state)
 
 
@@ -97,24 +94,18 @@ def go_to(job: Job, end_s: float) -> None:
 
 
 @jit_inner
-def is_stopped(job: Job) -> bool:
+def is_stopped(state: State, stops: list[tuple[int, int, bool, float, float]]) -> bool:
     """True if something stops the job now."""
-    return bool(len(job.stops) or in_window(job.state) or can_grow(job.state))
+    return bool(len(stops) or in_window(state) or can_grow(state))
 
 
 @jit_inner
-def _next_stop(job: Job) -> bool:
+def _next_stop(state: State, stops: list[tuple[int, int, bool, float, float]]) -> bool:
     """True if something stops the job now; the state then says what."""
-    state, stops = job.state, job.stops
     if not len(stops):
-        if state.is_stopping:
+        if state.is_stopping or not is_stopped(state, stops):
             return False
-        if in_window(state):
-            post(job, WINDOW, 0, True, 0.0, inf)
-        elif can_grow(state):
-            post(job, GROWTH, 0, True, 0.0, inf)
-        else:
-            return False
+        stops.append((WINDOW if in_window(state) else GROWTH, 0, True, 0.0, inf))
     state.source, state.num_nodes, state.is_planned, state.detection_s, state.corrupt_since_s = stops.pop(0)
     return True
 
@@ -130,7 +121,7 @@ def spend(job: Job, seconds: float, step_s: float) -> bool:
     end_s = start_s + seconds
     set_aging(state, True)
     while end_s - state.now_s > ROUNDING:
-        if _next_stop(job):
+        if _next_stop(state, job.stops):
             return True
         if state.cut and step_s > 0:
             end_s = min(end_s, start_s + ceil((state.now_s - start_s) / step_s - ROUNDING) * step_s)

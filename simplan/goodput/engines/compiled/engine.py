@@ -39,8 +39,9 @@ def simulate(setup: RunSetup, seed: int, of_runs: range, *, limit_s: float, max_
         node_s=np.empty((num_runs, 4)),
         checkpoints=np.empty(num_runs, np.int64),
     )
-    trace = np.array(setup.trace_s), np.array(setup.trace_nodes, np.int64)
-    if not _simulate(table([setup]), table(setup.sizes), sources, *trace, states, runs.interruptions):
+    offered = np.minimum(setup.trace_nodes, setup.num_nodes + setup.spares, dtype=np.float64)
+    trace = np.column_stack([setup.trace_s, [*offered, *offered[:1]]])
+    if not _simulate(table([setup]), table(setup.sizes), sources, trace, states, runs.interruptions):
         return None
     runs.time_s[:], runs.checkpoints[:], runs.node_s[:] = states["now_s"], states["num_written"], states["node_s"]
     parts_s = np.hstack([states["progress"][:, : len(REPEATED)], states["wasted_s"]])
@@ -53,8 +54,7 @@ def _simulate(
     setups: NDArray[Any],
     sizes: NDArray[Any],
     sources: NDArray[Any],
-    trace_s: NDArray[np.float64],
-    trace_nodes: NDArray[np.int64],
+    trace: NDArray[np.float64],
     states: NDArray[Any],
     interruptions: NDArray[np.int64],
 ) -> bool:
@@ -65,13 +65,10 @@ def _simulate(
             state=states[run],
             sizes=sizes,
             sources=sources.copy(),
-            trace_s=trace_s,
-            trace_nodes=trace_nodes,
+            trace=trace,
             history=[(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for _ in range(0)],
-            slow=[0.0 for _ in range(0)],
-            corrupt=[(0.0, 0.0) for _ in range(0)],
-            returns=[0.0 for _ in range(0)],
-            leaves=[0.0 for _ in range(0)],
+            hidden=[(0.0, 0, 0.0) for _ in range(0)],
+            moves=[(0.0, 0) for _ in range(0)],
             starting=[0.0 for _ in range(0)],
             lost=[(0, 0) for _ in range(0)],
             stops=[(0, 0, False, 0.0, 0.0) for _ in range(0)],

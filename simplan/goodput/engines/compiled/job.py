@@ -56,10 +56,10 @@ def begin(job: Job) -> None:
     state.full_step_s = job.sizes[0].step_s
     state.held = job.sizes[0].num_nodes
     state.spares = setup.spares
-    state.in_flight_at_s = state.next_return_s = state.next_leave_s = state.next_ready_s = state.trace_at_s = inf
+    state.in_flight_at_s = state.next_move_s = state.next_ready_s = state.trace_at_s = inf
     state.stored[COMPLETE_AT] = state.memory[COMPLETE_AT] = -inf
     state.window_at_s, state.window_end_s = max(0.0, setup.maintenance_every_s - early_s(setup)), -inf
-    if len(job.trace_s):
+    if len(job.trace):
         begin_trace(job)
     if setup.preemption_mtbf_s < inf:
         state.preemption_left = next_exponential(state, job.sources[-1], WHEN)
@@ -67,13 +67,13 @@ def begin(job: Job) -> None:
     for source in range(len(job.sources)):
         schedule(state, job.sources[source], 0.0)
     changed(setup, state)
-    look_ahead_in_age(job)
+    look_ahead_in_age(state, job.sources, job.hidden)
 
 
 @jit_inner
 def train(job: Job) -> None:
     """The run from its first step to its last."""
-    if len(job.trace_s):
+    if len(job.trace):
         job.state.is_restarting = True
         _gather(job)
         job.state.is_restarting = False
@@ -98,7 +98,7 @@ def _go_on(job: Job) -> bool:
         if len(job.starting) and job.starting[0] <= state.now_s + ROUNDING:
             return _join(job)
     set_aging(state, True)
-    if not is_stopped(job):
+    if not is_stopped(state, job.stops):
         _pass_undisturbed(job.setup, state, job.history)
         if _is_done(job.setup, state):
             return False
@@ -202,7 +202,7 @@ def _can_go_on(job: Job) -> bool:
     state = job.state
     if state.is_restarting or state.source == WINDOW or state.corrupt_since_s < inf:
         return False
-    return bool(state.in_use > nodes_of_lost_groups(job))
+    return bool(state.in_use > nodes_of_lost_groups(job.setup, job.lost))
 
 
 @jit_inner
@@ -248,13 +248,13 @@ def _gather(job: Job) -> None:
     state = job.state
     set_aging(state, False)
     start_s = state.now_s
-    while not fitting(job, state.held + state.spares):
+    while not fitting(job.setup, state, job.sizes, state.held + state.spares):
         if state.now_s > state.limit_s or state.soonest_s == inf:
             state.is_endless = True
             return
         go_to(job, inf)
     state.wasted_s[WAITING] += state.now_s - start_s
-    num_nodes = fitting(job, state.held + state.spares)
+    num_nodes = fitting(job.setup, state, job.sizes, state.held + state.spares)
     taken = max(0, num_nodes - state.held)
     state.held, state.spares = state.held + taken, state.spares - taken
     job.starting.clear()
@@ -266,7 +266,7 @@ def _gather(job: Job) -> None:
 @jit_inner
 def _leave(job: Job, diagnosis_s: float) -> bool:
     """The groups of lost nodes leave, and the others go on; returns True if that is stopped."""
-    set_in_use(job, job.state.in_use - nodes_of_lost_groups(job))
+    set_in_use(job, job.state.in_use - nodes_of_lost_groups(job.setup, job.lost))
     release_lost(job, diagnosis_s)
     form_groups(job)
     start_s = job.state.now_s

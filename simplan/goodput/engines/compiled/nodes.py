@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from heapq import heappush
 from math import inf
+from typing import Any
+
+from numpy.typing import NDArray
 
 from simplan.goodput.engines.checkpoints import ROUNDING
-from simplan.goodput.engines.compiled.sources import changed, first, next_exponential, next_uniform, post
+from simplan.goodput.engines.compiled.sources import changed, next_exponential, next_uniform
 from simplan.goodput.engines.compiled.state import COMPLETE_AT, CONTINUE, Job, State
 from simplan.goodput.engines.draws import RETURN, WHEN
+from simplan.goodput.setup import RunSetup
 from simplan.jit import jit_inner
 
 
 @jit_inner
-def fitting(job: Job, num_nodes: int) -> int:
+def fitting(setup: RunSetup, state: State, sizes: NDArray[Any], num_nodes: int) -> int:
     """Nodes in use with so many nodes in all; 0 if they are too few."""
-    if job.state.policy == CONTINUE:
-        group_nodes = job.setup.group_nodes
-        in_groups = min(num_nodes // group_nodes * group_nodes, job.sizes[0].num_nodes)
-        return int(in_groups if in_groups >= job.sizes[-1].num_nodes else 0)
-    for index in range(len(job.sizes)):
-        if job.sizes[index].num_nodes <= num_nodes:
-            return int(job.sizes[index].num_nodes)
+    if state.policy == CONTINUE:
+        group_nodes = setup.group_nodes
+        in_groups = min(num_nodes // group_nodes * group_nodes, sizes[0].num_nodes)
+        return int(in_groups if in_groups >= sizes[-1].num_nodes else 0)
+    for index in range(len(sizes)):
+        if sizes[index].num_nodes <= num_nodes:
+            return int(sizes[index].num_nodes)
     return 0
 
 
@@ -44,8 +48,8 @@ def _take_away(job: Job, source: int, num_nodes: int, delay_s: float) -> int:
         if seconds <= 0:
             num_back += 1
         elif seconds < inf:
-            heappush(job.returns, state.now_s + seconds)
-    state.next_return_s = first(job.returns)
+            heappush(job.moves, (state.now_s + seconds, 0))
+            state.next_move_s = job.moves[0][0]
     changed(job.setup, state)
     return num_back
 
@@ -90,7 +94,7 @@ def preempt(job: Job, num_nodes: int) -> None:
         write_s = setup.blocking_s + setup.write_s
         is_planned = setup.checkpoint_every > 0 and 0.0 < write_s <= setup.notice_s
         num_lost = 0 if setup.on_demand else num_nodes
-        post(job, state.num_sources - 1, num_lost, is_planned, setup.detection_s, inf)
+        job.stops.append((state.num_sources - 1, num_lost, is_planned, setup.detection_s, inf))
     elif not setup.on_demand:
         add_spares(job, _take_away(job, state.num_sources - 1, num_nodes, 0.0))
 
@@ -100,77 +104,67 @@ def replace_on_demand(job: Job, change: int) -> None:
     """Put nodes on demand in the place of spot nodes, or with a negative change the other way round."""
     state = job.state
     state.on_demand += change
-    if not len(job.trace_s):
+    if not len(job.trace):
         for _ in range(change):
             seconds = job.setup.spot_wait_s * next_exponential(state, job.sources[-1], RETURN)
-            heappush(job.leaves, state.now_s + seconds)
-        state.next_leave_s = first(job.leaves)
+            heappush(job.moves, (state.now_s + seconds, -1))
+            state.next_move_s = job.moves[0][0]
     changed(job.setup, state)
 
 
 @jit_inner
 def begin_trace(job: Job) -> None:
     """Begin at a random point of the trace."""
-    state, row = job.state, 0
-    start_s = job.trace_s[-1] * next_uniform(state, job.sources[-1], WHEN)
-    while job.trace_s[row + 1] <= start_s:
+    state, row, num_nodes = job.state, 0, job.sizes[0].num_nodes
+    start_s = job.trace[-1, 0] * next_uniform(state, job.sources[-1], WHEN)
+    while job.trace[row + 1, 0] <= start_s:
         row += 1
-    offered, num_nodes = _offered(job, row), job.sizes[0].num_nodes
-    state.trace_row, state.trace_at_s = row, job.trace_s[row + 1] - start_s
+    offered = int(job.trace[row, 1])
+    state.trace_row, state.trace_at_s = row, job.trace[row + 1, 0] - start_s
     state.held, state.spares = 0, offered
     if job.setup.on_demand and offered < num_nodes:
         state.held, state.spares, state.on_demand = num_nodes, 0, num_nodes - offered
 
 
 @jit_inner
-def _offered(job: Job, row: int) -> int:
-    """Nodes that the job takes of those that a row of the trace offers."""
-    return int(min(job.trace_nodes[row], job.sizes[0].num_nodes + job.setup.spares))
-
-
-@jit_inner
 def follow_trace(job: Job) -> None:
-    """Go on to the next row of the trace, and from its end to its beginning."""
+    """Spot nodes come or go as the next row of the trace says; after the last one it begins again.
+
+    It takes spares first, then nodes of the job, then nodes in repair.
+    """
     state, before = job.state, job.state.trace_row
     if state.now_s > state.limit_s:
         state.is_endless = True
-    row = (before + 1) % (len(job.trace_s) - 1)
+    row = (before + 1) % (len(job.trace) - 1)
     state.trace_row = row
-    state.trace_at_s = state.now_s + (job.trace_s[row + 1] - job.trace_s[row])
-    change = _offered(job, row) - _offered(job, before)
+    state.trace_at_s = state.now_s + (job.trace[row + 1, 0] - job.trace[row, 0])
+    change = int(job.trace[row, 1] - job.trace[before, 1])
     if change > 0:
         back = min(change, state.on_demand)
         replace_on_demand(job, -back)
         add_spares(job, change - back)
     elif change < 0:
-        _withdraw(job, -change)
-
-
-@jit_inner
-def _withdraw(job: Job, num_nodes: int) -> None:
-    """Take nodes away, spares first, then nodes of the job, then nodes in repair."""
-    state = job.state
-    spares = min(num_nodes, state.spares)
-    state.spares -= spares
-    num_lost = 0
-    for _, num in job.lost:
-        num_lost += num
-    preempted = max(0, min(num_nodes - spares, state.held - state.on_demand - num_lost))
-    if preempted:
-        preempt(job, preempted)
-    state.debt += num_nodes - spares - preempted
+        spares = min(-change, state.spares)
+        state.spares -= spares
+        num_lost = 0
+        for _, num in job.lost:
+            num_lost += num
+        preempted = max(0, min(-change - spares, state.held - state.on_demand - num_lost))
+        if preempted:
+            preempt(job, preempted)
+        state.debt += -change - spares - preempted
 
 
 # Replica groups of the policy ``continue``.
 
 
 @jit_inner
-def nodes_of_lost_groups(job: Job) -> int:
+def nodes_of_lost_groups(setup: RunSetup, lost: list[tuple[int, int]]) -> int:
     """Nodes of the groups that leave; with a process that fails its group leaves."""
     num_groups = 0
-    for _, num_nodes in job.lost:
-        num_groups += max(1, -(-num_nodes // job.setup.group_nodes))
-    return int(num_groups * job.setup.group_nodes)
+    for _, num_nodes in lost:
+        num_groups += max(1, -(-num_nodes // setup.group_nodes))
+    return int(num_groups * setup.group_nodes)
 
 
 @jit_inner
@@ -185,15 +179,15 @@ def form_groups(job: Job) -> None:
         state.held, state.spares = state.held + taken, state.spares - taken
         job.starting.append(state.now_s + job.setup.restart_s)
         state.cut = state.cut or job.setup.restart_s <= ROUNDING  # ready now: nothing else will happen
-    look_for_group(job)
+    look_for_group(state, job.starting)
     changed(job.setup, job.state)
 
 
 @jit_inner
-def look_for_group(job: Job) -> None:
+def look_for_group(state: State, starting: list[float]) -> None:
     """Find the time at which the next group is ready."""
-    job.state.next_ready_s = inf
-    for ready_s in job.starting:
-        if ready_s > job.state.now_s + ROUNDING:
-            job.state.next_ready_s = ready_s
+    state.next_ready_s = inf
+    for ready_s in starting:
+        if ready_s > state.now_s + ROUNDING:
+            state.next_ready_s = ready_s
             break

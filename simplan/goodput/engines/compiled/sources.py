@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from math import inf, log1p
+from typing import Any
+
+from numpy.typing import NDArray
 
 from simplan.goodput.engines.compiled.state import SHRINK, Job, Source, State
 from simplan.goodput.engines.draws import NOTICE, NUM_PURPOSES, WHEN
@@ -11,7 +14,7 @@ from simplan.goodput.engines.philox import uniform
 from simplan.goodput.setup import CauseSetup, RunSetup
 from simplan.jit import jit_inner
 
-_CORRUPTION, _SLOW = 0, 1  # what is found, numbered after the sources
+_HIDDEN = -1  # in place of a source, for a fault that is found
 
 
 @jit_inner
@@ -39,31 +42,22 @@ def age(state: State) -> float:
 def look_ahead(state: State) -> None:
     """Find the time of the next thing that happens."""
     soonest_s = min(state.preemption_at_s, min(state.trace_at_s, state.window_at_s))
-    soonest_s = min(soonest_s, min(state.next_return_s, min(state.next_leave_s, state.next_ready_s)))
+    soonest_s = min(soonest_s, min(state.next_move_s, state.next_ready_s))
     if state.aging:
         soonest_s = min(soonest_s, state.next_age_s + state.not_aged_s)
     state.soonest_s = soonest_s
 
 
 @jit_inner
-def first(heap: list[float]) -> float:
-    """Smallest item; infinity for none."""
-    return heap[0] if len(heap) else inf
-
-
-@jit_inner
-def look_ahead_in_age(job: Job) -> None:
-    """Find the next event that comes with age: of a cause, or a corruption or slow device that is found."""
-    state, num_sources = job.state, len(job.sources)
+def look_ahead_in_age(state: State, sources: NDArray[Any], hidden: list[tuple[float, int, float]]) -> None:
+    """Find the next event that comes with age: of a cause, or a fault that is found."""
     state.next_age_s = inf
-    for source in range(num_sources):
-        next_age_s = job.sources[source].next_age_s
+    for source in range(len(sources)):
+        next_age_s = sources[source].next_age_s
         if next_age_s < state.next_age_s:
             state.next_age_s, state.next_source = next_age_s, source
-    if len(job.corrupt) and job.corrupt[0][0] < state.next_age_s:
-        state.next_age_s, state.next_source = job.corrupt[0][0], num_sources + _CORRUPTION
-    if len(job.slow) and job.slow[0] < state.next_age_s:
-        state.next_age_s, state.next_source = job.slow[0], num_sources + _SLOW
+    if len(hidden) and hidden[0][0] < state.next_age_s:
+        state.next_age_s, state.next_source = hidden[0][0], _HIDDEN
     look_ahead(state)
 
 
@@ -115,7 +109,7 @@ def set_in_use(job: Job, in_use: int) -> None:
         if cause.units_per_node and cause.next_age_s < inf:
             left = max(0.0, _expected(cause, cause.next_age_s) - _expected(cause, age_s)) * _units(cause, before)
             cause.next_age_s = _age_of_next(cause, age_s, left, in_use)
-    look_ahead_in_age(job)
+    look_ahead_in_age(state, job.sources, job.hidden)
 
 
 @jit_inner
@@ -145,41 +139,31 @@ def happen_in_age(job: Job) -> None:
     """The next event that comes with age."""
     state, num_sources = job.state, len(job.sources)
     corruption, slow, source, age_s = num_sources - 3, num_sources - 2, state.next_source, state.next_age_s
-    if source == num_sources + _CORRUPTION:
-        _, since_s = heappop(job.corrupt)
-        post(job, corruption, 1, False, 0.0, since_s)
-    elif source == num_sources + _SLOW:
-        heappop(job.slow)
-        state.num_slow -= 1
-        post(job, slow, 1, True, 0.0, inf)
+    if source == _HIDDEN:
+        _, source, corrupt_since_s = heappop(job.hidden)
+        if source == slow:
+            state.num_slow -= 1
+        job.stops.append((source, 1, source == slow, 0.0, corrupt_since_s))
     else:
         cause = job.sources[source]
         schedule(state, cause, age_s)
         if source == corruption:
             found_s = job.setup.corruption_found_s * next_exponential(state, cause, NOTICE)
-            heappush(job.corrupt, (age_s + found_s, age_s))
+            heappush(job.hidden, (age_s + found_s, source, age_s))
         elif source == slow:
-            heappush(job.slow, age_s + job.setup.slow_found_s * next_exponential(state, cause, NOTICE))
+            heappush(job.hidden, (age_s + job.setup.slow_found_s * next_exponential(state, cause, NOTICE), source, inf))
             state.num_slow += 1
             state.cut = True
         else:
-            _fail(job, cause)
-    look_ahead_in_age(job)
+            detection_s = _detection_s(job.setup, state, cause)
+            job.stops.append((source, cause.num_nodes, cause.planned, detection_s, inf))
+    look_ahead_in_age(state, job.sources, job.hidden)
 
 
 @jit_inner
-def _fail(job: Job, cause: Source) -> None:
-    setup, noticed = job.setup, next_uniform(job.state, cause, NOTICE)
+def _detection_s(setup: RunSetup, state: State, cause: Source) -> float:
+    """Seconds until a failure is noticed."""
+    noticed = next_uniform(state, cause, NOTICE)
     if noticed < cause.at_once:
-        detection_s = 0.0
-    elif noticed < cause.at_once + cause.timeout:
-        detection_s = setup.timeout_s
-    else:
-        detection_s = setup.detection_s
-    post(job, cause.source, cause.num_nodes, cause.planned, detection_s, inf)
-
-
-@jit_inner
-def post(job: Job, source: int, num_nodes: int, is_planned: bool, detection_s: float, corrupt_since_s: float) -> None:
-    """Stop the job as soon as it goes on."""
-    job.stops.append((source, num_nodes, is_planned, detection_s, corrupt_since_s))
+        return 0.0
+    return float(setup.timeout_s if noticed < cause.at_once + cause.timeout else setup.detection_s)

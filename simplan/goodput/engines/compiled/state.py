@@ -39,8 +39,7 @@ class State:
         policy: Index in ``POLICIES``.
         not_aged_s: Seconds in which units did not grow older: their age is ``now_s - not_aged_s``.
         soonest_s: Time of the next thing that happens.
-        next_return_s, next_leave_s, next_ready_s: Time at which the next lost node returns, node on demand leaves, and
-            group is ready.
+        next_move_s, next_ready_s: Time at which the next node returns or leaves, and group is ready.
         next_age_s, next_source: Age and source of the next event that comes with age.
         full_step_s, size_step_s, advance: Step of the whole job; step and advance of the size in use.
         larger_nodes: Nodes of the next larger size, for ``shrink``.
@@ -62,8 +61,7 @@ class State:
     now_s: float
     not_aged_s: float
     soonest_s: float
-    next_return_s: float
-    next_leave_s: float
+    next_move_s: float
     next_ready_s: float
     next_age_s: float
     next_source: int
@@ -144,11 +142,10 @@ class Job(NamedTuple):
         setup: Numbers of the setup, a record.
         sizes, sources: Its sizes, and its causes with corruption, slow devices and preemptions, one record for each;
             those of sources have the age of the next event and the random numbers drawn.
-        trace_s, trace_nodes: Its trace of spot nodes, empty for none.
+        trace: (rows, 2) Times at which the number of spot nodes changes, and how many the job takes; empty for none.
         history: Progress of the checkpoints in storage, oldest first; empty if nothing can corrupt them.
-        slow: Heap of the ages at which slow devices are found.
-        corrupt: Heap of (age at which a corruption is found, age since which it is there).
-        returns, leaves: Heaps of the times at which lost nodes return and nodes on demand leave.
+        hidden: Heap of (age at which a fault is found, its source, age since which checkpoints are corrupt).
+        moves: Heap of (time, change of the nodes on demand): 0 for a lost node that returns, -1 for one that leaves.
         starting: Times at which groups are ready, in order.
         lost: (source, nodes) that have been lost and not yet released.
         stops: (source, nodes, is planned, seconds to notice it, corrupt since this age) of the stops to come.
@@ -158,13 +155,10 @@ class Job(NamedTuple):
     state: State
     sizes: NDArray[Any]
     sources: NDArray[Any]
-    trace_s: NDArray[np.float64]
-    trace_nodes: NDArray[np.int64]
+    trace: NDArray[np.float64]
     history: list[tuple[float, ...]]
-    slow: list[float]
-    corrupt: list[tuple[float, float]]
-    returns: list[float]
-    leaves: list[float]
+    hidden: list[tuple[float, int, float]]
+    moves: list[tuple[float, int]]
     starting: list[float]
     lost: list[tuple[int, int]]
     stops: list[tuple[int, int, bool, float, float]]
