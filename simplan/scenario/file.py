@@ -360,6 +360,7 @@ def _devices_by_network(cluster: ClusterSpec) -> tuple[int, ...]:
 
 _NAMED_FILES = (
     ("model", "hf_config"),
+    ("model", "file"),
     ("model", "document_lengths", "file"),
     ("plan", "schedule"),
     ("plan", "placement"),

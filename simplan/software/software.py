@@ -540,4 +540,5 @@ class SoftwareSpec(Spec):
 @lru_cache(maxsize=256)
 def _implemented_layers(model: ModelSpec, shard: Shard, implementation: LayerImplementation) -> tuple[LayerSpec, ...]:
     """Cached layers under an implementation: plans of a search share most of them."""
-    return implemented_layers(model.layers_of(shard), implementation, model.family)
+    layers = model.layers_of(shard)
+    return layers if model.captured is not None else implemented_layers(layers, implementation, model.family)
