@@ -9,13 +9,16 @@ the one before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
 
 from executor.capture.trace import Call, Trace
+from simplan.errors import Problem, SpecError
 
+_LEAST = 3  # layers: a pipeline has a first, a middle and a last one
 _MOST = 0.9  # of the weights of a list's blocks
 
 
@@ -34,16 +37,34 @@ def cut(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
     blocks = sorted((once[name] for name in _blocks(module, "", once)), key=lambda call: call.begin)
     blocks = [call for call in blocks if call.end > call.begin]
     num_operators = len(trace.operators)
-    if not blocks:
-        return (Cut("", 0, num_operators),)
+    found = _between(blocks, num_operators) if blocks else []
+    return tuple(found) if len(found) >= _LEAST else _ends_apart(module, trace)
+
+
+def _between(blocks: Sequence[Call], num_operators: int) -> list[Cut]:
     first, last = blocks[0], blocks[-1]
     found = [Cut("", 0, first.begin)] if first.begin else []
-    for block, after in zip(blocks, blocks[1:], strict=False):
+    for block, after in pairwise(blocks):
         found.append(Cut(block.module, block.begin, after.begin))
     found.append(Cut(last.module, last.begin, last.end))
     if last.end < num_operators:
         found.append(Cut("", last.end, num_operators))
-    return tuple(found)
+    return found
+
+
+def _ends_apart(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
+    """Layers of a model without blocks: its first module with weights, its last one and the loss, and all between."""
+    weighted = {name for name, part in module.named_modules() if [*part.parameters(recurse=False)]}
+    calls = [call for call in trace.calls if call.module in weighted and call.end > call.begin]
+    num_operators = len(trace.operators)
+    first = calls[0].end if calls else 1
+    last = max((call.begin for call in calls), default=0)
+    if last <= first:
+        first, last = 1, num_operators - 1
+    if last <= first:
+        rule = f"has {num_operators} operators, of which layers cannot be made"
+        raise SpecError(Problem(field="module", rule=rule, fix="capture a larger part of the model"))
+    return Cut("", 0, first), Cut("", first, last), Cut("", last, num_operators)
 
 
 def _blocks(module: nn.Module, path: str, once: dict[str, Call]) -> Iterator[str]:

@@ -82,10 +82,7 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
     """A captured model; its sizes are those of the capture."""
     others = given.keys() - {"file", "name"}
     for key in sorted(others):
-        rule, fix = (
-            "cannot go with file: a captured model has the sizes of its capture",
-            "change the code and capture it",
-        )
+        rule, fix = "cannot go with file, whose sizes are those of its capture", "change the code, and capture it again"
         sections.refuse(("model", key), rule, value=given[key], fix=fix)
     if others:
         return None
@@ -97,7 +94,8 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
     if captured is None:
         return None
     title = given.get("name", captured.name)
-    return sections.read(ModelSpec, {"name": title, "family": "captured", "captured": captured}, ("model",))
+    fields = {"name": title, "family": "captured", "captured": captured.model_dump(mode="json", exclude_defaults=True)}
+    return sections.read(ModelSpec, fields, ("model",))
 
 
 def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | None:
