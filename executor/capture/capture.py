@@ -67,6 +67,8 @@ def model_from_module(
         used = {two.parameters[o.storage] for seen in two.operators for o in seen.reads if o.storage in two.parameters}
     unused = [CapturedParameter(name=key, shape=shape) for key, shape in shapes.items() if key not in used]
     return CapturedModel(
+        format="simplan-captured-model",
+        schema_version=1,
         name=name or type(module).__name__,
         source_sha256=source_hash(module),
         software={"torch": version("torch")},

@@ -391,6 +391,41 @@ def rehearse(
     )
 
 
+@_command(short_help="Capture a torch module of your own, to plan it like a built-in model.")
+def capture(
+    factory: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY", help="Function or class that makes the module, without arguments.")
+    ],
+    inputs: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Function of a number of samples that makes the arguments of forward."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File for the captured model.")],
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Function of what forward returns (default: its own loss, or the sum of its tensors).",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model (default: that of the class).")
+    ] = None,
+    json: AsJson = False,
+) -> int:
+    """Capture a torch module of your own: its layers, operators and saved tensors, without a device.
+
+    Runs your code: the functions are imported from the current folder, and forward runs on tensors without data.
+
+    For example: simplan capture unet:build --inputs unet:batch -o unet.json; simplan predict unet.json --gpus 8
+    """
+    from simplan.cli.capture.command import capture_command
+
+    return capture_command(factory, inputs=inputs, loss=loss, name=name, output=output, as_json=json)
+
+
 @_command(short_help="Run a folder of scenarios on one device, and report errors.")
 def suite(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of scenarios, or scenario files.")],

@@ -156,8 +156,8 @@ class CapturedModel(Spec):
         computed_in: Precision whose layers are meant; a job sets it.
     """
 
-    format: Literal["simplan-captured-model"] = "simplan-captured-model"
-    schema_version: Literal[1] = 1
+    format: Literal["simplan-captured-model"]
+    schema_version: Literal[1]
     name: Line
     factory: Line = ""
     batch: Line = ""

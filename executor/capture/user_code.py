@@ -1,0 +1,74 @@
+"""Imports the functions that a request names, and captures the module that they make."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.capture.capture import model_from_module
+from simplan.errors import Problem, SpecError
+from simplan.model.captured.facts import CapturedModel
+from simplan.model.captured.request import CaptureRequest, Reference
+
+
+def capture(request: CaptureRequest) -> CapturedModel:
+    """Runs the user's code.
+
+    Raises:
+        SpecError: It cannot be imported, fails, or cannot be captured; says where.
+    """
+    sys.path.insert(0, request.folder)
+    module = built(request.factory)
+    batch = _function("--inputs", request.batch)
+    loss = None if request.loss is None else _function("--loss", request.loss)
+    captured = model_from_module(module, lambda number: _called("--inputs", request.batch, batch, number), loss)
+    origin = {"factory": str(request.factory), "batch": str(request.batch), "loss": str(request.loss or "")}
+    return captured.model_copy(update=origin | ({"name": request.name} if request.name else {}))
+
+
+def built(factory: Reference) -> nn.Module:
+    """The module that a factory makes, without memory for weights where the factory allows it."""
+    function = _function("MODULE:FACTORY", factory)
+    try:
+        with torch.device("meta"):
+            module = function()
+    except Exception:
+        module = _called("MODULE:FACTORY", factory, function)
+    if not isinstance(module, nn.Module):
+        rule = f"gives {type(module).__name__}, and must give a torch.nn.Module"
+        raise SpecError(Problem(field="MODULE:FACTORY", value=str(factory), rule=rule, fix="return the model itself"))
+    return module
+
+
+def _function(field: str, reference: Reference) -> Callable[..., Any]:
+    try:
+        found: Any = importlib.import_module(reference.module)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        rule = f"cannot be imported ({said})"
+        fix = "run the command in the folder of your code, or install it"
+        raise SpecError(Problem(field=field, value=str(reference), rule=rule, fix=fix)) from error
+    for part in reference.function.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        rule = f"is no function of {reference.module}"
+        raise SpecError(Problem(field=field, value=str(reference), rule=rule, fix="check its name"))
+    function: Callable[..., Any] = found
+    return function
+
+
+def _called(field: str, reference: Reference, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        rule = f"fails in {frame.filename}, line {frame.lineno}: {type(error).__name__}: {error}"
+        given = f" with {args[0]}" if args else ""
+        fix = f"make {reference}({args[0] if args else ''}) work in Python"
+        raise SpecError(Problem(field=field, value=f"{reference}{given}", rule=rule, fix=fix)) from error
