@@ -2,7 +2,8 @@
 
 On several nodes, ``run`` and ``calibrate`` take ``--nodes NODES.json`` and run on each of them; ``run`` takes the job
 from the leading node there. ``gather JOB.json --out DIR --failure REASON`` writes the measurement that a killed ``run``
-could not write. ``capture REQUEST.json --out FILE`` captures a module of the user's. ``environment --out FILE`` writes the facts about this machine that change a measurement.
+could not write. ``capture REQUEST.json --out FILE`` captures a module of the user's. ``environment --out FILE`` writes
+the facts about this machine that change a measurement.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
 job or request, 4 the run failed, 130 interrupted, 143 terminated.

@@ -39,9 +39,9 @@ class Job:
         captured = self.model.captured
         if captured is None:
             return
-        computed_in = _computed_in(self)
-        if captured.computed_in != computed_in and computed_in in captured.graphs:
-            model = self.model.model_copy(update={"captured": captured.model_copy(update={"computed_in": computed_in})})
+        wanted = computed_in(self)
+        if captured.computed_in != wanted and wanted in captured.graphs:
+            model = self.model.model_copy(update={"captured": captured.model_copy(update={"computed_in": wanted})})
             object.__setattr__(self, "model", model)
 
     def __repr__(self) -> str:
@@ -200,13 +200,13 @@ class Job:
         return changed_job
 
 
-def _computed_in(job: Job) -> ComputedIn:
+def computed_in(job: Job) -> ComputedIn:
     """Precision of a captured model's forward pass."""
     training = job.training
     if training.precision in ("fp32", "tf32"):
         return "fp32"
-    kinds = job.software.states(training, job.plan)
-    state = kinds.get("pure_bf16" if training.pure_bf16 else training.precision)  # type: ignore[call-overload]
+    kinds = {str(key): state for key, state in job.software.states(training, job.plan).items()}
+    state = kinds.get("pure_bf16" if training.pure_bf16 else training.precision)
     return "bf16" if state is not None and state.residual == state.activation else "autocast"
 
 

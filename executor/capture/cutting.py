@@ -1,9 +1,9 @@
 """Layers of a model: where its operators are cut, from the modules that ran them.
 
 Repeated modules are blocks: children of a list or a sequence of which at least two have the same class, each called
-once. Modules without modules inside, such as ``nn.Linear``, are no blocks. A list whose blocks hold nearly all of their weights in lists of their own is cut there. Operators before the
-first block make the first layer, those after the last block make the head, and operators between two blocks belong to
-the one before.
+once. Modules without modules inside, such as ``nn.Linear``, are no blocks. A list whose blocks hold nearly all of their
+weights in lists of their own is cut there. Operators before the first block make the first layer, those after the last
+block make the head, and operators between two blocks belong to the one before.
 """
 
 from __future__ import annotations

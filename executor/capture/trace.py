@@ -112,11 +112,11 @@ def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor
     return tracer.trace
 
 
-class _Tracer(TorchDispatchMode):
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators; every tensor is kept alive, so that a storage's address means one storage."""
 
     def __init__(self, module: nn.Module, inputs: dict[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace, self.path = Trace(), [""]
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []

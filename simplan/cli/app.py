@@ -394,7 +394,8 @@ def rehearse(
 @_command(short_help="Capture a torch module of your own, to plan it like a built-in model.")
 def capture(
     factory: Annotated[
-        str, typer.Argument(metavar="MODULE:FACTORY", help="Function or class that makes the module, without arguments.")
+        str,
+        typer.Argument(metavar="MODULE:FACTORY", help="Function without arguments that makes the module."),
     ],
     inputs: Annotated[
         str,

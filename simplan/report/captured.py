@@ -50,17 +50,20 @@ def captured_text(captured: CapturedModel) -> str:
     rows = []
     for first, last in _runs(captured):
         layer = document["layers"][first]
-        rows.append([
-            f"{first}" if first == last else f"{first}-{last}",
-            layer["module"] or "(code between modules)",
-            format_count(layer["num_parameters"]),
-            format_count(layer["forward_flops"]),
-            format_bytes(layer["saved_bytes"]),
-            str(layer["operators"]),
-        ])
+        rows.append(
+            [
+                f"{first}" if first == last else f"{first}-{last}",
+                layer["module"] or "(code between modules)",
+                format_count(layer["num_parameters"]),
+                format_count(layer["forward_flops"]),
+                format_bytes(layer["saved_bytes"]),
+                str(layer["operators"]),
+            ]
+        )
     lines = [
         f"{captured.name}: {format_count(document['num_parameters'])} parameters; one sample: "
-        f"{format_count(document['forward_flops'])} FLOPs forward, {format_count(document['backward_flops'])} backward, "
+        f"{format_count(document['forward_flops'])} FLOPs forward, "
+        f"{format_count(document['backward_flops'])} backward, "
         f"{format_bytes(document['saved_bytes'])} saved for backward in {captured.computed_in}",
         f"precisions: {', '.join(captured.graphs)}",
         *(f"not {precision}: {why}" for precision, why in captured.refused.items()),

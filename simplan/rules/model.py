@@ -242,7 +242,7 @@ def _is_transformers(job: Job) -> bool:
 @unmodelled("of transformers' models GPT-2, Llama, Qwen2, Qwen3 and Mixtral are modeled")
 def transformers_model(job: Job) -> Iterator[Problem]:
     model = job.model
-    if not _is_transformers(job):
+    if not _is_transformers(job) or model.captured is not None:
         return
     if model.family not in _FAMILIES:
         what = "transformers' code for this family"

@@ -817,7 +817,7 @@ def _with_batch(
     parts = parts_of(Document({**data, "training": {**before, "global_batch_size": 1}}, {}), file)
     if parts.model is None or parts.cluster is None:  # wrong, which is told
         return {**data, "training": {**before, "global_batch_size": 1}}, []
-    if parts.model.sample == "image":
+    if parts.model.sample != "sequence":
         raise refuse("is for models of tokens, and this one trains on images", "give training.global_batch_size")
     devices = parts.cluster.num_devices
     units = [unit for unit in range(devices, 0, -1) if devices % unit == 0] if searches else [share]
