@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from executor.capture.cutting import Cut, cut
@@ -140,15 +141,30 @@ def _problem(error: Exception) -> Problem:
 
 def _faked(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a module whose tensors have no memory."""
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for tensor in (*part.__dict__.values(), *part._buffers.values()):
-            if isinstance(tensor, Tensor):
-                memo[id(tensor)] = _fake(tensor, dtype)
-        for parameter in part._parameters.values():
-            if parameter is not None and id(parameter) not in memo:
-                memo[id(parameter)] = nn.Parameter(_fake(parameter, dtype), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(module, memo)
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(_fake(parameter, dtype), requires_grad=parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    with _CopiesWithoutData(dtype):
+        return copy.deepcopy(module, memo)
+
+
+class _CopiesWithoutData(TorchFunctionMode):
+    """Deep copies of tensors, wherever a module keeps them, have no memory."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replaces these copies."""
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = _fake(tensor, self._dtype)
+        return memo[id(tensor)]
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:

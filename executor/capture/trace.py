@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _IGNORED = frozenset({"prim"})
+_DROPOUT = 4  # place of the argument of attention
 _NO_WORK = frozenset(
     {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten.new_empty_strided"}
 )
@@ -104,7 +106,7 @@ def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor
         inputs: Tensors of the batch, by name.
     """
     tracer = _Tracer(module, inputs)
-    with _modules_named(module, tracer), _AsOnGpus(), tracer:
+    with _modules_named(module, tracer), _as_on_gpus(), tracer:
         loss = run()
     tracer.settle()
     if not loss.requires_grad:
@@ -217,23 +219,26 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     yield self._number(leaf)
 
 
-class _AsOnGpus(TorchFunctionMode):
+@contextmanager
+def _as_on_gpus() -> Iterator[None]:
     """Dropout as one kernel with a mask of bools, and attention that drops out inside of its kernel."""
+    attention = F.scaled_dot_product_attention
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Replaces calls of these two."""
-        kwargs = dict(kwargs or {})
-        if func in (torch.dropout, torch.dropout_):
-            given = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
-            if given["train"] and given["p"] > 0:
-                return torch.native_dropout(given["input"], given["p"], True)[0]
-            return given["input"]
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        return func(*args, **kwargs)
+    def dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        del inplace
+        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+    def attended(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > _DROPOUT:
+            args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
+        return attention(*args, **({**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
+
+    with (
+        patch.object(F, "dropout", dropped),
+        patch.object(torch, "dropout", dropped),
+        patch.object(F, "scaled_dot_product_attention", attended),
+    ):
+        yield
 
 
 @contextmanager
