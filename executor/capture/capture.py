@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -57,7 +57,7 @@ def model_from_module(
     refused: dict[ComputedIn, str] = {}
     for precision in precisions:
         try:
-            two, three = (_traced(module, batches[number], loss, precision) for number in _SAMPLES)
+            two, three = _traced(module, batches.values(), loss, precision)
         except SpecError as error:
             if not graphs:
                 raise
@@ -101,31 +101,35 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 
 
-def _traced(module: nn.Module, batch: Any, loss: Loss | None, precision: ComputedIn) -> Trace:
+def _traced(module: nn.Module, batches: Iterable[Any], loss: Loss | None, precision: ComputedIn) -> list[Trace]:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         fake = _faked(module, dtype)
         fake.train()
-        given = tree_map(lambda leaf: _fake(leaf, dtype) if isinstance(leaf, Tensor) else leaf, batch)
-        named = dict(_named(given))
-        args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
-        context = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
+        return [_trace_of(fake, batch, loss, precision) for batch in batches]
 
-        def run() -> Tensor:
-            with context:
-                return _loss_of(fake(*args, **kwargs), loss)
 
-        try:
-            return trace(fake, run, named)
-        except SpecError:
-            raise
-        except Exception as error:
-            raise SpecError(_problem(error)) from error
+def _trace_of(fake: nn.Module, batch: Any, loss: Loss | None, precision: ComputedIn) -> Trace:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    given = tree_map(lambda leaf: _fake(leaf, dtype) if isinstance(leaf, Tensor) else leaf, batch)
+    named = dict(_named(given))
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+    context = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
+
+    def run() -> Tensor:
+        with context:
+            return _loss_of(fake(*args, **kwargs), loss)
+
+    try:
+        return trace(fake, run, named)
+    except SpecError:
+        raise
+    except Exception as error:
+        raise SpecError(_problem(error)) from error
 
 
 def _problem(error: Exception) -> Problem:
-    """What could not be captured, with the line of the user's code where it happened."""
+    """Sentence on what could not be captured, with the line of the user's code where it happened."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_TORCH, _OURS))
     ]

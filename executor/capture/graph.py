@@ -140,12 +140,13 @@ class _Graph:
         )
 
     def _alive(self, number: int) -> list[int]:
-        """Storages made before a layer that it or a later layer reads, in the order in which they were made."""
-        return sorted(
+        """Storages made before a layer that it or a later layer reads: first those that are passed on, then by age."""
+        alive = (
             storage
             for storage, maker in self._layer_of.items()
             if maker < number <= max(self._readers.get(storage, {-1})) and storage not in self._weights
         )
+        return sorted(alive, key=lambda storage: (not self._is_forwarded(storage), storage))
 
     def _is_forwarded(self, storage: int) -> bool:
         """True if layers after the next one read a tensor."""
@@ -197,7 +198,7 @@ class _Graph:
             parameters=tuple(self._local(name, layer.module) for name in first),
             trains=seen.has_gradient and bool(trained),
             propagates=seen.has_gradient and bool(flows),
-            is_cast=_is_cast(seen) and not used,
+            is_cast=_is_cast(seen) and bool(reads) and not used,
             in_place=bool(written),
         )
 

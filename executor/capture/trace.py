@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _IGNORED = frozenset({"prim"})
 _DROPOUT = 4  # place of the argument of attention
+_USUAL_DROPOUT = 0.5  # default of torch.nn.functional.dropout
 _NO_WORK = frozenset(
     {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten.new_empty_strided"}
 )
@@ -75,7 +77,7 @@ class Call:
 
 @dataclass(slots=True)
 class Trace:
-    """What one forward pass did.
+    """Record of one forward pass.
 
     Attributes:
         operators: In the order in which they ran.
@@ -222,11 +224,14 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _as_on_gpus() -> Iterator[None]:
     """Dropout as one kernel with a mask of bools, and attention that drops out inside of its kernel."""
-    attention = F.scaled_dot_product_attention
+    attention = functional.scaled_dot_product_attention
 
-    def dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        del inplace
-        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+    def dropped(*args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        is_on = given.get("training", given.get("train", True)) and given.get("p", _USUAL_DROPOUT) > 0
+        return (
+            torch.native_dropout(given["input"], given.get("p", _USUAL_DROPOUT), True)[0] if is_on else given["input"]
+        )
 
     def attended(*args: Any, **kwargs: Any) -> Tensor:
         if len(args) > _DROPOUT:
@@ -234,9 +239,9 @@ def _as_on_gpus() -> Iterator[None]:
         return attention(*args, **({**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
     with (
-        patch.object(F, "dropout", dropped),
+        patch.object(functional, "dropout", dropped),
         patch.object(torch, "dropout", dropped),
-        patch.object(F, "scaled_dot_product_attention", attended),
+        patch.object(functional, "scaled_dot_product_attention", attended),
     ):
         yield
 
@@ -276,9 +281,13 @@ def _saved_tensors(node: Any) -> Iterator[Tensor]:
     if hasattr(node, "saved_tensors"):  # of a function written in Python
         yield from (tensor for tensor in node.saved_tensors if isinstance(tensor, Tensor))
         return
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            yield from (leaf for leaf in tree_leaves(getattr(node, name)) if isinstance(leaf, Tensor))
+    for name in _saved_names(type(node)):
+        yield from (leaf for leaf in tree_leaves(getattr(node, name)) if isinstance(leaf, Tensor))
+
+
+@cache
+def _saved_names(node: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node) if name.startswith("_saved_"))
 
 
 def _is_plain(value: Any) -> bool:

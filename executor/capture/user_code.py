@@ -6,6 +6,9 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 
 from executor.capture.capture import model_from_module
 from simplan.errors import Problem, SpecError
+from simplan.io import read_json
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.request import CaptureRequest, Reference
 
@@ -23,13 +27,34 @@ def capture(request: CaptureRequest) -> CapturedModel:
     Raises:
         SpecError: It cannot be imported, fails, or cannot be captured; says where.
     """
+    if request.config:
+        return _of_config(request)
+    assert request.factory is not None, "a request has one of both"
+    assert request.batch is not None, "a request has one of both"
     sys.path.insert(0, request.folder)
     module = built(request.factory)
     batch = _function("--inputs", request.batch)
     loss = None if request.loss is None else _function("--loss", request.loss)
-    captured = model_from_module(module, lambda number: _called("--inputs", request.batch, batch, number), loss)
+    made_by = request.batch
+    captured = model_from_module(module, lambda number: _called("--inputs", made_by, batch, number), loss)
     origin = {"factory": str(request.factory), "batch": str(request.batch), "loss": str(request.loss or "")}
     return captured.model_copy(update=origin | ({"name": request.name} if request.name else {}))
+
+
+def _of_config(request: CaptureRequest) -> CapturedModel:
+    from executor.capture.hugging_face import batch_of, module_of_config
+
+    if find_spec("transformers") is None:
+        rule, fix = (
+            "needs transformers, which is not installed here",
+            "pip install transformers, or use a built-in family",
+        )
+        raise SpecError(Problem(field=request.config, rule=rule, fix=fix))
+    module, config = module_of_config(read_json(Path(request.config)))
+    name = request.name or Path(request.config).resolve().parent.name
+    captured = model_from_module(module, batch_of(module, config, request.seq_len), name=name)
+    software = captured.software | {"transformers": version("transformers")}
+    return captured.model_copy(update={"factory": str(request.config), "software": software})
 
 
 def built(factory: Reference) -> nn.Module:

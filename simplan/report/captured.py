@@ -45,7 +45,7 @@ def captured_json(captured: CapturedModel) -> dict[str, Any]:
 
 
 def captured_text(captured: CapturedModel) -> str:
-    """The same as text; equal layers in a row are one row of the table."""
+    """Text of ``captured_json``; equal layers in a row are one row of the table."""
     document = captured_json(captured)
     rows = []
     for first, last in _runs(captured):

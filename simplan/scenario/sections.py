@@ -116,7 +116,7 @@ def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | N
 
 def _examples(family: Any) -> dict[str, str]:
     """Required keys of a family, each with its value in the first such model of the catalog; of no family, that key."""
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES or family == "captured":
         return {"family": "preset: gpt2-124m, or family: gpt and its required keys (`simplan show model`)"}
     name = next(name for name in catalog.names("models") if catalog.model_fields(name)["family"] == family)
     values = catalog.model(name).model_dump(mode="json")

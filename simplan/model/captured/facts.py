@@ -1,4 +1,4 @@
-"""What a capture saw of a model, as its file says it: layers, and the operators of each with shapes of one sample.
+"""Content of the file of a captured model: layers, and the operators of each with shapes of one sample.
 
 The file has what torch dispatched and what autograd saved, not how simplan prices it: kernels follow in
 ``simplan.model.captured.kernels``, layers in ``simplan.model.captured.layers``.

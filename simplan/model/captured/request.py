@@ -1,8 +1,8 @@
-"""What is to be captured: functions of the user's code."""
+"""Request of a capture: functions of the user's code, or a configuration."""
 
 from __future__ import annotations
 
-from simplan.base import Line, Spec
+from simplan.base import Count, Line, Spec
 from simplan.errors import Problem, SpecError
 
 
@@ -36,18 +36,22 @@ class Reference(Spec):
 
 
 class CaptureRequest(Spec):
-    """One capture.
+    """One capture, of a module that a factory makes, or of an architecture of transformers.
 
     Attributes:
         factory: Function without arguments, or class, that gives the module.
         batch: Function of a number of samples that gives the arguments of forward, as a tuple or a dictionary.
+        config: Path of a ``config.json`` of Hugging Face, in place of both.
+        seq_len: Tokens of a sample of such a model.
         loss: Function of what forward returns; None for its own loss, or the sum of its tensors.
         name: Name of the model; empty for that of the class.
         folder: Folder from which the functions are imported.
     """
 
-    factory: Reference
-    batch: Reference
+    factory: Reference | None = None
+    batch: Reference | None = None
+    config: Line = ""
+    seq_len: Count = 1
     loss: Reference | None = None
     name: Line = ""
     folder: Line

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class ResidualBlock(nn.Module):
@@ -18,8 +18,8 @@ class ResidualBlock(nn.Module):
         self.skip = nn.Conv2d(channels, outputs, 1) if channels != outputs else nn.Identity()
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
-        out: Tensor = self.skip(x) + self.conv2(F.silu(self.norm2(h)))
+        h = self.conv1(functional.silu(self.norm1(x))) + self.time(functional.silu(time))[:, :, None, None]
+        out: Tensor = self.skip(x) + self.conv2(functional.silu(self.norm2(h)))
         return out
 
 
@@ -44,7 +44,7 @@ class UNet(nn.Module):
         skip2 = self.down2(self.pool1(skip1), time)
         h = self.middle(self.pool2(skip2), time)
         h = self.up2(torch.cat((self.grow(h), skip2), 1), time)
-        h = self.up1(torch.cat((F.interpolate(h, scale_factor=2), skip1), 1), time)
+        h = self.up1(torch.cat((functional.interpolate(h, scale_factor=2), skip1), 1), time)
         noise: Tensor = self.head(h)
         return (noise - x).square().mean()
 
@@ -61,13 +61,13 @@ class DiffusionBlock(nn.Module):
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         b, t, h = x.shape
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.condition(F.silu(c)).unsqueeze(1).chunk(6, -1)
-        y = F.layer_norm(x, (h,)) * (1 + scale1) + shift1
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.condition(functional.silu(c)).unsqueeze(1).chunk(6, -1)
+        y = functional.layer_norm(x, (h,)) * (1 + scale1) + shift1
         q, k, v = self.qkv(y).view(b, t, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, h)
+        y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, h)
         x = x + gate1 * self.out(y)
-        y = F.layer_norm(x, (h,)) * (1 + scale2) + shift2
-        out: Tensor = x + gate2 * self.down(F.gelu(self.up(y), approximate="tanh"))
+        y = functional.layer_norm(x, (h,)) * (1 + scale2) + shift2
+        out: Tensor = x + gate2 * self.down(functional.gelu(self.up(y), approximate="tanh"))
         return out
 
 
@@ -87,7 +87,7 @@ class DiT(nn.Module):
         c = self.label(label)
         for block in self.blocks:
             h = block(h, c)
-        noise = self.head(F.layer_norm(h, (h.shape[-1],)))
+        noise = self.head(functional.layer_norm(h, (h.shape[-1],)))
         return {"loss": noise.square().mean(), "noise": noise}
 
 
@@ -109,16 +109,16 @@ class ScanBlock(nn.Module):
         length = x.shape[1]
         u = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.norm
         a, gate = self.inputs(u).chunk(2, -1)
-        a = F.silu(self.conv(a.transpose(1, 2))[..., :length].transpose(1, 2))
+        a = functional.silu(self.conv(a.transpose(1, 2))[..., :length].transpose(1, 2))
         delta, b, c = self.selected(a).split((4, self.states, self.states), -1)
-        delta = F.softplus(self.step(delta))
+        delta = functional.softplus(self.step(delta))
         decay = torch.exp(delta.unsqueeze(-1) * -torch.exp(self.a))
         enters = (delta * a).unsqueeze(-1) * b.unsqueeze(2)
         state, found = torch.zeros_like(decay[:, 0]), []
         for t in range(length):
             state = decay[:, t] * state + enters[:, t]
             found.append((state * c[:, t].unsqueeze(1)).sum(-1))
-        out: Tensor = x + self.out((torch.stack(found, 1) + self.d * a) * F.silu(gate))
+        out: Tensor = x + self.out((torch.stack(found, 1) + self.d * a) * functional.silu(gate))
         return out
 
 
@@ -136,8 +136,8 @@ class StateSpaceModel(nn.Module):
         h = self.embedding(tokens)
         for layer in self.layers:
             h = layer(h)
-        logits = self.head(F.layer_norm(h, (h.shape[-1],)))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        logits = self.head(functional.layer_norm(h, (h.shape[-1],)))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Recommender(nn.Module):
@@ -157,7 +157,7 @@ class Recommender(nn.Module):
         products = rows @ rows.transpose(1, 2)
         assert isinstance(self.places, Tensor)
         answer = self.top(torch.cat((first, products[:, self.places[0], self.places[1]]), 1)).squeeze(1)
-        return F.binary_cross_entropy_with_logits(answer, torch.ones_like(answer))
+        return functional.binary_cross_entropy_with_logits(answer, torch.ones_like(answer))
 
 
 class Dropping(nn.Module):

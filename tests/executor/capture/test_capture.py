@@ -94,7 +94,8 @@ def test_flops_parameters_and_saved_bytes_are_those_of_torch(name: str) -> None:
     if name == "dit":
         counted = [
             NUM_SAMPLES * sum(k.flops for layer in layers for k in layer.kernels if hasattr(k, "m")),
-            NUM_SAMPLES * sum(k.flops * k.backward_matmuls for layer in layers for k in layer.kernels if hasattr(k, "m")),
+            NUM_SAMPLES
+            * sum(k.flops * k.backward_matmuls for layer in layers for k in layer.kernels if hasattr(k, "m")),
         ]
     else:
         counted = [NUM_SAMPLES * each for each in counted]
@@ -137,7 +138,7 @@ def test_saved_bytes_in_other_precisions(name: str, precision: ComputedIn) -> No
     ids=lambda model: model.family,
 )
 def test_a_block_is_that_of_its_family(model: ModelSpec) -> None:
-    """The executor's module of a family's block, captured: FLOPs, saved bytes and parameters of the hand-written one."""
+    """The executor's module of a family's block has the FLOPs, saved bytes and parameters of the hand-written one."""
     stage = build_stage(model, [0, 1, 2], torch.float32, torch.device("cpu"), 0)
     block, own = stage.layers["1"], model.layers[1]
 
