@@ -1,12 +1,13 @@
-"""Rules between the fields of a model, from its sizes to its experts; and limits of Hugging Face transformers' code."""
+"""Rules between the fields of a model, from its sizes to its experts; limits of transformers' code and of captures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from simplan import catalog
 from simplan.errors import Problem
-from simplan.job import Job
+from simplan.job import Job, computed_in
 from simplan.model.adapters import adapter_targets
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
@@ -343,7 +344,7 @@ def deepspeed_splits(job: Job) -> Iterator[Problem]:
 _OF_CAPTURES = ("fp32", "tf32", "bf16", "fp16")
 
 
-@rule("a captured model must have been captured in the precision of the job")
+@rule("a captured model must have been captured in the precision of the job", reads="shards_parameters")
 def precision_of_capture(job: Job) -> Iterator[Problem]:
     captured = job.model.captured
     if captured is None or job.training.precision not in _OF_CAPTURES:
