@@ -59,15 +59,15 @@ def _of_config(request: CaptureRequest) -> CapturedModel:
 
 def built(factory: Reference) -> nn.Module:
     """The module that a factory makes, without memory for weights where the factory allows it."""
-    function = _function("MODULE:FACTORY", factory)
+    function = _function("SOURCE", factory)
     try:
         with torch.device("meta"):
             module = function()
     except Exception:
-        module = _called("MODULE:FACTORY", factory, function)
+        module = _called("SOURCE", factory, function)
     if not isinstance(module, nn.Module):
         rule = f"gives {type(module).__name__}, and must give a torch.nn.Module"
-        raise SpecError(Problem(field="MODULE:FACTORY", value=str(factory), rule=rule, fix="return the model itself"))
+        raise SpecError(Problem(field="SOURCE", value=str(factory), rule=rule, fix="return the model itself"))
     return module
 
 

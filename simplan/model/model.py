@@ -244,6 +244,12 @@ class ModelSpec(Spec):
         gate = {} if "gated_mlp" in family.fields else {"gated_mlp": family.gated_mlp}
         return absent | gate | family.defaults(data) | data
 
+    @model_validator(mode="after")
+    def _has_its_capture(self) -> ModelSpec:
+        if self.family == "captured" and self.captured is None:
+            raise ValueError("family = captured is for files of simplan capture; write model: {file: FILE}")
+        return self
+
     @field_validator("*")
     @classmethod
     def _fits_the_family(cls, value: Any, info: ValidationInfo) -> Any:
