@@ -168,8 +168,8 @@ def test_a_block_is_that_of_its_family(model: ModelSpec) -> None:
     assert sorted(p.shape for p in found.parameters) == sorted(p.shape for p in own.parameters)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_the_peak_of_one_device_is_that_of_a_real_run(name: str) -> None:
+@pytest.mark.parametrize(("name", "rel"), [("unet", 0.1), ("dit", 0.01), ("scan", 0.03), ("recommender", 0.02)])
+def test_the_peak_of_one_device_is_that_of_a_real_run(name: str, rel: float) -> None:
     """Of all tensors, in plain training of two microbatches; scratch inside of convolutions is not seen."""
     make, batch = MODULES[name]
     size = 64 if name == "recommender" else 8
@@ -193,7 +193,7 @@ def test_the_peak_of_one_device_is_that_of_a_real_run(name: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    assert predict(job).memory[0].allocated_bytes == pytest.approx(peak_allocated_bytes(train), rel=0.03)
+    assert predict(job).memory[0].allocated_bytes == pytest.approx(peak_allocated_bytes(train), rel=rel)
 
 
 def test_repeated_blocks_are_equal_layers_and_a_shared_weight_counts_once() -> None:
