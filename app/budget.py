@@ -35,7 +35,7 @@ def length_of(scenario: Scenario) -> Length | None:
     steps = budget.steps(job.sequences_per_step, job.model.seq_len)
     if steps is None:
         return None
-    each = 1 if job.model.sample == "image" else job.model.seq_len
+    each = 1 if job.model.sample != "sequence" else job.model.seq_len
     given = budget.num_tokens if budget.num_samples is None else budget.num_samples * each
     return Length(steps, steps * job.sequences_per_step * each if given is None else given)
 
@@ -43,7 +43,7 @@ def length_of(scenario: Scenario) -> Length | None:
 def budget_of(scenario: Scenario) -> tuple[float, float | None]:
     """Number of tokens (or images) of the training budget, and price per device and hour; None without a price."""
     length = length_of(scenario)
-    start = IMAGES_START if scenario.job.model.sample == "image" else TOKENS_START
+    start = IMAGES_START if scenario.job.model.sample != "sequence" else TOKENS_START
     return start if length is None else length.budget, scenario.budget.price_per_device_hour
 
 

@@ -138,7 +138,7 @@ class Headline:
             budget: Number of tokens, or of images for models without tokens.
             price: Price per device and hour, in any currency; None for no cost.
         """
-        images = self.job.model.sample == "image"
+        images = self.job.model.sample != "sequence"
         return training_run(
             budget,
             self.step_time_s,

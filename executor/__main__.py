@@ -2,7 +2,8 @@
 
 On several nodes, ``run`` and ``calibrate`` take ``--nodes NODES.json`` and run on each of them; ``run`` takes the job
 from the leading node there. ``gather JOB.json --out DIR --failure REASON`` writes the measurement that a killed ``run``
-could not write. ``environment --out FILE`` writes the facts about this machine that change a measurement.
+could not write. ``capture REQUEST.json --out FILE`` captures a module of the user's. ``environment --out FILE`` writes
+the facts about this machine that change a measurement.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
 job or request, 4 the run failed, 130 interrupted, 143 terminated.
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         ("calibrate", _calibrate, "REQUEST.json"),
         ("gather", _gather, "JOB.json"),
         ("rehearse", _rehearse, "JOB.json"),
+        ("capture", _capture, "REQUEST.json"),
         ("environment", _environment, None),
     ):
         command = commands.add_parser(name)
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         elif name == "rehearse":
             command.add_argument("--rank", type=int, required=True)
             command.add_argument("--fake", action="store_true")
-        elif file is not None:
+        elif name in ("run", "calibrate"):
             command.add_argument("--nodes", type=Path)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
@@ -102,6 +104,15 @@ def _rehearse(args: argparse.Namespace) -> None:
 
     rehearsal = rehearse(_parse(RunSpec, args.file), args.rank, fake=args.fake, on_progress=_report_step)
     write_whole(args.out, rehearsal.model_dump_json(indent=1))
+
+
+def _capture(args: argparse.Namespace) -> None:
+    from executor.capture.user_code import capture
+    from simplan.io import write_whole
+    from simplan.model.captured.request import CaptureRequest
+
+    captured = capture(_parse(CaptureRequest, args.file))
+    write_whole(args.out, captured.model_dump_json(exclude_defaults=True))
 
 
 def _environment(args: argparse.Namespace) -> None:

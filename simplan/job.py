@@ -11,6 +11,7 @@ from simplan.base import Spec
 from simplan.cluster.background import BackgroundJob
 from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
+from simplan.model.captured.facts import ComputedIn
 from simplan.model.model import ModelSpec
 from simplan.model.step_work import StepWork
 from simplan.plan.collectives import shares_of_whole
@@ -32,6 +33,16 @@ class Job:
     training: TrainingSpec
     plan: ParallelPlan
     software: SoftwareSpec
+
+    def __post_init__(self) -> None:
+        """Gives a captured model the layers of its precision."""
+        captured = self.model.captured
+        if captured is None:
+            return
+        wanted = computed_in(self)
+        if captured.computed_in != wanted and wanted in captured.graphs:
+            model = self.model.model_copy(update={"captured": captured.model_copy(update={"computed_in": wanted})})
+            object.__setattr__(self, "model", model)
 
     def __repr__(self) -> str:
         """Short form of the parts: names and numbers that tell jobs apart."""
@@ -187,6 +198,16 @@ class Job:
         if by_section.get("plan") and "zero_stage" not in by_section["plan"]:
             return changed_job.with_plan(_with_zero_stage_of_groups(self.plan, changed_job))
         return changed_job
+
+
+def computed_in(job: Job) -> ComputedIn:
+    """Precision of a captured model's forward pass."""
+    training = job.training
+    if training.precision in ("fp32", "tf32"):
+        return "fp32"
+    kinds = {str(key): state for key, state in job.software.states(training, job.plan).items()}
+    state = kinds.get("pure_bf16" if training.pure_bf16 else training.precision)
+    return "bf16" if state is not None and state.residual == state.activation else "autocast"
 
 
 _SECTIONS: dict[str, type[Spec]] = {

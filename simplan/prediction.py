@@ -755,7 +755,7 @@ class Prediction:
         num_steps = budget.steps(job.sequences_per_step, job.model.seq_len)
         if num_steps is None:
             return self
-        tokens_per_step = job.sequences_per_step * (1 if job.model.sample == "image" else job.model.seq_len)
+        tokens_per_step = job.sequences_per_step * (1 if job.model.sample != "sequence" else job.model.seq_len)
         factor = self.mean_step_s(num_steps) / self.step_time_s
         low_s, high_s = self.step_time_interval_s
         run = training_run(

@@ -90,7 +90,7 @@ def show_length(*, usual: bool = False, steps: bool = False) -> float | None:
     with suppress(SpecError):
         found = result_cache.scenario(state.document())
         length = length_of(found)
-    is_image = found is not None and found.job.model.sample == "image"
+    is_image = found is not None and found.job.model.sample != "sequence"
     path, words, scale, start = (IMAGES, "Images (million)", 1e6, IMAGES_START) if is_image else _TOKENS
     budget = length.budget if length is not None else start if usual and "run" not in state.current() else None
     quantity(words, path, budget, scale=scale, change=partial(with_length, path=path))
@@ -118,7 +118,7 @@ def show_numbers(
     """
     job = headline.job
     training = headline.training(budget, price)
-    images = job.model.sample == "image"
+    images = job.model.sample != "sequence"
     rate = headline.samples_per_s if images else headline.tokens_per_s
     each = "images" if images else "tokens"
     limits_s = headline.step_time_interval_s

@@ -106,7 +106,7 @@ def current_plan(text: str, calibrated_at: int, max_memory_fraction: float, opti
     job = prediction.job
     capacity = capacity_bytes(job, SearchSpace(max_memory_fraction=max_memory_fraction))
     needed_bytes, devices = prediction.worst_memory.needed_bytes, job.cluster.num_devices
-    samples = 1 if job.model.sample == "image" else job.model.seq_len
+    samples = 1 if job.model.sample != "sequence" else job.model.seq_len
     return RankedPlan(
         plan=job.plan,
         num_devices=devices,

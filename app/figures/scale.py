@@ -229,7 +229,7 @@ def scale_rows(
         job, summary = point.job, point.summary
         if job is None or summary is None:
             continue
-        batch = job.training.global_batch_size * (1 if job.model.sample == "image" else job.model.seq_len)
+        batch = job.training.global_batch_size * (1 if job.model.sample != "sequence" else job.model.seq_len)
         row = {
             "value": point.value,
             "devices": job.cluster.num_devices,
@@ -271,7 +271,7 @@ def scale_document(
         slow: Relative increase of the compute time, and what it costs on each rank.
     """
     job, by_value = scenario.job, {row["value"]: row for row in rows}
-    unit = "images" if job.model.sample == "image" else "tokens"
+    unit = "images" if job.model.sample != "sequence" else "tokens"
     found = []
     for point in points:
         row = by_value.get(point.value)

@@ -139,7 +139,7 @@ def _cells(head: Headline | None, first: Headline | None, budget: float, price: 
     """Numbers of a scenario as text, also relative to the first; empty for a scenario without a prediction."""
     if head is None:
         return {}
-    images, devices = head.job.model.sample == "image", head.job.cluster.num_devices
+    images, devices = head.job.model.sample != "sequence", head.job.cluster.num_devices
     rate, unit = (head.samples_per_s, "images/s") if images else (head.tokens_per_s, "tokens/s")
     training = head.training(budget, price)
     change = "" if first is None or first is head else f"{_times_as_long(head, first) - 1:+.1%}"

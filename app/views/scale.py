@@ -80,7 +80,7 @@ def show() -> None:
 def _show_curves(
     scenario: Scenario, axis: str, points: tuple[ScalePoint, ...], rows: list[dict[str, Any]], price: float | None
 ) -> None:
-    unit = "images" if scenario.job.model.sample == "image" else "tokens"
+    unit = "images" if scenario.job.model.sample != "sequence" else "tokens"
     now = place_on(scenario, axis)
     figures = scale_figures(rows, AXES[axis].words(scenario), now, scenario.job.cluster.largest_memory_bytes, unit=unit)
     for column, (name, figure) in zip(st.columns(len(figures)), figures.items(), strict=True):

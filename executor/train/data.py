@@ -170,6 +170,8 @@ def model_batch(
             return _stacked(pair, seed, step, first_sample, num_samples)
         case "class":
             return _stacked(image, seed, step, first_sample, num_samples)
+        case "own":
+            raise NotImplementedError("runs of captured models are refused")
 
 
 def _has_target(spec: ModelSpec) -> Tensor:
@@ -191,6 +193,8 @@ def input_shape(spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
             return (spec.seq_len + spec.decoder_seq_len,)
         case "images":
             return spec.num_channels, spec.image_size, spec.image_size
+        case "captured":
+            raise NotImplementedError("runs of captured models are refused")
 
 
 def _stacked(

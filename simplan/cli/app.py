@@ -391,6 +391,47 @@ def rehearse(
     )
 
 
+@_command(short_help="Capture a torch module of your own, to plan it like a built-in model.")
+def capture(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="MODULE:FACTORY, a function that makes the module, or a config.json of Hugging Face."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File for the captured model.")],
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Function of a number of samples that makes the arguments of forward."
+        ),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Function of what forward returns (default: its own loss, or the sum of its tensors).",
+        ),
+    ] = None,
+    seq_len: Annotated[
+        int | None, _COUNT(max=10**7, help="Tokens of a sample, for a config.json (default: 4096).")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model (default: that of the class).")
+    ] = None,
+    json: AsJson = False,
+) -> int:
+    """Capture a torch module of your own: its layers, operators and saved tensors, without a device.
+
+    Runs your code: the functions are imported from the current folder, and forward runs on tensors without data.
+
+    For example: simplan capture unet:build --inputs unet:batch -o unet.json; simplan predict unet.json --gpus 8
+    """
+    from simplan.cli.capture.command import capture_command
+
+    return capture_command(source, inputs=inputs, loss=loss, name=name, seq_len=seq_len, output=output, as_json=json)
+
+
 @_command(short_help="Run a folder of scenarios on one device, and report errors.")
 def suite(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of scenarios, or scenario files.")],

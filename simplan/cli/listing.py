@@ -17,7 +17,9 @@ from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.measured_links import catalog_cluster, measured_collectives
 from simplan.errors import Problem, SpecError, did_you_mean
+from simplan.model.captured.file import read_captured
 from simplan.program.schedules import SCHEDULES
+from simplan.report.captured import captured_json, captured_text
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import (
     model_fields,
@@ -36,10 +38,17 @@ Row = dict[str, str]
 def show_command(kind: str | None, name: str | None, *, as_json: bool, calibration_file: Path | None = None) -> int:
     """``simplan show``; without a kind, the list of kinds. A calibration is compared with the catalog's links.
 
-    ``schema`` is a JSON Schema of scenario files, with and without ``--json``.
+    ``schema`` is a JSON Schema of scenario files, with and without ``--json``. A file is that of a captured model.
     """
     if kind == "schema" and name is None:
         print_json(scenario_schema())
+        return 0
+    if kind is not None and name is None and kind.endswith(".json"):
+        captured = read_captured(Path(kind))
+        if as_json:
+            print_json(captured_json(captured))
+        else:
+            print_result(captured_text(captured))
         return 0
     kind = _plural(kind)
     if kind is None:

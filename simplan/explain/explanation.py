@@ -149,7 +149,7 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
     model, training, cluster = prediction.job.model, prediction.job.training, prediction.job.cluster
     step, devices = format_time(prediction.step_time_s), counted(cluster.num_devices, "device")
     samples = counted(prediction.job.sequences_per_step, model.sample)
-    if model.sample == "image":
+    if model.sample != "sequence":
         found, each = prediction.samples_per_s_per_device, ""
     else:
         found, each = prediction.tokens_per_s_per_device, f" x {model.seq_len} tokens"

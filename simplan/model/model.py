@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from simplan.base import Count, Spec
 from simplan.model.adapters import adapted_layers
+from simplan.model.captured.facts import CapturedModel
 from simplan.model.families import FAMILIES
 from simplan.model.layer import Attention, LayerKind, LayerSpec
 from simplan.model.packing import PackStatistics
@@ -212,6 +213,7 @@ class ModelSpec(Spec):
             "attention, mlp or all."
         ),
     )
+    captured: CapturedModel | None = Field(None, description="A captured module; the file of simplan capture has it.")
     sources: dict[str, str] = Field(default_factory=dict)
 
     if TYPE_CHECKING:  # fields without a default may be left out when others imply them
@@ -220,7 +222,9 @@ class ModelSpec(Spec):
 
     @property
     def sample(self) -> str:
-        """Name of one input: ``sequence`` or ``image``."""
+        """Name of one input: ``sequence``, ``image``, or ``sample`` of a captured model without tokens."""
+        if self.captured is not None and not self.captured.tokens:
+            return "sample"
         return "image" if FAMILIES[self.family].inputs == "images" else "sequence"
 
     @model_validator(mode="before")
@@ -228,6 +232,8 @@ class ModelSpec(Spec):
     def _dependent_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if isinstance(data.get("captured"), dict):
+            data = data | {"captured": CapturedModel.model_validate(data["captured"])}
         lists = {field: tuple(data[field]) for field in _TUPLES if isinstance(data.get(field), list)}
         data = data | lists  # a file has lists, and strict mode wants the tuple itself
         name = data.get("family")
@@ -237,6 +243,12 @@ class ModelSpec(Spec):
         absent = {field: _nothing(field) for field in cls._sizes() if field not in family.fields}
         gate = {} if "gated_mlp" in family.fields else {"gated_mlp": family.gated_mlp}
         return absent | gate | family.defaults(data) | data
+
+    @model_validator(mode="after")
+    def _has_its_capture(self) -> ModelSpec:
+        if self.family == "captured" and self.captured is None:
+            raise ValueError("family = captured is for files of simplan capture; write model: {file: FILE}")
+        return self
 
     @field_validator("*")
     @classmethod

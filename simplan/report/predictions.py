@@ -68,13 +68,13 @@ def predictions_table(document: Document) -> tuple[list[str], list[list[str]]]:
     one_kind = len({work.sample for work in works}) == 1
     devices_differ = len({work.num_devices for work in works}) > 1
     shows_rate = one_kind and (devices_differ or _unit(predictions).name != "step")
-    noun = "images/s" if works[0].sample == "image" else "tokens/s"
+    noun = "tokens/s" if works[0].sample == "sequence" else f"{works[0].sample}s/s"
     headers = ["scenario", "step time", "90 % interval", "certainty", noun, f"{noun} per device", "days", "cost"]
     headers += ["MFU", "peak memory", "90 % interval", "verdict", "limited by"]
     rows = []
     for place, (each, work) in enumerate(zip(predictions, works, strict=True)):
         run = each.get("training_run") or {}
-        per_device = each["samples_per_s_per_device" if work.sample == "image" else "tokens_per_s_per_device"]
+        per_device = each["samples_per_s_per_device" if work.sample != "sequence" else "tokens_per_s_per_device"]
         needed_gib = each["peak_memory_gib"]["device"] - (0 if each["fits"] else each["reserve_short_gib"])
         memory = needed_gib, *each["peak_memory_interval_gib"]["device"]
         peak, low, high = (format_bytes(gib * GIB) for gib in memory)

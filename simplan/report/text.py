@@ -159,7 +159,7 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     yield f"  memory       {format_bytes(worst.needed_bytes)}  ({interval}{more})"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
-        noun = "images" if prediction.job.model.sample == "image" else "tokens"
+        noun = "tokens" if prediction.job.model.sample == "sequence" else f"{prediction.job.model.sample}s"
         yield from _training_run(prediction.training_run, noun)
     yield f"  MFU          {_mfu(prediction)}"
     idle = format_percent(prediction.bubble_fraction)
@@ -222,8 +222,8 @@ def _host_memory(prediction: Prediction) -> str:
 
 
 def _throughput(prediction: Prediction) -> str:
-    if prediction.job.model.sample == "image":
-        return f"{prediction.samples_per_s_per_device:,.1f} images/s"
+    if prediction.job.model.sample != "sequence":
+        return f"{prediction.samples_per_s_per_device:,.1f} {prediction.job.model.sample}s/s"
     tokens, documents = prediction.tokens_per_s_per_device, prediction.document_tokens_per_s_per_device
     without = f" ({documents:,.0f} without padding)" if documents < tokens else ""
     return f"{tokens:,.0f} tokens/s{without}"
@@ -267,8 +267,8 @@ def _precision(job: Job) -> str:
 
 
 def _inputs(model: ModelSpec) -> str:
-    if model.sample == "image":
-        return f"images of {model.image_size} x {model.image_size}"
+    if model.sample != "sequence":
+        return f"images of {model.image_size} x {model.image_size}" if model.sample == "image" else "captured from code"
     number = len(model.document_lengths)
     return f"sequences of {model.seq_len} tokens" + (f" with {counted(number, 'document')}" if number else "")
 
@@ -281,7 +281,7 @@ def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterato
     if model.num_trained_parameters != model.num_parameters:
         trained = f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
     num_tokens = training.global_batch_size * model.seq_len
-    tokens = "" if model.sample == "image" else f" ({num_tokens:,} tokens)"
+    tokens = "" if model.sample != "sequence" else f" ({num_tokens:,} tokens)"
     mtp = f" and {model.mtp_num_layers} for multi-token prediction" if model.mtp_num_layers else ""
     yield (
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{trained}, "

@@ -375,6 +375,7 @@ _TASKS = {
     "class": ("gratings", "the class of an image"),
     "masked_token": ("", "masked tokens"),
     "target_tokens": ("", "the tokens of a decoder"),
+    "own": ("", "what its own loss says"),
 }
 """Data with something to learn, and the target in words, by the task of a family."""
 

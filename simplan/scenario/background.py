@@ -32,7 +32,13 @@ _NOT_IN_A_JOB = {
     "search": "has no meaning for a background job, whose plan is given",
     "expect": "has no meaning for a background job",
 }
-_FILES = (("model", "hf_config"), ("model", "document_lengths", "file"), ("plan", "schedule"), ("plan", "placement"))
+_FILES = (
+    ("model", "hf_config"),
+    ("model", "file"),
+    ("model", "document_lengths", "file"),
+    ("plan", "schedule"),
+    ("plan", "placement"),
+)
 _IS_FILE = {"schedule": is_table_file, "placement": is_placement_file}
 
 

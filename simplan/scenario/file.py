@@ -138,10 +138,10 @@ def check_budget(budget: TrainingBudget, model: ModelSpec, whole_run: RunSection
     """Rejects a number of tokens for a model without tokens.
 
     Raises:
-        SpecError: The model is one of images.
+        SpecError: The model has no tokens.
     """
-    if budget.num_tokens is not None and model.sample == "image":
-        rule = "is a number of tokens, and the model is one of images"
+    if budget.num_tokens is not None and model.sample != "sequence":
+        rule = "is a number of tokens, and the model has no tokens"
         value = f"{budget.num_tokens:g}"
         field = "training.num_tokens" if whole_run is None or whole_run.run is None else "run.num_tokens"
         raise SpecError(Problem(field=field, value=value, rule=rule, fix="leave it out, or give run.num_samples"))
@@ -360,6 +360,7 @@ def _devices_by_network(cluster: ClusterSpec) -> tuple[int, ...]:
 
 _NAMED_FILES = (
     ("model", "hf_config"),
+    ("model", "file"),
     ("model", "document_lengths", "file"),
     ("plan", "schedule"),
     ("plan", "placement"),

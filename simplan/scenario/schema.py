@@ -60,11 +60,12 @@ def scenario_schema() -> dict[str, Any]:
     checks what must hold between keys.
     """
     definitions: dict[str, Any] = {}
-    model = _section(ModelSpec, definitions, leave_out=("name", "packs", "sources"))
+    model = _section(ModelSpec, definitions, leave_out=("name", "packs", "sources", "captured"))
     names = ", ".join(catalog.names("models"))
     model["properties"] |= {
         "preset": _name("a name of `simplan show models`; the other keys override its fields", catalog.names("models")),
         "hf_config": {"type": "string", "description": "path of a config.json of Hugging Face"},
+        "file": {"type": "string", "description": "path of a captured model (simplan capture)"},
         "name": {"type": "string", "description": f"display name of a model that is none of {names}"},
         "document_lengths": _also(model["properties"]["document_lengths"], {"type": "object"}),
         "lora_targets": _also(model["properties"]["lora_targets"], {"type": "string"}),

@@ -131,7 +131,7 @@ def _with_budget(search: Any, parts: ScenarioParts) -> Any:
     if not isinstance(search, dict):
         return search
     budget, tokens = parts.budget, parts.budget.num_tokens
-    if parts.training is not None and parts.model is not None and parts.model.sample != "image" and tokens is None:
+    if parts.training is not None and parts.model is not None and parts.model.sample == "sequence" and tokens is None:
         batch, seq_len = parts.training.global_batch_size, parts.model.seq_len
         steps = budget.steps(batch, seq_len)
         tokens = None if steps is None else float(steps * batch * seq_len)

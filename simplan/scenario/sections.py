@@ -4,6 +4,7 @@ A model is a preset or a Hugging Face configuration with overrides, or given inl
 
     model: {preset: gpt2-124m, seq_len: 512, num_hidden_layers: 4}
     model: {hf_config: llama/config.json, seq_len: 4096}
+    model: {file: unet.json}    # written by simplan capture
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from simplan import catalog
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import folder_of, read_json, read_text
+from simplan.model.captured.facts import CapturedModel
+from simplan.model.captured.file import read_captured
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.model.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
@@ -30,7 +33,7 @@ _MAX_EXPECTATIONS = 1000
 
 
 def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
-    """The section ``model``: ``preset`` or ``hf_config`` with overrides, or inline.
+    """The section ``model``: ``preset`` or ``hf_config`` with overrides, the file of a captured model, or inline.
 
     Args:
         mtp: True when the software trains the multi-token prediction layers of an ``hf_config``.
@@ -39,9 +42,12 @@ def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
         return None
     given = dict(data)
     fields: dict[str, Any] | None = {}
-    if "preset" in given and "hf_config" in given:
-        sections.refuse(("model", "hf_config"), "cannot go with preset", fix="keep one of the two")
+    sources = [key for key in ("preset", "hf_config", "file") if key in given]
+    if len(sources) > 1:
+        sections.refuse(("model", sources[1]), f"cannot go with {sources[0]}", fix="keep one of the two")
         return None
+    if "file" in given:
+        return _captured(sections, given)
     if "preset" in given:
         fields = sections.look_up(("model", "preset"), catalog.model_fields, given.pop("preset"))
     elif "hf_config" in given:
@@ -72,6 +78,26 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dic
     return sections.look_up(("model", "hf_config"), read, name)
 
 
+def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
+    """A captured model; its sizes are those of the capture."""
+    others = given.keys() - {"file", "name"}
+    for key in sorted(others):
+        rule, fix = "cannot go with file, whose sizes are those of its capture", "change the code, and capture it again"
+        sections.refuse(("model", key), rule, value=given[key], fix=fix)
+    if others:
+        return None
+
+    def read(name: str) -> CapturedModel:
+        return read_captured(folder_of(sections.file) / name)
+
+    captured = sections.look_up(("model", "file"), read, given["file"])
+    if captured is None:
+        return None
+    title = given.get("name", captured.name)
+    fields = {"name": title, "family": "captured", "captured": captured.model_dump(mode="json", exclude_defaults=True)}
+    return sections.read(ModelSpec, fields, ("model",))
+
+
 def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | None:
     hidden: Any = fields.get("hidden_size")
     heads: Any = fields.get("num_attention_heads")
@@ -90,7 +116,7 @@ def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | N
 
 def _examples(family: Any) -> dict[str, str]:
     """Required keys of a family, each with its value in the first such model of the catalog; of no family, that key."""
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES or family == "captured":
         return {"family": "preset: gpt2-124m, or family: gpt and its required keys (`simplan show model`)"}
     name = next(name for name in catalog.names("models") if catalog.model_fields(name)["family"] == family)
     values = catalog.model(name).model_dump(mode="json")

@@ -29,6 +29,7 @@ from simplan.interop.huggingface import model_types
 from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job, full_key
+from simplan.model.captured.file import is_captured
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -100,7 +101,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
 }
 """Override that replaces its section -> keys of the section that it keeps."""
-_NAMES_A_MODEL = {"preset", "hf_config", "family"}
+_NAMES_A_MODEL = {"preset", "hf_config", "file", "family"}
 """Keys of which a model has one; the settings of a model without one are those of the override's model."""
 _NEAR, _TOO_FAR = 0.05, 0.25
 """Relative difference of a batch from the tokens asked for: what 1M may mean (2**20 is 4.9 % more), and the largest."""
@@ -510,6 +511,8 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
         return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), file.name, False, None
+    if is_captured(document.data):
+        return Document({"name": path.stem, "model": {"file": path.name}}, {}), file.name, False, None
     if isinstance(document.data, dict) and document.data and not _SECTIONS & document.data.keys():
         rule = "is no file of a framework that simplan knows, and has no section of a scenario (model, cluster, ...)"
         raise SpecError(Problem(field="", rule=rule, fix=_WITHOUT_FILE), file=file.name)
@@ -519,7 +522,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
 def known_files() -> str:
     """Files that scenarios are read from, in words."""
     titles = [each.title for each in formats().values() if each.read is not None]
-    return ", ".join(("a scenario", "a config.json of Hugging Face", *titles))
+    return ", ".join(("a scenario", "a config.json of Hugging Face", "a captured model", *titles))
 
 
 def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[str, str], file: str) -> dict[str, Any]:
@@ -814,7 +817,7 @@ def _with_batch(
     parts = parts_of(Document({**data, "training": {**before, "global_batch_size": 1}}, {}), file)
     if parts.model is None or parts.cluster is None:  # wrong, which is told
         return {**data, "training": {**before, "global_batch_size": 1}}, []
-    if parts.model.sample == "image":
+    if parts.model.sample != "sequence":
         raise refuse("is for models of tokens, and this one trains on images", "give training.global_batch_size")
     devices = parts.cluster.num_devices
     units = [unit for unit in range(devices, 0, -1) if devices % unit == 0] if searches else [share]

@@ -128,8 +128,8 @@ class _Search:
         }
         for asked in candidates.values():
             check_without_plan(asked, space)
-        if "cost" in space.goals and job.model.sample == "image":
-            rule = "is the price of a number of tokens, and the model is one of images"
+        if "cost" in space.goals and job.model.sample != "sequence":
+            rule = "is the price of a number of tokens, and the model has no tokens"
             raise SpecError(Problem(field="search.objective", value="cost", rule=rule, fix="use step_time"))
         self._incumbents, self._statistics = Incumbents(Goal.of(space, job), space.top), Statistics()
         self._num_partial = 0
@@ -255,7 +255,7 @@ class _Search:
             nearest_misses=self._misses(),
             interrupted=interrupted,
             unsearched=self._unsearched,
-            unit="images" if job.model.sample == "image" else "tokens",
+            unit="tokens" if job.model.sample == "sequence" else f"{job.model.sample}s",
             links=job.cluster.links,
             inputs={
                 "model": job.model.model_dump(mode="json"),

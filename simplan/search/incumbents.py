@@ -56,7 +56,7 @@ class Goal:
     @classmethod
     def of(cls, space: SearchSpace, job: Job) -> Goal:
         """Make the goal that a space requests."""
-        tokens = 1 if job.model.sample == "image" else job.model.seq_len
+        tokens = 1 if job.model.sample != "sequence" else job.model.seq_len
         tokens_per_step = job.training.global_batch_size * tokens
         return cls(space.goals, tokens_per_step, space.dollars_per_device_hour, space.token_budget)
 

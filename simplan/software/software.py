@@ -245,6 +245,7 @@ class SoftwareSpec(Spec):
         trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
             does.
         executable: ``simplan run`` can run plans under this profile.
+        trains_modules: Users train ``torch.nn.Module``s of their own with the framework, as they are.
         not_modelled: Features of the framework that are not modeled; predictions treat them as in torch.
         sources: Field name -> source of its value.
     """
@@ -374,6 +375,7 @@ class SoftwareSpec(Spec):
     compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     trainer: bool = False
     executable: bool = False
+    trains_modules: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
 
@@ -540,4 +542,5 @@ class SoftwareSpec(Spec):
 @lru_cache(maxsize=256)
 def _implemented_layers(model: ModelSpec, shard: Shard, implementation: LayerImplementation) -> tuple[LayerSpec, ...]:
     """Cached layers under an implementation: plans of a search share most of them."""
-    return implemented_layers(model.layers_of(shard), implementation, model.family)
+    layers = model.layers_of(shard)
+    return layers if model.captured is not None else implemented_layers(layers, implementation, model.family)

@@ -127,7 +127,7 @@ def test_tokens_of_image_model_are_rejected(simplan: Simplan, tmp_path: Path) ->
     file = tmp_path / "images.yaml"
     text = "model: {preset: resnet-50}\ncluster: {preset: dgx-h100, num_devices: 2}\n"
     text += "training: {global_batch_size: 8}\nplan: {dp_replicate: 2}\n"
-    rule = " = 1e+09: is a number of tokens, and the model is one of images; leave it out"
+    rule = " = 1e+09: is a number of tokens, and the model has no tokens; leave it out"
     file.write_text(text)
     refused(simplan("predict", file, "--tokens", "1e9"), f"--tokens{rule}")
     file.write_text(text.replace("size: 8", "size: 8, num_tokens: 1e9"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simplan.model.families.bert import BERT
+from simplan.model.families.captured import CAPTURED
 from simplan.model.families.family import Family
 from simplan.model.families.gemma2 import GEMMA2
 from simplan.model.families.gpt import GPT, MPT
@@ -33,5 +34,6 @@ FAMILIES: Mapping[str, Family] = {
     "resnet": RESNET,
     "gemma2": GEMMA2,
     "neox": NEOX,
+    "captured": CAPTURED,
 }
 """Families by name, as in ``ModelSpec.family``."""

@@ -40,7 +40,7 @@ class Family:
         defaults: Function from the fields that the user gave to the default values of others.
         inputs: Input of the first layer. For ``token_pairs``, tokens of the encoder and then tokens of the decoder.
         task: Training target of the head: the next token of every position, the masked tokens, the tokens of the
-            decoder, or the class of the input.
+            decoder, the class of the input, or the model's own.
         causal: Tokens attend only to themselves and earlier tokens.
         rotary: Name of the field with the width of queries and keys that is rotated by position; empty for none.
         soft_cap: Attention scores pass through a scaled tanh (Gemma 2).
@@ -55,8 +55,8 @@ class Family:
     layers: Callable[[ModelSpec, Shard], tuple[LayerSpec, ...]]
     fields: frozenset[str]
     defaults: Defaults
-    inputs: Literal["tokens", "token_pairs", "images"] = "tokens"
-    task: Literal["next_token", "masked_token", "target_tokens", "class"] = "next_token"
+    inputs: Literal["tokens", "token_pairs", "images", "captured"] = "tokens"
+    task: Literal["next_token", "masked_token", "target_tokens", "class", "own"] = "next_token"
     causal: bool = True
     rotary: str = ""
     soft_cap: bool = False

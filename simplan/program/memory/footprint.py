@@ -64,10 +64,10 @@ def layer_footprint(
 
 
 def _first_of_loss(layer: LayerSpec) -> int:
-    """Returns the index of the first operator after the logits; the number of operators without a head."""
-    if layer.kind is not LayerKind.HEAD:
-        return len(layer.operators)
+    """Returns the index of the first operator after the logits; the number of operators without logits."""
     kernels = [operator.kernel.name if operator.kernel else "" for operator in layer.operators]
+    if layer.kind is not LayerKind.HEAD or LOSS not in kernels:
+        return len(layer.operators)
     loss = layer.operators[kernels.index(LOSS)].reads[0]
     return next(i for i, o in enumerate(layer.operators) if any(tensor.name == loss for tensor in o.makes))
 

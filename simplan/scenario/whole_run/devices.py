@@ -66,7 +66,7 @@ def on_devices(scenario: Scenario, num_devices: int, batch_size: int) -> Scenari
     )
     length: dict[str, int | None] = {"num_steps": None, "num_samples": None, "num_tokens": None}
     law = None if scenario.whole_run is None or scenario.whole_run.run is None else scenario.whole_run.run
-    tokens_per_sample = 1 if job.model.sample == "image" else job.model.seq_len
+    tokens_per_sample = 1 if job.model.sample != "sequence" else job.model.seq_len
     if law is not None and law.samples_at_batch is not None:
         try:
             length["num_steps"] = law.samples_at_batch.num_steps(batch_size, tokens_per_sample)

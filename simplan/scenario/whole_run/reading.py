@@ -78,7 +78,7 @@ def _length(
         return {} if run is None else run.model_dump(exclude_none=True)
     if model is None or training is None:
         return {}
-    tokens_per_sample = 1 if model.sample == "image" else model.seq_len
+    tokens_per_sample = 1 if model.sample != "sequence" else model.seq_len
     try:
         return {"num_steps": run.samples_at_batch.num_steps(training.global_batch_size, tokens_per_sample)}
     except ValueError as error:

@@ -320,7 +320,7 @@ class _Job(Writing):
 
 def _flavor_of(model: ModelSpec) -> tuple[str, str] | None:
     """Model and flavor of torchtitan with the shape of a model; None if there is none."""
-    if model.sample == "image":
+    if model.sample != "sequence":
         return None  # torchtitan trains models of tokens
     shape = model.model_dump(exclude=set(_IGNORED))
     for name, flavors in facts().models.items():

@@ -1,0 +1,209 @@
+"""Captures a module: its layers and operators, without a device and without weights in memory."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from executor.capture.cutting import Cut, cut
+from executor.capture.graph import graph_of, shape_of_sample
+from executor.capture.trace import Trace, trace
+from simplan.errors import Problem, SpecError
+from simplan.model.captured.facts import CapturedGraph, CapturedInput, CapturedModel, CapturedParameter, ComputedIn
+
+Batch = Callable[[int], Any]
+"""Gives the arguments of forward for a number of samples, as a tuple or a dictionary."""
+Loss = Callable[[Any], Tensor]
+"""Gives the loss, a number, from what forward returns."""
+
+_PRECISIONS: tuple[ComputedIn, ...] = ("fp32", "bf16", "autocast")
+_SAMPLES = 2, 3
+_NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
+
+
+def model_from_module(
+    module: nn.Module, batch: Batch, loss: Loss | None = None, *, name: str = "", precisions: Any = _PRECISIONS
+) -> CapturedModel:
+    """Captures a module.
+
+    Args:
+        module: The module, on any device, also on ``meta``. It is not changed, and its weights are not copied.
+        batch: See ``Batch``. Called with 2 and 3.
+        loss: See ``Loss``. None for the output's own ``loss``, or else the sum of the tensors that forward returns.
+        name: Name of the model; empty for that of the class.
+        precisions: Precisions to capture.
+
+    Raises:
+        SpecError: The module cannot be captured; says the file and line.
+    """
+    batches = {number: batch(number) for number in _SAMPLES}
+    graphs: dict[ComputedIn, CapturedGraph] = {}
+    cuts: tuple[Cut, ...] = ()
+    shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
+    refused: dict[ComputedIn, str] = {}
+    for precision in precisions:
+        try:
+            two, three = _traced(module, batches.values(), loss, precision)
+        except SpecError as error:
+            if not graphs:
+                raise
+            refused[precision] = str(error)
+            continue
+        cuts = cut(module, two)
+        graphs[precision] = graph_of(two, three, cuts, precision, shapes)
+        used = {two.parameters[o.storage] for seen in two.operators for o in seen.reads if o.storage in two.parameters}
+    unused = [CapturedParameter(name=key, shape=shape) for key, shape in shapes.items() if key not in used]
+    return CapturedModel(
+        format="simplan-captured-model",
+        schema_version=1,
+        name=name or type(module).__name__,
+        source_sha256=source_hash(module),
+        software={"torch": version("torch")},
+        inputs=tuple(_inputs(batches[2], batches[3])),
+        modules=tuple(layer.module for layer in cuts),
+        unused=tuple(unused),
+        graphs=graphs,
+        refused=refused,
+    )
+
+
+def source_hash(module: nn.Module) -> str:
+    """SHA-256 of the source files of a module's classes, those of torch excepted."""
+    files = set()
+    for part in module.modules():
+        try:
+            file = inspect.getsourcefile(type(part))
+        except (OSError, TypeError):
+            continue
+        if file is not None and not file.startswith(_TORCH):
+            files.add(file)
+    total = hashlib.sha256()
+    for file in sorted(files):
+        total.update(Path(file).read_bytes())
+    return total.hexdigest()
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+
+
+def _traced(module: nn.Module, batches: Iterable[Any], loss: Loss | None, precision: ComputedIn) -> list[Trace]:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = _faked(module, dtype)
+        fake.train()
+        return [_trace_of(fake, batch, loss, precision) for batch in batches]
+
+
+def _trace_of(fake: nn.Module, batch: Any, loss: Loss | None, precision: ComputedIn) -> Trace:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    given = tree_map(lambda leaf: _fake(leaf, dtype) if isinstance(leaf, Tensor) else leaf, batch)
+    named = dict(_named(given))
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+    context = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
+
+    def run() -> Tensor:
+        with context:
+            return _loss_of(fake(*args, **kwargs), loss)
+
+    try:
+        return trace(fake, run, named)
+    except SpecError:
+        raise
+    except Exception as error:
+        raise SpecError(_problem(error)) from error
+
+
+def _problem(error: Exception) -> Problem:
+    """Sentence on what could not be captured, with the line of the user's code where it happened."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_TORCH, _OURS))
+    ]
+    place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "forward"
+    said = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
+    line = f": {frames[-1].line}" if frames and frames[-1].line else ""
+    if isinstance(error, _NEEDS_VALUES):
+        rule, fix = f"needs values of tensors, which a capture has not{line}", "use shapes in place of values"
+    else:
+        rule, fix = f"failed with {type(error).__name__}{f' ({said})' if said else ''}{line}", "run it once with data"
+    return Problem(field=place, rule=rule, fix=fix)
+
+
+def _faked(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a module whose tensors have no memory."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(_fake(parameter, dtype), requires_grad=parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    with _CopiesWithoutData(dtype):
+        return copy.deepcopy(module, memo)
+
+
+class _CopiesWithoutData(TorchFunctionMode):
+    """Deep copies of tensors, wherever a module keeps them, have no memory."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replaces these copies."""
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = _fake(tensor, self._dtype)
+        return memo[id(tensor)]
+
+
+def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    made = dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_like(tensor, device="cpu", dtype=made, requires_grad=False)
+
+
+def _loss_of(output: Any, loss: Loss | None) -> Tensor:
+    if loss is not None:
+        return loss(output)
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    parts = [leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not parts:
+        raise ValueError("forward returns no tensor of floating-point numbers")
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _named(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a batch by name."""
+    pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    for key, value in pairs:
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        for number, leaf in enumerate(leaves):
+            word = key if isinstance(key, str) else f"argument{key}"
+            yield (word if len(leaves) == 1 else f"{word}.{number}"), leaf
+
+
+def _inputs(two: Any, three: Any) -> Iterator[CapturedInput]:
+    for (name, less), (_, more) in zip(_named(two), _named(three), strict=True):
+        shape = shape_of_sample(less.shape, more.shape)
+        integers = not less.is_floating_point() and less.dtype is not torch.bool and not less.is_meta
+        high = int(max(less.max(), more.max())) + 1 if integers and less.numel() else 0
+        yield CapturedInput(name=name, shape=shape, dtype=str(less.dtype).removeprefix("torch."), high=high)

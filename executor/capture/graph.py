@@ -1,0 +1,254 @@
+"""The graph of a captured model, from two traces: one of a batch of two samples, and one of three.
+
+What grows from two samples to three belongs to a sample; what does not is there once for a microbatch. (With one sample
+alone, a transposed tensor is often contiguous, and copies would not be seen.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from executor.capture.cutting import Cut
+from executor.capture.trace import Seen, Trace
+from simplan.errors import Problem, SpecError
+from simplan.model.captured.facts import (
+    CapturedGraph,
+    CapturedLayer,
+    CapturedOperator,
+    CapturedParameter,
+    CapturedTensor,
+    ComputedIn,
+    Setting,
+    Shape,
+    Width,
+)
+from simplan.model.captured.kernels import one_sample
+
+_SETTINGS = {"aten.convolution": ("groups", "transposed")}
+_ATTENTION_SETTINGS = ("is_causal",)
+_COPY = "aten._to_copy"
+
+
+def graph_of(
+    two: Trace, three: Trace, cuts: Sequence[Cut], computed_in: ComputedIn, shapes: dict[str, tuple[int, ...]]
+) -> CapturedGraph:
+    """Layers of a model.
+
+    Args:
+        two, three: Traces of batches of two and of three samples.
+        cuts: Layers by the operators of ``two``.
+        shapes: Shapes of parameters by name.
+
+    Raises:
+        SpecError: Both traces have different operators.
+    """
+    _check_alike(two, three)
+    return _Graph(two, three, cuts, computed_in, shapes).graph()
+
+
+def _check_alike(two: Trace, three: Trace) -> None:
+    pairs = zip(two.operators, three.operators, strict=False)
+    other = next((a for a, b in pairs if (a.name, a.module) != (b.name, b.module)), None)
+    if other is None and len(two.operators) != len(three.operators):
+        other = two.operators[-1]
+    if other is not None:
+        raise SpecError(
+            Problem(
+                field="module",
+                value=other.module or "the model",
+                rule=f"runs other operators for three samples than for two, from {other.name} on",
+                fix="make its operators independent of the number of samples",
+            )
+        )
+
+
+class _Graph:
+    def __init__(
+        self,
+        two: Trace,
+        three: Trace,
+        cuts: Sequence[Cut],
+        computed_in: ComputedIn,
+        shapes: dict[str, tuple[int, ...]],
+    ) -> None:
+        self._two, self._three, self._cuts, self._shapes = two, three, cuts, shapes
+        self._computed_in = computed_in
+        self._weights = dict(two.parameters)  # also copies of weights that autocast makes
+        if computed_in == "autocast":
+            for seen in two.operators:
+                if _is_cast(seen) and seen.reads[0].storage in self._weights:
+                    self._weights[seen.makes[0]] = self._weights[seen.reads[0].storage]
+        self._layer_of: dict[int, int] = {}  # by storage that an operator makes
+        self._readers: dict[int, set[int]] = {}
+        for number, layer in enumerate(cuts):
+            for seen in two.operators[layer.begin : layer.end]:
+                self._layer_of.update(dict.fromkeys(seen.makes, number))
+                for storage in (*(operand.storage for operand in seen.reads), *seen.saves, *seen.writes):
+                    self._readers.setdefault(storage, set()).add(number)
+        self._owner: dict[str, int] = {}  # layer that uses a parameter first
+        for number, layer in enumerate(cuts):
+            for seen in two.operators[layer.begin : layer.end]:
+                for operand in seen.reads:
+                    if operand.storage in self._weights:
+                        self._owner.setdefault(self._weights[operand.storage], number)
+
+    def graph(self) -> CapturedGraph:
+        """All layers; equal ones once."""
+        layers: list[CapturedLayer] = []
+        order = []
+        for number in range(len(self._cuts)):
+            layer = self._layer(number)
+            if layer not in layers:
+                layers.append(layer)
+            order.append(layers.index(layer))
+        return CapturedGraph(layers=tuple(layers), order=tuple(order))
+
+    def _layer(self, number: int) -> CapturedLayer:
+        layer = self._cuts[number]
+        given, handed = self._alive(number), self._alive(number + 1)
+        names = {storage: f"input{place}" for place, storage in enumerate(given)}
+        own = self._two.operators[layer.begin : layer.end]
+        read = {operand.storage for seen in own for operand in seen.reads}
+        batch = {storage: name for storage, name in self._two.inputs.items() if storage in read}
+        names |= batch
+        inputs = [self._tensor(storage, names[storage]) for storage in (*given, *batch)]
+        elsewhere = {names[s] for s in given if self._is_forwarded(s)} | set(batch.values())
+        parameters: dict[str, CapturedParameter] = {}
+        operators = list(self._operators(number, names, parameters))
+        tied = tuple(
+            self._local(self._weights[storage], layer.module)
+            for storage in dict.fromkeys(o.storage for seen in own for o in seen.reads)
+            if storage in self._two.parameters
+            and (self._owner[self._weights[storage]], number) == (0, len(self._cuts) - 1)
+            and number
+        )
+        buffers = [self._tensor(s, name) for s, name in self._two.buffers.items() if s in read]
+        made = [s for s in handed if self._layer_of[s] == number]
+        return CapturedLayer(
+            parameters=tuple(parameters.values()),
+            inputs=tuple(inputs),
+            elsewhere=tuple(sorted(elsewhere)),
+            operators=tuple(operators),
+            outputs=tuple(names[storage] for storage in handed),
+            output_shapes=tuple((self._tensor(storage, "").elements,) for storage in handed),
+            passed=tuple(place for place, storage in enumerate(handed) if storage in given),
+            forwarded=tuple(names[storage] for storage in made if self._is_forwarded(storage)),
+            tied=tied,
+            buffers=tuple(t.model_copy(update={"name": self._local(t.name, layer.module)}) for t in buffers),
+        )
+
+    def _alive(self, number: int) -> list[int]:
+        """Storages made before a layer that it or a later layer reads: first those that are passed on, then by age."""
+        alive = (
+            storage
+            for storage, maker in self._layer_of.items()
+            if maker < number <= max(self._readers.get(storage, {-1})) and storage not in self._weights
+        )
+        return sorted(alive, key=lambda storage: (not self._is_forwarded(storage), storage))
+
+    def _is_forwarded(self, storage: int) -> bool:
+        """True if layers after the next one read a tensor."""
+        return max(self._readers[storage]) > self._layer_of[storage] + 1
+
+    def _operators(
+        self, number: int, names: dict[int, str], parameters: dict[str, CapturedParameter]
+    ) -> Iterator[CapturedOperator]:
+        layer = self._cuts[number]
+        for place in range(layer.begin, layer.end):
+            seen = self._two.operators[place]
+            if seen.makes and all(storage in self._weights for storage in seen.makes):
+                continue  # autocast's copy of a weight
+            yield self._operator(place, number, names, parameters)
+
+    def _operator(
+        self, place: int, number: int, names: dict[int, str], parameters: dict[str, CapturedParameter]
+    ) -> CapturedOperator:
+        seen, other, layer = self._two.operators[place], self._three.operators[place], self._cuts[number]
+        written = [storage for storage in seen.writes if storage in names]
+        storages = dict.fromkeys((*written, *(operand.storage for operand in seen.reads)))
+        reads = tuple(names[storage] for storage in storages if storage in names)
+        used = [self._weights[o.storage] for o in seen.reads if o.storage in self._weights]
+        first = [
+            name
+            for name in dict.fromkeys(used)
+            if self._local(name, layer.module) not in parameters and self._owns(name, number)
+        ]
+        for name in first:
+            local = self._local(name, layer.module)
+            frozen = self._storage_of(name) not in self._two.needs_gradient
+            parameters[local] = CapturedParameter(name=local, shape=self._shapes[name], frozen=frozen)
+        makes = []
+        for index, storage in enumerate(written[:1] or seen.makes):
+            names[storage] = f"{seen.name.rpartition('.')[2]} {place - layer.begin}" + (f".{index}" if index else "")
+            makes.append(self._tensor(storage, names[storage]))
+        trained = [name for name in used if self._storage_of(name) in self._two.needs_gradient]
+        flows = [s for s in storages if s in self._two.needs_gradient and s not in self._weights]
+        return CapturedOperator(
+            op=seen.name,
+            module=self._local(seen.module, layer.module),
+            operands=tuple(one_sample(a.shape, b.shape) for a, b in zip(seen.reads, other.reads, strict=True)),
+            results=tuple(one_sample(a.shape, b.shape) for a, b in zip(seen.results, other.results, strict=True)),
+            weights=tuple(i for i, operand in enumerate(seen.reads) if operand.storage in self._weights),
+            settings=dict(_settings(seen)),
+            reads=reads,
+            makes=tuple(makes),
+            saves=tuple(dict.fromkeys(names[storage] for storage in seen.saves if storage in names)),
+            parameters=tuple(self._local(name, layer.module) for name in first),
+            trains=seen.has_gradient and bool(trained),
+            propagates=seen.has_gradient and bool(flows),
+            is_cast=_is_cast(seen) and bool(reads) and not used,
+            in_place=bool(written),
+        )
+
+    def _owns(self, name: str, number: int) -> bool:
+        """True for a layer that lists a parameter: the first one that uses it, and a head that shares it with that."""
+        owner = self._owner[name]
+        return owner == number or (owner, number) == (0, len(self._cuts) - 1)
+
+    def _storage_of(self, name: str) -> int:
+        return next(storage for storage, other in self._two.parameters.items() if other == name)
+
+    def _local(self, name: str, module: str) -> str:
+        """Name inside of a layer's module; names of other modules stay as they are."""
+        if name == module:
+            return ""
+        return name.removeprefix(f"{module}.") if module else name
+
+    def _tensor(self, storage: int, name: str) -> CapturedTensor:
+        dtype, two, three = self._two.dtypes[storage], self._two.sizes[storage], self._three.sizes[storage]
+        grows = three > two
+        return CapturedTensor(
+            name=name,
+            elements=(three - two if grows else two) // dtype.itemsize,
+            width=self._width(dtype),
+            per_microbatch=not grows,
+        )
+
+    def _width(self, dtype: torch.dtype) -> Width:
+        if dtype is (torch.float32 if self._computed_in == "fp32" else torch.bfloat16):
+            return "compute"
+        return "wide" if dtype is torch.float32 and self._computed_in == "autocast" else dtype.itemsize
+
+
+def _is_cast(seen: Seen) -> bool:
+    """True if only the dtype changes."""
+    if seen.name != _COPY or not seen.makes:
+        return False
+    (source,), (result,) = seen.reads, seen.results
+    return source.shape == result.shape and source.dtype is not result.dtype
+
+
+def _settings(seen: Seen) -> Iterator[tuple[str, Setting]]:
+    wanted = _ATTENTION_SETTINGS if "scaled_dot_product" in seen.name else _SETTINGS.get(seen.name, ())
+    for key in wanted:
+        if key in seen.settings:
+            value = seen.settings[key]
+            yield key, tuple(value) if isinstance(value, list) else value
+
+
+def shape_of_sample(two: Sequence[int], three: Sequence[int]) -> Shape:
+    """Shape of one sample of a tensor of the batch: without the dimension that grows by one, if it is the first."""
+    whole = one_sample(tuple(two), tuple(three))
+    return whole[1:] if tuple(two[:1]) == (2,) and tuple(three[:1]) == (3,) else whole

@@ -1,0 +1,93 @@
+"""Modules and batches of the architectures that the installed transformers knows, from a ``config.json``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from simplan.errors import Problem, SpecError
+
+_PIXELS, _FEATURES, _WAVE, _TOKENS = "pixel_values", "input_features", "input_values", "input_ids"
+_WAVE_SAMPLES = 16_000  # of sound: one second
+_USED_BY = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+
+
+def module_of_config(data: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """The module of a configuration, on ``meta``, and the configuration as transformers reads it.
+
+    Raises:
+        SpecError: transformers does not know the architecture, or does not accept the configuration.
+    """
+    import transformers
+
+    word = data.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    if word not in known:
+        rule = f"is no model_type of transformers {transformers.__version__}"
+        fix = "install a version that has it, or capture your module: simplan capture MODULE:FACTORY"
+        raise SpecError(Problem(field="model_type", value=str(word), rule=rule, fix=fix))
+    try:
+        config = known[word].from_dict(data)
+        with torch.device("meta"):
+            return _class_of(transformers, config)(config), config
+    except Exception as error:
+        said = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        rule, fix = f"transformers cannot build the model ({said})", "check the keys of the configuration"
+        raise SpecError(Problem(field="model_type", value=str(word), rule=rule, fix=fix)) from error
+
+
+def _class_of(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
+    for name in config.architectures or ():
+        found: Callable[[Any], nn.Module] | None = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    for auto in _USED_BY:
+        mapping = getattr(transformers, auto)._model_mapping
+        if type(config) in mapping:
+            chosen: Any = mapping[type(config)]
+            first: Callable[[Any], nn.Module] = chosen[0] if isinstance(chosen, tuple) else chosen
+            return first
+    base: Callable[[Any], nn.Module] = transformers.AutoModel._model_mapping[type(config)]
+    return base
+
+
+def batch_of(module: nn.Module, config: Any, seq_len: int) -> Callable[[int], dict[str, Tensor]]:
+    """Function that makes the arguments of forward for a number of samples."""
+
+    def batch(number: int) -> dict[str, Tensor]:
+        return dict(_arguments(module, config, seq_len, number))
+
+    return batch
+
+
+def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Iterator[tuple[str, Tensor]]:
+    accepted = inspect.signature(module.forward).parameters
+    main = getattr(module, "main_input_name", _TOKENS)
+    text = getattr(config, "get_text_config", lambda: config)()
+    vocabulary = getattr(text, "vocab_size", None) or 2
+    vision = getattr(config, "vision_config", None) or config
+    if main == _PIXELS or (_PIXELS in accepted and _TOKENS in accepted and hasattr(config, "projection_dim")):
+        size = getattr(vision, "image_size", None) or 224
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        yield _PIXELS, torch.zeros(number, getattr(vision, "num_channels", 3), height, width)
+    elif main == _FEATURES:
+        positions = getattr(config, "max_source_positions", None)
+        length = 2 * positions if positions else seq_len
+        yield _FEATURES, torch.zeros(number, getattr(config, "num_mel_bins", 80), length)
+    elif main == _WAVE:
+        yield _WAVE, torch.zeros(number, _WAVE_SAMPLES)
+    if _TOKENS in accepted:
+        tokens = torch.full((number, seq_len), vocabulary - 1)
+        yield _TOKENS, tokens
+        if "labels" in accepted:
+            yield "labels", tokens.clone()
+    elif "decoder_input_ids" in accepted:
+        length = min(seq_len, getattr(config, "max_target_positions", None) or seq_len)
+        tokens = torch.full((number, length), vocabulary - 1)
+        yield "decoder_input_ids", tokens
+        if "labels" in accepted:
+            yield "labels", tokens.clone()

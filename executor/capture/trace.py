@@ -1,0 +1,296 @@
+"""One forward pass of a module on fake tensors: what each operator reads, makes, and saves for backward.
+
+A ``TorchDispatchMode`` sees every operator below autograd. A tensor is identified by its storage, so views cost nothing
+and need no list: an operator that makes no storage and writes to none is one. What an operator saves for backward is
+read from its node in the autograd graph, as soon as the node exists: an operator in place replaces it.
+
+Dropout and attention are seen as GPUs run them, which have one kernel for each where torch on CPUs has several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_IGNORED = frozenset({"prim"})
+_DROPOUT = 4  # place of the argument of attention
+_USUAL_DROPOUT = 0.5  # default of torch.nn.functional.dropout
+_NO_WORK = frozenset(
+    {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten.new_empty_strided"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument or result of an operator: number of its storage, shape and dtype."""
+
+    storage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Seen:
+    """One dispatched operator.
+
+    Attributes:
+        name: Namespace and name, such as ``aten.mm``.
+        module: Path of the innermost module that runs; empty for the whole model.
+        settings: Arguments that are not tensors, by name.
+        reads: Tensor arguments, in order.
+        results: Tensors returned, in order.
+        makes: Storages that did not exist before.
+        writes: Storages of arguments that the operator writes to.
+        saves: Storages that backward reads.
+        has_gradient: Autograd records the operator.
+    """
+
+    name: str
+    module: str
+    settings: dict[str, Any]
+    reads: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...]
+    saves: tuple[int, ...] = ()
+    has_gradient: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module: the operators ``begin`` to ``end``, without the last."""
+
+    module: str
+    begin: int
+    end: int = 0
+
+
+@dataclass(slots=True)
+class Trace:
+    """Record of one forward pass.
+
+    Attributes:
+        operators: In the order in which they ran.
+        calls: Calls of modules, in the order of their beginnings.
+        sizes: Bytes of each storage, by number.
+        dtypes: Dtype of the tensor that a storage was made for, by number.
+        parameters, buffers: Names by number of storage; the first name of one that is shared.
+        inputs: Names by number of storage.
+        needs_gradient: Storages through which gradients flow.
+    """
+
+    operators: list[Seen] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)
+    buffers: dict[int, str] = field(default_factory=dict)
+    inputs: dict[int, str] = field(default_factory=dict)
+    needs_gradient: set[int] = field(default_factory=set)
+
+
+def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor]) -> Trace:
+    """Runs forward and the loss once.
+
+    Args:
+        module: The module, on fake tensors.
+        run: Runs it and gives the loss.
+        inputs: Tensors of the batch, by name.
+    """
+    tracer = _Tracer(module, inputs)
+    with _modules_named(module, tracer), _as_on_gpus(), tracer:
+        loss = run()
+    tracer.settle()
+    if not loss.requires_grad:
+        raise ValueError("no gradient flows from the loss to a parameter")
+    return tracer.trace
+
+
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operators; every tensor is kept alive, so that a storage's address means one storage."""
+
+    def __init__(self, module: nn.Module, inputs: dict[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace, self.path = Trace(), [""]
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._open: list[tuple[Seen, tuple[Tensor, ...]]] = []  # operators whose node autograd has not made yet
+        self._nodes: set[int] = set()
+        for name, parameter in module.named_parameters():
+            number = self._number(parameter)
+            self.trace.parameters.setdefault(number, name)
+            if parameter.requires_grad:
+                self.trace.needs_gradient.add(number)
+        for name, buffer in module.named_buffers():
+            self.trace.buffers.setdefault(self._number(buffer), name)
+        for name, tensor in inputs.items():
+            self.trace.inputs.setdefault(self._number(tensor), name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs an operator and records it."""
+        del types
+        kwargs = kwargs or {}
+        if func.namespace in _IGNORED:
+            return func(*args, **kwargs)
+        if func is not torch.ops.aten.detach.default:  # with which a node saves its operator's result
+            self._settle_last()
+        known = len(self.trace.sizes)
+        reads = self._operands((args, kwargs))
+        out = func(*args, **kwargs)
+        tensors = tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        known = max(known, *(operand.storage + 1 for operand in reads)) if reads else known
+        results = self._operands(out)
+        makes = tuple(dict.fromkeys(r.storage for r in results if r.storage >= known))
+        writes = tuple(self._written(func, args, kwargs))
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        if not (makes or writes):
+            return out  # a view
+        if name in _NO_WORK:
+            reads = ()
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        settings = {key: value for key, value in given.items() if _is_plain(value)}
+        seen = Seen(name, self.path[-1], settings, reads, results, makes, writes)
+        self.trace.operators.append(seen)
+        self._open.append((seen, tensors))
+        return out
+
+    def settle(self) -> None:
+        """Reads nodes that autograd made later than the operator: those of functions written in Python."""
+        self._settle_last()
+        for seen, tensors in self._open:
+            self._read_node(seen, tensors)
+        self._open.clear()
+
+    def _settle_last(self) -> None:
+        if self._open:
+            seen, tensors = self._open[-1]
+            if self._read_node(seen, tensors):
+                self._open.pop()
+
+    def _read_node(self, seen: Seen, tensors: Sequence[Tensor]) -> bool:
+        """True if the operator has a node; its saved tensors are then known."""
+        found = False
+        for tensor in tensors:
+            node = tensor.grad_fn
+            if not tensor.requires_grad or node is None:
+                continue
+            found = seen.has_gradient = True
+            self.trace.needs_gradient.add(self._number(tensor))
+            if id(node) in self._nodes:
+                continue
+            self._nodes.add(id(node))
+            self._kept.append(node)
+            saved = (self._number(kept) for kept in _saved_tensors(node))
+            seen.saves = tuple(dict.fromkeys((*seen.saves, *saved)))
+        return found
+
+    def _operands(self, tree: Any) -> tuple[Operand, ...]:
+        tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+        return tuple(Operand(self._number(t), tuple(map(int, t.shape)), t.dtype) for t in tensors)
+
+    def _number(self, tensor: Tensor) -> int:
+        """Number of a tensor's storage, in the order in which storages appear."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._numbers:
+            self._kept.append((tensor, storage))
+            self._numbers[address] = len(self.trace.sizes)
+            self.trace.sizes.append(storage.nbytes())
+            self.trace.dtypes.append(tensor.dtype)
+        return self._numbers[address]
+
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    yield self._number(leaf)
+
+
+@contextmanager
+def _as_on_gpus() -> Iterator[None]:
+    """Dropout as one kernel with a mask of bools, and attention that drops out inside of its kernel."""
+    attention = functional.scaled_dot_product_attention
+
+    def dropped(*args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        is_on = given.get("training", given.get("train", True)) and given.get("p", _USUAL_DROPOUT) > 0
+        return (
+            torch.native_dropout(given["input"], given.get("p", _USUAL_DROPOUT), True)[0] if is_on else given["input"]
+        )
+
+    def attended(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > _DROPOUT:
+            args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
+        return attention(*args, **({**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
+
+    with (
+        patch.object(functional, "dropout", dropped),
+        patch.object(torch, "dropout", dropped),
+        patch.object(functional, "scaled_dot_product_attention", attended),
+    ):
+        yield
+
+
+@contextmanager
+def _modules_named(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
+    """Tells the tracer which module runs."""
+    names = {id(part): name for name, part in reversed([*module.named_modules()])}
+    calls: list[Call] = []
+
+    def enters(part: nn.Module, args: Any) -> None:
+        if id(part) in names:
+            call = Call(names[id(part)], len(tracer.trace.operators))
+            tracer.trace.calls.append(call)
+            calls.append(call)
+            tracer.path.append(call.module)
+
+    def leaves(part: nn.Module, args: Any, output: Any) -> None:
+        if id(part) in names:
+            calls.pop().end = len(tracer.trace.operators)
+            tracer.path.pop()
+
+    hooks = torch.nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(enters),
+        hooks.register_module_forward_hook(leaves, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _saved_tensors(node: Any) -> Iterator[Tensor]:
+    """Tensors that a node of the autograd graph keeps."""
+    if hasattr(node, "saved_tensors"):  # of a function written in Python
+        yield from (tensor for tensor in node.saved_tensors if isinstance(tensor, Tensor))
+        return
+    for name in _saved_names(type(node)):
+        yield from (leaf for leaf in tree_leaves(getattr(node, name)) if isinstance(leaf, Tensor))
+
+
+@cache
+def _saved_names(node: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node) if name.startswith("_saved_"))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(each, bool | int | float) for each in value)
+    return isinstance(value, bool | int | float | str)

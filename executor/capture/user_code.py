@@ -1,0 +1,99 @@
+"""Imports the functions that a request names, and captures the module that they make."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.capture.capture import model_from_module
+from simplan.errors import Problem, SpecError
+from simplan.io import read_json
+from simplan.model.captured.facts import CapturedModel
+from simplan.model.captured.request import CaptureRequest, Reference
+
+
+def capture(request: CaptureRequest) -> CapturedModel:
+    """Runs the user's code.
+
+    Raises:
+        SpecError: It cannot be imported, fails, or cannot be captured; says where.
+    """
+    if request.config:
+        return _of_config(request)
+    assert request.factory is not None, "a request has one of both"
+    assert request.batch is not None, "a request has one of both"
+    sys.path.insert(0, request.folder)
+    module = built(request.factory)
+    batch = _function("--inputs", request.batch)
+    loss = None if request.loss is None else _function("--loss", request.loss)
+    made_by = request.batch
+    captured = model_from_module(module, lambda number: _called("--inputs", made_by, batch, number), loss)
+    origin = {"factory": str(request.factory), "batch": str(request.batch), "loss": str(request.loss or "")}
+    return captured.model_copy(update=origin | ({"name": request.name} if request.name else {}))
+
+
+def _of_config(request: CaptureRequest) -> CapturedModel:
+    from executor.capture.hugging_face import batch_of, module_of_config
+
+    if find_spec("transformers") is None:
+        rule, fix = (
+            "needs transformers, which is not installed here",
+            "pip install transformers, or use a built-in family",
+        )
+        raise SpecError(Problem(field=request.config, rule=rule, fix=fix))
+    module, config = module_of_config(read_json(Path(request.config)))
+    name = request.name or Path(request.config).resolve().parent.name
+    captured = model_from_module(module, batch_of(module, config, request.seq_len), name=name)
+    software = captured.software | {"transformers": version("transformers")}
+    return captured.model_copy(update={"factory": str(request.config), "software": software})
+
+
+def built(factory: Reference) -> nn.Module:
+    """The module that a factory makes, without memory for weights where the factory allows it."""
+    function = _function("SOURCE", factory)
+    try:
+        with torch.device("meta"):
+            module = function()
+    except Exception:
+        module = _called("SOURCE", factory, function)
+    if not isinstance(module, nn.Module):
+        rule = f"gives {type(module).__name__}, and must give a torch.nn.Module"
+        raise SpecError(Problem(field="SOURCE", value=str(factory), rule=rule, fix="return the model itself"))
+    return module
+
+
+def _function(field: str, reference: Reference) -> Callable[..., Any]:
+    try:
+        found: Any = importlib.import_module(reference.module)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        rule = f"cannot be imported ({said})"
+        fix = "run the command in the folder of your code, or install it"
+        raise SpecError(Problem(field=field, value=str(reference), rule=rule, fix=fix)) from error
+    for part in reference.function.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        rule = f"is no function of {reference.module}"
+        raise SpecError(Problem(field=field, value=str(reference), rule=rule, fix="check its name"))
+    function: Callable[..., Any] = found
+    return function
+
+
+def _called(field: str, reference: Reference, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        rule = f"fails in {frame.filename}, line {frame.lineno}: {type(error).__name__}: {error}"
+        given = f" with {args[0]}" if args else ""
+        fix = f"make {reference}({args[0] if args else ''}) work in Python"
+        raise SpecError(Problem(field=field, value=f"{reference}{given}", rule=rule, fix=fix)) from error

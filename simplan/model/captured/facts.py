@@ -1,0 +1,182 @@
+"""Content of the file of a captured model: layers, and the operators of each with shapes of one sample.
+
+The file has what torch dispatched and what autograd saved, not how simplan prices it: kernels follow in
+``simplan.model.captured.kernels``, layers in ``simplan.model.captured.layers``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from simplan.base import Count, Line, Natural, Spec
+
+ComputedIn = Literal["fp32", "bf16", "autocast"]
+"""Precision of a forward pass: FP32 weights and activations; BF16 weights and activations; or FP32 weights under
+autocast to BF16."""
+
+Width = Literal["compute", "wide"] | Count
+"""Bytes per element: ``compute`` for the width of matmuls' results, ``wide`` for FP32 under autocast, else a number."""
+
+
+def _to_tuple(value: object) -> object:
+    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value
+
+
+Shape = Annotated[tuple[Natural, ...], BeforeValidator(_to_tuple)]
+Setting = Annotated[bool | int | float | str | tuple[bool | int | float, ...], BeforeValidator(_to_tuple)]
+
+
+class CapturedTensor(Spec):
+    """A tensor inside a layer.
+
+    Attributes:
+        elements: Elements for one sample.
+        width: See ``Width``.
+        per_microbatch: The tensor does not grow with the batch.
+    """
+
+    name: Line
+    elements: Natural
+    width: Width = "compute"
+    per_microbatch: bool = False
+
+
+class CapturedParameter(Spec):
+    """A weight.
+
+    Attributes:
+        name: Name inside of its layer.
+        frozen: The weight has no gradient.
+    """
+
+    name: Line
+    shape: Shape
+    frozen: bool = False
+
+
+class CapturedOperator(Spec):
+    """One operator that torch dispatched, with shapes of one sample.
+
+    Attributes:
+        op: Namespace and name, such as ``aten.mm``.
+        module: Path of the module that ran it, inside of its layer.
+        operands, results: Shapes of tensor arguments and of results, in order.
+        weights: Places among the operands of parameters, and of casts of parameters.
+        settings: Arguments that are not tensors, where the kernel depends on them.
+        reads: Names of the tensors read, of weights excepted.
+        makes: Tensors made.
+        saves: Names of the tensors that backward reads, of weights excepted.
+        parameters: Names of weights that no operator before used, in the order in which backward completes their
+            gradients.
+        trains: Backward computes gradients of weights.
+        propagates: Backward computes gradients of tensors read.
+        is_cast: Only the dtype changes.
+        in_place: The result overwrites the first tensor read.
+    """
+
+    op: Line
+    module: Line = ""
+    operands: Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)] = ()
+    results: Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)] = ()
+    weights: Shape = ()
+    settings: dict[str, Setting] = Field(default_factory=dict)
+    reads: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    makes: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+    saves: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    parameters: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    trains: bool = False
+    propagates: bool = False
+    is_cast: bool = False
+    in_place: bool = False
+
+
+class CapturedLayer(Spec):
+    """Operators between two cuts.
+
+    Attributes:
+        parameters: Weights in the order in which forward uses them.
+        inputs: Tensors made in an earlier layer, or given with the batch.
+        elsewhere: Names of inputs whose memory is counted in the layer that made them, or as the batch.
+        outputs: Names of tensors for the next layer, in its order.
+        output_shapes: Shape of each, of one sample.
+        passed: Places among the outputs of inputs that are passed on.
+        forwarded: Names of tensors made here that later layers than the next one read.
+        tied: Names of parameters that are the same tensor as one of the first layer.
+        buffers: Tables that are neither weights nor saved.
+    """
+
+    parameters: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
+    inputs: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+    elsewhere: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    operators: Annotated[tuple[CapturedOperator, ...], BeforeValidator(_to_tuple)]
+    outputs: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    output_shapes: Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)] = ()
+    passed: Shape = ()
+    forwarded: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    tied: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    buffers: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+
+
+class CapturedGraph(Spec):
+    """All layers of one forward pass.
+
+    Attributes:
+        layers: The layers that differ.
+        order: By layer of the model, its place among ``layers``.
+    """
+
+    layers: Annotated[tuple[CapturedLayer, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
+    order: Annotated[Shape, Field(min_length=1, max_length=2_002)]
+
+
+class CapturedInput(Spec):
+    """A tensor of the batch, of one sample."""
+
+    name: Line
+    shape: Shape
+    dtype: Line
+    high: Natural = Field(0, description="integers below it are valid; 0 for other dtypes")
+
+
+class CapturedModel(Spec):
+    """The file that ``simplan capture`` writes.
+
+    Attributes:
+        factory, batch, loss: ``module:function`` of the module, of a batch, and of the loss; empty for the output's own
+            loss, or the sum of the outputs.
+        source_sha256: Hash of the source of the module's classes.
+        software: Versions of the packages that were used, by name.
+        inputs: Tensors of the batch.
+        modules: Paths of the modules that became layers, by layer; empty for code between modules.
+        unused: Names of parameters that take no part in the loss.
+        graphs: Layers by precision.
+        refused: By precision, why forward does not run in it.
+        computed_in: Precision whose layers are meant; a job sets it.
+    """
+
+    format: Literal["simplan-captured-model"]
+    schema_version: Literal[1]
+    name: Line
+    factory: Line = ""
+    batch: Line = ""
+    loss: Line = ""
+    source_sha256: Line = ""
+    software: dict[str, Line] = Field(default_factory=dict)
+    inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(_to_tuple)] = ()
+    modules: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
+    graphs: dict[ComputedIn, CapturedGraph]
+    refused: dict[ComputedIn, Line] = Field(default_factory=dict)
+    computed_in: ComputedIn = "fp32"
+
+    @property
+    def graph(self) -> CapturedGraph:
+        """Layers in the precision that is meant."""
+        return self.graphs.get(self.computed_in) or next(iter(self.graphs.values()))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample: the length of the first input of integers with one dimension; 0 without."""
+        return next((i.shape[0] for i in self.inputs if "int" in i.dtype and len(i.shape) == 1), 0)

@@ -1,0 +1,132 @@
+"""Kernels of captured operators, from their shapes.
+
+A matmul with a weight is a ``Gemm`` of the rows of one sample; a matmul of two activations is one of as many groups as
+it has matrices. A convolution is a ``Gemm`` of its output pixels, whose inner dimension is all inputs of one output
+pixel. All else moves bytes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from simplan.model.captured.facts import CapturedOperator, Shape
+from simplan.model.kernel import Attention, Gemm, Kernel, Lookup, Pointwise, PointwiseFunction
+
+_MATMULS = frozenset({"mm", "addmm", "_addmm_activation"})
+_BATCHED = frozenset({"bmm", "baddbmm"})
+_LOOKUPS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only"})
+_MOVES = frozenset({
+    "clone", "copy_", "cat", "stack", "_to_copy", "constant_pad_nd", "index", "gather", "index_select", "repeat",
+    "masked_fill", "roll", "flip", "slice_scatter", "select_scatter", "contiguous",
+})  # fmt: skip
+"""Operators that move elements: backward moves gradients, and reads nothing of forward."""
+_LIKE: dict[str, PointwiseFunction] = {
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "layer_norm",
+    "native_batch_norm": "layer_norm",
+    "cudnn_batch_norm": "layer_norm",
+    "_fused_rms_norm": "rms_norm",
+    "gelu": "gelu",
+    "silu": "gelu",
+    "_log_softmax": "cross_entropy",
+    "_softmax": "cross_entropy",
+    "nll_loss_forward": "cross_entropy",
+}
+SUMS = frozenset({"add", "add_"})
+"""Operators whose gradient is the gradient of everything that they read."""
+
+
+def word(operator: CapturedOperator) -> str:
+    """Name of an operator without its namespace."""
+    return operator.op.rpartition(".")[2]
+
+
+def is_attention(operator: CapturedOperator) -> bool:
+    """True for torch's fused attention."""
+    return "scaled_dot_product" in operator.op
+
+
+def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
+    """Kernel of an operator.
+
+    Args:
+        name: Name of the kernel, unique in its layer.
+    """
+    kind = word(operator)
+    if kind in _MATMULS:
+        return _matmul(operator, name)
+    if kind in _BATCHED:
+        left, right = operator.operands[-2:]
+        return _gemm(operator, name, prod(left[:-1]), right[-1], left[-1], num_groups=max(1, prod(left[:-2])))
+    if kind == "convolution":
+        return _convolution(operator, name)
+    if is_attention(operator):
+        return _attention(operator, name)
+    if kind in _LOOKUPS:
+        return Lookup(name, prod(operator.operands[1]), operator.operands[0][-1], trained=operator.trains)
+    return Pointwise(
+        name,
+        sum(prod(shape) for place, shape in enumerate(operator.operands) if place not in operator.weights),
+        sum(prod(shape) for shape in operator.results),
+        propagates=operator.propagates or operator.trains,
+        moves=kind in _MOVES,
+        like=_LIKE.get(kind, "add"),
+    )
+
+
+def _matmul(operator: CapturedOperator, name: str) -> Gemm:
+    left, right = operator.operands[-2:]
+    first = len(operator.operands) - 2
+    if first in operator.weights and first + 1 not in operator.weights:  # a weight times activations
+        return _gemm(operator, name, right[-1], left[0], left[-1])
+    return _gemm(operator, name, left[0], right[-1], left[-1])
+
+
+def _gemm(operator: CapturedOperator, name: str, m: int, n: int, k: int, *, num_groups: int = 1) -> Gemm:
+    """A matmul; one of two activations propagates to each of them, which is as much work as a trained weight."""
+    is_weighted = bool(operator.weights)
+    trained = operator.trains if is_weighted else operator.propagates
+    return Gemm(name, m, n, k, num_groups=num_groups, trained=trained, propagates=operator.propagates)
+
+
+def _convolution(operator: CapturedOperator, name: str) -> Gemm:
+    image, weight, result = operator.operands[0], operator.operands[1], operator.results[0]
+    groups = operator.settings.get("groups", 1)
+    assert isinstance(groups, int)
+    if operator.settings.get("transposed"):
+        pixels, columns, inner = prod(image[2:]), prod(weight[1:]) * groups, weight[0] // groups
+    else:
+        pixels, columns, inner = prod(result[2:]), weight[0], prod(weight[1:])
+    return Gemm(
+        name,
+        pixels * max(1, image[0] if len(image) > 2 else 1),
+        columns,
+        inner,
+        image_elements=prod(image),
+        trained=operator.trains,
+        propagates=operator.propagates,
+    )
+
+
+def _attention(operator: CapturedOperator, name: str) -> Attention:
+    queries, keys, values = operator.operands[:3]
+    return Attention(
+        queries[-3],
+        keys[-3],
+        queries[-1],
+        queries[-2] * prod(queries[:-3]),
+        causal=bool(operator.settings.get("is_causal", False)),
+        num_keys=keys[-2],
+        value_head_dim=values[-1],
+        masked=len(operator.operands) > _UNMASKED,
+        propagates=operator.propagates,
+        name=name,
+    )
+
+
+_UNMASKED = 3
+
+
+def one_sample(two: Shape, three: Shape) -> Shape:
+    """Shape of one sample, from the shapes of two and of three: a dimension that grows is as long as it grew."""
+    return tuple(more - less or less for less, more in zip(two, three, strict=True))

@@ -1,0 +1,103 @@
+"""LayerSpecs of a captured model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+
+from simplan.model.captured.facts import (
+    CapturedLayer,
+    CapturedModel,
+    CapturedOperator,
+    CapturedParameter,
+    CapturedTensor,
+    Width,
+)
+from simplan.model.captured.kernels import SUMS, kernel_of, word
+from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
+
+_WEIGHT = ".weight"
+
+
+@lru_cache(maxsize=64)
+def captured_layers(model: CapturedModel) -> tuple[LayerSpec, ...]:
+    """All layers in order; equal layers are one object."""
+    order = model.graph.order
+    made: dict[tuple[int, LayerKind], LayerSpec] = {}
+    found = []
+    for place, number in enumerate(order):
+        is_last = place == len(order) - 1
+        kind = LayerKind.HEAD if is_last else LayerKind.BLOCK if place else LayerKind.EMBEDDING
+        if (number, kind) not in made:
+            made[number, kind] = _layer(
+                model.graph.layers[number], kind, model.unused if is_last else (), is_first=not place
+            )
+        found.append(made[number, kind])
+    return tuple(found)
+
+
+def _layer(
+    captured: CapturedLayer, kind: LayerKind, unused: tuple[CapturedParameter, ...], *, is_first: bool
+) -> LayerSpec:
+    outputs = () if kind is LayerKind.HEAD else captured.outputs
+    tensors = {tensor.name: tensor for tensor in (*captured.inputs, *(t for o in captured.operators for t in o.makes))}
+    words = captured.model_dump_json() + "".join(parameter.model_dump_json() for parameter in unused)
+    return LayerSpec(
+        key=f"captured-{kind}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
+        kind=kind,
+        parameters=tuple(
+            ParameterSpec(p.name, p.shape, frozen=p.frozen)
+            for p in (*captured.parameters, *(p.model_copy(update={"frozen": True}) for p in unused))
+        ),
+        operators=tuple(_operators(captured)),
+        inputs=tuple(_tensor(tensor, elsewhere=tensor.name in captured.elsewhere) for tensor in captured.inputs),
+        outputs=outputs,
+        output_shapes=captured.output_shapes if outputs else ((1,),),
+        passed_outputs=captured.passed if outputs else (),
+        matmul_dtype_outputs=tuple(i for i, name in enumerate(outputs) if tensors[name].width == "compute"),
+        buffers=tuple(map(_tensor, captured.buffers)),
+        tied=captured.tied,
+        needs_input_gradient=not is_first,
+    )
+
+
+def _operators(layer: CapturedLayer) -> Iterator[Operator]:
+    taken: set[str] = set()
+    for number, operator in enumerate(layer.operators):
+        name = _kernel_name(operator, number, taken)
+        taken.add(name)
+        yield Operator(
+            kernel=None if operator.is_cast else kernel_of(operator, name),
+            reads=operator.reads,
+            makes=tuple(_tensor(tensor, forwarded=tensor.name in layer.forwarded) for tensor in operator.makes),
+            saves=operator.saves,
+            parameters=operator.parameters,
+            is_cast=operator.is_cast,
+            in_place=operator.in_place,
+            passes=word(operator) in SUMS,
+            detached=not (operator.trains or operator.propagates),
+        )
+
+
+def _kernel_name(operator: CapturedOperator, number: int, taken: set[str]) -> str:
+    """The module of a weight, as in families; else the operator's own name with its place."""
+    weight = next((name for name in operator.parameters if name.endswith(_WEIGHT)), "")
+    name = weight.removesuffix(_WEIGHT)
+    return name if name and name not in taken else f"{word(operator)} {number}"
+
+
+def _tensor(tensor: CapturedTensor, *, elsewhere: bool = False, forwarded: bool = False) -> Tensor:
+    return Tensor(
+        tensor.name,
+        tensor.elements,
+        _bytes(tensor.width),
+        residual=tensor.width == "wide",
+        per_microbatch=tensor.per_microbatch,
+        elsewhere=elsewhere,
+        forwarded=forwarded,
+    )
+
+
+def _bytes(width: Width) -> int | None:
+    return width if isinstance(width, int) else None

@@ -1,0 +1,40 @@
+"""Models captured from torch modules (``simplan.model.captured``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from simplan.model.captured.facts import CapturedModel
+from simplan.model.captured.layers import captured_layers
+from simplan.model.families.family import Family
+from simplan.model.layer import LayerSpec
+
+if TYPE_CHECKING:
+    from simplan.model.model import ModelSpec
+    from simplan.plan.shard import Shard
+
+
+def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    assert shard.tp == shard.cp == 1, "nothing is split"
+    assert model.captured is not None, "a field of the family"
+    return captured_layers(model.captured)
+
+
+def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+    captured = given.get("captured")
+    if not isinstance(captured, CapturedModel):
+        return {}
+    return {"num_hidden_layers": max(1, len(captured.graph.order) - 2), "seq_len": max(1, captured.tokens)}
+
+
+CAPTURED = Family(
+    layers=_layers,
+    fields=frozenset({"captured", "num_hidden_layers", "seq_len"}),
+    defaults=_sizes,
+    inputs="captured",
+    task="own",
+    causal=False,
+    whole_layers="captured modules",
+)
+"""Any ``torch.nn.Module``; ``simplan capture`` writes the file."""

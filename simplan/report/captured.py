@@ -1,0 +1,99 @@
+"""A captured model as JSON and as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simplan.model.captured.facts import CapturedModel
+from simplan.model.captured.layers import captured_layers
+from simplan.model.layer import LayerSpec
+from simplan.report.table import format_table_text
+from simplan.units import format_bytes, format_count
+
+_HEADERS = ("layer", "module", "parameters", "forward FLOPs", "saved", "operators")
+_WIDTHS = {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}
+
+
+def captured_json(captured: CapturedModel) -> dict[str, Any]:
+    """Sizes of a captured model, of one sample in its first precision, and its layers."""
+    layers = captured_layers(captured)
+    widths = _WIDTHS[captured.computed_in]
+    return {
+        "schema_version": 1,
+        "kind": "captured_model",
+        "name": captured.name,
+        "num_parameters": _num_parameters(layers),
+        "forward_flops": sum(layer.flops(full_attention=True) for layer in layers),
+        "backward_flops": sum(layer.backward_flops(full_attention=True) for layer in layers),
+        "saved_bytes": sum(_saved_bytes(layer, *widths) for layer in layers),
+        "precisions": [*captured.graphs],
+        "refused": dict(captured.refused),
+        "inputs": [each.model_dump(mode="json", exclude_defaults=True) for each in captured.inputs],
+        "unused_parameters": [parameter.name for parameter in captured.unused],
+        "layers": [
+            {
+                "module": module,
+                "kind": str(layer.kind),
+                "num_parameters": layer.num_parameters,
+                "forward_flops": layer.flops(full_attention=True),
+                "saved_bytes": _saved_bytes(layer, *widths),
+                "operators": len(layer.operators),
+            }
+            for module, layer in zip(captured.modules, layers, strict=True)
+        ],
+    }
+
+
+def captured_text(captured: CapturedModel) -> str:
+    """Text of ``captured_json``; equal layers in a row are one row of the table."""
+    document = captured_json(captured)
+    rows = []
+    for first, last in _runs(captured):
+        layer = document["layers"][first]
+        rows.append(
+            [
+                f"{first}" if first == last else f"{first}-{last}",
+                layer["module"] or "(code between modules)",
+                format_count(layer["num_parameters"]),
+                format_count(layer["forward_flops"]),
+                format_bytes(layer["saved_bytes"]),
+                str(layer["operators"]),
+            ]
+        )
+    lines = [
+        f"{captured.name}: {format_count(document['num_parameters'])} parameters; one sample: "
+        f"{format_count(document['forward_flops'])} FLOPs forward, "
+        f"{format_count(document['backward_flops'])} backward, "
+        f"{format_bytes(document['saved_bytes'])} saved for backward in {captured.computed_in}",
+        f"precisions: {', '.join(captured.graphs)}",
+        *(f"not {precision}: {why}" for precision, why in captured.refused.items()),
+        "",
+        format_table_text(_HEADERS, rows, left=2),
+    ]
+    if captured.unused:
+        names = ", ".join(parameter.name for parameter in captured.unused)
+        lines.append(f"parameters without a part in the loss: {names}")
+    return "\n".join(lines)
+
+
+def _runs(captured: CapturedModel) -> list[tuple[int, int]]:
+    """First and last index of equal layers that follow one another."""
+    order = captured.graph.order
+    found: list[tuple[int, int]] = []
+    for index, number in enumerate(order):
+        if found and order[found[-1][0]] == number:
+            found[-1] = (found[-1][0], index)
+        else:
+            found.append((index, index))
+    return found
+
+
+def _num_parameters(layers: tuple[LayerSpec, ...]) -> int:
+    return sum(p.num_elements for layer in layers for p in layer.parameters if p.name not in layer.tied)
+
+
+def _saved_bytes(layer: LayerSpec, activation_bytes: int, residual_bytes: int) -> int:
+    """Bytes saved of one sample; tensors of a microbatch count once."""
+    roots = layer.storages(activation_bytes, residual_bytes)
+    kept = {roots[tensor.name].name: roots[tensor.name] for tensor in layer.saved if not tensor.elsewhere}
+    return sum(tensor.num_bytes(activation_bytes, residual_bytes) for tensor in kept.values() if not tensor.elsewhere)

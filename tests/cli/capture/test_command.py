@@ -1,0 +1,120 @@
+"""``simplan capture``, and the commands that take its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calls import Simplan
+
+CODE = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Linear(4, 16), nn.ModuleList([Block(), Block()]), nn.Linear(16, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(number):
+    return (torch.zeros(number, 4),)
+
+
+def loss(output):
+    return output.square().mean()
+"""
+PLAN = ("--cluster", "dgx-h100", "--num-devices", "2", "--global-batch-size", "16", "--microbatch-size", "4")
+
+
+@pytest.fixture
+def captured(simplan: Simplan, tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(CODE)
+    done = simplan("capture", "own:Model", "--inputs", "own:batch", "--loss", "own:loss", "-o", "own.json")
+    assert done.returncode == 0, done.stderr
+    assert "1-2    blocks.0" in done.stdout
+    return tmp_path / "own.json"
+
+
+def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, captured: Path, tmp_path: Path) -> None:
+    shown = json.loads(simplan("show", "own.json", "--json").stdout)
+    matrices = 4 * 16 + 2 * (2 * 16 * 64) + 16 * 2
+    assert shown["num_parameters"] == matrices + 16 + 2 * (64 + 16) + 2
+    assert shown["forward_flops"] == 2 * matrices
+    assert [layer["module"] for layer in shown["layers"]] == ["", "blocks.0", "blocks.1", ""]
+    answer = json.loads(simplan("predict", "own.json", *PLAN, "--json").stdout)
+    (tmp_path / "own.yaml").write_text(
+        "model: {file: own.json}\ncluster: {preset: dgx-h100, num_devices: 2}\n"
+        "training: {global_batch_size: 16}\nplan: {dp_shard: 2, microbatch_size: 4}\n"
+    )
+    again = json.loads(simplan("predict", "own.yaml", "--json").stdout)
+    assert again["step_time_s"] == answer["step_time_s"] > 0
+    assert answer["inputs"]["model"]["captured"]["factory"] == "own:Model"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--software", "megatron-core", "--dp-replicate", "2"), "--software = megatron-core: "),
+        (("--precision", "fp8"), "--precision = fp8: fp8 of captured modules is not modeled yet; use fp32"),
+        (("--tp", "2"), "--tp = 2: tensor parallelism of captured modules is not modeled yet; use 1"),
+        (("--set", "software.compiled=true"), "torch.compile of captured modules is not modeled yet"),
+        (("--seq-len", "8"), "model.seq_len = 8: cannot go with file, whose sizes are those of its capture"),
+    ],
+)
+def test_what_a_capture_does_not_say_is_refused(
+    options: tuple[str, ...], said: str, simplan: Simplan, captured: Path
+) -> None:
+    done = simplan("predict", "own.json", *PLAN, *options)
+    assert done.returncode == 2
+    assert said in done.stderr.replace("--seq-len = 8", "model.seq_len = 8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("own", "--inputs", "own:batch"), "SOURCE = own: must be the name of a module and of a function in it"),
+        (("own:Model",), "--inputs: is missing: forward needs arguments"),
+        (("own:Nothing", "--inputs", "own:batch"), "SOURCE = own:Nothing: is no function of own; check its name"),
+        (("own:batch", "--inputs", "own:batch"), "SOURCE = own:batch: fails in "),
+        (
+            ("nowhere:Model", "--inputs", "own:batch"),
+            "cannot be imported (ModuleNotFoundError: No module named 'nowhere')",
+        ),
+        (("own:Model", "--inputs", "own:loss"), "--inputs = own:loss with 2: fails in "),
+        (("no.json",), "SOURCE = no.json: is no file"),
+    ],
+)
+def test_code_that_cannot_be_captured_is_named(
+    arguments: tuple[str, ...], said: str, simplan: Simplan, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(CODE)
+    done = simplan("capture", *arguments, "-o", "own.json")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "own.json").exists()
+
+
+def test_a_file_of_something_else_is_no_captured_model(simplan: Simplan, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    done = simplan("show", "other.json")
+    assert done.returncode == 2
+    assert "is no captured model; write one: simplan capture" in done.stderr

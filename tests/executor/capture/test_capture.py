@@ -1,0 +1,260 @@
+"""Captured modules against torch's own counters, and against the layers of families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from executor.capture.capture import model_from_module
+from executor.models.model import build_stage
+from executor.profiling.memory import peak_allocated_bytes
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.job import Job
+from simplan.model.captured.facts import CapturedModel, ComputedIn
+from simplan.model.captured.layers import captured_layers
+from simplan.model.layer import LayerSpec
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.predict.evaluate import predict
+from simplan.training import TrainingSpec
+from tests.executor.capture import modules
+
+Batch = Callable[[int], Any]
+MODULES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
+    "unet": (modules.UNet, modules.unet_batch),
+    "dit": (modules.DiT, modules.dit_batch),
+    "scan": (modules.StateSpaceModel, modules.token_batch),
+    "recommender": (modules.Recommender, modules.recommender_batch),
+}
+NUM_SAMPLES = 5
+WIDTHS = {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}
+
+
+def call(module: nn.Module, batch: Any) -> Tensor:
+    out = module(**batch) if isinstance(batch, dict) else module(*batch)
+    loss: Tensor = out["loss"] if isinstance(out, dict) else out
+    return loss
+
+
+def really_saved(module: nn.Module, batch: Any, precision: ComputedIn) -> int:
+    """Bytes of all tensors that torch keeps for backward, weights and the batch excepted."""
+    known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    known |= {t.untyped_storage().data_ptr() for t in (batch.values() if isinstance(batch, dict) else batch)}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    context = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if precision == "autocast" else nullcontext()
+    with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(module, batch)
+    weights = {tuple(p.shape) for p in module.parameters()}
+    copies = precision == "autocast"  # of weights, which are no activations
+    return sum(t.untyped_storage().nbytes() for t in kept.values() if not (copies and is_copy(t, weights)))
+
+
+def is_copy(tensor: Tensor, weights: set[tuple[int, ...]]) -> bool:
+    shape = tuple(tensor.shape)
+    return tensor.dtype is torch.bfloat16 and (shape in weights or shape[::-1] in weights)
+
+
+def saved(layers: tuple[LayerSpec, ...], precision: ComputedIn) -> int:
+    total = 0
+    for layer in layers:
+        roots = layer.storages(*WIDTHS[precision])
+        kept = {roots[tensor.name].name: roots[tensor.name] for tensor in layer.saved if not tensor.elsewhere}
+        total += sum(
+            t.num_bytes(*WIDTHS[precision]) * (1 if t.per_microbatch else NUM_SAMPLES)
+            for t in kept.values()
+            if not t.elsewhere
+        )
+    return total
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_flops_parameters_and_saved_bytes_are_those_of_torch(name: str) -> None:
+    """Attention and grouped convolutions are left out of FLOPs: torch's counter is wrong for them on CPUs."""
+    make, batch = MODULES[name]
+    module = make()
+    captured = model_from_module(module, batch, precisions=("fp32",))
+    layers = captured_layers(captured)
+    assert ModelSpec(name=name, family="captured", captured=captured).num_parameters == sum(
+        parameter.numel() for parameter in module.parameters()
+    )
+    data = batch(NUM_SAMPLES)
+    assert saved(layers, "fp32") == really_saved(module, data, "fp32")
+    with FlopCounterMode(display=False) as forward:
+        loss = call(module, data)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()  # type: ignore[no-untyped-call]
+    counted = [sum(layer.flops() for layer in layers), sum(layer.backward_flops() for layer in layers)]
+    if name == "dit":
+        counted = [
+            NUM_SAMPLES * sum(k.flops for layer in layers for k in layer.kernels if hasattr(k, "m")),
+            NUM_SAMPLES
+            * sum(k.flops * k.backward_matmuls for layer in layers for k in layer.kernels if hasattr(k, "m")),
+        ]
+    else:
+        counted = [NUM_SAMPLES * each for each in counted]
+    assert counted[0] == forward.get_total_flops()
+    if name != "scan":
+        assert counted[1] == backward.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["dit", "scan"])
+@pytest.mark.parametrize("precision", ["bf16", "autocast"])
+def test_saved_bytes_in_other_precisions(name: str, precision: ComputedIn) -> None:
+    make, batch = MODULES[name]
+    captured = model_from_module(make(), batch, precisions=(precision,))
+    module = make()
+    data = batch(NUM_SAMPLES)
+    if precision == "bf16":
+        module = module.bfloat16()
+        if isinstance(data, dict):
+            data = {key: value.bfloat16() if value.is_floating_point() else value for key, value in data.items()}
+    layers = captured_layers(captured.model_copy(update={"computed_in": precision}))
+    assert saved(layers, precision) == really_saved(module, data, precision)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelSpec(
+            family="llama",
+            num_hidden_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=176,
+            vocab_size=96,
+            seq_len=32,
+        ),
+        ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=96, seq_len=32),
+        ModelSpec(family="resnet", depths=(2, 2), layer_type="basic", image_size=32, num_classes=10),
+    ],
+    ids=lambda model: model.family,
+)
+def test_a_block_is_that_of_its_family(model: ModelSpec) -> None:
+    """The executor's module of a family's block has the FLOPs, saved bytes and parameters of the hand-written one."""
+    stage = build_stage(model, [0, 1, 2], torch.float32, torch.device("cpu"), 0)
+    block, own = stage.layers["1"], model.layers[1]
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.blocks = nn.Linear(1, 1), nn.ModuleList([block, stage.layers["2"]])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.stem(x.new_ones(1))
+            for each in self.blocks:
+                x = each(x)
+            return x
+
+    shape = model.layers[0].output_shapes[0]
+    captured = model_from_module(Twice(), lambda number: (torch.randn(number, *shape),), precisions=("fp32",))
+    found = captured_layers(captured)[1]
+    assert found.flops() == own.flops()
+    assert found.backward_flops() == own.backward_flops()
+    assert sum(found.saved_bytes(4)) == sum(own.saved_bytes(4))
+    assert sorted(p.shape for p in found.parameters) == sorted(p.shape for p in own.parameters)
+
+
+@pytest.mark.parametrize(("name", "rel"), [("unet", 0.1), ("dit", 0.01), ("scan", 0.03), ("recommender", 0.02)])
+def test_the_peak_of_one_device_is_that_of_a_real_run(name: str, rel: float) -> None:
+    """Of all tensors, in plain training of two microbatches; scratch inside of convolutions is not seen."""
+    make, batch = MODULES[name]
+    size = 64 if name == "recommender" else 8
+    captured = model_from_module(make(), batch, precisions=("fp32",))
+    job = Job(
+        ModelSpec(name=name, family="captured", captured=captured),
+        catalog.cluster("dgx-h100", 1),
+        TrainingSpec(global_batch_size=2 * size, precision="fp32"),
+        ParallelPlan(microbatch_size=size),
+        catalog.software("torch"),
+    )
+
+    def train() -> None:
+        module = make()
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        for _ in range(2):
+            for _ in range(2):
+                loss = call(module, batch(size)) / 2
+                loss.backward()  # type: ignore[no-untyped-call]
+                del loss
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert predict(job).memory[0].allocated_bytes == pytest.approx(peak_allocated_bytes(train), rel=rel)
+
+
+def test_repeated_blocks_are_equal_layers_and_a_shared_weight_counts_once() -> None:
+    captured = model_from_module(modules.StateSpaceModel(), modules.token_batch, precisions=("fp32",))
+    assert captured.modules == ("", "layers.0", "layers.1", "")
+    assert captured.graph.order[1] == captured.graph.order[2]
+    assert captured_layers(captured)[-1].tied == ("embedding.weight",)
+    assert captured.tokens == 12
+    assert 0 < captured.inputs[0].high <= 128
+
+
+def test_dropout_saves_the_mask_of_a_gpu() -> None:
+    """One byte per element, where torch on CPUs saves numbers."""
+    captured = model_from_module(modules.Dropping(), modules.encoder_batch, precisions=("fp32",))
+    dropped = [o for layer in captured.graph.layers for o in layer.operators if o.op == "aten.native_dropout"]
+    assert dropped
+    assert all(operator.makes[1].width == 1 for operator in dropped)
+
+
+class Branching(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.how == "item":
+            return x * x.sum().item()
+        if self.how == "nonzero":
+            return x[x > 0]
+        if self.how == "samples":
+            return torch.cat([row.relu() for row in x])
+        if self.how == "fails":
+            return x @ x.new_ones(3, 3)
+        return x.detach()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("item", r"test_capture\.py, line \d+: needs values of tensors, which a capture has not: return x \* x\.sum"),
+        ("nonzero", r"test_capture\.py, line \d+: needs values of tensors"),
+        ("samples", r"module = the model: runs other operators for three samples than for two, from aten\.\w+ on"),
+        ("fails", r"test_capture\.py, line \d+: failed with RuntimeError \("),
+        ("detached", r"no gradient flows from the loss to a parameter"),
+    ],
+)
+def test_what_cannot_be_captured_is_said_with_its_line(how: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        model_from_module(Branching(how), lambda number: (torch.randn(number, 4),))
+
+
+def test_a_module_is_left_as_it_was() -> None:
+    module = modules.DiT()
+    before = {name: (id(p), p.requires_grad, p.grad) for name, p in module.named_parameters()}
+    model_from_module(module.eval(), modules.dit_batch, precisions=("fp32",))
+    assert {name: (id(p), p.requires_grad, p.grad) for name, p in module.named_parameters()} == before
+    assert not module.training
+
+
+def test_a_captured_model_is_read_from_its_file(tmp_path: Any) -> None:
+    captured = model_from_module(modules.UNet(), modules.unet_batch, precisions=("fp32", "autocast"))
+    text = captured.model_dump_json(exclude_defaults=True)
+    assert CapturedModel.model_validate_json(text) == captured
