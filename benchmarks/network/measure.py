@@ -29,7 +29,7 @@ from tests.hosts import Host, wired_hosts
 
 _ROOT = Path(__file__).resolve().parents[2]
 PORT = 29_433
-"""Port at which the nodes of a run meet, and exchange heartbeats."""
+"""Port of the store of a run, where nodes meet, and to which they send heartbeats."""
 _STREAM_PORT = 29_434
 _COMPUTE_BUDGET_S = 30
 _NETWORK_BUDGET_S = 25

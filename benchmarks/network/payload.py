@@ -31,7 +31,7 @@ _SEQUENCE = 2**32
 
 
 def gloo_header_bytes(kind: CollectiveKind, num_bytes: int, num_ranks: int) -> int:
-    """Bytes of gloo's own headers that a rank sends in a collective, besides its share of the data.
+    """Bytes of gloo's own headers that a rank sends in a collective in addition to its share of the data.
 
     A rank of a symmetric collective receives as many segments as it sends. A segment has three messages, which begin
     with the same 48 bytes: two announcements, one from each side, and the data. Rings of all-reduces cut a rank's part
@@ -75,7 +75,7 @@ class Payload:
 
 @contextmanager
 def counted_payload(host: Host) -> Iterator[Payload]:
-    """Counts the payload that leaves a host meanwhile."""
+    """Counts the payload that leaves a host during the block."""
     found = Payload()
     command = host.command([sys.executable, "-m", __spec__.name])
     root = Path(__file__).resolve().parents[2]
