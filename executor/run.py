@@ -297,7 +297,7 @@ class _Run:
         if why is not None:
             assert checkpointing is not None
             self._note(f"{why}; restart {start.restarts} of {checkpointing.max_restarts}")
-        per_node = sum(rank < job.plan.num_devices for rank in start.ranks)
+        per_node = self._ranks_per_node
         num_nodes = job.plan.num_devices // per_node
         self.launches.append(Launched(time.monotonic(), num_nodes, start.ended_s, failed=why is not None))
         if self.segments and self.segments[-1].job.plan == job.plan:
