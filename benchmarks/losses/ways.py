@@ -1,4 +1,4 @@
-"""Ways to train, and their runs: the model, batch and data of ``scenarios/ways/losses.yaml`` on two CPU ranks."""
+"""Ways to train, and their runs: model, batch and data of ``scenarios/ways/losses.yaml`` on two or four CPU ranks."""
 
 from __future__ import annotations
 
