@@ -44,7 +44,8 @@ def check_job(job: RunSpec, num_local_ranks: int | None = None) -> None:
     """
     num_ranks = num_local_ranks or job.plan.num_devices
     impossible = [*_too_many_ranks(job, num_ranks), *_no_compiler(job, num_ranks)]
-    _check(job, chain(_unmodelled_late_ranks(job, num_ranks), _unmodelled_leaving(job, num_ranks)), impossible)
+    limited = (_unmodelled_late_ranks, _unmodelled_leaving, _unmodelled_nodes_of_workers)
+    _check(job, chain.from_iterable(limit(job, num_ranks) for limit in limited), impossible)
 
 
 def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
@@ -225,6 +226,32 @@ def _unmodelled_workers(job: RunSpec) -> Iterator[Problem]:
     if replication is not None and replication.has_workers and job.checkpointing is not None:
         rule = "has workers that do not wait for each other, and no checkpoint is made of their steps"
         yield Problem(field="plan.replication", value=replication.kind, rule=rule, fix="run without checkpoints")
+
+
+def _unmodelled_nodes_of_workers(job: RunSpec, num_local_ranks: int) -> Iterator[Problem]:
+    """Servers are processes of the workers' nodes, with which they begin and end."""
+    replication, several = job.plan.replication, num_local_ranks < job.plan.num_devices
+    if replication is None or not replication.has_workers:
+        return
+    limits = {
+        "kind": (
+            replication.kind == "hogwild" and several,
+            "shares the memory of one node; use one node, or kind: parameter_server with staleness: unbounded",
+        ),
+        "server_nodes": (
+            replication.server_nodes == "apart",
+            "is not run, as nodes without ranks would need to be started; use workers",
+        ),
+        "min_replicas": (
+            replication.has_servers and replication.min_replicas is not None and several,
+            "is run on one node only for parameter servers, which end with their node; remove it, or use one node",
+        ),
+    }
+    for key, (is_violated, sentence) in limits.items():
+        if is_violated:
+            rule, _, fix = sentence.partition("; ")
+            value = str(getattr(replication, key))
+            yield Problem(field=f"plan.replication.{key}", value=value, rule=rule, fix=fix)
 
 
 def _value(job: RunSpec, field: str) -> str:

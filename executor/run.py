@@ -21,7 +21,7 @@ from executor.launch.roster import Roster
 from executor.launch.watchdog import Beats
 from executor.profiling.results import RunSegment, gather, written_here
 from executor.profiling.run_times import Launched, forget_log, read_log, run_times
-from simplan.errors import NotModelledError, Problem, RunError, SimplanError
+from simplan.errors import RunError, SimplanError
 from simplan.io import write_whole
 from simplan.plan.placement import Placement
 from simplan.runs.checkpoint import Checkpointing, lost_errors
@@ -90,11 +90,6 @@ def run_on_nodes(
     Raises:
         SpecError, ProgramError, RunError: As ``run_job``; or nodes did not come, or have another request.
     """
-    replication = None if job is None else job.plan.replication
-    if replication is not None and replication.has_workers:
-        rule = "is run on one node only, as each node would need to start servers"
-        fix = "run it without --nodes"
-        raise NotModelledError(Problem(field="plan.replication", value=replication.kind, rule=rule, fix=fix))
     resuming: list[str] = []
     with _owned(None if job is None else job.checkpointing):
         if job is not None:
@@ -190,7 +185,7 @@ class _Run:
         launch = RankLaunch(
             rank_module,
             (str(job_file), str(out_dir)),
-            job.num_processes if rendezvous is None else rendezvous.nodes.ranks_per_node,
+            job.processes_per_node(self._ranks_per_node),
             out_dir,
             job.timeout_s,
             rendezvous,
@@ -219,6 +214,10 @@ class _Run:
             raise
         finally:
             self._gather(failure)
+
+    @property
+    def _ranks_per_node(self) -> int:
+        return self.job.plan.num_devices if self.rendezvous is None else self.rendezvous.nodes.ranks_per_node
 
     def _replica_agent(self) -> Callable[[OnLeave], Agent] | None:
         """Makes the agent of replicas that may leave; None for a run that ends with any rank."""
@@ -270,7 +269,10 @@ class _Run:
         return self._folder_of(job), job.num_processes
 
     def _rank_of(self, num_ranks: int, process: int) -> int:
-        placement = Placement.of(self._job_on(num_ranks).plan)
+        job = self._job_on(num_ranks)
+        if job.num_processes > job.plan.num_devices:
+            return job.rank_of_process(process, self._ranks_per_node)
+        placement = Placement.of(job.plan)
         return process if placement is None else placement.rank_of(process)
 
     def _folder_of(self, job: RunSpec) -> Path:
@@ -295,7 +297,7 @@ class _Run:
         if why is not None:
             assert checkpointing is not None
             self._note(f"{why}; restart {start.restarts} of {checkpointing.max_restarts}")
-        per_node = len(start.ranks)
+        per_node = self._ranks_per_node
         num_nodes = job.plan.num_devices // per_node
         self.launches.append(Launched(time.monotonic(), num_nodes, start.ended_s, failed=why is not None))
         if self.segments and self.segments[-1].job.plan == job.plan:

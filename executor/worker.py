@@ -125,13 +125,18 @@ def start_rank(
 def main(argv: list[str]) -> None:
     """Runs the job of ``argv[0]`` with its files in ``argv[1]``.
 
-    torchrun numbers processes by node, so its RANK is the device of the plan. From here on RANK is the rank there.
+    torchrun numbers processes by node, so its RANK is the device of the plan, where no node has parameter servers. From
+    here on RANK is the rank there.
     """
     spec = RunSpec.model_validate_json(Path(argv[0]).read_bytes())
-    job = spec.on_ranks(int(os.environ["WORLD_SIZE"])) or spec
+    process, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    job = spec.on_ranks(num_processes) or spec
     placement = Placement.of(job.plan)
-    if placement is not None:
-        os.environ["RANK"] = str(placement.rank_of(int(os.environ["RANK"])))
+    if job.num_processes > job.plan.num_devices:
+        num_nodes = num_processes // int(os.environ["LOCAL_WORLD_SIZE"])
+        os.environ["RANK"] = str(job.rank_of_process(process, job.plan.num_devices // num_nodes))
+    elif placement is not None:
+        os.environ["RANK"] = str(placement.rank_of(process))
     folder = folder_of(Path(argv[1]), spec.plan.num_devices, job.plan.num_devices)
     folder.mkdir(parents=True, exist_ok=True)
     live_as_rank(folder, lambda heartbeat, stop, rank: _run(job, folder, Path(argv[1]), heartbeat, stop, rank))
@@ -167,9 +172,8 @@ def _run(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, stop: 
     _barrier(device)
     if not is_watched:
         _gather(job, files, out_dir)
-    if process == 0 and job.plan.num_devices < int(os.environ["WORLD_SIZE"]):
-        store.set(_DONE, "")
-        time.sleep(_FAREWELL_S)  # this process has the store
+    if process == 0:
+        _end_idle(store, job)
     dist.destroy_process_group()
 
 
@@ -215,14 +219,15 @@ def _work(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, rank:
     from executor.train.asynchronous import WorkersWhoLeave, World, serve, train_worker  # only where needed
 
     cpu, files, is_server = torch.device("cpu"), RankFiles(folder, rank), rank >= job.plan.num_devices
-    device = use_device("cpu" if is_server else job.device, job.plan.num_devices)
+    num_nodes = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    device = use_device("cpu" if is_server else job.device, job.plan.num_devices // num_nodes)
     allow_tf32(allowed=job.training.precision == "tf32")
-    world, replication = World(job, rank), job.plan.replication
+    world, replication, store = World(job, rank), job.plan.replication, None
     if replication is not None and replication.min_replicas is not None:
         roster, incarnation, timeout = _start_in_roster(job, rank, num_ranks=1)
         world = WorkersWhoLeave(job, rank, roster, incarnation, timeout)
     else:
-        start_rank(cpu, job.timeout_s, job.num_processes)
+        store = start_rank(cpu, job.timeout_s, job.num_processes)
     with out_of_memory_explained(device, dict(enumerate(job.predicted_memory_bytes)).get(rank)):
         if is_server:
             serve(job, rank, heartbeat, world)
@@ -232,6 +237,8 @@ def _work(job: RunSpec, folder: Path, out_dir: Path, heartbeat: Heartbeat, rank:
     _barrier(cpu)
     if gathers:
         _gather(job, files, out_dir)
+    if store is not None and rank == 0:
+        _end_idle(store, job)
     dist.destroy_process_group()
 
 
@@ -270,6 +277,13 @@ def _gather(job: RunSpec, files: RankFiles, out_dir: Path) -> None:
         f"step time {1e3 * measurement.step_time_s:.1f} ms, median of {len(measurement.step_times_s)} steps; "
         f"peak memory {format_bytes(max(peaks))} on rank {peaks.index(max(peaks))}; wrote {file}\n"
     )
+
+
+def _end_idle(store: Store, job: RunSpec) -> None:
+    """Ends the ranks without work, if there are any; called by the process that has the store."""
+    if job.num_processes < int(os.environ["WORLD_SIZE"]):
+        store.set(_DONE, "")
+        time.sleep(_FAREWELL_S)
 
 
 def _idle(heartbeat: Heartbeat) -> None:

@@ -70,11 +70,6 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), number)
 
-    def sent_bytes(self) -> int:
-        """Bytes that have left its interface, headers included."""
-        text = _run(["ip", "netns", "exec", self.name, "cat", "/sys/class/net/eth0/statistics/tx_bytes"])
-        return int(text)
-
 
 def unavailable() -> str | None:
     """Why no hosts can be made here; None when they can."""

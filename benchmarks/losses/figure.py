@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -119,9 +119,10 @@ def figure(data: Mapping[str, Any]) -> str:
 def _lines(data: Mapping[str, Any], *, seconds: bool) -> Iterator[_Line]:
     for number, (way, curves) in enumerate(curves_of(data).items()):
         colour, dashes = COLOURS[number % len(COLOURS)], "6 3" if number >= len(COLOURS) else ""
-        steps = np.linspace(0, len(curves[0].losses) - 1, _NUM_POINTS).astype(int)
-        axis: Sequence[Sequence[float]] = [curve.seconds if seconds else curve.num_samples for curve in curves]
-        losses = np.mean([curve.losses for curve in curves], axis=0)
+        num_steps = min(len(curve.losses) for curve in curves)  # workers that do not wait have a step more or less
+        steps = np.linspace(0, num_steps - 1, _NUM_POINTS).astype(int)
+        axis = [(curve.seconds if seconds else curve.num_samples)[:num_steps] for curve in curves]
+        losses = np.mean([curve.losses[:num_steps] for curve in curves], axis=0)
         yield _Line(way, colour, dashes, np.mean(axis, axis=0)[steps], losses[steps])
 
 

@@ -1,4 +1,4 @@
-"""Ways to train, and their runs: the model, batch and data of ``scenarios/ways/losses.yaml`` on two CPU ranks."""
+"""Ways to train, and their runs: model, batch and data of ``scenarios/ways/losses.yaml`` on two or four CPU ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from executor.run import run_job
-from simplan import catalog, load_scenario, predict
+from simplan import load_scenario
+from simplan.cli.calibrations import covers, ensure
+from simplan.cost.calibration.store import load
 from simplan.io import read_model
 from simplan.predict import run_spec_of
+from simplan.prediction import Prediction
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 
 SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "ways" / "losses.yaml"
 SYNCHRONOUS = "synchronous"
+_FOUR_WORKERS = {"cluster.num_devices": 4, "plan.dp_replicate": 4, "plan.microbatch_size": 4}
+"""Four workers with the same batch in total."""
+_SLOW_WORKER = {**_FOUR_WORKERS, "cluster.stragglers": [{"rank": 3, "slowdown": 4.0}]}
+"""The last of four workers computes 4 times as long."""
 WAYS: Mapping[str, Mapping[str, Any]] = {
     SYNCHRONOUS: {},
     "fp16": {"plan.compression": {"kind": "fp16"}},
@@ -35,6 +42,17 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     },
     "parameter_server, staleness 2": {"plan.replication": {"kind": "parameter_server", "staleness": 2}},
     "parameter_server, unbounded": {"plan.replication": {"kind": "parameter_server", "staleness": "unbounded"}},
+    "hogwild": {"plan.replication": {"kind": "hogwild"}},
+    "hogwild, lock": {"plan.replication": {"kind": "hogwild", "lock": True}},
+    "four workers, unbounded": {
+        **_FOUR_WORKERS,
+        "plan.replication": {"kind": "parameter_server", "staleness": "unbounded"},
+    },
+    "slow worker, staleness 2": {**_SLOW_WORKER, "plan.replication": {"kind": "parameter_server", "staleness": 2}},
+    "slow worker, unbounded": {
+        **_SLOW_WORKER,
+        "plan.replication": {"kind": "parameter_server", "staleness": "unbounded"},
+    },
 }
 """Keys that a way changes in the scenario, by its name in the report; others are compared with the first way."""
 
@@ -51,13 +69,19 @@ class LossRun:
     way: str
     seed: int
 
+    def prediction(self) -> Prediction:
+        """Prediction on this machine, which is timed for it."""
+        scenario = load_scenario(SCENARIO)
+        scenario = replace(scenario, job=scenario.job.with_changes(dict(WAYS[self.way])))
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        file = FOLDER / "calibration.json"
+        calibration = load(file)  # of any load of the machine: staleness depends on ratios of times
+        return scenario.predict(calibration if covers(calibration, scenario) else ensure([scenario], file))
+
     def job(self) -> RunSpec:
         """The job."""
-        scenario = load_scenario(SCENARIO)
-        # a run does not depend on the cluster, and this one needs no calibration
-        asked = replace(scenario.job, cluster=catalog.cluster("dgx-h100", num_devices=scenario.job.plan.num_devices))
         job = run_spec_of(
-            predict(asked.with_changes(dict(WAYS[self.way]))),
+            self.prediction(),
             name=self.way,
             num_steps=NUM_STEPS,
             num_warmup_steps=0,

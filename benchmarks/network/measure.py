@@ -28,7 +28,8 @@ from simplan.children import terminate_child
 from tests.hosts import Host, wired_hosts
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PORT = 29_433
+PORT = 29_433
+"""Port of the store of a run, where nodes meet, and to which they send heartbeats."""
 _STREAM_PORT = 29_434
 _COMPUTE_BUDGET_S = 30
 _NETWORK_BUDGET_S = 25
@@ -80,7 +81,7 @@ class Measurements:
         """Times collectives on a network."""
         if not self.collectives(network).exists():
             with hosts_on(network) as hosts:
-                meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": _PORT, "WORLD_SIZE": len(hosts)}
+                meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT, "WORLD_SIZE": len(hosts)}
                 common = {**meeting, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
                 started = [
                     self._start(host, "benchmarks.network.collectives", environment={**common, "RANK": k})
@@ -124,7 +125,7 @@ class Measurements:
 
     def _on_all(self, hosts: list[Host], commands: list[list[Any]]) -> str:
         """Runs a simplan command on each host; returns the output of the first."""
-        meeting = ["--nodes", len(hosts), "--rdzv", f"{hosts[0].address}:{_PORT}"]
+        meeting = ["--nodes", len(hosts), "--rdzv", f"{hosts[0].address}:{PORT}"]
         started = [self._start(host, "simplan", [*args, *meeting]) for host, args in zip(hosts, commands, strict=True)]
         return _finished(hosts, started)
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from executor.checks import runs_on_cuda
 from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
-from executor.profiling.rounds import ElasticSteps, mean_s, time_of_updates
+from executor.profiling.rounds import ElasticSteps, curve_of_workers, first_end_s, mean_s, time_of_updates
 from executor.profiling.steps import find_slow_ranks, steady_from
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.faults import RunTimes
@@ -139,7 +139,9 @@ def gather(
         times_s = list(map(time_of_updates if has_workers else mean_s, steps))
         steady = elastic.steady(job, len(present))
     else:
-        steps = [_on_one_clock(step, nodes) for step in _common_steps([records for records, _ in read], first_step)]
+        steps = _common_steps([records for records, _ in read], first_step)
+        starts = [steps[0] if has_workers else step for step in steps]
+        steps = [_on_one_clock(step, nodes, start) for step, start in zip(steps, starts, strict=True)]
         num_samples = [job.training.global_batch_size * (step[0].step + 1) for step in steps]
         times_s = [time_of_updates(step) if has_workers else _end_s(step) - _start_s(step) for step in steps]
         begin = steady_from(times_s) if job.num_warmup_steps is None and job.round_steps == 1 else 0
@@ -165,7 +167,11 @@ def gather(
             )
         )
     losses = [statistics.fmean(loss for record in step for loss in record.losses) for step in steps]
-    curve = [] if job.training.data == "random" else zip(num_samples, accumulate(times_s), losses, strict=True)
+    if has_workers:
+        curve = tuple(curve_of_workers(steps, job))
+    else:
+        points = zip(num_samples, accumulate(times_s), losses, strict=True)
+        curve = tuple(LossPoint(num_samples=n, seconds=s, loss=loss) for n, s, loss in points)
     num_nodes = len({nodes[rank] for rank in present}) or 1
     num_local = num_ranks // num_nodes
     facts = environment(num_local, cuda=runs_on_cuda(job, num_local))
@@ -180,7 +186,7 @@ def gather(
         warmup_step_times_s=tuple(time_s for i, time_s in enumerate(times_s) if i not in set(steady)),
         reference_s=_reference_s([steps[i] for i in steady]),
         losses=tuple(losses),
-        loss_curve=tuple(LossPoint(num_samples=n, seconds=s, loss=loss) for n, s, loss in curve),
+        loss_curve=() if job.training.data == "random" else curve,
         ranks=tuple(ranks),
         first_step=steps[0][0].step if steps else 0,
         checkpoints=checkpoints,
@@ -202,7 +208,7 @@ def measured_workers(steps: Sequence[Sequence[StepRecord]], steady: Sequence[int
         steps: Records of all workers in every step.
         steady: Indices of the steady steps.
     """
-    until_s = min(record.end_s for record in steps[-1])
+    until_s = first_end_s(steps)
     among = [record for index in steady for record in steps[index] if record.end_s <= until_s]
     updates = [update for record in among for update in record.updates]
     staleness = sorted(update.staleness for update in updates)
@@ -274,13 +280,18 @@ def _common_steps(ranks: Sequence[Sequence[StepRecord]], first_step: int) -> lis
     return [step for step in steps if any(record.losses for record in step)]  # others are damaged
 
 
-def _on_one_clock(step: tuple[StepRecord, ...], nodes: Sequence[str]) -> tuple[StepRecord, ...]:
+def _on_one_clock(
+    step: tuple[StepRecord, ...], nodes: Sequence[str], start: tuple[StepRecord, ...]
+) -> tuple[StepRecord, ...]:
     """Aligns the clocks of nodes: on each, a step begins when its first rank leaves the barrier before the step.
 
     The error is the time between nodes leaving the barrier, about a round trip of the network.
+
+    Args:
+        start: The last step with a barrier before it, of which all clocks begin.
     """
     starts_s: dict[str, float] = {}
-    for record, node in zip(step, nodes, strict=True):
+    for record, node in zip(start, nodes, strict=True):
         starts_s[node] = min(starts_s.get(node, record.start_s), record.start_s)
     if len(starts_s) == 1:
         return step

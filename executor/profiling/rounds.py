@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from executor.profiling.recorder import StepRecord
-from simplan.runs.measurement import MeasuredRound
+from simplan.runs.measurement import LossPoint, MeasuredRound
 from simplan.runs.run_spec import RunSpec
 from simplan.units import counted, format_time
 
@@ -108,6 +108,29 @@ class ElasticSteps:
 def time_of_updates(step: Sequence[StepRecord]) -> float:
     """Seconds in which as many gradients are applied as there are workers, at the rates of their steps."""
     return len(step) / sum(1 / (record.end_s - record.start_s) for record in step)
+
+
+def first_end_s(steps: Sequence[Sequence[StepRecord]]) -> float:
+    """Time at which the first worker has taken its last step: from then on, the others go on without it."""
+    return min(record.end_s for record in steps[-1])
+
+
+def curve_of_workers(steps: Sequence[Sequence[StepRecord]], job: RunSpec) -> Iterator[LossPoint]:
+    """Yields losses of workers that do not wait for each other, in the order in which their steps ended.
+
+    The first worker takes many steps while a slow one takes its first, so losses of equal steps are of other
+    parameters. A point is the mean over as many gradients as there are workers, as a step of all would have. The curve
+    ends with the first worker.
+    """
+    if not steps:
+        return
+    until_s, begin_s = first_end_s(steps), min(record.start_s for step in steps for record in step)
+    records = [record for step in steps for record in step if record.losses and record.end_s <= until_s]
+    num_workers, batch = job.plan.dp_replicate, job.training.global_batch_size
+    ended = sorted(records, key=lambda record: record.end_s)
+    for number, group in enumerate(zip(*[iter(ended)] * num_workers, strict=False), 1):
+        loss = statistics.fmean(loss for record in group for loss in record.losses)
+        yield LossPoint(num_samples=number * batch, seconds=group[-1].end_s - begin_s, loss=loss)
 
 
 def mean_s(step: Sequence[StepRecord]) -> float:

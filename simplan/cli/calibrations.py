@@ -124,6 +124,8 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
     )
     keys = {layer.key for layer in shape.layers}
     kinds = kinds_needed(plan, scenario.job.padded_model, scenario.job.training) if ranks > 1 else frozenset()
+    if _has_servers_alone(scenario) and not _times_sends_inside(calibration):
+        return False
     return cost.covers(keys, shape.microbatch_size, kinds, host_copies=_copies_to_host(scenario))
 
 
@@ -171,18 +173,20 @@ def requests_for(
         ranks, shape = num_ranks or scenario.job.cluster.ranks_per_node, _shape(scenario)
         shapes[ranks][shape.model_dump_json()] = shape
         kinds[ranks] |= kinds_needed(scenario.job.plan, scenario.job.padded_model, scenario.job.training)
+        if _has_servers_alone(scenario):
+            kinds[2].add(CollectiveKind.SEND)
         if _copies_to_host(scenario):
             copies.add(ranks)
     return [
         CalibrationRequest(
-            shapes=tuple(found.values()),
+            shapes=tuple(shapes[ranks].values()),
             num_ranks=ranks,
             device=wanted.device or "cpu",
-            budget_s=budget_s / len(shapes),
-            communication=tuple(sorted(kinds[ranks])),
+            budget_s=budget_s / len(kinds),
+            communication=tuple(sorted(of_ranks)),
             host_copies=ranks in copies,
         )
-        for ranks, found in shapes.items()
+        for ranks, of_ranks in kinds.items()
     ]
 
 
@@ -355,6 +359,16 @@ def ensure(scenarios: Sequence[Scenario], file: Path | None) -> Calibration | No
         return paced
     say(f"note: this machine computes {pace_in_words(paced.pace)} than when it was calibrated: calibrating again")
     return measure(requests_for(scenarios, None, QUICK_BUDGET_S), file)
+
+
+def _has_servers_alone(scenario: Scenario) -> bool:
+    """True if a node has one worker, and a parameter server next to it, which is a process that it sends to."""
+    replication = scenario.job.plan.replication
+    return replication is not None and replication.has_servers and scenario.job.cluster.ranks_per_node == 1
+
+
+def _times_sends_inside(calibration: Calibration) -> bool:
+    return any(timing.kind is CollectiveKind.SEND and timing.num_nodes == 1 for timing in calibration.communication)
 
 
 def _copies_to_host(scenario: Scenario) -> bool:

@@ -90,6 +90,30 @@ class RunSpec(Spec):
         has_servers = replication is not None and replication.has_servers
         return self.plan.num_devices + (replication.servers if replication is not None and has_servers else 0)
 
+    def ranks_by_node(self, ranks_per_node: int) -> list[list[int]]:
+        """Ranks of every node, and behind them its parameter servers, which count on from the last rank."""
+        num_ranks, replication = self.plan.num_devices, self.plan.replication
+        nodes = [list(range(first, first + ranks_per_node)) for first in range(0, num_ranks, ranks_per_node)]
+        for server in range(self.num_processes - num_ranks):
+            assert replication is not None
+            nodes[replication.server_rank(server, num_ranks, 0) // ranks_per_node].append(num_ranks + server)
+        return nodes
+
+    def processes_per_node(self, ranks_per_node: int) -> int:
+        """Processes of every node: its ranks, and as many more as a node has parameter servers at most."""
+        return max(map(len, self.ranks_by_node(ranks_per_node)))
+
+    def rank_of_process(self, process: int, ranks_per_node: int) -> int:
+        """Rank or parameter server of a process; a number above both for a process without work.
+
+        Args:
+            process: torchrun's number of the process, which counts those of one node after the other.
+        """
+        nodes = self.ranks_by_node(ranks_per_node)
+        node, place = divmod(process, max(map(len, nodes)))
+        ranks = nodes[node] if node < len(nodes) else []
+        return ranks[place] if place < len(ranks) else self.num_processes + process
+
     @property
     def num_all_steps(self) -> int:
         """Number of steps, warm-up included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ from simplan.cost.calibration.store import load
 from simplan.io import read_model, write_model
 from simplan.model.layer import CollectiveKind
 from simplan.scenario import load_scenario
+from simplan.scenario.text import parse_scenario
 from tests.cli.calls import Simplan, refused
 from tests.cost.test_calibrated import CALIBRATION
 from tests.cost.test_nccl_tests import HEADER, TABLE, ranks_text, row
@@ -72,6 +74,19 @@ def test_without_a_scenario_all_that_prices_any_model_is_asked_for() -> None:
     assert request.overlap
     (request,) = requests_for([], None, 240.0, CalibrationTarget("cpu"))
     assert request.grid == ("fp32",)
+
+
+def test_a_server_next_to_the_only_worker_of_a_node_is_sent_to() -> None:
+    """Two nodes time sends between them; inside of a node, a worker and a server are two processes."""
+    document = {
+        "model": {"preset": "gpt2-124m"},
+        "cluster": {"preset": "this-machine", "num_devices": 2, "num_nodes": 2, "inter_link_gbit_per_device": 1},
+        "training": {"global_batch_size": 2, "precision": "fp32"},
+        "plan": {"dp_replicate": 2, "replication": {"kind": "parameter_server", "staleness": 1}},
+    }
+    requests = requests_for([parse_scenario(json.dumps(document))], None, 10.0)
+    asked = {request.num_ranks: (len(request.shapes), request.communication) for request in requests}
+    assert asked == {1: (1, (CollectiveKind.SEND,)), 2: (0, (CollectiveKind.SEND,))}
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ class CalibratedCost:
         if self._cluster is not None and num_nodes > 1 and not timings:
             return communication_cost(communication, self._cluster)
         if not timings:
-            raise _missing(str(kind), f"run `simplan calibrate --ranks {self._num_ranks}`")
+            raise _missing(str(kind), f"run `simplan calibrate --ranks {max(2, self._num_ranks)}`")
         # the same group in the same world is best, then the nearest in either
         nearest = min(timings, key=lambda t: (abs(t.num_ranks - n), abs(t.world_size - self._num_ranks)))
         group = (nearest.num_ranks, nearest.world_size)

@@ -23,6 +23,8 @@ from simplan.model.layer import CollectiveKind
 from simplan.runs.elastic import Nodes
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
+from simplan.training import TrainingSpec
+from simplan.validate.compare import issued_as_predicted, ran_as_predicted
 from tests.executor.conftest import make_job, make_model
 from tests.executor.distributed.test_membership import ALL, INNER_STEPS, LEFT, ElasticReplicas, elastic_job
 from tests.executor.launch.node_runs import (
@@ -324,6 +326,31 @@ def test_replicas_go_on_without_a_host_and_take_it_in_again(tmp_path: Path) -> N
     begin = left * INNER_STEPS  # what the replica on the lost host measured until then is lost, too
     losses = [*told[:begin], *expected.lost[begin:]]
     assert measurement.losses[: len(losses)] == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.parametrize(("number", "servers"), [(2, 1), (2, 2), (3, 2)])
+def test_workers_of_several_hosts_share_parameter_servers(number: int, servers: int, tmp_path: Path) -> None:
+    """Servers are next to the ranks of some hosts, which have processes without work then.
+
+    Without a common step, clocks a thousand seconds apart have the common start only.
+    """
+    replication = {"kind": "parameter_server", "staleness": 1, "servers": servers}
+    plan = {"dp_replicate": number, "replication": replication}
+    training = TrainingSpec(global_batch_size=8 * number, precision="fp32", optimizer="sgd", data="markov")
+    job = make_job(plan=plan, training=training, num_steps=20, num_warmup_steps=0)
+    with hosts(number, own_clocks=True) as made:
+        assert finished(start_on(made, job, tmp_path), tmp_path) == [(0, "")] * number
+    there = measured(tmp_path)
+    assert there.complete
+    assert there.environment["num_nodes"] == number
+    assert there.workers is not None
+    assert there.workers.most_ahead <= 1
+    assert 0 < there.workers.staleness_mean <= 2 * (number - 1)
+    assert ran_as_predicted(there)
+    assert issued_as_predicted(there)
+    seconds = [point.seconds for point in there.loss_curve]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] < 60
 
 
 def test_a_run_begins_with_the_hosts_that_are_there(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
 from executor.profiling.results import RunSegment, gather, written_here
+from executor.profiling.rounds import curve_of_workers
 from executor.profiling.steps import (
     MIN_SLOWDOWN,
     MIN_STEADY_STEPS,
@@ -201,3 +202,23 @@ def test_a_run_without_a_number_of_warmup_steps_finds_them(tmp_path: Path) -> No
     assert len(measurement.step_times_s) >= MIN_STEADY_STEPS
     assert measurement.step_time_s == pytest.approx(1.0, abs=0.03)
     assert len(measurement.warmup_step_times_s) + len(measurement.step_times_s) == 11
+
+
+def test_losses_of_unequal_workers_are_in_the_order_of_their_ends() -> None:
+    """Worker 1 takes 2.5 s for a step, and worker 0 one: its third step is of newer parameters than the first of 1."""
+    durations_s, losses = (1.0, 2.5), ((8.0, 6.0, 4.0, 2.0), (7.0, 1.0, 0.5, 0.25))
+    steps = [
+        tuple(
+            record(durations_s[worker]).model_copy(
+                update={
+                    "start_s": durations_s[worker] * step,
+                    "end_s": durations_s[worker] * (step + 1),
+                    "losses": (losses[worker][step],),
+                }
+            )
+            for worker in range(2)
+        )
+        for step in range(4)
+    ]
+    points = list(curve_of_workers(steps, make_job(dp=2)))
+    assert [(point.num_samples, point.seconds, point.loss) for point in points] == [(16, 2.0, 7.0), (32, 3.0, 5.5)]

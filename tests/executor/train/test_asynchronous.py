@@ -251,3 +251,16 @@ def test_checkpoints_of_workers_are_refused(tmp_path: Path) -> None:
     job = job_with(ASYNC, checkpointing=Checkpointing(folder=str(tmp_path)))
     with pytest.raises(NotModelledError, match="checkpoint"):
         check_job(job)
+
+
+@pytest.mark.parametrize(
+    ("replication", "num_local_ranks", "said"),
+    [
+        ({"kind": "hogwild"}, 1, "hogwild: shares the memory of one node; use one node, or kind: parameter_server"),
+        ({**ASYNC, "min_replicas": 1}, 1, "min_replicas = 1: is run on one node only for parameter servers"),
+        ({**ASYNC, "server_nodes": "apart"}, 2, "server_nodes = apart: is not run, .*; use workers"),
+    ],
+)
+def test_workers_that_no_nodes_run_are_refused(replication: Any, num_local_ranks: int, said: str) -> None:
+    with pytest.raises(NotModelledError, match=said):
+        check_job(job_with(replication), num_local_ranks)
