@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,10 @@ from simplan.errors import SpecError
 from simplan.goodput.engines.simulate import one_run
 from simplan.goodput.setup import WATERFALL, RunSetup
 from simplan.goodput.timeline import timeline_of
+from simplan.report.drawings.run_timeline import run_timeline, whole_run_text
+from simplan.report.drawings.run_timeline_svg import whole_run_svg
 from tests.goodput.setups import INF, setups
+from tests.goodput.test_result import FAILING, result
 
 
 def test_timeline_has_the_times_of_the_waterfall(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +49,19 @@ def test_timeline_has_the_times_of_the_waterfall(monkeypatch: pytest.MonkeyPatch
         assert spent_s == pytest.approx(counted_s, abs=1e-5)
 
     agree()
+
+
+def test_rows_of_a_drawing_show_every_stop_and_what_is_done() -> None:
+    found = result(FAILING, 20)
+    timeline = run_timeline(found)
+    assert timeline.time_s == sorted(found.runs.time_s)[10]
+    lines = whole_run_text(found, timeline, 80).splitlines()
+    rows = [line.split("│") for line in lines if re.match(r"(minute|hour|day) +\d+ +│", line)]
+    assert {len("│".join(row)) for row in rows} == {80}
+    figures = [row[2].split() for row in rows]  # stops if any, percent done, %
+    assert sum(int(each[0]) for each in figures if len(each) == 3) == len(timeline.stops) > 0
+    assert all({*"xdwr"} & {*row[1]} for row, each in zip(rows, figures, strict=True) if len(each) == 3)
+    assert figures[-1][-2:] == ["100.0", "%"]
+    svg = ElementTree.fromstring(whole_run_svg(found.to_json(), timeline))
+    assert len(svg.findall("{*}g[@class='row']")) == len(rows)
+    assert len(svg.findall("{*}path[@class='ink']")) == len(timeline.stops)
