@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.figures.style import Figure, bar, figure, scatter
+from app.figures.style import MUTED, Figure, bar, figure, scatter
 from simplan.report.drawings.goodput_svg import COLOURS
 from simplan.report.drawings.run_timeline import RunTimeline, kinds_of, row_figures
 from simplan.report.goodput import PARTS
@@ -13,7 +13,6 @@ from simplan.units import format_percent, format_span
 COLUMNS = 480
 """Columns of a row."""
 _ROW_PX, _AROUND_PX = 18, 110
-_STOP = "#d1495b"
 
 
 def run_timeline_figure(timeline: RunTimeline) -> Figure:
@@ -46,7 +45,7 @@ def run_timeline_figure(timeline: RunTimeline) -> Figure:
                 name="stop",
                 x=[at_s / length.unit_s for _, at_s in places],
                 y=[row - 0.42 for row, _ in places],
-                marker={"symbol": "triangle-down", "size": 7, "color": _STOP},
+                marker={"symbol": "triangle-down", "size": 7, "color": MUTED},
                 customdata=[[stop.cause, format_span(stop.at_s), f"{stop.step:,.0f}"] for stop in timeline.stops],
                 hovertemplate="<b>%{customdata[0]}</b> after %{customdata[1]}<br>"
                 "goes on from step %{customdata[2]}<extra></extra>",
