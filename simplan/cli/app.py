@@ -135,6 +135,10 @@ def goodput(
             help="Numbers of devices to compare, at the same batch and in proportion (default: none).",
         ),
     ] = None,
+    recovery: Annotated[
+        Path | None,
+        _FILE(help="measurement.json of a run with a restart: its times in place of the scenario's (default: none)."),
+    ] = None,
     output: JsonFile = None,
     jobs: Annotated[
         int, typer.Option(min=-1, max=4096, metavar="N", help="Number of processes; -1 for one per core.")

@@ -23,6 +23,7 @@ from simplan.report.run_trace import run_trace
 from simplan.scenario import CheckResult, Scenario, evaluate
 from simplan.scenario.whole_run.devices import compare_devices
 from simplan.scenario.whole_run.evaluate import goodput_of
+from simplan.scenario.whole_run.executed import with_measured_recovery
 
 _FAILED = 1
 _MAX_DIGITS = 12
@@ -41,6 +42,7 @@ class GoodputOptions:
         trace: File for the trace of one run; None for none.
         trial: Number of that run, from 0; None for the one with the median time.
         devices: Numbers of devices to compare; None for the scenario alone.
+        recovery: Measurement of an earlier run, with its times of restarts; None for those of the scenario.
     """
 
     num_runs: int
@@ -50,6 +52,7 @@ class GoodputOptions:
     trace: Path | None
     trial: int | None = None
     devices: str | None = None
+    recovery: Path | None = None
 
 
 def goodput_command(
@@ -139,6 +142,8 @@ def _simulated(
     needs = not several or is_needed(scenario.job.cluster)
     calibration = calibration_for(scenario, calibration_file if needs else None)
     scenario = replace(scenario, name=name_of(request, scenario, several=several))
+    if options.recovery is not None:
+        scenario = with_measured_recovery(scenario, options.recovery)
     try:
         with ProgressLine("simulating runs", quarters=False):
             result = goodput_of(
@@ -169,11 +174,12 @@ def _check_files(options: GoodputOptions, *, has_others: bool) -> None:
     if options.devices is not None and has_others:
         rule, fix = "is for one scenario", "give it with each of the scenarios"
         raise SpecError(Problem(field="--devices", value=options.devices, rule=rule, fix=fix))
-    for option, file in (("--runs", options.runs_file), ("--trace", options.trace)):
+    files = {"--runs": options.runs_file, "--trace": options.trace, "--recovery": options.recovery}
+    for option, file in files.items():
         if file is not None and options.devices is not None:
             fix = "give it without --devices"
             raise SpecError(Problem(field=option, value=str(file), rule="is of one number of devices", fix=fix))
-        if file is not None and has_others:
+        if file is not None and has_others and option != "--recovery":
             rule, fix = "is of one scenario", "give it with each of the scenarios"
             raise SpecError(Problem(field=option, value=str(file), rule=rule, fix=fix))
     if options.trial is not None and options.trace is None:

@@ -1,4 +1,4 @@
-"""``simplan run --fail``: the faults of a run, and what it is expected to lose by them."""
+"""Whole runs and executed ones: faults for ``simplan run --fail``, and measured restarts for ``simplan goodput``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from simplan.goodput.executed import (
     with_preemptions,
     with_recovery,
 )
+from simplan.goodput.rates import time_between_stops_s
 from simplan.goodput.sections import Recovery, RunSections
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.io import parse_model, read_model, read_yaml
@@ -30,8 +31,11 @@ from simplan.scenario.file import Scenario
 from simplan.scenario.whole_run.failures import HOUR_S
 from simplan.scenario.whole_run.setup import scenario_run
 from simplan.training import TrainingBudget
+from simplan.units import counted, format_span
 
 SCENARIO = "scenario"
+_MAX_EXPONENT = 7.0
+"""Times between stops for which a run must go on without one to reach its next checkpoint: one of 1,100 attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,7 @@ def read_faults(
         schedule = parse_model(FaultSchedule, document.data, document.lines, options.fail).faults
         if problems := list(_beyond_the_run(schedule, scenario, num_nodes)):
             raise SpecError(problems, file=options.fail)
-    recovery = None if options.recovery is None else _recovery_of(options.recovery)
+    recovery = None if options.recovery is None else _recovery_of(scenario, options.recovery)
     return FaultRequest(options, schedule, rate, recovery)
 
 
@@ -137,13 +141,51 @@ def _beyond_the_run(schedule: tuple[Fault, ...], scenario: Scenario, num_nodes: 
             yield Problem(field=f"{field}.node", value=str(fault.node), rule=rule, fix=fix)
 
 
-def _recovery_of(file: Path) -> RecoveryTimes:
+def _recovery_of(scenario: Scenario, file: Path) -> RecoveryTimes:
     measured = read_model(file, Measurement)
+    if measured.job.model != scenario.job.model:
+        rule, fix = "is the measurement of a run of another model", "name a run of this scenario"
+        raise SpecError(Problem(field="--recovery", value=str(file), rule=rule, fix=fix))
     if measured.times is None:
         rule = "is the measurement of a run whose time was not split"
         raise SpecError(Problem(field="--recovery", value=str(file), rule=rule, fix="name a run with --checkpoint-dir"))
     returns_s = [fault.for_s for fault in measured.job.faults if fault.node is not None and fault.for_s is not None]
     return RecoveryTimes.of(measured.times, measured.job.timeout_s, returns_s[0] if returns_s else 0.0)
+
+
+def with_measured_recovery(scenario: Scenario, file: Path) -> Scenario:
+    """The scenario with the times of an earlier run of its job, of which the restarts include loading.
+
+    Steps are still predicted, and the time to diagnose a failure is still the scenario's.
+
+    Raises:
+        SpecError: The file is no measurement of a run that has restarted, or of one with another model or other ranks.
+    """
+    times, sections = _recovery_of(scenario, file), scenario.whole_run or RunSections()
+    ranks, num_devices = read_model(file, Measurement).job.plan.num_devices, scenario.job.plan.num_devices
+    if ranks != num_devices:
+        rule = f"is the measurement of {counted(ranks, 'rank')}, and the scenario has {counted(num_devices, 'device')}"
+        fix = "name a run of as many, or give recovery.restart_s"
+        raise SpecError(Problem(field="--recovery", value=str(file), rule=rule, fix=fix))
+    restart_s = times.waiting_s + times.restart_s
+    recovery = (sections.recovery or Recovery()).model_copy(
+        update={"restart_s": restart_s, "init_s_per_device": 0.0, "warmup_s": 0.0}
+    )
+    reliability, checkpoint = sections.reliability, sections.checkpoint
+    parts = [f"a restart takes {format_span(restart_s)}"]
+    if reliability is not None:
+        timeout_s = reliability.timeout_s + times.after_timeout_s
+        reliability = reliability.model_copy(update={"detection_s": times.detection_s, "timeout_s": timeout_s})
+        parts.append(f"detection {format_span(times.detection_s)}")
+    if checkpoint is not None:
+        checkpoint = checkpoint.model_copy(update={"load_s": 0.0})
+        if not checkpoint.async_save:  # the executor writes while training waits
+            checkpoint = checkpoint.model_copy(update={"blocking_s": times.checkpoint_s})
+            parts.append(f"a checkpoint {format_span(times.checkpoint_s)}")
+    changed = {"recovery": recovery, "reliability": reliability, "checkpoint": checkpoint}
+    sentence = f"{', '.join(parts)}, as measured in {file}"
+    run = sections.model_copy(update=changed)
+    return replace(scenario, whole_run=run, assumptions=(*scenario.assumptions, sentence))
 
 
 _NOT_RUN = {
@@ -188,9 +230,13 @@ def with_faults(
 
     Args:
         predictions: By number of nodes, the whole job and those on which it may go on.
+
+    Raises:
+        SpecError: The run would never finish.
     """
     setup = _setup(job, scenario, request, predictions, nodes)
     faults, options, sections = request.schedule, request.options, scenario.whole_run
+    _check_finishes(setup, options.fail)
     if not faults:
         per_node = job.plan.num_devices // setup.num_nodes
         faults = drawn_faults(setup, seed=options.seed, ranks_per_node=per_node)
@@ -199,6 +245,24 @@ def with_faults(
     elif sections is None or sections.recovery is None or sections.checkpoint is None:
         return job.model_copy(update={"faults": faults})
     return job.model_copy(update={"faults": faults, "expected": expected_run(setup, seed=options.seed)})
+
+
+def _check_finishes(setup: RunSetup, fail: str) -> None:
+    """Check that a run gets on between two stops, with the times of the scenario.
+
+    Raises:
+        SpecError: It hardly ever does.
+    """
+    between_s, restart_s = time_between_stops_s(setup), setup.restart_s + setup.load_s
+    work_s = min(setup.checkpoint_every, setup.num_steps) * setup.step_s + setup.blocking_s
+    if restart_s + work_s <= _MAX_EXPONENT * between_s:
+        return
+    rule = (
+        f"the run never finishes: it stops every {format_span(between_s)} in the mean, and a restart takes "
+        f"{format_span(restart_s)}, the steps to a checkpoint {format_span(work_s)}"
+    )
+    fix = "let failures be rarer, recovery.restart_s shorter, or checkpoints more frequent"
+    raise SpecError(Problem(field="--fail", value=fail, rule=rule, fix=fix))
 
 
 def _setup(
