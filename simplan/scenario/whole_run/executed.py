@@ -35,7 +35,7 @@ from simplan.units import counted, format_span
 
 SCENARIO = "scenario"
 _MAX_EXPONENT = 7.0
-"""Times between stops for which a run must go on without one to reach its next checkpoint: one of 1,100 attempts."""
+"""Mean times between stops from a stop to the next checkpoint; one of 1,100 attempts gets there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,32 +236,40 @@ def with_faults(
     """
     setup = _setup(job, scenario, request, predictions, nodes)
     faults, options, sections = request.schedule, request.options, scenario.whole_run
-    _check_finishes(setup, options.fail)
+    is_known = sections is not None and sections.recovery is not None and sections.checkpoint is not None
+    if request.recovery is not None:
+        setup, is_known = with_recovery(setup, request.recovery), True
     if not faults:
+        _check_finishes(setup, options.fail)
         per_node = job.plan.num_devices // setup.num_nodes
         faults = drawn_faults(setup, seed=options.seed, ranks_per_node=per_node)
-    if request.recovery is not None:
-        setup = with_recovery(setup, request.recovery)
-    elif sections is None or sections.recovery is None or sections.checkpoint is None:
-        return job.model_copy(update={"faults": faults})
-    return job.model_copy(update={"faults": faults, "expected": expected_run(setup, seed=options.seed)})
+    expected = expected_run(setup, seed=options.seed) if is_known and _finishes(setup) else None
+    return job.model_copy(update={"faults": faults, "expected": expected})
+
+
+def _finishes(setup: RunSetup) -> bool:
+    """True for a run that gets to its next checkpoint in one of 1,100 attempts or more often."""
+    return setup.restart_s + setup.load_s + _work_s(setup) <= _MAX_EXPONENT * time_between_stops_s(setup)
+
+
+def _work_s(setup: RunSetup) -> float:
+    """Seconds of steps to a checkpoint, and of the checkpoint."""
+    return min(setup.checkpoint_every, setup.num_steps) * setup.step_s + setup.blocking_s
 
 
 def _check_finishes(setup: RunSetup, fail: str) -> None:
-    """Check that a run gets on between two stops, with the times of the scenario.
+    """Check that a run gets on between two stops.
 
     Raises:
         SpecError: It hardly ever does.
     """
-    between_s, restart_s = time_between_stops_s(setup), setup.restart_s + setup.load_s
-    work_s = min(setup.checkpoint_every, setup.num_steps) * setup.step_s + setup.blocking_s
-    if restart_s + work_s <= _MAX_EXPONENT * between_s:
+    if _finishes(setup):
         return
     rule = (
-        f"the run never finishes: it stops every {format_span(between_s)} in the mean, and a restart takes "
-        f"{format_span(restart_s)}, the steps to a checkpoint {format_span(work_s)}"
+        f"the run never finishes: it stops every {format_span(time_between_stops_s(setup))} in the mean, and a restart "
+        f"takes {format_span(setup.restart_s + setup.load_s)}, the steps to a checkpoint {format_span(_work_s(setup))}"
     )
-    fix = "let failures be rarer, recovery.restart_s shorter, or checkpoints more frequent"
+    fix = "let failures be rarer, restarts shorter (--recovery, recovery.restart_s), or checkpoints more frequent"
     raise SpecError(Problem(field="--fail", value=fail, rule=rule, fix=fix))
 
 
