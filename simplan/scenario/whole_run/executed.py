@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.goodput.executed import (
@@ -193,6 +194,7 @@ _NOT_RUN = {
     "reliability.fail_slow": "slow devices are not drawn; a file for --fail has kind: slow",
     "reliability.maintenance": "windows without nodes are not made",
     "checkpoint.memory_tier": "checkpoints go to --checkpoint-dir alone",
+    "recovery.takeover_s": "a spare starts its ranks when it takes a place",
     "spot.trace": "only rates are drawn",
     "evaluation": "runs do not evaluate",
 }
@@ -214,6 +216,12 @@ def _check_scenario(scenario: Scenario) -> None:
     found = {f"{name}.{key}": value for name, section in given.items() for key, value in section.items()} | given
     reasons = [(field, why) for field, why in _NOT_RUN.items() if field in found]
     reasons += [(field, why) for (field, value), why in _NOT_RUN_AS.items() if found.get(field) == value]
+    causes = () if sections.reliability is None else sections.reliability.causes
+    reasons += [
+        (f"reliability.causes.{number}.scope", "one node is lost at a time")
+        for number, cause in enumerate(causes)
+        if cause.scope in ("rack", "pod")
+    ]
     if reasons:
         problems = [Problem(field=field, rule=f"is only simulated: {why}", fix="remove it") for field, why in reasons]
         raise NotModelledError(problems, file=scenario.file)
@@ -283,7 +291,8 @@ def _setup(
     """Numbers of the run with the times of the scenario, those of steps excepted, over the time scale."""
     assert job.checkpointing is not None
     whole, elastic = predictions[max(predictions)], nodes is not None and nodes.min_nodes < nodes.max_nodes
-    setup = scaled(_of_scenario(job, scenario, whole), request.options.time_scale)
+    with_spot = request.options.fail == SCENARIO
+    setup = scaled(_of_scenario(job, scenario, whole, with_spot=with_spot), request.options.time_scale)
     sizes = [(number, each.mean_step_s(job.num_all_steps)) for number, each in predictions.items()]
     setup = replace(
         setup,
@@ -297,14 +306,28 @@ def _setup(
     if request.rate_per_h is not None:
         cause = CauseSetup(name="rank", units_per_node=0, mtbf_s=HOUR_S / request.rate_per_h, num_nodes=0)
         return replace(setup, causes=(cause,))
-    return with_preemptions(setup)
+    setup = with_preemptions(setup)
+    if setup.num_nodes == 1:  # which loses ranks alone: it has the store of the run
+        setup = replace(setup, causes=tuple(replace(cause, num_nodes=0) for cause in setup.causes))
+    return setup
 
 
-def _of_scenario(job: RunSpec, scenario: Scenario, prediction: Prediction) -> RunSetup:
-    """Numbers of the scenario as a run of this length on all nodes."""
+def _of_scenario(job: RunSpec, scenario: Scenario, prediction: Prediction, *, with_spot: bool) -> RunSetup:
+    """Numbers of the scenario as a run of this length on all nodes, without what only simulated runs have."""
     sections = scenario.whole_run or RunSections()
-    recovery = (sections.recovery or Recovery()).model_copy(update={"policy": "restart", "min_nodes": None})
+    recovery, reliability, checkpoint = sections.recovery or Recovery(), sections.reliability, sections.checkpoint
+    update: dict[str, Any] = {
+        "run": None,
+        "evaluation": None,
+        "recovery": recovery.model_copy(update={"policy": "restart", "min_nodes": None, "takeover_s": None}),
+    }
+    if reliability is not None:
+        without = dict.fromkeys(("silent_corruption", "fail_slow", "maintenance"))
+        update["reliability"] = reliability.model_copy(update=without)
+    if checkpoint is not None:
+        update["checkpoint"] = checkpoint.model_copy(update={"memory_tier": None, "async_save": False})
+    if not with_spot:
+        update["spot"] = None
     budget = TrainingBudget(num_steps=job.num_all_steps)
-    run = sections.model_copy(update={"run": None, "recovery": recovery})
-    whole = replace(scenario, whole_run=run, budget=budget)
+    whole = replace(scenario, whole_run=sections.model_copy(update=update), budget=budget)
     return scenario_run(whole, prediction, lambda smaller: prediction).setup

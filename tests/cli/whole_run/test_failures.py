@@ -57,6 +57,8 @@ def test_faults_without_a_meaning_are_refused(
         ("reliability: {maintenance: {every_h: 5, duration_h: 1}}", "reliability.maintenance"),
         ("spot: {preemptions_per_h: 1, fallback: on_demand}", "spot.fallback"),
         ("reliability: {node_mtbf_h: 5}\nevaluation: {every_steps: 5, time_s: 3}", "evaluation"),
+        ("reliability: {causes: [{name: fire, mtbf_h: 5, scope: rack}]}", "reliability.causes.0.scope"),
+        ("reliability: {node_mtbf_h: 5}\nrecovery: {spares: 1, takeover_s: 3}", "recovery.takeover_s"),
         (
             "reliability: {node_mtbf_h: 5}\ncheckpoint: {interval_s: 9, blocking_s: 1, async_save: true, write_s: 2}",
             "checkpoint.async_save",
@@ -89,6 +91,20 @@ def test_failures_of_the_scenario_pass_in_the_time_of_the_run(scenario: Path) ->
     assert 0.5 < gaps_s < 2.0
     assert found.expected is not None
     assert found.expected.waterfall_s["restart"] < 0.1, "20,000 s are a moment"
+    assert "waiting" not in found.expected.waterfall_s, "ranks need no repair"
+
+
+def test_a_rate_leaves_out_what_only_simulated_runs_have(scenario: Path) -> None:
+    """Evaluations, maintenance and preemptions of the scenario are no part of a run whose ranks are killed."""
+    plain = scenario.read_text() + FAILING
+    scenario.write_text(plain)
+    wanted = job_with(load_scenario(scenario), fail="0.01")
+    more = "maintenance: {every_h: 50, duration_h: 1}, silent_corruption: {device_mtbf_h: 9, found_h: 1}"
+    scenario.write_text(
+        plain.replace("node_mtbf_h: 1000", f"node_mtbf_h: 1000, {more}")
+        + "spot: {preemptions_per_h: 0.1, wait_h: 1}\nevaluation: {every_steps: 5, time_s: 3}\n"
+    )
+    assert job_with(load_scenario(scenario), fail="0.01") == wanted
 
 
 def measured(job: RunSpec, file: Path) -> Path:
