@@ -262,9 +262,9 @@ def notes(timeline: RunTimeline, columns: int) -> list[str]:
     """Sentences for the legend of a timeline with a number of columns."""
     column = format_span(timeline.row_length.length_s / columns)
     if timeline.draws_pauses(columns):
-        return [f"stops, evaluations and checkpoints that are shorter than {column} are drawn as long as that"]
+        return [f"stops, evaluations and checkpoints below {column} are drawn with that length"]
     return [
-        f"stops that are shorter than {column} are drawn as long as that",
+        f"stops below {column} are drawn with that length",
         "evaluations and checkpoints are too close to each other to be drawn at this width",
     ]
 
