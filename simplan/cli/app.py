@@ -156,7 +156,14 @@ def goodput(
     from simplan.cli.goodput.command import GoodputOptions, goodput_command
 
     options = GoodputOptions(
-        num_runs=trials, seed=seed, jobs=jobs, runs_file=runs_file, trace=trace, trial=trial, devices=devices
+        num_runs=trials,
+        seed=seed,
+        jobs=jobs,
+        runs_file=runs_file,
+        trace=trace,
+        trial=trial,
+        devices=devices,
+        recovery=recovery,
     )
     return goodput_command(
         scenario, others or (), as_json=json, output=output, calibration_file=calibration, options=options

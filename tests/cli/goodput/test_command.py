@@ -150,6 +150,7 @@ def test_run_that_never_finishes_names_the_option_and_the_change(simplan: Simpla
         (("--set", "checkpoint.storage_bytes=1e3"), "has no room for a checkpoint of "),
         (("--set", "checkpoint.storage_bytes=1e7"), "checkpoints of the run, each of "),
         (("--spares", "3"), "--spares = 3: is more than the 1 node of the job"),
+        (("--recovery", "missing.json"), "missing.json: does not exist"),
         (("--price", "-1"), "--price = -1: must be greater than 0"),
     ],
 )
