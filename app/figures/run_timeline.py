@@ -1,4 +1,4 @@
-"""Figure of the timeline of one simulated run; its data is that of ``simplan draw --whole-run``."""
+"""Figure of the timeline of one simulated run; its data is that of ``simplan draw --run``."""
 
 from __future__ import annotations
 

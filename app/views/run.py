@@ -133,7 +133,7 @@ def _show_timeline(scenario: Scenario, text: str, calibrated_at: int, found: dic
     """Timeline of the median run, or of one chosen by its number."""
     title, chosen = st.columns([3, 1], vertical_alignment="bottom")
     with title:
-        st.subheader("One run", help="One of the simulated runs, as `simplan draw --whole-run` draws it")
+        st.subheader("One run", help="One of the simulated runs, as `simplan draw --run` draws it")
     with chosen:
         median: int = found["median_trial"]
         last = found["trials"] - 1

@@ -642,7 +642,7 @@ def trace(
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
-@_command(short_help="Draw the predicted step, one row per pipeline rank; or the network, or a whole run.")
+@_command(short_help="Draw the predicted step, one row per pipeline rank; or the network, or a training run.")
 @takes_scenario(whole_run=True)
 def draw(
     scenario: ScenarioRequest,
@@ -667,11 +667,11 @@ def draw(
     ] = False,
     whole_run: Annotated[
         bool,
-        typer.Option("--whole-run", help="Timeline, lost time and goodput of a whole run, in place of the step."),
+        typer.Option("--run", help="Timeline, lost time and goodput of the training run, in place of the step."),
     ] = False,
     trial: Trial = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Seed of the failures of a whole run (default: 0).")
+        int | None, typer.Option(min=0, metavar="N", help="With --run, seed of the failures (default: 0).")
     ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
@@ -679,8 +679,8 @@ def draw(
     """Draw the predicted step: actions and idle time of every pipeline rank.
 
     With --network, links and switches of the cluster. With --load, the load of links over the step. With --ways, the
-    step time over bandwidth for gradient compression, parameter servers, Local SGD and DiLoCo. With --whole-run, one
-    simulated run as a timeline, and where the time of all goes.
+    step time over bandwidth for gradient compression, parameter servers, Local SGD and DiLoCo. With --run, the timeline
+    of one simulated training run, and the time that all of them lose.
     """
     from simplan.cli.commands import (
         draw_command,
@@ -694,7 +694,7 @@ def draw(
         "--network": network,
         "--load": load,
         "--ways": ways,
-        "--whole-run": whole_run or trial is not None or seed is not None,
+        "--run": whole_run or trial is not None or seed is not None,
     }
     options: dict[str, Any] = {"as_json": json, "output": output, "width": width, "calibration_file": calibration}
     match one_drawing([option for option, is_given in given.items() if is_given]):
@@ -704,7 +704,7 @@ def draw(
             return draw_load_command(scenario, **options)
         case "--ways":
             return draw_ways_command(scenario, **options)
-        case "--whole-run":
+        case "--run":
             from simplan.cli.goodput.draw import draw_whole_run_command
 
             return draw_whole_run_command(scenario, seed=seed or 0, trial=trial, **options)

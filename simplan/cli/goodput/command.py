@@ -223,4 +223,4 @@ def _next(request: ScenarioRequest, result: GoodputResult) -> list[str]:
     if any(change.name == "spare" and change.saved_s > 2 * change.saved_s_error for change in result.changes):
         spares = request.with_overrides({"recovery.spares": setup.spares + 1})
         steps.append(f"simplan goodput {spares.argument()}")
-    return [*steps, f"simplan draw {request.argument()} --whole-run -o run.svg"]
+    return [*steps, f"simplan draw {request.argument()} --run -o run.svg"]

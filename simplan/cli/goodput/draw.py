@@ -1,4 +1,4 @@
-"""``simplan draw --whole-run``: the timeline of one simulated run, and where the time of all goes."""
+"""``simplan draw --run``: the timeline of one simulated run, and where the time of all goes."""
 
 from __future__ import annotations
 

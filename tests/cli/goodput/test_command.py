@@ -74,7 +74,7 @@ def test_a_run_is_drawn_and_traced_by_its_number(simplan: Simplan, whole_run: Pa
     assert sum(stretch["cause"] is not None for stretch in found["stretches"]) == num_stops
     svg = ElementTree.parse(tmp_path / "run.svg").getroot()
     assert len(svg.findall("{*}path[@class='ink']")) == num_stops
-    refused(simplan("draw", *often, "--network"), "--whole-run: is another drawing than --network")
+    refused(simplan("draw", *often, "--network"), "--run: is another drawing than --network")
     refused(simplan("goodput", *often), "--trial = 2: is the run of --trace; add --trace FILE")
 
 
