@@ -69,6 +69,16 @@ def with_price(document: Document, value: float | None) -> Document:
     return with_value(document, _PRICES[section_name in document], value)
 
 
+def with_spot_price(document: Document, value: float | None) -> Document:
+    """The scenario with another price of a spot device for one hour, next to its price; None or 0 for that price."""
+    price = price_of(document)
+    prices = {**section(document, "price"), "device_hour": price, "spot_device_hour": value}
+    return {
+        **with_price(document, None),
+        "price": {key: inside for key, inside in prices.items() if inside},
+    }
+
+
 def without_budget(document: Document) -> Document:
     """The scenario without all that no step depends on: length, price, and the other sections of a whole run."""
     document = {name: inside for name, inside in document.items() if name not in SECTIONS}

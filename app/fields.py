@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import streamlit as st
 
@@ -24,6 +24,7 @@ from simplan.software.software import SoftwareSpec
 
 Path = tuple[str, ...]
 _Changed = Callable[[], None]
+_Number = TypeVar("_Number", int, float)
 _MAX_WHOLE = 2**53 - 1  # of a browser
 _MAX_QUANTITY = 1e300
 
@@ -205,14 +206,15 @@ def remembered_switch(label: str, name: str, **more: Any) -> bool:
 
 
 def remembered_number(
-    label: str, name: str, default: float, *, least: float = 0.0, most: float = 1e15, **more: Any
-) -> float:
-    """Widget for a view value that is a number."""
-    key = f"view:{name}"
+    label: str, name: str, default: _Number, *, least: float = 0.0, most: float = 1e15, **more: Any
+) -> _Number:
+    """Widget for a view value that is a number; a whole one if the default is."""
+    key, kind = f"view:{name}", type(default)
     kept = state.view(name, default)
-    usable = isinstance(kept, int | float) and not isinstance(kept, bool) and least <= kept <= most
-    st.session_state[key] = float(kept) if usable else default
-    value: float = st.number_input(label, least, most, key=key, on_change=_remember, args=(name, key, default), **more)
+    usable = isinstance(kept, int | kind) and not isinstance(kept, bool) and least <= kept <= most
+    st.session_state[key] = kind(kept) if usable else default
+    limits = kind(least), kind(most)
+    value: _Number = st.number_input(label, *limits, key=key, on_change=_remember, args=(name, key, default), **more)
     return value
 
 

@@ -14,6 +14,8 @@ from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path, load
 from simplan.errors import SpecError
 from simplan.explain import Explanation, explain
+from simplan.goodput.engines.simulate import one_run
+from simplan.goodput.result import GoodputResult
 from simplan.io import json_text
 from simplan.job import Job
 from simplan.predict import Simulated, predict_step
@@ -28,6 +30,8 @@ from simplan.prediction import (
     worst_memory,
 )
 from simplan.program.no_gc import gc_paused
+from simplan.report.drawings.run_timeline import RunTimeline, run_timeline
+from simplan.report.run_trace import run_trace
 from simplan.report.trace import predicted_trace
 from simplan.scenario import Scenario, parse_scenario
 from simplan.scenario.whole_run.evaluate import goodput_of
@@ -74,12 +78,36 @@ def goodput_document(text: str, calibrated_at: int, num_runs: int, compares: boo
         text, calibrated_at: See ``predicted_step``; with the sections of the whole run.
         num_runs, compares: See ``goodput_of``.
     """
-    scenario = parse_scenario(text)
-    calibration = calibration_of(scenario)
-    prediction = predicted(text, calibrated_at)
-    result = goodput_of(scenario, prediction=prediction, calibration=calibration, num_runs=num_runs, compares=compares)
-    document: dict[str, Any] = json.loads(json_text(result.to_json()))
+    document: dict[str, Any] = json.loads(json_text(_goodput(text, calibrated_at, num_runs, compares).to_json()))
     return document
+
+
+def simulated_run(text: str, calibrated_at: int, num_runs: int, number: int) -> RunTimeline:
+    """Timeline of one of the runs of ``goodput_document``.
+
+    Args:
+        text, calibrated_at, num_runs: See ``goodput_document``.
+        number: Number of the run, from 0.
+    """
+    return run_timeline(_goodput(text, calibrated_at, num_runs, compares=True), number)
+
+
+def simulated_run_trace(text: str, calibrated_at: int, num_runs: int, number: int) -> str:
+    """Output file of ``simplan goodput --trace``; for arguments see ``simulated_run``."""
+    result = _goodput(text, calibrated_at, num_runs, compares=True)
+    return json_text(run_trace(result, one_run(result.setup, seed=result.seed, number=number)))
+
+
+@lru_cache(maxsize=4)
+def _goodput(text: str, calibrated_at: int, num_runs: int, compares: bool) -> GoodputResult:
+    scenario = parse_scenario(text)
+    return goodput_of(
+        scenario,
+        prediction=predicted(text, calibrated_at),
+        calibration=calibration_of(scenario),
+        num_runs=num_runs,
+        compares=compares,
+    )
 
 
 @lru_cache(maxsize=8)

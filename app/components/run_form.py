@@ -1,4 +1,4 @@
-"""Form of a whole run: its length, failures, checkpoints, recovery, evaluation and power; and a start for all of it."""
+"""Form of a whole run: length, failures, spot nodes, checkpoints, recovery, evaluation, power; and a start for all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_args
 import streamlit as st
 
 from app import state
-from app.budget import TOKENS, TOKENS_START, price_of, with_length, with_price
+from app.budget import TOKENS, TOKENS_START, price_of, with_length, with_price, with_spot_price
 from app.components.elements import details
 from app.components.verdict import show_length, show_price
 from app.fields import about, choice, get, number, quantity, switch
@@ -18,12 +18,17 @@ from app.page import escaped
 from simplan import catalog
 from simplan.goodput.sections import Policy
 
-_NONE, _OWN = "none", "own"
+_NONE, _OWN, _TRACE = "none", "own", "trace"
 _FAILURES: Mapping[str, str] = {_NONE: "none", _OWN: "one rate for every device"}
 _CHECKPOINTS: Mapping[str, str] = {_NONE: "none", "best": "at the best interval", _OWN: "at an interval"}
 _POLICIES = dict(
     zip(get_args(Policy), ("restart on all nodes", "shrink and grow", "continue without the group"), strict=True)
 )
+_NODES: Mapping[str, str] = {_NONE: "on demand or reserved", _OWN: "spot, at a rate"}
+_FALLBACKS = {"wait": "wait for spot nodes", "on_demand": "nodes on demand"}
+_SPOT_SOURCES = ("preemptions_per_h", "zone", "trace", "wait_h")
+"""Keys of ``spot`` that say when nodes are there."""
+_EXAMPLE_PREEMPTIONS_PER_H, _EXAMPLE_WAIT_H = 0.01, 2.0
 _RATES = ("device_mtbf_h", "node_mtbf_h", "link_mtbf_h", "causes", "preset")
 """Keys of ``reliability`` that say how often something fails."""
 _START: Document = {
@@ -38,7 +43,7 @@ _EXAMPLE_MTBF_H = 50_000.0
 
 def show_run_form() -> None:
     """The form, bound to the sections of the scenario."""
-    columns = st.columns(4, gap="medium")
+    columns = st.columns(len(_PARTS), gap="medium")
     for column, (title, show) in zip(columns, _PARTS.items(), strict=True):
         with column:
             st.markdown(f"###### {title}")
@@ -87,6 +92,48 @@ def _with_failures(document: Document, name: str) -> Document:
     own = {key: value for key, value in section(document, "reliability").items() if key not in _RATES}
     rates: dict[str, Any] = {"device_mtbf_h": _EXAMPLE_MTBF_H} if name == _OWN else {"preset": name}
     return _with_section(document, "reliability", None if name == _NONE else rates | own)
+
+
+def _spot() -> None:
+    own, zones = section(state.current(), "spot"), catalog.names("spot_zones")
+    trace = own.get("trace")
+    zone = own.get("zone")
+    value = zone if zone in zones else _TRACE if trace is not None else _OWN if own else _NONE
+    key = "form spot"
+    st.session_state[key] = value
+    words = {**_NODES, _TRACE: f"spot, as in {trace}"}
+    st.selectbox(
+        "Nodes",
+        [*_NODES, *([_TRACE] if value == _TRACE else []), *zones],
+        key=key,
+        format_func=lambda name: words.get(name, f"spot, {name}"),
+        help=f"{about(('spot', 'preemptions_per_h'))}, or published rates of a zone (`simplan show reliability`)",
+        on_change=lambda: state.set_document(_with_spot(state.document(), st.session_state[key])),
+    )
+    if value == _NONE:
+        return
+    if value == _OWN:
+        _number("Preemptions per node-hour", ("spot", "preemptions_per_h"))
+        _number("Wait for a node, h", ("spot", "wait_h"), 0.0)
+    _number("Notice, s", ("spot", "notice_s"), 0.0)
+    choice("Lost nodes are replaced by", ("spot", "fallback"), list(_FALLBACKS), "wait", format_func=_fallback_words)
+    price, path = price_of(state.current()), ("price", "spot_device_hour")
+    more = about(path, "Set a price first" if price is None else "Empty for the price of all devices")
+    quantity("Spot price", path, None, change=with_spot_price, help=more, disabled=price is None)
+
+
+def _fallback_words(name: Any) -> str:
+    return _FALLBACKS.get(name, str(name))
+
+
+def _with_spot(document: Document, name: str) -> Document:
+    """The scenario with spot nodes of a name in the box; a price of spot devices goes with the last of them."""
+    own = {key: value for key, value in section(document, "spot").items() if key not in _SPOT_SOURCES}
+    if name == _NONE:
+        priced = "spot_device_hour" in section(document, "price")
+        return _with_section(with_spot_price(document, None) if priced else document, "spot", None)
+    rates: dict[str, Any] = {"preemptions_per_h": _EXAMPLE_PREEMPTIONS_PER_H, "wait_h": _EXAMPLE_WAIT_H}
+    return _with_section(document, "spot", (rates if name == _OWN else {"zone": name}) | own)
 
 
 def _checkpoints() -> None:
@@ -148,9 +195,7 @@ def _show_more() -> None:
         _number("Device, W", ("power", "device_w"))
         _number("Power usage effectiveness", ("power", "pue"), 1.0 if get(("power",)) else None)
         _number("CO2, g per kWh", ("power", "co2_g_per_kwh"))
-    st.caption(
-        "*Edit as YAML* has all keys: causes of failures, spot nodes, checkpoints in memory, shrinking and more."
-    )
+    st.caption("*Edit as YAML* has all keys: causes of failures, traces of spot nodes, checkpoints in memory and more.")
 
 
 def _number(label: str, path: tuple[str, str], default: float | None = None) -> None:
@@ -168,5 +213,11 @@ def _with_section(document: Document, name: str, keys: dict[str, Any] | None) ->
     return others if keys is None else {**others, name: keys}
 
 
-_PARTS = {"Length and price": _length, "Failures": _failures, "Checkpoints": _checkpoints, "Recovery": _recovery}
+_PARTS = {
+    "Length and price": _length,
+    "Nodes": _spot,
+    "Failures": _failures,
+    "Checkpoints": _checkpoints,
+    "Recovery": _recovery,
+}
 """Parts of the form by their title."""

@@ -15,17 +15,21 @@ from app.components.elements import (
     file_name,
     meaning,
     show_drawing,
+    show_figure,
     show_metrics,
     show_table,
 )
 from app.components.run_form import show_run_form, started
 from app.components.scenario_form import show_scenario_form
+from app.fields import remembered_number
+from app.figures.run_timeline import COLUMNS, run_timeline_figure
 from app.fitting import document_text
 from app.page import bullets, escaped, run_page
-from app.predictions import goodput_document
-from app.result_cache import awaited
+from app.predictions import goodput_document, simulated_run, simulated_run_trace
+from app.result_cache import awaited, handed_over
 from simplan.io import json_text
 from simplan.report.drawings.goodput_svg import goodput_svg
+from simplan.report.drawings.run_timeline import notes, subheading
 from simplan.report.goodput import format_money, headline
 from simplan.report.html.goodput import change_rows, interruption_rows, simulated, waterfall_rows
 from simplan.scenario import Scenario
@@ -51,6 +55,7 @@ def show() -> None:
     found = awaited(f"simulating {NUM_RUNS:,} runs", goodput_document, text, calibrated_at, NUM_RUNS, True)
     _show_answer(place, found)
     _show_why(found)
+    _show_timeline(scenario, text, calibrated_at, found)
     _show_downloads(scenario, document, found)
 
 
@@ -67,7 +72,7 @@ def _show_start(document: dict[str, Any]) -> None:
 
 def _show_answer(place: DeltaGenerator, found: dict[str, Any]) -> None:
     with place.container():
-        st.markdown(f"#### {escaped(headline(found).capitalize())}")
+        st.markdown(f"#### {escaped(_sentence(headline(found)))}")
         if found["memory_verdict"] not in (None, "fits"):
             st.warning(f"The plan {found['memory_verdict']} in the memory of its devices: see the page Plan.")
         show_metrics([*_metrics(found)])
@@ -124,6 +129,31 @@ def _show_why(found: dict[str, Any]) -> None:
             st.markdown(bullets(found["assumptions"]))
 
 
+def _show_timeline(scenario: Scenario, text: str, calibrated_at: int, found: dict[str, Any]) -> None:
+    """Timeline of the median run, or of one chosen by its number."""
+    title, chosen = st.columns([3, 1], vertical_alignment="bottom")
+    with title:
+        st.subheader("One run", help="One of the simulated runs, as `simplan draw --run` draws it")
+    with chosen:
+        median: int = found["median_trial"]
+        last = found["trials"] - 1
+        about = f"0 to {last}; run {median} has the median time. The CSV file of `simplan goodput --runs` lists all"
+        number = remembered_number("Run", "trial", median, most=last, help=about)
+    inputs = text, calibrated_at, NUM_RUNS, number
+    timeline = awaited("simulating one run", simulated_run, *inputs)
+    words, name = subheading(timeline), f"{scenario.name} run {number}"
+    show_figure(run_timeline_figure(timeline), name, alt=f"Timeline of one simulated run: {words}")
+    sentences = [f"{format_span(timeline.time_s)}: {words}", *notes(timeline, COLUMNS), "percent: steps done"]
+    st.caption(escaped(". ".join(map(_sentence, sentences))) + ". Drag to zoom, double-click to reset.")
+    download(
+        "Trace for Perfetto",
+        f"{name} trace",
+        "json",
+        lambda: handed_over(simulated_run_trace, *inputs),
+        about="This run, for ui.perfetto.dev or chrome://tracing",
+    )
+
+
 def _show_downloads(scenario: Scenario, document: dict[str, Any], found: dict[str, Any]) -> None:
     st.subheader("Downloads")
     name = f"{scenario.name} whole run"
@@ -134,6 +164,11 @@ def _show_downloads(scenario: Scenario, document: dict[str, Any], found: dict[st
         download_report(name, lambda: [found])
     st.caption("The same on a terminal")
     st.code(f"simplan goodput {file_name(scenario.name)}.yaml --trials {found['trials']} --seed {found['seed']}", "sh")
+
+
+def _sentence(words: str) -> str:
+    """Words with a capital letter at the beginning."""
+    return words[:1].upper() + words[1:]
 
 
 if __name__ == "__main__":

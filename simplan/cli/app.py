@@ -30,6 +30,7 @@ from simplan.cli.terminal.options import (
     ScenarioPaths,
     TimedPrecision,
     Tokens,
+    Trial,
 )
 from simplan.cli.terminal.output import complain
 from simplan.cli.terminal.scenario_request import ScenarioRequest, takes_scenario, usage_error
@@ -125,15 +126,18 @@ def goodput(
         Path | None,
         typer.Option("--runs", metavar="FILE", help="File for the simulated runs, Parquet or CSV (default: none)."),
     ] = None,
-    trace: Annotated[
-        Path | None, _FILE(help="File for a Perfetto trace of the run with the median time (default: none).")
-    ] = None,
+    trace: Annotated[Path | None, _FILE(help="File for a Perfetto trace of one simulated run (default: none).")] = None,
+    trial: Trial = None,
     devices: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,...",
             help="Numbers of devices to compare, at the same batch and in proportion (default: none).",
         ),
+    ] = None,
+    recovery: Annotated[
+        Path | None,
+        _FILE(help="measurement.json of a run with a restart: its times in place of the scenario's (default: none)."),
     ] = None,
     output: JsonFile = None,
     jobs: Annotated[
@@ -151,7 +155,16 @@ def goodput(
     """
     from simplan.cli.goodput.command import GoodputOptions, goodput_command
 
-    options = GoodputOptions(num_runs=trials, seed=seed, jobs=jobs, runs_file=runs_file, trace=trace, devices=devices)
+    options = GoodputOptions(
+        num_runs=trials,
+        seed=seed,
+        jobs=jobs,
+        runs_file=runs_file,
+        trace=trace,
+        trial=trial,
+        devices=devices,
+        recovery=recovery,
+    )
     return goodput_command(
         scenario, others or (), as_json=json, output=output, calibration_file=calibration, options=options
     )
@@ -670,8 +683,8 @@ def trace(
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
-@_command(short_help="Draw the predicted step, one row per pipeline rank; or the network.")
-@takes_scenario()
+@_command(short_help="Draw the predicted step, one row per pipeline rank; or the network, or a training run.")
+@takes_scenario(whole_run=True)
 def draw(
     scenario: ScenarioRequest,
     output: Annotated[
@@ -693,23 +706,51 @@ def draw(
     ways: Annotated[
         bool, typer.Option("--ways", help="Step time over bandwidth for every way to train, in place of the step.")
     ] = False,
+    whole_run: Annotated[
+        bool,
+        typer.Option("--run", help="Timeline, lost time and goodput of the training run, in place of the step."),
+    ] = False,
+    trial: Trial = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="With --run, seed of the failures (default: 0).")
+    ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Draw the predicted step: actions and idle time of every pipeline rank.
 
     With --network, links and switches of the cluster. With --load, the load of links over the step. With --ways, the
-    step time over bandwidth for gradient compression, parameter servers, Local SGD and DiLoCo.
+    step time over bandwidth for gradient compression, parameter servers, Local SGD and DiLoCo. With --run, the timeline
+    of one simulated training run, and the time that all of them lose.
     """
-    from simplan.cli.commands import draw_command, draw_load_command, draw_network_command, draw_ways_command
+    from simplan.cli.commands import (
+        draw_command,
+        draw_load_command,
+        draw_network_command,
+        draw_ways_command,
+        one_drawing,
+    )
 
-    if network:
-        return draw_network_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
-    if load:
-        return draw_load_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
-    if ways:
-        return draw_ways_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
-    return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
+    given = {
+        "--network": network,
+        "--load": load,
+        "--ways": ways,
+        "--run": whole_run or trial is not None or seed is not None,
+    }
+    options: dict[str, Any] = {"as_json": json, "output": output, "width": width, "calibration_file": calibration}
+    match one_drawing([option for option, is_given in given.items() if is_given]):
+        case "--network":
+            return draw_network_command(scenario, **options)
+        case "--load":
+            return draw_load_command(scenario, **options)
+        case "--ways":
+            return draw_ways_command(scenario, **options)
+        case "--run":
+            from simplan.cli.goodput.draw import draw_whole_run_command
+
+            return draw_whole_run_command(scenario, seed=seed or 0, trial=trial, **options)
+        case _:
+            return draw_command(scenario, **options)
 
 
 @_command(short_help="Write results as one HTML page that opens anywhere.")

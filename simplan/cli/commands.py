@@ -220,6 +220,18 @@ def draw_ways_command(
     return 0
 
 
+def one_drawing(given: Sequence[str]) -> str | None:
+    """The drawing that is asked for in place of the step; None for the step.
+
+    Raises:
+        SpecError: There are several.
+    """
+    if len(given) > 1:
+        problem = Problem(field=given[1], rule=f"is another drawing than {given[0]}", fix="remove one of the two")
+        raise SpecError(problem)
+    return given[0] if given else None
+
+
 def _refuse_with(drawing: str, output: Path | None, options: Mapping[str, object]) -> None:
     """Refuses options without meaning for a drawing, and files that are no SVG."""
     for option, value in options.items():

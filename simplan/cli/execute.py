@@ -217,7 +217,10 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         predictions[scenario.job.cluster.num_nodes] = prediction
         job = with_faults(job, scenario, options.faults, predictions, options.nodes)
         if job.expected is None:
-            say("note: goodput is not predicted without --recovery, or the sections recovery and checkpoint")
+            say(
+                "note: goodput is not predicted without --recovery, or the sections recovery and checkpoint with which "
+                "the run would finish"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
     for old in (measurement_file, *folder.glob("rank*.steps.jsonl")):  # an older run's must not pass for this one's

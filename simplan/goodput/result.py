@@ -76,6 +76,11 @@ class GoodputResult:
         return float(times_s[0] if same else times_s.mean())
 
     @property
+    def median_run(self) -> int:
+        """Number of the run with the median time."""
+        return int(np.argsort(self.runs.time_s, kind="stable")[self.num_runs // 2])
+
+    @property
     def goodput(self) -> float:
         """Effective training time ratio: steps on all nodes at the predicted step time, over the mean time."""
         return self.setup.num_steps * self.setup.step_s / self.mean_time_s
@@ -149,6 +154,7 @@ class GoodputResult:
             "name": self.name,
             "seed": self.seed,
             "trials": self.num_runs,
+            "median_trial": self.median_run,
             "num_steps": setup.num_steps,
             "step_time_s": setup.step_s,
             "step_time_interval_s": list(self.step_interval_s),
@@ -188,7 +194,7 @@ class GoodputResult:
         return goodput_text(self)
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Table with one row per simulated run: time, parts of it, interruptions by cause, device-hours and cost.
+        """Table with one row per simulated run: number, time and its parts, interruptions, device-hours and cost.
 
         Raises:
             ImportError: pandas is not installed.
@@ -198,6 +204,7 @@ class GoodputResult:
         runs, paid = self.runs, self.costs
         hours = device_hours(self.setup, runs)
         columns: Mapping[str, Any] = {
+            "trial": np.arange(self.num_runs),
             "time_s": runs.time_s,
             **{f"{name}_s": runs.waterfall_s[:, place] for place, name in enumerate(WATERFALL)},
             "num_interruptions": runs.interruptions.sum(axis=1),

@@ -172,7 +172,9 @@ class Reliability(Spec):
             ("node", "node", self.node_mtbf_h),
             ("link", "process", self.link_mtbf_h),
         )
-        short = (Cause(name=unit, per=unit, mtbf_h=hours, scope=scope) for unit, scope, hours in units if hours)
+        short = (
+            Cause(name=f"{unit} failure", per=unit, mtbf_h=hours, scope=scope) for unit, scope, hours in units if hours
+        )
         return (*short, *self.causes)
 
 

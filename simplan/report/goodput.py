@@ -147,7 +147,7 @@ def _interruptions(result: GoodputResult) -> Iterator[str]:
 
 def _curve(result: GoodputResult, curve: IntervalCurve) -> str:
     best = curve.best
-    words = f"Checkpoint interval: best {format_span(best.interval_s)}"
+    words = f"Checkpoint interval: best {format_span(best.interval_s)} by a curve through these points"
     words += f" (Young {format_span(curve.young_s)}, Daly {format_span(curve.daly_s)})"
     every = result.setup.checkpoint_every
     if every != best.every_steps:

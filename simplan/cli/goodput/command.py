@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from simplan.base import MAX_DEVICES
 from simplan.cli.calibrations import is_needed
 from simplan.cli.predict import calibration_for, name_of
@@ -25,6 +23,7 @@ from simplan.report.run_trace import run_trace
 from simplan.scenario import CheckResult, Scenario, evaluate
 from simplan.scenario.whole_run.devices import compare_devices
 from simplan.scenario.whole_run.evaluate import goodput_of
+from simplan.scenario.whole_run.executed import with_measured_recovery
 
 _FAILED = 1
 _MAX_DIGITS = 12
@@ -41,7 +40,9 @@ class GoodputOptions:
         jobs: Worker processes; -1 for one per core.
         runs_file: Parquet or CSV file for the runs; None for none.
         trace: File for the trace of one run; None for none.
+        trial: Number of that run, from 0; None for the one with the median time.
         devices: Numbers of devices to compare; None for the scenario alone.
+        recovery: Measurement of an earlier run, with its times of restarts; None for those of the scenario.
     """
 
     num_runs: int
@@ -49,7 +50,9 @@ class GoodputOptions:
     jobs: int
     runs_file: Path | None
     trace: Path | None
+    trial: int | None = None
     devices: str | None = None
+    recovery: Path | None = None
 
 
 def goodput_command(
@@ -72,7 +75,7 @@ def goodput_command(
     if options.runs_file is not None:
         _write_runs(options.runs_file, results[0])
     if options.trace is not None:
-        _write_trace(options.trace, results[0])
+        _write_trace(options.trace, results[0], options.trial)
     documents = [result.to_json() for result in results]
     document = {"schema_version": 1, "kind": "goodputs", "goodputs": documents} if others else documents[0]
     document["expectations"] = [{"message": check.message, "passed": check.passed} for check in checks]
@@ -139,6 +142,8 @@ def _simulated(
     needs = not several or is_needed(scenario.job.cluster)
     calibration = calibration_for(scenario, calibration_file if needs else None)
     scenario = replace(scenario, name=name_of(request, scenario, several=several))
+    if options.recovery is not None:
+        scenario = with_measured_recovery(scenario, options.recovery)
     try:
         with ProgressLine("simulating runs", quarters=False):
             result = goodput_of(
@@ -163,18 +168,23 @@ def _check_files(options: GoodputOptions, *, has_others: bool) -> None:
     """Check the files of one run before anything is simulated.
 
     Raises:
-        SpecError: There are several scenarios or numbers of devices, or the suffix of a file is unknown.
+        SpecError: There are several scenarios or numbers of devices, no trace of the trial, or the suffix of a file is
+            unknown.
     """
     if options.devices is not None and has_others:
         rule, fix = "is for one scenario", "give it with each of the scenarios"
         raise SpecError(Problem(field="--devices", value=options.devices, rule=rule, fix=fix))
-    for option, file in (("--runs", options.runs_file), ("--trace", options.trace)):
+    files = {"--runs": options.runs_file, "--trace": options.trace, "--recovery": options.recovery}
+    for option, file in files.items():
         if file is not None and options.devices is not None:
             fix = "give it without --devices"
             raise SpecError(Problem(field=option, value=str(file), rule="is of one number of devices", fix=fix))
-        if file is not None and has_others:
+        if file is not None and has_others and option != "--recovery":
             rule, fix = "is of one scenario", "give it with each of the scenarios"
             raise SpecError(Problem(field=option, value=str(file), rule=rule, fix=fix))
+    if options.trial is not None and options.trace is None:
+        rule, fix = "is the run of --trace", "add --trace FILE"
+        raise SpecError(Problem(field="--trial", value=str(options.trial), rule=rule, fix=fix))
     file = options.runs_file
     if file is not None and file.suffix.lower() not in _SUFFIXES:
         rule, fix = "is a Parquet or CSV file", f"write {file.stem}.parquet or {file.stem}.csv"
@@ -197,9 +207,9 @@ def _write_runs(file: Path, result: GoodputResult) -> None:
     write_whole(file, content)
 
 
-def _write_trace(file: Path, result: GoodputResult) -> None:
-    """Writes the trace of the run with the median time; raises a SpecError if the file cannot be written."""
-    number = int(np.argsort(result.runs.time_s, kind="stable")[result.num_runs // 2])
+def _write_trace(file: Path, result: GoodputResult, trial: int | None) -> None:
+    """Writes the trace of a run; raises a SpecError if the file cannot be written."""
+    number = result.median_run if trial is None else trial
     write_json(file, run_trace(result, one_run(result.setup, seed=result.seed, number=number)))
 
 
@@ -213,4 +223,4 @@ def _next(request: ScenarioRequest, result: GoodputResult) -> list[str]:
     if any(change.name == "spare" and change.saved_s > 2 * change.saved_s_error for change in result.changes):
         spares = request.with_overrides({"recovery.spares": setup.spares + 1})
         steps.append(f"simplan goodput {spares.argument()}")
-    return [*steps, f"simplan goodput {request.argument()} --trace run.json"]
+    return [*steps, f"simplan draw {request.argument()} --run -o run.svg"]

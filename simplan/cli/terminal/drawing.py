@@ -27,12 +27,18 @@ _COLOURS = {
 
 def print_drawing(drawing: PipelineDrawing, width: int | None) -> None:
     """Prints the drawing at a width or at the terminal's; in color on a terminal unless NO_COLOR is set."""
-    terminal = sys.stdout is not None and sys.stdout.isatty()
-    if width is None:
-        columns = shutil.get_terminal_size((_WIDTH_OFF_TERMINAL, 24)).columns if terminal else _WIDTH_OFF_TERMINAL
-        width = max(MIN_WIDTH, columns)
-    paint = _coloured if terminal and not os.environ.get("NO_COLOR") else _plain
-    print_result(drawing_text(drawing, width, paint))
+    paint = _coloured if _on_terminal() and not os.environ.get("NO_COLOR") else _plain
+    print_result(drawing_text(drawing, width or terminal_width(), paint))
+
+
+def terminal_width() -> int:
+    """Columns of a drawing: those of the terminal, at least 60; 100 without one."""
+    columns = shutil.get_terminal_size().columns if _on_terminal() else _WIDTH_OFF_TERMINAL
+    return max(MIN_WIDTH, columns)
+
+
+def _on_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def refuse_other_suffix(file: Path, option: str = "--output") -> None:

@@ -80,6 +80,15 @@ PriceOption = Annotated[
         help="Price per device and hour in any currency (default: cluster.price_per_device_hour).",
     ),
 ]
+Trial = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=10**9,
+        metavar="N",
+        help="Number of the simulated run, from 0 (default: that with the median time).",
+    ),
+]
 Endpoint = Annotated[
     str | None,
     typer.Option(

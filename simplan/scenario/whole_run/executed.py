@@ -1,4 +1,4 @@
-"""``simplan run --fail``: the faults of a run, and what it is expected to lose by them."""
+"""Whole runs and executed ones: faults for ``simplan run --fail``, and measured restarts for ``simplan goodput``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.goodput.executed import (
@@ -17,6 +18,7 @@ from simplan.goodput.executed import (
     with_preemptions,
     with_recovery,
 )
+from simplan.goodput.rates import time_between_stops_s
 from simplan.goodput.sections import Recovery, RunSections
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.io import parse_model, read_model, read_yaml
@@ -30,8 +32,11 @@ from simplan.scenario.file import Scenario
 from simplan.scenario.whole_run.failures import HOUR_S
 from simplan.scenario.whole_run.setup import scenario_run
 from simplan.training import TrainingBudget
+from simplan.units import counted, format_span
 
 SCENARIO = "scenario"
+_MAX_EXPONENT = 7.0
+"""Mean times between stops from a stop to the next checkpoint; one of 1,100 attempts gets there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,7 @@ def read_faults(
         schedule = parse_model(FaultSchedule, document.data, document.lines, options.fail).faults
         if problems := list(_beyond_the_run(schedule, scenario, num_nodes)):
             raise SpecError(problems, file=options.fail)
-    recovery = None if options.recovery is None else _recovery_of(options.recovery)
+    recovery = None if options.recovery is None else _recovery_of(scenario, options.recovery)
     return FaultRequest(options, schedule, rate, recovery)
 
 
@@ -137,8 +142,11 @@ def _beyond_the_run(schedule: tuple[Fault, ...], scenario: Scenario, num_nodes: 
             yield Problem(field=f"{field}.node", value=str(fault.node), rule=rule, fix=fix)
 
 
-def _recovery_of(file: Path) -> RecoveryTimes:
+def _recovery_of(scenario: Scenario, file: Path) -> RecoveryTimes:
     measured = read_model(file, Measurement)
+    if measured.job.model != scenario.job.model:
+        rule, fix = "is the measurement of a run of another model", "name a run of this scenario"
+        raise SpecError(Problem(field="--recovery", value=str(file), rule=rule, fix=fix))
     if measured.times is None:
         rule = "is the measurement of a run whose time was not split"
         raise SpecError(Problem(field="--recovery", value=str(file), rule=rule, fix="name a run with --checkpoint-dir"))
@@ -146,11 +154,47 @@ def _recovery_of(file: Path) -> RecoveryTimes:
     return RecoveryTimes.of(measured.times, measured.job.timeout_s, returns_s[0] if returns_s else 0.0)
 
 
+def with_measured_recovery(scenario: Scenario, file: Path) -> Scenario:
+    """The scenario with the times of an earlier run of its job, of which the restarts include loading.
+
+    Steps are still predicted, and the time to diagnose a failure is still the scenario's.
+
+    Raises:
+        SpecError: The file is no measurement of a run that has restarted, or of one with another model or other ranks.
+    """
+    times, sections = _recovery_of(scenario, file), scenario.whole_run or RunSections()
+    ranks, num_devices = read_model(file, Measurement).job.plan.num_devices, scenario.job.plan.num_devices
+    if ranks != num_devices:
+        rule = f"is the measurement of {counted(ranks, 'rank')}, and the scenario has {counted(num_devices, 'device')}"
+        fix = "name a run of as many, or give recovery.restart_s"
+        raise SpecError(Problem(field="--recovery", value=str(file), rule=rule, fix=fix))
+    restart_s = times.waiting_s + times.restart_s
+    recovery = (sections.recovery or Recovery()).model_copy(
+        update={"restart_s": restart_s, "init_s_per_device": 0.0, "warmup_s": 0.0}
+    )
+    reliability, checkpoint = sections.reliability, sections.checkpoint
+    parts = [f"a restart takes {format_span(restart_s)}"]
+    if reliability is not None:
+        timeout_s = reliability.timeout_s + times.after_timeout_s
+        reliability = reliability.model_copy(update={"detection_s": times.detection_s, "timeout_s": timeout_s})
+        parts.append(f"detection {format_span(times.detection_s)}")
+    if checkpoint is not None:
+        checkpoint = checkpoint.model_copy(update={"load_s": 0.0})
+        if not checkpoint.async_save:  # the executor writes while training waits
+            checkpoint = checkpoint.model_copy(update={"blocking_s": times.checkpoint_s})
+            parts.append(f"a checkpoint {format_span(times.checkpoint_s)}")
+    changed = {"recovery": recovery, "reliability": reliability, "checkpoint": checkpoint}
+    sentence = f"{', '.join(parts)}, as measured in {file}"
+    run = sections.model_copy(update=changed)
+    return replace(scenario, whole_run=run, assumptions=(*scenario.assumptions, sentence))
+
+
 _NOT_RUN = {
     "reliability.silent_corruption": "wrong numbers are not made",
     "reliability.fail_slow": "slow devices are not drawn; a file for --fail has kind: slow",
     "reliability.maintenance": "windows without nodes are not made",
     "checkpoint.memory_tier": "checkpoints go to --checkpoint-dir alone",
+    "recovery.takeover_s": "a spare starts its ranks when it takes a place",
     "spot.trace": "only rates are drawn",
     "evaluation": "runs do not evaluate",
 }
@@ -172,6 +216,12 @@ def _check_scenario(scenario: Scenario) -> None:
     found = {f"{name}.{key}": value for name, section in given.items() for key, value in section.items()} | given
     reasons = [(field, why) for field, why in _NOT_RUN.items() if field in found]
     reasons += [(field, why) for (field, value), why in _NOT_RUN_AS.items() if found.get(field) == value]
+    causes = () if sections.reliability is None else sections.reliability.causes
+    reasons += [
+        (f"reliability.causes.{number}.scope", "one node is lost at a time")
+        for number, cause in enumerate(causes)
+        if cause.scope in ("rack", "pod")
+    ]
     if reasons:
         problems = [Problem(field=field, rule=f"is only simulated: {why}", fix="remove it") for field, why in reasons]
         raise NotModelledError(problems, file=scenario.file)
@@ -188,17 +238,47 @@ def with_faults(
 
     Args:
         predictions: By number of nodes, the whole job and those on which it may go on.
+
+    Raises:
+        SpecError: The run would never finish.
     """
     setup = _setup(job, scenario, request, predictions, nodes)
     faults, options, sections = request.schedule, request.options, scenario.whole_run
+    is_known = sections is not None and sections.recovery is not None and sections.checkpoint is not None
+    if request.recovery is not None:
+        setup, is_known = with_recovery(setup, request.recovery), True
     if not faults:
+        _check_finishes(setup, options.fail)
         per_node = job.plan.num_devices // setup.num_nodes
         faults = drawn_faults(setup, seed=options.seed, ranks_per_node=per_node)
-    if request.recovery is not None:
-        setup = with_recovery(setup, request.recovery)
-    elif sections is None or sections.recovery is None or sections.checkpoint is None:
-        return job.model_copy(update={"faults": faults})
-    return job.model_copy(update={"faults": faults, "expected": expected_run(setup, seed=options.seed)})
+    expected = expected_run(setup, seed=options.seed) if is_known and _finishes(setup) else None
+    return job.model_copy(update={"faults": faults, "expected": expected})
+
+
+def _finishes(setup: RunSetup) -> bool:
+    """True for a run that gets to its next checkpoint in one of 1,100 attempts or more often."""
+    return setup.restart_s + setup.load_s + _work_s(setup) <= _MAX_EXPONENT * time_between_stops_s(setup)
+
+
+def _work_s(setup: RunSetup) -> float:
+    """Seconds of steps to a checkpoint, and of the checkpoint."""
+    return min(setup.checkpoint_every, setup.num_steps) * setup.step_s + setup.blocking_s
+
+
+def _check_finishes(setup: RunSetup, fail: str) -> None:
+    """Check that a run gets on between two stops.
+
+    Raises:
+        SpecError: It hardly ever does.
+    """
+    if _finishes(setup):
+        return
+    rule = (
+        f"the run never finishes: it stops every {format_span(time_between_stops_s(setup))} in the mean, and a restart "
+        f"takes {format_span(setup.restart_s + setup.load_s)}, the steps to a checkpoint {format_span(_work_s(setup))}"
+    )
+    fix = "let failures be rarer, restarts shorter (--recovery, recovery.restart_s), or checkpoints more frequent"
+    raise SpecError(Problem(field="--fail", value=fail, rule=rule, fix=fix))
 
 
 def _setup(
@@ -211,7 +291,8 @@ def _setup(
     """Numbers of the run with the times of the scenario, those of steps excepted, over the time scale."""
     assert job.checkpointing is not None
     whole, elastic = predictions[max(predictions)], nodes is not None and nodes.min_nodes < nodes.max_nodes
-    setup = scaled(_of_scenario(job, scenario, whole), request.options.time_scale)
+    with_spot = request.options.fail == SCENARIO
+    setup = scaled(_of_scenario(job, scenario, whole, with_spot=with_spot), request.options.time_scale)
     sizes = [(number, each.mean_step_s(job.num_all_steps)) for number, each in predictions.items()]
     setup = replace(
         setup,
@@ -225,14 +306,28 @@ def _setup(
     if request.rate_per_h is not None:
         cause = CauseSetup(name="rank", units_per_node=0, mtbf_s=HOUR_S / request.rate_per_h, num_nodes=0)
         return replace(setup, causes=(cause,))
-    return with_preemptions(setup)
+    setup = with_preemptions(setup)
+    if setup.num_nodes == 1:  # which loses ranks alone: it has the store of the run
+        setup = replace(setup, causes=tuple(replace(cause, num_nodes=0) for cause in setup.causes))
+    return setup
 
 
-def _of_scenario(job: RunSpec, scenario: Scenario, prediction: Prediction) -> RunSetup:
-    """Numbers of the scenario as a run of this length on all nodes."""
+def _of_scenario(job: RunSpec, scenario: Scenario, prediction: Prediction, *, with_spot: bool) -> RunSetup:
+    """Numbers of the scenario as a run of this length on all nodes, without what only simulated runs have."""
     sections = scenario.whole_run or RunSections()
-    recovery = (sections.recovery or Recovery()).model_copy(update={"policy": "restart", "min_nodes": None})
+    recovery, reliability, checkpoint = sections.recovery or Recovery(), sections.reliability, sections.checkpoint
+    update: dict[str, Any] = {
+        "run": None,
+        "evaluation": None,
+        "recovery": recovery.model_copy(update={"policy": "restart", "min_nodes": None, "takeover_s": None}),
+    }
+    if reliability is not None:
+        without = dict.fromkeys(("silent_corruption", "fail_slow", "maintenance"))
+        update["reliability"] = reliability.model_copy(update=without)
+    if checkpoint is not None:
+        update["checkpoint"] = checkpoint.model_copy(update={"memory_tier": None, "async_save": False})
+    if not with_spot:
+        update["spot"] = None
     budget = TrainingBudget(num_steps=job.num_all_steps)
-    run = sections.model_copy(update={"run": None, "recovery": recovery})
-    whole = replace(scenario, whole_run=run, budget=budget)
+    whole = replace(scenario, whole_run=sections.model_copy(update=update), budget=budget)
     return scenario_run(whole, prediction, lambda smaller: prediction).setup

@@ -11,6 +11,7 @@ from app.components.run_form import started
 from app.fitting import document_text
 from app.state import decode
 from simplan.goodput.sections import SECTIONS
+from simplan.report.drawings.run_timeline import run_timeline, subheading
 from simplan.report.goodput import format_money, headline
 from simplan.scenario import parse_scenario
 from simplan.scenario.whole_run.evaluate import goodput_of
@@ -56,7 +57,7 @@ def test_it_says_what_the_command_says() -> None:
     assert_no_bug(page)
     result = goodput_of(parse_scenario(document_text(WHOLE)))
     document = result.to_json()
-    assert headline(document).capitalize() in text_of(page)
+    assert headline(document).removeprefix("d") in text_of(page)  # with its capitals
     metrics = {metric.label: metric for metric in page.metric}
     assert metrics["Done in"].value == format_span(result.mean_time_s)
     assert metrics["Device-hours"].value == format_number(document["device_hours"])
@@ -66,7 +67,11 @@ def test_it_says_what_the_command_says() -> None:
     assert list(changes["change"]) == [change["words"] for change in document["sensitivity"]]
     assert list(causes["cause"]) == [*document["interruptions_by_cause"]]
     assert "simplan goodput gpt2-124m-4-dgx-h100.yaml --trials 500 --seed 0" in [code.value for code in page.code]
-    again = opened("run", document=document_of(page))
+    assert subheading(run_timeline(result)) in text_of(page)
+    page.number_input(key="view:trial").set_value(7).run()
+    assert_no_bug(page)
+    assert subheading(run_timeline(result, 7)) in text_of(page)
+    again = opened("run", document=document_of(page), view={"trial": 7})
     assert document_of(again) == document_of(page) == WHOLE
     assert text_of(again) == text_of(page)
 
@@ -107,6 +112,28 @@ def test_a_section_ends_with_its_last_key_and_begins_whole() -> None:
     for key in ("form checkpoints", "form failures"):
         page.selectbox(key=key).set_value("none").run()
     assert not {*SECTIONS} & {*document_of(page)} - {"run"}
+    assert_no_bug(page)
+
+
+def test_spot_nodes_come_with_a_price_and_take_it_with_them() -> None:
+    page = opened("run", document={**SMALL, "run": {"num_steps": 100}})
+    assert page.selectbox(key="form spot").value == "none"
+    page.selectbox(key="form spot").set_value("own").run()
+    assert_no_bug(page)
+    assert document_of(page)["spot"] == {"preemptions_per_h": 0.01, "wait_h": 2.0}
+    assert page.number_input(key="document:price.spot_device_hour").disabled
+    page.number_input(key="document:cluster.price_per_device_hour").set_value(2.5).run()
+    page.number_input(key="document:price.spot_device_hour").set_value(1.0).run()
+    page.number_input(key="document:spot.notice_s").set_value(30.0).run()
+    page.selectbox(key="document:spot.fallback").set_value("on_demand").run()
+    assert_no_bug(page)
+    assert not page.error
+    spot = {"preemptions_per_h": 0.01, "wait_h": 2.0, "notice_s": 30.0, "fallback": "on_demand"}
+    assert document_of(page)["spot"] == spot
+    assert document_of(page)["price"] == {"device_hour": 2.5, "spot_device_hour": 1.0}
+    page.selectbox(key="form spot").set_value("none").run()
+    assert "spot" not in document_of(page)
+    assert document_of(page)["price"] == {"device_hour": 2.5}
     assert_no_bug(page)
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -55,6 +56,26 @@ def test_json_has_the_agreed_keys_and_files_have_the_same_runs(
     assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"]) for a, b in itertools.pairwise(slices))
     again = simplan("goodput", whole_run, "--json", "--seed", "3", *TRIALS)
     assert json.loads(again.stdout) == found, "a seed gives the same bytes"
+
+
+def test_a_run_is_drawn_and_traced_by_its_number(simplan: Simplan, whole_run: Path, tmp_path: Path) -> None:
+    often = (whole_run, "--mtbf-h", "0.5", "--seed", "3", "--trial", "2")
+    simplan("goodput", *often, *TRIALS, "--runs", "runs.csv", "--trace", "trace.json")
+    with (tmp_path / "runs.csv").open() as stream:
+        row = [*csv.DictReader(stream)][2]
+    time_s, num_stops = float(row["time_s"]), int(row["num_interruptions"])
+    assert row["trial"] == "2"
+    assert num_stops > 0
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["otherData"]["time_s"] == pytest.approx(time_s)
+    found = json.loads(simplan("draw", *often, "--json", "-o", "run.svg").stdout)
+    assert (found["kind"], found["trial"], found["seed"]) == ("run_timeline", 2, 3)
+    assert found["time_s"] == pytest.approx(time_s)
+    assert sum(stretch["cause"] is not None for stretch in found["stretches"]) == num_stops
+    svg = ElementTree.parse(tmp_path / "run.svg").getroot()
+    assert len(svg.findall("{*}path[@class='ink']")) == num_stops
+    refused(simplan("draw", *often, "--network"), "--run: is another drawing than --network")
+    refused(simplan("goodput", *often), "--trial = 2: is the run of --trace; add --trace FILE")
 
 
 def test_parquet_has_the_same_columns(simplan: Simplan, whole_run: Path, tmp_path: Path) -> None:
@@ -129,6 +150,7 @@ def test_run_that_never_finishes_names_the_option_and_the_change(simplan: Simpla
         (("--set", "checkpoint.storage_bytes=1e3"), "has no room for a checkpoint of "),
         (("--set", "checkpoint.storage_bytes=1e7"), "checkpoints of the run, each of "),
         (("--spares", "3"), "--spares = 3: is more than the 1 node of the job"),
+        (("--recovery", "missing.json"), "missing.json: does not exist"),
         (("--price", "-1"), "--price = -1: must be greater than 0"),
     ],
 )

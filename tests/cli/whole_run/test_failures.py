@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simplan.cli.execute import RunOptions, run_spec_of_scenario
+from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.faults import MeasuredStop, RunTimes
 from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
 from simplan.scenario import Scenario, load_scenario
-from simplan.scenario.whole_run.executed import FaultOptions, read_faults, with_faults
+from simplan.scenario.whole_run.executed import FaultOptions, read_faults, with_faults, with_measured_recovery
 from tests.cli.calls import Simplan, refused
 
 KEPT = ("--checkpoint-dir", "kept", "--max-restarts", "3")
@@ -54,6 +57,8 @@ def test_faults_without_a_meaning_are_refused(
         ("reliability: {maintenance: {every_h: 5, duration_h: 1}}", "reliability.maintenance"),
         ("spot: {preemptions_per_h: 1, fallback: on_demand}", "spot.fallback"),
         ("reliability: {node_mtbf_h: 5}\nevaluation: {every_steps: 5, time_s: 3}", "evaluation"),
+        ("reliability: {causes: [{name: fire, mtbf_h: 5, scope: rack}]}", "reliability.causes.0.scope"),
+        ("reliability: {node_mtbf_h: 5}\nrecovery: {spares: 1, takeover_s: 3}", "recovery.takeover_s"),
         (
             "reliability: {node_mtbf_h: 5}\ncheckpoint: {interval_s: 9, blocking_s: 1, async_save: true, write_s: 2}",
             "checkpoint.async_save",
@@ -62,7 +67,8 @@ def test_faults_without_a_meaning_are_refused(
 )
 def test_what_is_only_simulated_is_refused(simplan: Simplan, scenario: Path, section: str, field: str) -> None:
     scenario.write_text(f"{scenario.read_text()}{section}\n")
-    refused(simplan("run", scenario, "--fail", "scenario", *KEPT), f"{field}: is only simulated")
+    racks = ("--set", "cluster.topology={kind: leaf_spine, nodes_per_leaf: 4}")
+    refused(simplan("run", scenario, *racks, "--fail", "scenario", *KEPT), f"{field}: is only simulated")
 
 
 def job_with(scenario: Scenario, **asked: Any) -> Any:
@@ -86,11 +92,24 @@ def test_failures_of_the_scenario_pass_in_the_time_of_the_run(scenario: Path) ->
     assert 0.5 < gaps_s < 2.0
     assert found.expected is not None
     assert found.expected.waterfall_s["restart"] < 0.1, "20,000 s are a moment"
+    assert "waiting" not in found.expected.waterfall_s, "ranks need no repair"
 
 
-def test_goodput_is_predicted_from_an_earlier_run(scenario: Path, tmp_path: Path) -> None:
-    first = job_with(load_scenario(scenario), fail="3600")
-    assert first.expected is None, "nobody knows how long a restart takes"
+def test_a_rate_leaves_out_what_only_simulated_runs_have(scenario: Path) -> None:
+    """Evaluations, maintenance and preemptions of the scenario are no part of a run whose ranks are killed."""
+    plain = scenario.read_text() + FAILING
+    scenario.write_text(plain)
+    wanted = job_with(load_scenario(scenario), fail="0.01")
+    more = "maintenance: {every_h: 50, duration_h: 1}, silent_corruption: {device_mtbf_h: 9, found_h: 1}"
+    scenario.write_text(
+        plain.replace("node_mtbf_h: 1000", f"node_mtbf_h: 1000, {more}")
+        + "spot: {preemptions_per_h: 0.1, wait_h: 1}\nevaluation: {every_steps: 5, time_s: 3}\n"
+    )
+    assert job_with(load_scenario(scenario), fail="0.01") == wanted
+
+
+def measured(job: RunSpec, file: Path) -> Path:
+    """Measurement of a run of a job with a restart of 0.2 s and 2 s."""
     stop = MeasuredStop(kind="kill", at_s=3.0, detection_s=0.1, waiting_s=0.2, restart_s=2.0, num_nodes=1)
     times = RunTimes(
         initialization_s=1.0,
@@ -100,10 +119,49 @@ def test_goodput_is_predicted_from_an_earlier_run(scenario: Path, tmp_path: Path
         step_s={1: 0.01},
         checkpoint_s=0.05,
     )
-    file = tmp_path / "measurement.json"
-    file.write_text(Measurement(job=first, step_times_s=(0.01,), times=times).model_dump_json())
+    file.write_text(Measurement(job=job, step_times_s=(0.01,), times=times).model_dump_json())
+    return file
+
+
+def test_goodput_is_predicted_from_an_earlier_run(scenario: Path, tmp_path: Path) -> None:
+    first = job_with(load_scenario(scenario), fail="3600")
+    assert first.expected is None, "nobody knows how long a restart takes"
+    file = measured(first, tmp_path / "measurement.json")
     found = job_with(load_scenario(scenario), fail="3600", recovery=file)
-    assert found.faults == first.faults
+    times_s, same_s = ([fault.at_s for fault in job.faults[: len(first.faults)]] for job in (found, first))
+    assert times_s == pytest.approx(same_s), "the same failures, of which restarts that take longer meet more"
     assert found.expected is not None
     assert found.expected.waterfall_s["compute"] == pytest.approx(1000 * 0.01)
     assert found.expected.waterfall_s["checkpoint"] == pytest.approx(100 * 0.05)
+
+
+def test_a_whole_run_takes_measured_restarts(scenario: Path, tmp_path: Path) -> None:
+    scenario.write_text(scenario.read_text() + FAILING)
+    loaded = load_scenario(scenario)
+    one = tmp_path / "one.yaml"
+    one.write_text("faults: [{kind: kill, at_step: 5, rank: 1}]\n")
+    with pytest.raises(SpecError, match=r"--fail = 3600: the run never finishes: it stops every 1\.00 s in the mean"):
+        job_with(loaded, fail="3600")
+    file = measured(job_with(loaded, fail=str(one)), tmp_path / "measurement.json")
+    assert job_with(loaded, fail="3600", recovery=file).expected is not None
+    found = with_measured_recovery(loaded, file)
+    run, before = found.whole_run, loaded.whole_run
+    assert run is not None
+    assert before is not None
+    assert run.recovery is not None
+    assert before.recovery is not None
+    assert run.reliability is not None
+    assert before.reliability is not None
+    assert run.checkpoint is not None
+    assert run.recovery.restart_s == pytest.approx(0.2 + 2.0)
+    assert (run.reliability.detection_s, run.checkpoint.blocking_s, run.checkpoint.load_s) == (0.1, 0.05, 0.0)
+    assert run.recovery.repair_h == before.recovery.repair_h, "a run of minutes does not say that"
+    assert run.reliability.node_mtbf_h == before.reliability.node_mtbf_h
+    assert f"as measured in {file}" in found.assumptions[-1]
+    for changes, said in (
+        ({"model.num_hidden_layers": 2}, "is the measurement of a run of another model; name a run of this scenario"),
+        ({"num_devices": 4, "dp_replicate": 2}, "is the measurement of 2 ranks, and the scenario has 4 devices"),
+    ):
+        other = replace(loaded, job=loaded.job.with_changes(changes))
+        with pytest.raises(SpecError, match=rf"--recovery = \S+: {said}"):
+            with_measured_recovery(other, file)

@@ -32,9 +32,9 @@ def test_times_are_seconds_and_units_those_of_a_node() -> None:
     setup = run_of(scenario_of(reliability=reliability, recovery=recovery)).setup
     found = [(each.name, each.units_per_node, each.mtbf_s, each.num_nodes, each.repair_s) for each in setup.causes]
     assert found == [
-        ("device", 8, 1000 * 3600, 1, 3 * 3600),
-        ("node", 1, 2000 * 3600, 1, 3 * 3600),
-        ("link", 8, 3000 * 3600, 0, 3 * 3600),
+        ("device failure", 8, 1000 * 3600, 1, 3 * 3600),
+        ("node failure", 1, 2000 * 3600, 1, 3 * 3600),
+        ("link failure", 8, 3000 * 3600, 0, 3 * 3600),
         ("job", 0, 4000 * 3600, 0, 2 * 3600),
     ]
     assert {each.at_once for each in setup.causes} == {0.25}
