@@ -42,19 +42,21 @@ def batch(number):
 def loss(output):
     return output.square().mean()
 """
+REFUSED = {
+    ("--software", "megatron-core", "--dp-replicate", "2"): "megatron-core with modules of a user's own is not modeled",
+    ("--precision", "fp8"): "--precision = fp8: fp8 of captured modules is not modeled yet; use fp32",
+    ("--tp", "2"): "--tp = 2: tensor parallelism of captured modules is not modeled yet; use 1",
+    ("--set", "software.compiled=true"): "torch.compile of captured modules is not modeled yet",
+    ("--seq-len", "8"): "cannot go with file, whose sizes are those of its capture",
+}
 PLAN = ("--cluster", "dgx-h100", "--num-devices", "2", "--global-batch-size", "16", "--microbatch-size", "4")
 
 
-@pytest.fixture
-def captured(simplan: Simplan, tmp_path: Path) -> Path:
+def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
     done = simplan("capture", "own:Model", "--inputs", "own:batch", "--loss", "own:loss", "-o", "own.json")
     assert done.returncode == 0, done.stderr
     assert "1-2    blocks.0" in done.stdout
-    return tmp_path / "own.json"
-
-
-def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, captured: Path, tmp_path: Path) -> None:
     shown = json.loads(simplan("show", "own.json", "--json").stdout)
     matrices = 4 * 16 + 2 * (2 * 16 * 64) + 16 * 2
     assert shown["num_parameters"] == matrices + 16 + 2 * (64 + 16) + 2
@@ -68,24 +70,10 @@ def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, captured
     again = json.loads(simplan("predict", "own.yaml", "--json").stdout)
     assert again["step_time_s"] == answer["step_time_s"] > 0
     assert answer["inputs"]["model"]["captured"]["factory"] == "own:Model"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--software", "megatron-core", "--dp-replicate", "2"), "--software = megatron-core: "),
-        (("--precision", "fp8"), "--precision = fp8: fp8 of captured modules is not modeled yet; use fp32"),
-        (("--tp", "2"), "--tp = 2: tensor parallelism of captured modules is not modeled yet; use 1"),
-        (("--set", "software.compiled=true"), "torch.compile of captured modules is not modeled yet"),
-        (("--seq-len", "8"), "model.seq_len = 8: cannot go with file, whose sizes are those of its capture"),
-    ],
-)
-def test_what_a_capture_does_not_say_is_refused(
-    options: tuple[str, ...], said: str, simplan: Simplan, captured: Path
-) -> None:
-    done = simplan("predict", "own.json", *PLAN, *options)
-    assert done.returncode == 2
-    assert said in done.stderr.replace("--seq-len = 8", "model.seq_len = 8")
+    for options, said in REFUSED.items():
+        refused = simplan("predict", "own.json", *PLAN, *options)
+        assert refused.returncode == 2
+        assert said in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -93,13 +81,6 @@ def test_what_a_capture_does_not_say_is_refused(
     [
         (("own", "--inputs", "own:batch"), "SOURCE = own: must be the name of a module and of a function in it"),
         (("own:Model",), "--inputs: is missing: forward needs arguments"),
-        (("own:Nothing", "--inputs", "own:batch"), "SOURCE = own:Nothing: is no function of own; check its name"),
-        (("own:batch", "--inputs", "own:batch"), "SOURCE = own:batch: fails in "),
-        (
-            ("nowhere:Model", "--inputs", "own:batch"),
-            "cannot be imported (ModuleNotFoundError: No module named 'nowhere')",
-        ),
-        (("own:Model", "--inputs", "own:loss"), "--inputs = own:loss with 2: fails in "),
         (("no.json",), "SOURCE = no.json: is no file"),
     ],
 )
