@@ -102,7 +102,8 @@ def model_fields_from_config(
         value = render_value(word) if word is not None else None
         rule = "is missing" if word is None else "is a family that is not modeled yet"
         error = SpecError if word is None else NotModelledError
-        raise error(Problem(field="model_type", value=value, rule=rule, fix=_instead(str(word), config)))
+        fix = "; or ".join(filter(None, (_instead(str(word), config), _CAPTURE if isinstance(word, str) else "")))
+        raise error(Problem(field="model_type", value=value, rule=rule, fix=fix))
     kind = known[word]
     given = {field: _look_up(config, key) for field, key in kind.keys.items()}
     if isinstance(labels := given.get("num_classes"), Mapping):
@@ -125,6 +126,9 @@ def model_fields_from_config(
     if kind.alternates:
         fields |= _windows(config, fields.pop("sliding_window", None), fields.get("num_hidden_layers"))
     return {"name": name, "family": kind.family, **fields}
+
+
+_CAPTURE = "capture it with transformers: simplan capture config.json -o model.json"
 
 
 def _instead(word: str, config: Mapping[str, Any]) -> str:
