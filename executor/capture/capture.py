@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointError
 
 from executor.capture.cutting import Cut, cut
 from executor.capture.graph import graph_of, shape_of_sample
@@ -136,7 +137,9 @@ def _problem(error: Exception) -> Problem:
     place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "forward"
     said = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
     line = f": {frames[-1].line}" if frames and frames[-1].line else ""
-    if isinstance(error, _NEEDS_VALUES):
+    if isinstance(error, CheckpointError):
+        rule, fix = "recomputes on its own with torch.utils.checkpoint", "turn it off: plan.recompute says what to do"
+    elif isinstance(error, _NEEDS_VALUES):
         rule, fix = f"needs values of tensors, which a capture has not{line}", "use shapes in place of values"
     else:
         rule, fix = f"failed with {type(error).__name__}{f' ({said})' if said else ''}{line}", "run it once with data"

@@ -12,7 +12,7 @@ import torch
 
 from executor.capture.cutting import Cut
 from executor.capture.trace import Seen, Trace
-from simplan.errors import Problem, SpecError
+from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.model.captured.facts import (
     CapturedGraph,
     CapturedLayer,
@@ -45,6 +45,7 @@ def graph_of(
         SpecError: Both traces have different operators.
     """
     _check_alike(two, three)
+    _check_functions(two)
     return _Graph(two, three, cuts, computed_in, shapes).graph()
 
 
@@ -62,6 +63,15 @@ def _check_alike(two: Trace, three: Trace) -> None:
                 fix="make its operators independent of the number of samples",
             )
         )
+
+
+def _check_functions(trace: Trace) -> None:
+    """The backward of a function written in Python is code that no forward pass shows."""
+    found = next((seen for seen in trace.operators if seen.function), None)
+    if found is not None:
+        rule = f"runs {found.function}, an autograd function written in Python, which is not modeled yet"
+        fix = "capture the module with its plain form of torch operators"
+        raise NotModelledError(Problem(field="module", value=found.module or "the model", rule=rule, fix=fix))
 
 
 class _Graph:
@@ -87,12 +97,13 @@ class _Graph:
                 self._layer_of.update(dict.fromkeys(seen.makes, number))
                 for storage in (*(operand.storage for operand in seen.reads), *seen.saves, *seen.writes):
                     self._readers.setdefault(storage, set()).add(number)
-        self._owner: dict[str, int] = {}  # layer that uses a parameter first
+        self._users: dict[str, set[int]] = {}  # layers that use a parameter
         for number, layer in enumerate(cuts):
             for seen in two.operators[layer.begin : layer.end]:
                 for operand in seen.reads:
                     if operand.storage in self._weights:
-                        self._owner.setdefault(self._weights[operand.storage], number)
+                        self._users.setdefault(self._weights[operand.storage], set()).add(number)
+        self._trained = {two.parameters[storage] for storage in two.needs_gradient if storage in two.parameters}
 
     def graph(self) -> CapturedGraph:
         """All layers; equal ones once."""
@@ -103,7 +114,9 @@ class _Graph:
             if layer not in layers:
                 layers.append(layer)
             order.append(layers.index(layer))
-        return CapturedGraph(layers=tuple(layers), order=tuple(order))
+        ends = {0, len(self._cuts) - 1}
+        shared = tuple(name for name, users in self._users.items() if len(users) > 1 and users != ends)
+        return CapturedGraph(layers=tuple(layers), order=tuple(order), shared=shared)
 
     def _layer(self, number: int) -> CapturedLayer:
         layer = self._cuts[number]
@@ -121,8 +134,8 @@ class _Graph:
             self._local(self._weights[storage], layer.module)
             for storage in dict.fromkeys(o.storage for seen in own for o in seen.reads)
             if storage in self._two.parameters
-            and (self._owner[self._weights[storage]], number) == (0, len(self._cuts) - 1)
             and number
+            and self._users[self._weights[storage]] == {0, len(self._cuts) - 1}
         )
         buffers = [self._tensor(s, name) for s, name in self._two.buffers.items() if s in read]
         made = [s for s in handed if self._layer_of[s] == number]
@@ -177,13 +190,13 @@ class _Graph:
         ]
         for name in first:
             local = self._local(name, layer.module)
-            frozen = self._storage_of(name) not in self._two.needs_gradient
+            frozen = name not in self._trained
             parameters[local] = CapturedParameter(name=local, shape=self._shapes[name], frozen=frozen)
         makes = []
         for index, storage in enumerate(written[:1] or seen.makes):
             names[storage] = f"{seen.name.rpartition('.')[2]} {place - layer.begin}" + (f".{index}" if index else "")
             makes.append(self._tensor(storage, names[storage]))
-        trained = [name for name in used if self._storage_of(name) in self._two.needs_gradient]
+        trained = self._trained.intersection(used)
         flows = [s for s in storages if s in self._two.needs_gradient and s not in self._weights]
         return CapturedOperator(
             op=seen.name,
@@ -204,11 +217,8 @@ class _Graph:
 
     def _owns(self, name: str, number: int) -> bool:
         """True for a layer that lists a parameter: the first one that uses it, and a head that shares it with that."""
-        owner = self._owner[name]
-        return owner == number or (owner, number) == (0, len(self._cuts) - 1)
-
-    def _storage_of(self, name: str) -> int:
-        return next(storage for storage, other in self._two.parameters.items() if other == name)
+        users = self._users[name]
+        return number == min(users) or users == {0, number} == {0, len(self._cuts) - 1}
 
     def _local(self, name: str, module: str) -> str:
         """Name inside of a layer's module; names of other modules stay as they are."""

@@ -13,7 +13,11 @@ from simplan.errors import Problem, SpecError
 
 _PIXELS, _FEATURES, _WAVE, _TOKENS = "pixel_values", "input_features", "input_values", "input_ids"
 _WAVE_SAMPLES = 16_000  # of sound: one second
-_USED_BY = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+_USED_BY = (
+    "AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+)  # fmt: skip
+"""Purposes of an architecture without ``architectures`` in its configuration, the first that it has."""
 
 
 def module_of_config(data: dict[str, Any]) -> tuple[nn.Module, Any]:

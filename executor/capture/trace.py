@@ -53,6 +53,7 @@ class Seen:
         writes: Storages of arguments that the operator writes to.
         saves: Storages that backward reads.
         has_gradient: Autograd records the operator.
+        function: Name of the autograd function written in Python that ends with the operator; empty for none.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Seen:
     writes: tuple[int, ...]
     saves: tuple[int, ...] = ()
     has_gradient: bool = False
+    function: str = ""
 
 
 @dataclass(slots=True)
@@ -192,6 +194,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             self._nodes.add(id(node))
             self._kept.append(node)
+            if _is_python(node):
+                seen.function = type(node).__name__.removesuffix("Backward")
             saved = (self._number(kept) for kept in _saved_tensors(node))
             seen.saves = tuple(dict.fromkeys((*seen.saves, *saved)))
         return found
@@ -278,11 +282,15 @@ def _modules_named(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
 
 def _saved_tensors(node: Any) -> Iterator[Tensor]:
     """Tensors that a node of the autograd graph keeps."""
-    if hasattr(node, "saved_tensors"):  # of a function written in Python
+    if _is_python(node):
         yield from (tensor for tensor in node.saved_tensors if isinstance(tensor, Tensor))
         return
     for name in _saved_names(type(node)):
         yield from (leaf for leaf in tree_leaves(getattr(node, name)) if isinstance(leaf, Tensor))
+
+
+def _is_python(node: Any) -> bool:
+    return hasattr(node, "saved_tensors")
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from simplan import catalog
@@ -396,3 +396,24 @@ def calibration_of_captures(job: Job) -> Iterator[Problem]:
     if job.model.captured is not None and job.cluster.cores_per_node is not None:
         sentence = "the time of captured modules on a machine that simplan calibrates is not modeled yet"
         yield Problem(field="cluster", value=job.cluster.id, rule=sentence, fix="use a cluster of the catalog")
+
+
+@unmodelled("weights that several captured layers share are in one pipeline stage", reads="pp")
+def shared_weights_in_pipelines(job: Job) -> Iterator[Problem]:
+    captured = job.model.captured
+    if captured is not None and captured.graph.shared and job.plan.pp > 1:
+        what = f"a pipeline of layers that share weights ({_some(captured.graph.shared)})"
+        yield not_modelled(job, "plan.pp", what, "use 1")
+
+
+@rule("DistributedDataParallel needs a gradient of every weight", reads="dp_replicate dp_shard zero_stage")
+def unused_weights_in_ddp(job: Job) -> Iterator[Problem]:
+    captured, plan = job.model.captured, job.plan
+    if captured is not None and captured.unused and plan.dp > 1 and not plan.shards_parameters:
+        names = _some([parameter.name for parameter in captured.unused])
+        sentence = f"fails with weights that have no part in the loss ({names})"
+        yield problem_of(job, "plan.zero_stage", sentence, "freeze or remove them, or use FSDP (zero_stage = 3)")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

@@ -125,10 +125,13 @@ class CapturedGraph(Spec):
     Attributes:
         layers: The layers that differ.
         order: By layer of the model, its place among ``layers``.
+        shared: Names of parameters that several layers use, those of a first and a last layer excepted; the first of
+            these layers has them.
     """
 
     layers: Annotated[tuple[CapturedLayer, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
     order: Annotated[Shape, Field(min_length=1, max_length=2_002)]
+    shared: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
 
 
 class CapturedInput(Spec):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from executor.capture.capture import model_from_module
@@ -213,6 +214,17 @@ def test_dropout_saves_the_mask_of_a_gpu() -> None:
     assert all(operator.makes[1].width == 1 for operator in dropped)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
 class Branching(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -226,6 +238,10 @@ class Branching(nn.Module):
             return x[x > 0]
         if self.how == "samples":
             return torch.cat([row.relu() for row in x])
+        if self.how == "function":
+            return Doubled.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+        if self.how == "checkpoint":
+            return checkpoint(torch.sin, x, use_reentrant=False)  # type: ignore[no-any-return]
         if self.how == "fails":
             return x @ x.new_ones(3, 3)
         return x.detach()
@@ -238,6 +254,8 @@ class Branching(nn.Module):
         ("nonzero", r"test_capture\.py, line \d+: needs values of tensors"),
         ("samples", r"module = the model: runs other operators for three samples than for two, from aten\.\w+ on"),
         ("fails", r"test_capture\.py, line \d+: failed with RuntimeError \("),
+        ("function", r"module = the model: runs Doubled, an autograd function written in Python, which is not modeled"),
+        ("checkpoint", r"recomputes on its own"),
         ("detached", r"no gradient flows from the loss to a parameter"),
     ],
 )
