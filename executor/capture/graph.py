@@ -45,7 +45,6 @@ def graph_of(
         SpecError: Both traces have different operators.
     """
     _check_alike(two, three)
-    _check_functions(two)
     return _Graph(two, three, cuts, computed_in, shapes).graph()
 
 
@@ -63,15 +62,6 @@ def _check_alike(two: Trace, three: Trace) -> None:
                 fix="make its operators independent of the number of samples",
             )
         )
-
-
-def _check_functions(trace: Trace) -> None:
-    """The backward of a function written in Python is code that no forward pass shows."""
-    found = next((seen for seen in trace.operators if seen.function), None)
-    if found is not None:
-        rule = f"runs {found.function}, an autograd function written in Python, which is not modeled yet"
-        fix = "capture the module with its plain form of torch operators"
-        raise NotModelledError(Problem(field="module", value=found.module or "the model", rule=rule, fix=fix))
 
 
 class _Graph:
@@ -180,7 +170,8 @@ class _Graph:
     ) -> CapturedOperator:
         seen, other, layer = self._two.operators[place], self._three.operators[place], self._cuts[number]
         written = [storage for storage in seen.writes if storage in names]
-        storages = dict.fromkeys((*written, *(operand.storage for operand in seen.reads)))
+        others = seen.saves if seen.function else ()  # a function in Python saves its inputs, which others read for it
+        storages = dict.fromkeys((*written, *(operand.storage for operand in seen.reads), *others))
         reads = tuple(names[storage] for storage in storages if storage in names)
         used = [self._weights[o.storage] for o in seen.reads if o.storage in self._weights]
         first = [
@@ -198,6 +189,10 @@ class _Graph:
             makes.append(self._tensor(storage, names[storage]))
         trained = self._trained.intersection(used)
         flows = [s for s in storages if s in self._two.needs_gradient and s not in self._weights]
+        if seen.function and not flows:
+            rule = f"runs {seen.function}, an autograd function that saves none of its inputs: not modeled yet"
+            fix = "capture the module with the plain form of the function"
+            raise NotModelledError(Problem(field="module", value=seen.module or "the model", rule=rule, fix=fix))
         return CapturedOperator(
             op=seen.name,
             module=self._local(seen.module, layer.module),
@@ -254,8 +249,7 @@ def _settings(seen: Seen) -> Iterator[tuple[str, Setting]]:
     wanted = _ATTENTION_SETTINGS if "scaled_dot_product" in seen.name else _SETTINGS.get(seen.name, ())
     for key in wanted:
         if key in seen.settings:
-            value = seen.settings[key]
-            yield key, tuple(value) if isinstance(value, list) else value
+            yield key, seen.settings[key]
 
 
 def shape_of_sample(two: Sequence[int], three: Sequence[int]) -> Shape:

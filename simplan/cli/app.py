@@ -423,7 +423,7 @@ def capture(
         str | None,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="Function of what forward returns (default: its own loss, or the sum of its tensors).",
+            help="Function of the outputs of forward (default: their own loss, or their sum).",
         ),
     ] = None,
     seq_len: Annotated[

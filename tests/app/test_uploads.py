@@ -391,7 +391,7 @@ def test_pasted_script_is_answered_on_the_page() -> None:
     assert shorter < longer
 
 
-@pytest.mark.parametrize("key", ["paste devices", "document:cluster.num_devices"])
+@pytest.mark.parametrize("key", ["paste devices", pytest.param("document:cluster.num_devices", marks=pytest.mark.slow)])
 def test_batch_of_a_file_follows_the_devices_that_it_does_not_say(key: str) -> None:
     """Asked above the verdict, and answered there or in the sidebar, the job is the one of torchtitan on 8 devices."""
     page = opened("plan", USUAL)

@@ -151,6 +151,7 @@ SMALL_SPACE = {"search": ("--tp", "1", "--cp", "1", "--pp", "1")}
 """Options after a pasted command, without which it takes long."""
 
 
+@pytest.mark.slow
 def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
     simplan: Simplan, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +228,8 @@ REPLACED = re.compile(
 )
 """Words of the glossary's list of words to replace."""
 VERBS = {
-    "Check", "Draw", "Find", "List", "Measure", "Predict", "Print", "Run", "Serve", "Show", "Simulate", "Write",
+    "Capture", "Check", "Draw", "Find", "List", "Measure", "Predict", "Print", "Run", "Serve", "Show", "Simulate",
+    "Write",
 }  # fmt: skip
 
 

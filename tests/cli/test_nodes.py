@@ -77,6 +77,7 @@ def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
     assert f"error: no job was found at {endpoint} within 1 s; run the same command on 127.0.0.1 too" in result.stderr
 
 
+@pytest.mark.slow
 def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:
     """What a node keeps and goes on from is part of what all must agree on."""
     scenario, meeting = load_scenario(two), NodeRendezvous((2, 2), "a:1")

@@ -436,6 +436,7 @@ def test_a_search_from_the_plan_of_today_says_what_to_change(simplan: Simplan, t
     assert "The current plan is the best one" in simplan(*arguments).stdout
 
 
+@pytest.mark.slow
 def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simplan, tmp_path: Path) -> None:
     """The command is the last one of the report without a plan; the reason is that of ``explain``."""
     job = ["llama3.2-1b", "--gpus", "2", "--seq-len", "1024", "--global-batch-size", "4"]

@@ -14,7 +14,7 @@ from tests.fuzz.framework_kinds import FRAMEWORK_KINDS
 from tests.fuzz.mutation import Mutator
 
 ALL_KINDS = KINDS + FRAMEWORK_KINDS + EXECUTOR_KINDS
-NUMBERS = {"scenario": 40, "search": 25, "log": 25, "framework-log": 25, "job": 25}
+NUMBERS = {"scenario": 20, "search": 25, "log": 25, "framework-log": 25, "job": 25}
 """Inputs of the quick suite by kind, 40 of others, fewer of those that take longest."""
 
 

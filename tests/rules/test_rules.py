@@ -33,7 +33,7 @@ def of_one_field(fields: dict[str, Any], place: int) -> tuple[str, Any]:
 
 
 @given(jobs(), plans(), st.lists(st.builds(of_one_field, plans(), st.integers(0)), min_size=8, max_size=24))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_filter_names_the_first_rule_that_a_plan_violates(
     asked: Job, first: dict[str, Any], changes: list[tuple[str, Any]]
 ) -> None:

@@ -144,6 +144,7 @@ def mixed_jobs(draw: st.DrawFn) -> Job:
     return job.with_plan(draw(plans(job, space)))
 
 
+@pytest.mark.slow
 @given(mixed_jobs())
 @settings(max_examples=30, deadline=None)
 def test_no_prediction_on_unequal_devices_is_below_its_bounds(job: Job) -> None:

@@ -65,7 +65,8 @@ def test_committed_page_and_figure_are_those_of_the_data() -> None:
     assert PAGE.read_text() == page(data)
     assert PAGE.with_suffix(".svg").read_text() == figure(data)
     curves = curves_of(data)
-    first_losses = zip(*[[curve.losses[0] for curve in of_seeds] for of_seeds in curves.values()], strict=True)
+    together = [way for way in curves if not any(word in way for word in ("staleness", "unbounded", "hogwild"))]
+    first_losses = zip(*[[curve.losses[0] for curve in curves[way]] for way in together], strict=True)
     assert all(len(set(losses)) == 1 for losses in first_losses), "weights and samples are those of the seed"
     for way, baseline in zip(curves["fp16"], curves[SYNCHRONOUS], strict=True):
         assert compare_losses(way, baseline).samples_factor == pytest.approx(1.0, abs=0.05)

@@ -25,7 +25,7 @@ def _to_tuple(value: object) -> object:
 
 
 Shape = Annotated[tuple[Natural, ...], BeforeValidator(_to_tuple)]
-Setting = Annotated[bool | int | float | str | tuple[bool | int | float, ...], BeforeValidator(_to_tuple)]
+Setting = Annotated[bool | Natural | Line, BeforeValidator(_to_tuple)]
 
 
 class CapturedTensor(Spec):

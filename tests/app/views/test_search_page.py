@@ -113,6 +113,7 @@ def test_current_plan_is_shown_beside_the_best() -> None:
     assert f"mainly {more}" in words
 
 
+@pytest.mark.slow
 def test_current_plan_that_is_ranked_is_one_row() -> None:
     page = button(opened(), "Search").click().run(timeout=600)
     ranks = list(page.dataframe[0].value["rank"])
@@ -122,6 +123,7 @@ def test_current_plan_that_is_ranked_is_one_row() -> None:
     assert [*again.dataframe[0].value["rank"]] == ["1, current", *(rank for rank in ranks[1:] if rank != "current")]
 
 
+@pytest.mark.slow
 def test_compiled_plans_are_searched_pinned_and_opened() -> None:
     page = button(opened({"compiled": True}), "Search").click().run(timeout=600)
     assert complaints(page) == []

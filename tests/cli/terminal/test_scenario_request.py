@@ -37,6 +37,7 @@ def test_one_line_predicts_and_writes_its_scenario(simplan: Simplan, tmp_path: P
     refused(itself, "--write-scenario = one.yaml: is SCENARIO itself")
 
 
+@pytest.mark.slow
 def test_an_assumed_plan_that_waits_for_the_network_names_the_search(simplan: Simplan) -> None:
     cluster = ["--device", "rtx-4090", "--gpus-per-node", "2", "--num-nodes", "2", "--gbit-per-node", "5"]
     job = ["llama3.2-1b", *cluster, "--seq-len", "512"]

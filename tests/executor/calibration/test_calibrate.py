@@ -98,6 +98,7 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
     assert layers_told == sorted(set(layers_told))
 
 
+@pytest.mark.slow
 def test_a_grid_prices_a_model_that_was_never_timed_and_an_interrupted_one_goes_on(tmp_path: Path) -> None:
     request = CalibrationRequest(
         shapes=(),

@@ -190,7 +190,12 @@ def test_casts_are_priced_as_torchaos_operations(recipe: Fp8Recipe, weights: tor
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("m", "n", "k", "bias"),
-    [(256, 512, 128, False), (256, 256, 256, False), (128, 256, 256, False), (2048, 512, 32, True)],
+    [
+        (256, 512, 128, False),
+        (256, 256, 256, False),
+        (128, 256, 256, False),
+        pytest.param(2048, 512, 32, True, marks=pytest.mark.slow),
+    ],
 )
 def test_peak_of_one_linear_layer_is_torchs(
     recipe: Fp8Recipe, weights: torch.dtype, m: int, n: int, k: int, bias: bool

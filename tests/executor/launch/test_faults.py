@@ -64,7 +64,7 @@ HUNG = "rank 1 made no progress for 20 s (last action 1F1 of step 3); rank 0 was
 @pytest.mark.parametrize(
     ("run", "fault", "said"),
     [
-        (run_apart, "raise", RAISED),
+        pytest.param(run_apart, "raise", RAISED, marks=pytest.mark.slow),
         pytest.param(run_apart, "kill", KILLED, marks=pytest.mark.slow),
         pytest.param(run_apart, "exit", LEFT, marks=pytest.mark.slow),
         (run_job, "raise", RAISED),
@@ -132,9 +132,8 @@ def wait_for_a_step(run: subprocess.Popen[str]) -> None:
     assert json.loads(run.stdout.readline()) == {"event": "step", "step": 1, "of": 10**6 + 1}
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupting_the_launcher_ends_all(
     endless_run: subprocess.Popen[str], number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

@@ -252,7 +252,7 @@ def predicted(name: str, plan: dict[str, Any], **training: Any) -> Any:
         pytest.param("qwen3", "ddp", marks=pytest.mark.slow),
         ("mixtral", "fsdp"),
         pytest.param("qwen2", "tp", marks=pytest.mark.slow),
-        ("qwen3", "tp-whole-tokens"),
+        pytest.param("qwen3", "tp-whole-tokens", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_do_what_is_predicted(name: str, plan: str, tmp_path: Any) -> None:

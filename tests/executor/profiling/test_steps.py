@@ -38,9 +38,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(fields, marks=[] if name == "ddp" else pytest.mark.slow) for name, fields in STRATEGIES.items()],
+    STRATEGIES.values(),
     ids=STRATEGIES,
 )
 def test_a_slow_rank_is_told(strategy: dict[str, Any], tmp_path: Path, with_fault: Any) -> None:
