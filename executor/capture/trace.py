@@ -285,7 +285,7 @@ def _saved_tensors(node: Any) -> Iterator[Tensor]:
     if _is_python(node):
         yield from (tensor for tensor in node.saved_tensors if isinstance(tensor, Tensor))
         return
-    for name in _saved_names(type(node)):
+    for name in _saved_names(type(node)):  # type: ignore[arg-type]  # types are hashable
         yield from (leaf for leaf in tree_leaves(getattr(node, name)) if isinstance(leaf, Tensor))
 
 
