@@ -63,7 +63,7 @@ def compression_of_software(job: Job) -> Iterator[Problem]:
         yield _refused(job, sentence, "use software torch, or remove it")
 
 
-@rule("PowerSGD needs a matrix with more elements than its factors", reads="compression")
+@rule("PowerSGD needs a matrix with more elements than its factors", reads="compression", after_others=True)
 def powersgd_of_matrices(job: Job) -> Iterator[Problem]:
     compression = job.plan.compression
     if compression is None or compression.kind != "powersgd" or compression.batched:

@@ -406,7 +406,7 @@ def shared_weights_in_pipelines(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.pp", what, "use 1")
 
 
-@rule("DistributedDataParallel needs a gradient of every weight", reads="dp_replicate dp_shard zero_stage")
+@rule("unsharded replicas need a gradient of every weight", reads="dp_replicate dp_shard zero_stage")
 def unused_weights_in_ddp(job: Job) -> Iterator[Problem]:
     captured, plan = job.model.captured, job.plan
     if captured is not None and captured.unused and plan.dp > 1 and not plan.shards_parameters:
