@@ -36,6 +36,7 @@ def module_of_config(data: dict[str, Any]) -> tuple[nn.Module, Any]:
         raise SpecError(Problem(field="model_type", value=str(word), rule=rule, fix=fix))
     try:
         config = known[word].from_dict(data)
+        config.use_cache = False  # of keys and values, which training has no use for
         with torch.device("meta"):
             return _class_of(transformers, config)(config), config
     except Exception as error:
@@ -68,13 +69,20 @@ def batch_of(module: nn.Module, config: Any, seq_len: int) -> Callable[[int], di
     return batch
 
 
+def _compares_images_with_texts(config: Any) -> bool:
+    """True for CLIP and its kind, which take both."""
+    import transformers
+
+    return type(config) in transformers.AutoModelForZeroShotImageClassification._model_mapping
+
+
 def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Iterator[tuple[str, Tensor]]:
     accepted = inspect.signature(module.forward).parameters
     main = getattr(module, "main_input_name", _TOKENS)
     text = getattr(config, "get_text_config", lambda: config)()
     vocabulary = getattr(text, "vocab_size", None) or 2
     vision = getattr(config, "vision_config", None) or config
-    if main == _PIXELS or (_PIXELS in accepted and _TOKENS in accepted and hasattr(config, "projection_dim")):
+    if main == _PIXELS or (_PIXELS in accepted and _compares_images_with_texts(config)):
         size = getattr(vision, "image_size", None) or 224
         height, width = size if isinstance(size, list | tuple) else (size, size)
         yield _PIXELS, torch.zeros(number, getattr(vision, "num_channels", 3), height, width)
