@@ -25,6 +25,8 @@ def _to_tuple(value: object) -> object:
 
 
 Shape = Annotated[tuple[Natural, ...], BeforeValidator(_to_tuple)]
+Shapes = Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)]
+Names = Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)]
 Setting = Annotated[bool | Natural | Line, BeforeValidator(_to_tuple)]
 
 
@@ -78,14 +80,14 @@ class CapturedOperator(Spec):
 
     op: Line
     module: Line = ""
-    operands: Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)] = ()
-    results: Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)] = ()
+    operands: Shapes = ()
+    results: Shapes = ()
     weights: Shape = ()
     settings: dict[str, Setting] = Field(default_factory=dict)
-    reads: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    reads: Names = ()
     makes: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
-    saves: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
-    parameters: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    saves: Names = ()
+    parameters: Names = ()
     trains: bool = False
     propagates: bool = False
     is_cast: bool = False
@@ -109,13 +111,13 @@ class CapturedLayer(Spec):
 
     parameters: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
     inputs: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
-    elsewhere: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    elsewhere: Names = ()
     operators: Annotated[tuple[CapturedOperator, ...], BeforeValidator(_to_tuple)]
-    outputs: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
-    output_shapes: Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)] = ()
+    outputs: Names = ()
+    output_shapes: Shapes = ()
     passed: Shape = ()
-    forwarded: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
-    tied: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    forwarded: Names = ()
+    tied: Names = ()
     buffers: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
 
 
@@ -131,7 +133,7 @@ class CapturedGraph(Spec):
 
     layers: Annotated[tuple[CapturedLayer, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
     order: Annotated[Shape, Field(min_length=1, max_length=2_002)]
-    shared: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    shared: Names = ()
 
 
 class CapturedInput(Spec):
@@ -168,7 +170,7 @@ class CapturedModel(Spec):
     source_sha256: Line = ""
     software: dict[str, Line] = Field(default_factory=dict)
     inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(_to_tuple)] = ()
-    modules: Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)] = ()
+    modules: Names = ()
     unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
     graphs: dict[ComputedIn, CapturedGraph]
     refused: dict[ComputedIn, Line] = Field(default_factory=dict)
