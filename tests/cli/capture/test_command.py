@@ -70,6 +70,10 @@ def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, tmp_path
     again = json.loads(simplan("predict", "own.yaml", "--json").stdout)
     assert again["step_time_s"] == answer["step_time_s"] > 0
     assert answer["inputs"]["model"]["captured"]["factory"] == "own:Model"
+    for command in ("run", "rehearse", "calibrate"):
+        refused = simplan(command, "own.yaml")
+        assert refused.returncode == 2
+        assert "is a captured module, which the executor does not run or time yet" in refused.stderr, command
     for options, said in REFUSED.items():
         refused = simplan("predict", "own.json", *PLAN, *options)
         assert refused.returncode == 2
