@@ -79,6 +79,7 @@ def model_from_module(
         unused=tuple(unused),
         graphs=graphs,
         refused=refused,
+        computed_in=next(iter(graphs)),
     )
 
 

@@ -270,10 +270,15 @@ class LayerSpec:
         """Map each tensor to the tensor whose memory it uses at these widths."""
         return storages(self.operators, self.inputs, activation_bytes, residual_bytes)
 
-    def saved_bytes(self, activation_bytes: int) -> tuple[int, int]:
-        """Bytes ``(activations, logits)`` of one sequence saved for backward."""
-        totals = [0, 0]
-        found = self.storages(activation_bytes, activation_bytes)
+    def saved_bytes(self, activation_bytes: int, residual_bytes: int | None = None) -> tuple[int, int]:
+        """Bytes ``(activations, logits)`` of one sequence saved for backward.
+
+        Args:
+            activation_bytes, residual_bytes: Bytes per element of activations, and of the residual stream; None for
+                those of activations.
+        """
+        totals, widths = [0, 0], (activation_bytes, residual_bytes or activation_bytes)
+        found = self.storages(*widths)
         for tensor in {found[tensor.name].name: found[tensor.name] for tensor in self.saved}.values():
-            totals[tensor.logits] += 0 if tensor.elsewhere else tensor.num_bytes(activation_bytes, activation_bytes)
+            totals[tensor.logits] += 0 if tensor.elsewhere else tensor.num_bytes(*widths)
         return totals[0], totals[1]

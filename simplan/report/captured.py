@@ -25,7 +25,7 @@ def captured_json(captured: CapturedModel) -> dict[str, Any]:
         "num_parameters": _num_parameters(layers),
         "forward_flops": sum(layer.flops(full_attention=True) for layer in layers),
         "backward_flops": sum(layer.backward_flops(full_attention=True) for layer in layers),
-        "saved_bytes": sum(_saved_bytes(layer, *widths) for layer in layers),
+        "saved_bytes": sum(sum(layer.saved_bytes(*widths)) for layer in layers),
         "precisions": [*captured.graphs],
         "refused": dict(captured.refused),
         "inputs": [each.model_dump(mode="json", exclude_defaults=True) for each in captured.inputs],
@@ -36,7 +36,7 @@ def captured_json(captured: CapturedModel) -> dict[str, Any]:
                 "kind": str(layer.kind),
                 "num_parameters": layer.num_parameters,
                 "forward_flops": layer.flops(full_attention=True),
-                "saved_bytes": _saved_bytes(layer, *widths),
+                "saved_bytes": sum(layer.saved_bytes(*widths)),
                 "operators": len(layer.operators),
             }
             for module, layer in zip(captured.modules, layers, strict=True)
@@ -90,10 +90,3 @@ def _runs(captured: CapturedModel) -> list[tuple[int, int]]:
 
 def _num_parameters(layers: tuple[LayerSpec, ...]) -> int:
     return sum(p.num_elements for layer in layers for p in layer.parameters if p.name not in layer.tied)
-
-
-def _saved_bytes(layer: LayerSpec, activation_bytes: int, residual_bytes: int) -> int:
-    """Bytes saved of one sample; tensors of a microbatch count once."""
-    roots = layer.storages(activation_bytes, residual_bytes)
-    kept = {roots[tensor.name].name: roots[tensor.name] for tensor in layer.saved if not tensor.elsewhere}
-    return sum(tensor.num_bytes(activation_bytes, residual_bytes) for tensor in kept.values() if not tensor.elsewhere)
