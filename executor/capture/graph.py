@@ -182,7 +182,10 @@ class _Graph:
         for name in first:
             local = self._local(name, layer.module)
             frozen = name not in self._trained
-            parameters[local] = CapturedParameter(name=local, shape=self._shapes[name], frozen=frozen)
+            elsewhere = bool(layer.module) and not name.startswith(f"{layer.module}.")
+            parameters[local] = CapturedParameter(
+                name=local, shape=self._shapes[name], frozen=frozen, elsewhere=elsewhere
+            )
         makes = []
         for index, storage in enumerate(written[:1] or seen.makes):
             names[storage] = f"{seen.name.rpartition('.')[2]} {place - layer.begin}" + (f".{index}" if index else "")

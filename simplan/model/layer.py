@@ -66,6 +66,7 @@ class ParameterSpec:
         expert: Expert weight: every expert-parallel rank holds different experts, and only ranks with the same experts
             average its gradients.
         frozen: The weight is not trained: no gradient, no optimizer states.
+        in_root: The weight is outside of the layer's module, so that FSDP has it in its root unit.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ParameterSpec:
     partial_gradient: bool = False
     expert: bool = False
     frozen: bool = False
+    in_root: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -103,6 +105,7 @@ class LayerSpec:
         mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens further
             ahead (``simplan.model.families.mtp``); 0 for other layers.
         needs_input_gradient: Something before the layer is trained.
+        in_root: The layer is no module, so that FSDP has its weights in its root unit.
     """
 
     key: str
@@ -122,6 +125,7 @@ class LayerSpec:
     late_savers: tuple[str, ...] = ()
     mtp_depth: int = 0
     needs_input_gradient: bool = True
+    in_root: bool = False
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -51,11 +51,13 @@ class CapturedParameter(Spec):
     Attributes:
         name: Name inside of its layer.
         frozen: The weight has no gradient.
+        elsewhere: The weight is outside of the layer's module, and its name is that in the whole module.
     """
 
     name: Line
     shape: Shape
     frozen: bool = False
+    elsewhere: bool = False
 
 
 class CapturedOperator(Spec):
@@ -180,6 +182,10 @@ class CapturedModel(Spec):
     def graph(self) -> CapturedGraph:
         """Layers in the precision that is meant."""
         return self.graphs.get(self.computed_in) or next(iter(self.graphs.values()))
+
+    def module_of(self, layer: int) -> str:
+        """Path of the module that a layer is; empty for code between modules."""
+        return self.modules[layer] if layer < len(self.modules) else ""
 
     @property
     def tokens(self) -> int:
