@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,7 @@ class WorkerTrainer(Trainer):
         self._client.start()
         return 0
 
-    def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    def step(self, tokens: Tensor | list[Any], targets: Tensor | None) -> list[Tensor]:
         """See ``Trainer.step``."""
         if self._common is not None:
             self._common.begin()

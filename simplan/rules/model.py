@@ -391,13 +391,6 @@ def compiled_capture(job: Job) -> Iterator[Problem]:
         )
 
 
-@unmodelled("captured modules are not calibrated")
-def calibration_of_captures(job: Job) -> Iterator[Problem]:
-    if job.model.captured is not None and job.cluster.cores_per_node is not None:
-        sentence = "the time of captured modules on a machine that simplan calibrates is not modeled yet"
-        yield Problem(field="cluster", value=job.cluster.id, rule=sentence, fix="use a cluster of the catalog")
-
-
 @unmodelled("weights that several captured layers share are in one pipeline stage", reads="pp")
 def shared_weights_in_pipelines(job: Job) -> Iterator[Problem]:
     captured = job.model.captured

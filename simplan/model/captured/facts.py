@@ -157,6 +157,9 @@ class CapturedModel(Spec):
         software: Versions of the packages that were used, by name.
         inputs: Tensors of the batch.
         modules: Paths of the modules that became layers, by layer; empty for code between modules.
+        starts: By layer, how it starts: ``enter PATH`` or ``leave PATH`` of a module, of its first call where it is
+            left, and of its last one where it is entered. Empty for the beginning of forward, and where no module
+            tells.
         unused: Names of parameters that take no part in the loss.
         graphs: Layers by precision.
         refused: By precision, why forward does not run in it.
@@ -173,6 +176,7 @@ class CapturedModel(Spec):
     software: dict[str, Line] = Field(default_factory=dict)
     inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(_to_tuple)] = ()
     modules: Names = ()
+    starts: Names = ()
     unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
     graphs: dict[ComputedIn, CapturedGraph]
     refused: dict[ComputedIn, Line] = Field(default_factory=dict)
