@@ -86,6 +86,8 @@ class _ModuleBench:
         if self._mixed == "cast":
             for weight in self._weights:
                 weight.grad = None
+        for masters in self._masters.values():
+            zero_gradients(masters)  # weights stay: fitted to one batch, they would have gradients too small for CPUs
         for key, number in self._num_layers.items():
             found, masters = self.seconds[key], self._masters.get(key, [])
             gather_s, reduce_s = self._sharded[key].seconds(self._watch)

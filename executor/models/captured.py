@@ -92,7 +92,9 @@ def build_captured(
         _seed(seed)
         module = _built(model)
     _check_same(module, model)
-    module = module.to(device, dtype).train()
+    if any((x.device, x.dtype) != (device, dtype) for x in module.parameters()):  # torch swaps no fake tensors
+        module = module.to(device, dtype)
+    module.train()
     stage = CapturedStage(module, model, None if not model.loss else function_of(_FIELD, _reference(model.loss)))
     for _, parameter, said in stage.with_specs(layers):
         parameter.requires_grad_(not said.frozen)
