@@ -261,6 +261,8 @@ def _unmodelled_nodes_of_workers(job: RunSpec, num_local_ranks: int) -> Iterator
     replication, several = job.plan.replication, num_local_ranks < job.plan.num_devices
     if replication is None or not replication.has_workers:
         return
+    nodes = job.ranks_by_node(num_local_ranks)
+    serves_apart = any(rank >= job.plan.num_devices for node in nodes[1:] for rank in node)
     limits = {
         "kind": (
             replication.kind == "hogwild" and several,
@@ -271,8 +273,8 @@ def _unmodelled_nodes_of_workers(job: RunSpec, num_local_ranks: int) -> Iterator
             "is not run, as nodes without ranks would need to be started; use workers",
         ),
         "min_replicas": (
-            replication.has_servers and replication.min_replicas is not None and several,
-            "is run on one node only for parameter servers, which end with their node; remove it, or use one node",
+            replication.has_servers and replication.min_replicas is not None and several and serves_apart,
+            "cannot be kept where servers are on nodes that may leave; use servers: 1, which is on the first node",
         ),
     }
     for key, (is_violated, sentence) in limits.items():

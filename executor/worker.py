@@ -37,6 +37,7 @@ from executor.launch.rank import (
     folder_of,
     live_as_rank,
 )
+from executor.launch.roster import ROSTER_VARIABLE
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> None:
     process, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = spec.on_ranks(num_processes) or spec
     placement = Placement.of(job.plan)
-    if job.num_processes > job.plan.num_devices:
+    if job.num_processes > job.plan.num_devices and ROSTER_VARIABLE not in os.environ:
         num_nodes = num_processes // int(os.environ["LOCAL_WORLD_SIZE"])
         os.environ["RANK"] = str(job.rank_of_process(process, job.plan.num_devices // num_nodes))
     elif placement is not None:

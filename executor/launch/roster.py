@@ -152,9 +152,13 @@ class Roster:
                 return
             time.sleep(_BEAT_S)
 
+    def end_with(self, replicas: list[int]) -> None:
+        """Notes the replicas in the last outer step, or those that were there when servers ended."""
+        self.store.set("last", json.dumps(replicas))
+
     @property
     def last_ranks(self) -> list[int]:
-        """Ranks of the replicas in the last outer step; all before the first."""
+        """Ranks of the replicas that were there last; all before any replica said so."""
         has_met = self.store.check(["last"])
         replicas = json.loads(self.store.get("last")) if has_met else range(self.num_replicas)
         return [rank for replica in replicas for rank in self.ranks_of(replica)]
