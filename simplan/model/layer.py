@@ -133,6 +133,12 @@ class LayerSpec:
         return tuple(operator.kernel for operator in self.operators if operator.kernel is not None)
 
     @cached_property
+    def unfitted(self) -> dict[str, float]:
+        """Relative standard deviations of kernels of kinds that were never fitted, by name."""
+        priced = (kernel for kernel in self.kernels if isinstance(kernel, Gemm | Pointwise))
+        return {kernel.name: kernel.relative_std for kernel in priced if kernel.relative_std}
+
+    @cached_property
     def places(self) -> tuple[int, ...]:
         """Index of each operator's kernel: its own, or that of the operator it is fused into."""
         numbers = accumulate(operator.kernel is not None for operator in self.operators)
