@@ -30,6 +30,7 @@ from executor.distributed.precision import allow_tf32
 from executor.launch.errors import out_of_memory_explained
 from executor.launch.rank import (
     PARENT_VARIABLE,
+    ROSTER_VARIABLE,
     THREADS_VARIABLE,
     RankFiles,
     RunLog,
@@ -37,7 +38,6 @@ from executor.launch.rank import (
     folder_of,
     live_as_rank,
 )
-from executor.launch.roster import ROSTER_VARIABLE
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock

@@ -79,10 +79,11 @@ class ReplicaAgent(Agent):
                         if not result.is_failed():
                             has_finished = has_finished or replica != _SERVERS
                             continue
-                        ranks = self._servers if replica == _SERVERS else self._roster.ranks_of(replica)
-                        failed = {ranks[k]: failure for k, failure in result.failures.items()}
                         if replica == _SERVERS:
+                            failed = {self._servers[k]: failure for k, failure in result.failures.items()}
                             raise ChildFailedError("servers", failed)
+                        ranks = self._roster.ranks_of(replica)
+                        failed = {ranks[k]: failure for k, failure in result.failures.items()}
                         self._roster.leaves(replica)
                         self._on_leave(ranks, {rank: failure.exitcode for rank, failure in failed.items()})
                         if self._restarts_left and not self._roster.is_finished:

@@ -22,13 +22,12 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from executor.launch.rank import ROSTER_VARIABLE
 from simplan.errors import RunError
 from simplan.units import counted
 
 LEASE_S = 15.0
 """Seconds without a beat after which a rank is gone. A host that stands still for longer has to join anew."""
-ROSTER_VARIABLE = "SIMPLAN_ROSTER"
-"""Environment variable of a rank: address of the store and the rank's incarnation, e.g. ``127.0.0.1:29400 1``."""
 
 _BEAT_S = 0.5
 _POLL_S = 0.2
