@@ -46,6 +46,10 @@ __all__ = [
 ]
 
 
+MAX_BOUNDARY_TENSORS = 63
+"""Most tensors that a pipeline stage hands to the next one."""
+
+
 class LayerKind(StrEnum):
     """Position of a layer in the pipeline: the first, a repeated one, or the last with the loss."""
 

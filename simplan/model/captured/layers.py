@@ -17,6 +17,8 @@ from simplan.model.captured.facts import (
 from simplan.model.captured.kernels import SUMS, kernel_of, word
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
 
+CAPTURED = "captured-"
+"""Begin of the keys of captured layers."""
 _WEIGHT = ".weight"
 
 
@@ -51,7 +53,7 @@ def _layer(
     words = captured.model_dump_json() + "".join(parameter.model_dump_json() for parameter in unused)
     where = "-root" if in_root else ""
     return LayerSpec(
-        key=f"captured-{kind}{where}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
+        key=f"{CAPTURED}{kind}{where}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
         kind=kind,
         parameters=tuple(
             ParameterSpec(p.name, p.shape, frozen=p.frozen, in_root=p.elsewhere)

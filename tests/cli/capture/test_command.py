@@ -79,6 +79,36 @@ def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, tmp_path
         assert said in refused.stderr
 
 
+CONFIG = {
+    "model_type": "smollm3",
+    "architectures": ["SmolLM3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def test_a_config_without_a_family_is_captured_on_the_way(
+    simplan: Simplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the second command has it from the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    asked = ("tiny/config.json", "--seq-len", "16", "--cluster", "dgx-h100", "--num-devices", "4")
+    first = simplan("predict", *asked, "--json")
+    assert "note: capturing tiny with transformers, as simplan has no family smollm3: 16 tokens" in first.stderr
+    model = json.loads(first.stdout)["inputs"]["model"]
+    assert (model["name"], model["seq_len"], model["num_hidden_layers"]) == ("tiny", 16, 4)
+    again = simplan("search", *asked)
+    assert again.returncode == 0, again.stderr
+    assert "capturing" not in again.stderr
+
+
 @pytest.mark.slow
 def test_a_module_of_a_user_is_run(simplan: Simplan, tmp_path: Path) -> None:
     """Calibrated, run on two ranks, compared; and refused once its code has changed."""
