@@ -160,7 +160,7 @@ def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
     model, plan, replication = job.model.captured, job.plan, job.plan.replication
     if model is None:
         return
-    has_blocks, wholes = any(model.modules), ("none", "selective_layer", "full")
+    has_blocks, wholes = any(model.modules), ("none", "selective_op", "selective_layer", "full")
     limits = {
         "pp": (plan.pp > 1, "the executor does not cut a captured module into stages; use 1"),
         "offload_activations": (plan.offload_activations, "the executor moves activations of families only; use false"),

@@ -52,6 +52,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero3": {"dp_shard": 2},
     "zero3, recomputed": {"dp_shard": 2, "recompute": "full"},
     "ddp, recomputed": {"dp_replicate": 2, "recompute": "selective_layer"},
+    "zero3, recomputed by op": {"dp_shard": 2, "recompute": "selective_op"},
     "diloco": {"dp_replicate": 2, "replication": {"kind": "diloco", "inner_steps": 2}},
 }
 NUM_MICROBATCHES, SIZE, SEED = 2, 2, 0
