@@ -41,6 +41,7 @@ from tests.executor.train.test_equality import RELATIVE, run_in_float64
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "UNet": (modules.UNet, modules.unet_batch),
     "DiT": (modules.DiT, modules.dit_batch),
+    "AdaptedDiT": (modules.AdaptedDiT, modules.dit_batch),
     "StateSpaceModel": (modules.StateSpaceModel, modules.token_batch),
     "Recommender": (modules.Recommender, modules.recommender_batch),
 }
@@ -148,7 +149,15 @@ PEAKS = [
 
 @pytest.mark.parametrize(
     ("name", "plan", "precision"),
-    slow_except([("UNet", "one", "fp32"), ("DiT", "zero3", "bf16"), ("StateSpaceModel", "zero3", "fp32")], PEAKS),
+    slow_except(
+        [
+            ("UNet", "one", "fp32"),
+            ("AdaptedDiT", "ddp", "bf16"),
+            ("DiT", "zero3", "bf16"),
+            ("StateSpaceModel", "zero3", "fp32"),
+        ],
+        PEAKS,
+    ),
 )
 def test_the_peak_of_a_rank_is_that_of_torchs_tracker(name: str, plan: str, precision: Precision) -> None:
     """On tensors without data, which have no scratch inside of kernels."""
