@@ -149,9 +149,37 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             rule, _, fix = sentence.partition("; ")
             yield Problem(field=field, value=_value(job, field), rule=rule, fix=fix)
     yield from unmodelled_recompute(job)
+    yield from _unmodelled_captures(job)
     yield from _unmodelled_workers(job)
     yield from _unmodelled_replication(job)
     yield from _unmeasured_first_steps(job)
+
+
+def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
+    """A captured module is run whole, as it is, by processes that wait for each other."""
+    model, plan, replication = job.model.captured, job.plan, job.plan.replication
+    if model is None:
+        return
+    has_blocks, wholes = any(model.modules), ("none", "selective_op", "selective_layer", "full")
+    limits = {
+        "pp": (plan.pp > 1, "the executor does not cut a captured module into stages; use 1"),
+        "offload_activations": (plan.offload_activations, "the executor moves activations of families only; use false"),
+        "recompute": (
+            plan.recompute not in (wholes if has_blocks else wholes[:1]),
+            f"the executor recomputes whole blocks of a captured module; use {either(wholes)}"
+            if has_blocks
+            else "the executor recomputes blocks, and this module has none; use none",
+        ),
+        "replication": (
+            replication is not None and replication.has_workers,
+            "the executor trains captured modules on ranks that wait for each other; use another kind",
+        ),
+    }
+    for key, (is_violated, sentence) in limits.items():
+        if is_violated:
+            rule, _, fix = sentence.partition("; ")
+            value = replication.kind if replication is not None and key == "replication" else _value(job, f"plan.{key}")
+            yield Problem(field=f"plan.{key}", value=value, rule=rule, fix=fix)
 
 
 def _unmodelled_late_ranks(job: RunSpec, num_local_ranks: int) -> Iterator[Problem]:
@@ -233,6 +261,8 @@ def _unmodelled_nodes_of_workers(job: RunSpec, num_local_ranks: int) -> Iterator
     replication, several = job.plan.replication, num_local_ranks < job.plan.num_devices
     if replication is None or not replication.has_workers:
         return
+    nodes = job.ranks_by_node(num_local_ranks)
+    serves_apart = any(rank >= job.plan.num_devices for node in nodes[1:] for rank in node)
     limits = {
         "kind": (
             replication.kind == "hogwild" and several,
@@ -243,8 +273,8 @@ def _unmodelled_nodes_of_workers(job: RunSpec, num_local_ranks: int) -> Iterator
             "is not run, as nodes without ranks would need to be started; use workers",
         ),
         "min_replicas": (
-            replication.has_servers and replication.min_replicas is not None and several,
-            "is run on one node only for parameter servers, which end with their node; remove it, or use one node",
+            replication.has_servers and replication.min_replicas is not None and several and serves_apart,
+            "cannot be kept where servers are on nodes that may leave; use servers: 1, which is on the first node",
         ),
     }
     for key, (is_violated, sentence) in limits.items():
@@ -299,6 +329,9 @@ def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
         field = "training.backup_workers" if job.training.backup_workers else "cluster.stragglers"
         rule, fix = "is about ranks that others wait for, and a rehearsal has one rank", "remove it, or `simplan run`"
         yield Problem(field=field, rule=rule, fix=fix)
+    if job.model.captured is not None:
+        rule = "is a captured module, whose tensors a rehearsal cannot tell apart"
+        yield Problem(field="model.file", value=job.model.name, rule=rule, fix="`simplan run` it")
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"
         yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")

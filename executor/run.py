@@ -236,7 +236,8 @@ class _Run:
         if leads := rendezvous is None or rendezvous.nodes.leads:
             self.roster.open()
         here = self.roster.claim(num_here, timeout_s, leads=leads)
-        servers = range(plan.num_devices, job.num_processes)
+        ranks_here = job.ranks_by_node(self._ranks_per_node)[here[0] // num_here]
+        servers = [rank for rank in ranks_here if rank >= plan.num_devices]
         return partial(ReplicaAgent, self.roster, here, servers, job.replica_restarts)
 
     def _on_leave(self, ranks: range, why: RanksError) -> None:
@@ -270,7 +271,7 @@ class _Run:
 
     def _rank_of(self, num_ranks: int, process: int) -> int:
         job = self._job_on(num_ranks)
-        if job.num_processes > job.plan.num_devices:
+        if job.num_processes > job.plan.num_devices and self.roster is None:
             return job.rank_of_process(process, self._ranks_per_node)
         placement = Placement.of(job.plan)
         return process if placement is None else placement.rank_of(process)

@@ -30,6 +30,7 @@ from executor.distributed.precision import allow_tf32
 from executor.launch.errors import out_of_memory_explained
 from executor.launch.rank import (
     PARENT_VARIABLE,
+    ROSTER_VARIABLE,
     THREADS_VARIABLE,
     RankFiles,
     RunLog,
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> None:
     process, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = spec.on_ranks(num_processes) or spec
     placement = Placement.of(job.plan)
-    if job.num_processes > job.plan.num_devices:
+    if job.num_processes > job.plan.num_devices and ROSTER_VARIABLE not in os.environ:
         num_nodes = num_processes // int(os.environ["LOCAL_WORLD_SIZE"])
         os.environ["RANK"] = str(job.rank_of_process(process, job.plan.num_devices // num_nodes))
     elif placement is not None:

@@ -10,7 +10,7 @@ pipelines run it: the first part of all copies in reverse, then the second part 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from executor.models.model import Stage, build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
 from executor.train.optimizers import divide_gradients, make_optimizer, zero_gradients
-from simplan.cost.calibration.format import LayerTiming, Sample, ShapeRequest, way_of_mixing
+from simplan.cost.calibration.format import LayerTiming, Mixed, Sample, ShapeRequest, way_of_mixing
 from simplan.model.layer import LayerKind
 
 _CACHE_BYTES = 128 * 2**20
@@ -132,10 +132,10 @@ class _LayerBench:
         for copy in self._copies:
             if self._mixed == "cast":
                 copy.zero_grad(set_to_none=True)
-        outputs: list[Tensor] = []
         for sharded in self._sharded:
-            self.seconds["gather_copy"].append(self._watch(lambda unit: outputs.append(unit.gather()), sharded))
-            self.seconds["reduce_copy"].append(self._watch(outputs.pop().backward))
+            gather_s, reduce_s = sharded.seconds(self._watch)
+            self.seconds["gather_copy"].append(gather_s)
+            self.seconds["reduce_copy"].append(reduce_s)
         share = 1 / len(self._copies)
         self.seconds["scale"].append(share * self._watch(divide_gradients, self._masters, _SCALE))
         self.seconds["optimizer"].append(share * self._watch(self._optimize))
@@ -193,21 +193,8 @@ class _LayerBench:
 
     def timing(self, num_ranks: int) -> LayerTiming:
         """The timings of all ranks as one record; every rank must call this."""
-        per_round = dict.fromkeys(self.seconds, len(self._copies)) | {"optimizer": 1, "scale": 1}
-        split: dict[str, Sample | None] = {"backward_input_s": None, "backward_weight_s": None}
-        return LayerTiming.model_validate(
-            {
-                "key": self._layer.key,
-                "microbatch_size": self._shape.microbatch_size,
-                "dtype": self._shape.dtype,
-                "fp8_recipe": self._shape.fp8_recipe,
-                "mixed": self._mixed,
-                "num_ranks": num_ranks,
-                "optimizer": self._shape.optimizer,
-                **split,
-                **{f"{part}_s": sample_of(self.seconds[part], per_round[part]) for part in sorted(self.seconds)},
-            }
-        )
+        per_round = {part: len(self._copies) for part in self.seconds if part not in ("optimizer", "scale")}
+        return layer_timing(self._shape, self._layer.key, self._mixed, num_ranks, self.seconds, per_round)
 
     def _input(self) -> list[Tensor]:
         return [x.clone().requires_grad_(self._has_input_gradients) for x in self._layer_inputs] or [self._first_input]
@@ -231,6 +218,40 @@ class _LayerBench:
         if self._optimizer is not None:
             self._optimizer.step()
             zero_gradients(self._masters)
+
+
+def layer_timing(
+    shape: ShapeRequest,
+    key: str,
+    mixed: Mixed,
+    num_ranks: int,
+    seconds: Mapping[str, list[float]],
+    per_round: Mapping[str, int],
+) -> LayerTiming:
+    """The timings of one layer on all ranks as one record; every rank must call this.
+
+    Args:
+        shape: Request that the layer belongs to.
+        key: Key of the layer.
+        mixed: Method of mixed precision.
+        seconds: Timings of this rank by field of ``LayerTiming`` without its unit.
+        per_round: Timings of one round, where there are several.
+    """
+    split: dict[str, Sample | None] = {"backward_input_s": None, "backward_weight_s": None}
+    samples = {f"{part}_s": sample_of(seconds[part], per_round.get(part, 1)) for part in sorted(seconds)}
+    return LayerTiming.model_validate(
+        {
+            "key": key,
+            "microbatch_size": shape.microbatch_size,
+            "dtype": shape.dtype,
+            "fp8_recipe": shape.fp8_recipe,
+            "mixed": mixed,
+            "num_ranks": num_ranks,
+            "optimizer": shape.optimizer,
+            **split,
+            **samples,
+        }
+    )
 
 
 def _no_backward(outputs: list[Tensor], gradients: list[Tensor] | None) -> None:
@@ -272,6 +293,12 @@ class FsdpCopies:
         """Runs the copies around an all-gather; backward of the output runs those around a reduce-scatter."""
         output: Tensor = self._root(self.input)
         return output
+
+    def seconds(self, watch: Stopwatch) -> tuple[float, float]:
+        """Seconds of the copies around an all-gather, and of those around a reduce-scatter."""
+        outputs: list[Tensor] = []
+        gather_s = watch(lambda: outputs.append(self.gather()))
+        return gather_s, watch(outputs.pop().backward)
 
 
 class _Untouched(nn.Module):

@@ -76,6 +76,7 @@ def model_from_module(
         software={"torch": version("torch")},
         inputs=tuple(_inputs(batches[2], batches[3])),
         modules=tuple(layer.module for layer in cuts),
+        starts=tuple(layer.starts for layer in cuts),
         unused=tuple(unused),
         graphs=graphs,
         refused=refused,
@@ -120,7 +121,7 @@ def _trace_of(fake: nn.Module, batch: Any, loss: Loss | None, precision: Compute
 
     def run() -> Tensor:
         with context:
-            return _loss_of(fake(*args, **kwargs), loss)
+            return loss_of(fake(*args, **kwargs), loss)
 
     try:
         return trace(fake, run, named)
@@ -180,7 +181,12 @@ def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(tensor, device="cpu", dtype=made, requires_grad=False)
 
 
-def _loss_of(output: Any, loss: Loss | None) -> Tensor:
+def loss_of(output: Any, loss: Loss | None) -> Tensor:
+    """The loss of what forward returns: see ``model_from_module``.
+
+    Raises:
+        ValueError: There is none.
+    """
     if loss is not None:
         return loss(output)
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

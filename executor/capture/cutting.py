@@ -23,11 +23,16 @@ _MOST = 0.9  # of the weights of a list's blocks
 
 
 class Cut(NamedTuple):
-    """One layer: the operators ``begin`` to ``end``, without the last, and the module that it stands for."""
+    """One layer: the operators ``begin`` to ``end``, without the last, and the module that it stands for.
+
+    Attributes:
+        starts: See ``CapturedModel.starts``.
+    """
 
     module: str
     begin: int
     end: int
+    starts: str
 
 
 def cut(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
@@ -43,12 +48,12 @@ def cut(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
 
 def _between(blocks: Sequence[Call], num_operators: int) -> list[Cut]:
     first, last = blocks[0], blocks[-1]
-    found = [Cut("", 0, first.begin)] if first.begin else []
+    found = [Cut("", 0, first.begin, "")] if first.begin else []
     for block, after in pairwise(blocks):
-        found.append(Cut(block.module, block.begin, after.begin))
-    found.append(Cut(last.module, last.begin, last.end))
+        found.append(Cut(block.module, block.begin, after.begin, f"enter {block.module}"))
+    found.append(Cut(last.module, last.begin, last.end, f"enter {last.module}"))
     if last.end < num_operators:
-        found.append(Cut("", last.end, num_operators))
+        found.append(Cut("", last.end, num_operators, f"leave {last.module}"))
     return found
 
 
@@ -58,13 +63,18 @@ def _ends_apart(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
     calls = [call for call in trace.calls if call.module in weighted and call.end > call.begin]
     num_operators = len(trace.operators)
     first = calls[0].end if calls else 1
-    last = max((call.begin for call in calls), default=0)
-    if last <= first:
+    final = max(calls, key=lambda call: call.begin, default=None)
+    last = 0 if final is None else final.begin
+    places = "", "", ""
+    if final is not None and last > first:
+        places = "", f"leave {calls[0].module}", f"enter {final.module}"
+    else:
         first, last = 1, num_operators - 1
     if last <= first:
         rule = f"has {num_operators} operators, of which layers cannot be made"
         raise SpecError(Problem(field="module", rule=rule, fix="capture a larger part of the model"))
-    return Cut("", 0, first), Cut("", first, last), Cut("", last, num_operators)
+    spans = (0, first), (first, last), (last, num_operators)
+    return tuple(Cut("", *span, place) for span, place in zip(spans, places, strict=True))
 
 
 def _blocks(module: nn.Module, path: str, once: dict[str, Call]) -> Iterator[str]:

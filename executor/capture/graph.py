@@ -75,11 +75,16 @@ class _Graph:
     ) -> None:
         self._two, self._three, self._cuts, self._shapes = two, three, cuts, shapes
         self._computed_in = computed_in
-        self._weights = dict(two.parameters)  # also copies of weights that autocast makes
+        self._trained = {two.parameters[storage] for storage in two.needs_gradient if storage in two.parameters}
+        self._weights = dict(two.parameters)  # also copies that autocast makes, and keeps, of trained weights
+        self._copies: set[int] = set()  # of frozen weights, which it makes anew each time
         if computed_in == "autocast":
             for seen in two.operators:
-                if _is_cast(seen) and seen.reads[0].storage in self._weights:
-                    self._weights[seen.makes[0]] = self._weights[seen.reads[0].storage]
+                name = self._weights.get(seen.reads[0].storage) if _is_cast(seen) else None
+                if name in self._trained:
+                    self._weights[seen.makes[0]] = name
+                elif name is not None:
+                    self._copies.add(seen.makes[0])
         self._layer_of: dict[int, int] = {}  # by storage that an operator makes
         self._readers: dict[int, set[int]] = {}
         for number, layer in enumerate(cuts):
@@ -93,7 +98,6 @@ class _Graph:
                 for operand in seen.reads:
                     if operand.storage in self._weights:
                         self._users.setdefault(self._weights[operand.storage], set()).add(number)
-        self._trained = {two.parameters[storage] for storage in two.needs_gradient if storage in two.parameters}
 
     def graph(self) -> CapturedGraph:
         """All layers; equal ones once."""
@@ -182,7 +186,10 @@ class _Graph:
         for name in first:
             local = self._local(name, layer.module)
             frozen = name not in self._trained
-            parameters[local] = CapturedParameter(name=local, shape=self._shapes[name], frozen=frozen)
+            elsewhere = bool(layer.module) and not name.startswith(f"{layer.module}.")
+            parameters[local] = CapturedParameter(
+                name=local, shape=self._shapes[name], frozen=frozen, elsewhere=elsewhere
+            )
         makes = []
         for index, storage in enumerate(written[:1] or seen.makes):
             names[storage] = f"{seen.name.rpartition('.')[2]} {place - layer.begin}" + (f".{index}" if index else "")
@@ -198,7 +205,9 @@ class _Graph:
             module=self._local(seen.module, layer.module),
             operands=tuple(one_sample(a.shape, b.shape) for a, b in zip(seen.reads, other.reads, strict=True)),
             results=tuple(one_sample(a.shape, b.shape) for a, b in zip(seen.results, other.results, strict=True)),
-            weights=tuple(i for i, operand in enumerate(seen.reads) if operand.storage in self._weights),
+            weights=tuple(
+                i for i, o in enumerate(seen.reads) if o.storage in self._weights or o.storage in self._copies
+            ),
             settings=dict(_settings(seen)),
             reads=reads,
             makes=tuple(makes),

@@ -20,8 +20,12 @@ _USED_BY = (
 """Purposes of an architecture without ``architectures`` in its configuration, the first that it has."""
 
 
-def module_of_config(data: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """The module of a configuration, on ``meta``, and the configuration as transformers reads it.
+def module_of_config(data: dict[str, Any], device: str = "meta") -> tuple[nn.Module, Any]:
+    """The module of a configuration, and the configuration as transformers reads it.
+
+    Args:
+        data: Content of a ``config.json``.
+        device: Device of the weights.
 
     Raises:
         SpecError: transformers does not know the architecture, or does not accept the configuration.
@@ -37,7 +41,7 @@ def module_of_config(data: dict[str, Any]) -> tuple[nn.Module, Any]:
     try:
         config = known[word].from_dict(data)
         config.use_cache = False  # of keys and values, which training has no use for
-        with torch.device("meta"):
+        with torch.device(device):
             return _class_of(transformers, config)(config), config
     except Exception as error:
         said = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

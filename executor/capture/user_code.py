@@ -33,10 +33,10 @@ def capture(request: CaptureRequest) -> CapturedModel:
     assert request.batch is not None, "a request has one of both"
     sys.path.insert(0, request.folder)
     module = built(request.factory)
-    batch = _function("--inputs", request.batch)
-    loss = None if request.loss is None else _function("--loss", request.loss)
+    batch = function_of("--inputs", request.batch)
+    loss = None if request.loss is None else function_of("--loss", request.loss)
     made_by = request.batch
-    captured = model_from_module(module, lambda number: _called("--inputs", made_by, batch, number), loss)
+    captured = model_from_module(module, lambda number: called("--inputs", made_by, batch, number), loss)
     origin = {"factory": str(request.factory), "batch": str(request.batch), "loss": str(request.loss or "")}
     return captured.model_copy(update=origin | ({"name": request.name} if request.name else {}))
 
@@ -59,19 +59,37 @@ def _of_config(request: CaptureRequest) -> CapturedModel:
 
 def built(factory: Reference) -> nn.Module:
     """The module that a factory makes, without memory for weights where the factory allows it."""
-    function = _function("SOURCE", factory)
+    function = function_of("SOURCE", factory)
     try:
         with torch.device("meta"):
             module = function()
     except Exception:
-        module = _called("SOURCE", factory, function)
+        return built_with_weights("SOURCE", factory)
+    return _checked("SOURCE", factory, module)
+
+
+def built_with_weights(field: str, factory: Reference) -> nn.Module:
+    """The module that a factory makes, on the device that it chooses.
+
+    Args:
+        field: Name of the factory in sentences.
+    """
+    return _checked(field, factory, called(field, factory, function_of(field, factory)))
+
+
+def _checked(field: str, factory: Reference, module: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
         rule = f"gives {type(module).__name__}, and must give a torch.nn.Module"
-        raise SpecError(Problem(field="SOURCE", value=str(factory), rule=rule, fix="return the model itself"))
+        raise SpecError(Problem(field=field, value=str(factory), rule=rule, fix="return the model itself"))
     return module
 
 
-def _function(field: str, reference: Reference) -> Callable[..., Any]:
+def function_of(field: str, reference: Reference) -> Callable[..., Any]:
+    """The function that a reference names, imported.
+
+    Raises:
+        SpecError: There is none, or its module fails.
+    """
     try:
         found: Any = importlib.import_module(reference.module)
     except Exception as error:
@@ -88,7 +106,12 @@ def _function(field: str, reference: Reference) -> Callable[..., Any]:
     return function
 
 
-def _called(field: str, reference: Reference, function: Callable[..., Any], *args: Any) -> Any:
+def called(field: str, reference: Reference, function: Callable[..., Any], *args: Any) -> Any:
+    """Result of a function of the user's code.
+
+    Raises:
+        SpecError: It fails; says where.
+    """
     try:
         return function(*args)
     except Exception as error:

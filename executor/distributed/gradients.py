@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from executor.distributed.mesh import Peers
-from executor.models.model import Stage, with_specs
+from executor.models.model import Stage
 from executor.train.optimizers import ShardGroups, local
 from simplan.model.layer import LayerSpec
 from simplan.runs.run_spec import RunSpec
@@ -25,12 +25,12 @@ def partial_parameters(stage: Stage, layers: Sequence[LayerSpec]) -> list[nn.Par
         stage: Stage, sharded by FSDP or not.
         layers: LayerSpecs of all layers of the model, as sharded on one rank.
     """
-    return [parameter for _, parameter, said in with_specs(stage, layers) if said.partial_gradient]
+    return [parameter for _, parameter, said in stage.with_specs(layers) if said.partial_gradient]
 
 
 def expert_parameters(stage: Stage, layers: Sequence[LayerSpec]) -> list[nn.Parameter]:
     """Parameters of a stage of which other expert-parallel ranks have others; arguments as above."""
-    return [parameter for _, parameter, said in with_specs(stage, layers) if said.expert]
+    return [parameter for _, parameter, said in stage.with_specs(layers) if said.expert]
 
 
 def experts_of(layer: nn.Module, spec: LayerSpec) -> list[nn.Parameter]:

@@ -103,7 +103,7 @@ class PipelineEngine:
         """Tensors that are held until the end of the step because they are being sent."""
         return [tensor for stage in self._stages for _, tensor in stage.sends]
 
-    def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    def run(self, tokens: Tensor | list[Any], targets: Tensor | None) -> list[Tensor]:
         """One step up to and including REDUCE_GRAD.
 
         Args:

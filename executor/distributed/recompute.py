@@ -65,7 +65,12 @@ def of_block(mode: Recompute, number: int) -> BlockRecompute:
 
 
 def recompute_block(
-    layer: nn.Module, recompute: BlockRecompute, around: Around, uncounted: tuple[int, int] | None = None
+    layer: nn.Module,
+    recompute: BlockRecompute,
+    around: Around,
+    uncounted: tuple[int, int] | None = None,
+    *,
+    is_random: bool = False,
 ) -> None:
     """Makes backward recompute a block, in place.
 
@@ -74,6 +79,7 @@ def recompute_block(
 
     Args:
         uncounted: See ``_EverySecondProduct``.
+        is_random: Recomputation uses the random numbers of forward.
     """
     if recompute == "none":
         return
@@ -82,8 +88,9 @@ def recompute_block(
     rerun: Any = layer
     rerun.again = getattr(layer, name)  # a compiler may put something else in its place
 
-    def run(*inputs: Tensor) -> Tensor:
-        return run_again(rerun.again, *inputs, around=around, make_policy=policy)
+    def run(*inputs: Any, **named: Any) -> Any:
+        function = partial(rerun.again, **named) if named else rerun.again
+        return run_again(function, *inputs, around=around, make_policy=policy, is_random=is_random)
 
     setattr(layer, name, run)
 
@@ -93,6 +100,7 @@ def run_again(
     *inputs: Any,
     around: Around,
     make_policy: Callable[[], Callable[..., CheckpointPolicy]] | None = None,
+    is_random: bool = False,
 ) -> Tensor:
     """Result of a function, which backward recomputes.
 
@@ -100,8 +108,9 @@ def run_again(
         inputs: Arguments, saved for backward.
         around: Context around the recomputation; unused under a compiler, where recomputation is part of backward.
         make_policy: Makes the policy of one call, which selects the results to save; None for no saved results.
+        is_random: Recomputation uses the random numbers of forward.
     """
-    again = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    again = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=is_random)
     if torch.compiler.is_compiling():
         assert make_policy is None
         compiled: Tensor = again()

@@ -22,6 +22,8 @@ from executor.launch.watchdog import Heartbeat, RankState
 
 PARENT_VARIABLE = "SIMPLAN_PARENT"
 """Environment variable with the process id of the launcher, for its children."""
+ROSTER_VARIABLE = "SIMPLAN_ROSTER"
+"""Environment variable of a rank: address of the store and the rank's incarnation, e.g. ``127.0.0.1:29400 1``."""
 THREADS_VARIABLE = "SIMPLAN_USER_THREADS"
 """Environment variable of ranks with the user's own OMP_NUM_THREADS, which torchrun cannot tell from its default."""
 

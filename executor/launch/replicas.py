@@ -41,13 +41,13 @@ class ReplicaAgent(Agent):
     Args:
         roster: Roster of the run.
         replicas: Replicas of this node.
-        servers: Ranks that serve the replicas, with which all of them end.
+        servers: Ranks of this node that serve the replicas, with which all of them end.
         max_restarts: Restarts of replicas of this node that have left.
         on_leave: Called for every replica that leaves.
     """
 
     def __init__(
-        self, roster: Roster, replicas: Sequence[int], servers: range, max_restarts: int, on_leave: OnLeave
+        self, roster: Roster, replicas: Sequence[int], servers: Sequence[int], max_restarts: int, on_leave: OnLeave
     ) -> None:
         self._roster, self._replicas, self._servers, self._on_leave = roster, replicas, servers, on_leave
         self._restarts_left, self._max_restarts = max_restarts, max_restarts
@@ -79,10 +79,11 @@ class ReplicaAgent(Agent):
                         if not result.is_failed():
                             has_finished = has_finished or replica != _SERVERS
                             continue
-                        ranks = self._servers if replica == _SERVERS else self._roster.ranks_of(replica)
-                        failed = {ranks[k]: failure for k, failure in result.failures.items()}
                         if replica == _SERVERS:
+                            failed = {self._servers[k]: failure for k, failure in result.failures.items()}
                             raise ChildFailedError("servers", failed)
+                        ranks = self._roster.ranks_of(replica)
+                        failed = {ranks[k]: failure for k, failure in result.failures.items()}
                         self._roster.leaves(replica)
                         self._on_leave(ranks, {rank: failure.exitcode for rank, failure in failed.items()})
                         if self._restarts_left and not self._roster.is_finished:
@@ -114,11 +115,11 @@ class ReplicaAgent(Agent):
         return self._start_ranks(launch, logs, f"replica{replica}", ranks, incarnation, restarts)
 
     def _start_ranks(
-        self, launch: RankLaunch, logs: Logs, name: str, ranks: range, incarnation: int, restarts: int
+        self, launch: RankLaunch, logs: Logs, name: str, ranks: Sequence[int], incarnation: int, restarts: int
     ) -> Processes:
         first = self._roster.ranks_of(self._replicas[0]).start
         common = {
-            "WORLD_SIZE": str(self._roster.num_replicas * self._roster.num_ranks + len(self._servers)),
+            "WORLD_SIZE": str(launch.num_ranks * (self._roster.num_replicas // len(self._replicas))),
             "LOCAL_WORLD_SIZE": str(launch.num_ranks),
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_RUN_ID": "simplan",

@@ -22,13 +22,12 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from executor.launch.rank import ROSTER_VARIABLE
 from simplan.errors import RunError
 from simplan.units import counted
 
 LEASE_S = 15.0
 """Seconds without a beat after which a rank is gone. A host that stands still for longer has to join anew."""
-ROSTER_VARIABLE = "SIMPLAN_ROSTER"
-"""Environment variable of a rank: address of the store and the rank's incarnation, e.g. ``127.0.0.1:29400 1``."""
 
 _BEAT_S = 0.5
 _POLL_S = 0.2
@@ -152,9 +151,13 @@ class Roster:
                 return
             time.sleep(_BEAT_S)
 
+    def end_with(self, replicas: list[int]) -> None:
+        """Notes the replicas in the last outer step, or those that were there when servers ended."""
+        self.store.set("last", json.dumps(replicas))
+
     @property
     def last_ranks(self) -> list[int]:
-        """Ranks of the replicas in the last outer step; all before the first."""
+        """Ranks of the replicas that were there last; all before any replica said so."""
         has_met = self.store.check(["last"])
         replicas = json.loads(self.store.get("last")) if has_met else range(self.num_replicas)
         return [rank for replica in replicas for rank in self.ranks_of(replica)]

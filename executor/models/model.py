@@ -44,6 +44,7 @@ from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
+from simplan.plan.shard import Shard
 from simplan.runs.run_spec import RunSpec
 
 _Maker = Callable[[LayerRequest], nn.Module]
@@ -71,11 +72,12 @@ class Stage(nn.Module):
     """Consecutive layers of a model.
 
     Attributes:
-        layers: The modules, by the index of their LayerSpec (as text).
+        layers: The modules of layers, by the index of their LayerSpec (as text).
         around_layers: Runs the layers instead of ``forward``, given each and its index; None for just running them.
     """
 
     around_layers: Callable[[Sequence[tuple[int, nn.Module]], Tensor], Tensor] | None
+    layers: nn.ModuleDict | dict[str, nn.Module]
 
     def __init__(self, layers: Iterable[tuple[int, nn.Module]]) -> None:
         super().__init__()
@@ -92,6 +94,23 @@ class Stage(nn.Module):
             x = layer(x)
         given: Tensor | tuple[Tensor, ...] = x
         return given
+
+    def with_specs(self, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+        """Parameters by name, each with its ParameterSpec; the stage may be sharded by FSDP.
+
+        Args:
+            layers: LayerSpecs of all layers of the model, as sharded on one rank.
+        """
+        for index, layer in self.layers.items():
+            for (name, parameter), said in zip(layer.named_parameters(), layers[int(index)].parameters, strict=True):
+                yield f"layers.{index}.{name}", parameter, said
+
+    @staticmethod
+    def joined(stages: Sequence[Stage]) -> Stage:
+        """All stages of a rank as one module, whose parameters have the names of the whole model."""
+        if len(stages) == 1:
+            return stages[0]
+        return Stage((int(index), layer) for stage in stages for index, layer in stage.layers.items())
 
 
 def build_stage(
@@ -167,23 +186,13 @@ def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> _Maker:
     return {LayerKind.EMBEDDING: embedding, LayerKind.BLOCK: block, LayerKind.HEAD: head}[spec.layers[index].kind]
 
 
-def with_specs(stage: Stage, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
-    """Parameters of a stage by name, each with its ParameterSpec.
-
-    Args:
-        stage: Stage, sharded by FSDP or not.
-        layers: LayerSpecs of all layers of the model, as sharded on one rank.
-    """
-    for index, layer in stage.layers.items():
-        for (name, parameter), said in zip(layer.named_parameters(), layers[int(index)].parameters, strict=True):
-            yield f"layers.{index}.{name}", parameter, said
-
-
 def split_dimensions(stage: Stage, job: RunSpec) -> dict[str, int]:
     """Parameter name -> first dimension along which ranks split the parameter, for the parameters of a stage."""
+    if job.plan.shard == Shard():
+        return {}
     whole = job.software.layers_of(job.model, ParallelPlan())
     shapes = (parameter.shape for index in stage.layers for parameter in whole[int(index)].parameters)
-    parts = with_specs(stage, job.software.layers_of(job.model, job.plan))
+    parts = stage.with_specs(job.software.layers_of(job.model, job.plan))
     return {
         name: next(dim for dim, size in enumerate(shape) if part.shape[dim] < size)
         for shape, (name, _, part) in zip(shapes, parts, strict=True)

@@ -6,13 +6,14 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from executor.calibration.timing import Reference
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.replicas.membership import gloo_group
 from executor.launch.rank import RankFiles
-from executor.launch.roster import Roster, appears, connect
+from executor.launch.roster import Pulse, Roster, appears, connect
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
@@ -89,7 +90,7 @@ class WorkerTrainer(Trainer):
         self._client.start()
         return 0
 
-    def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    def step(self, tokens: Tensor | list[Any], targets: Tensor | None) -> list[Tensor]:
         """See ``Trainer.step``."""
         if self._common is not None:
             self._common.begin()
@@ -226,6 +227,9 @@ class World:
     def finish(self) -> None:
         """Called by a worker that is done."""
 
+    def tell_missing(self, workers: Collection[int]) -> None:
+        """Called by a server that is done, with the workers that have left."""
+
 
 class WorkersWhoLeave(World):
     """Workers that may leave and come back: each is a world of its own, with a pair of ranks for every server.
@@ -240,6 +244,8 @@ class WorkersWhoLeave(World):
         super().__init__(job, rank)
         self._roster, self._incarnation, self._timeout = roster, incarnation, timeout
         self.is_late = incarnation > 1
+        # without a beat, the node of a worker that is lost could not come back
+        self._pulse = Pulse(roster, rank, incarnation) if rank < self._num_workers else None
 
     def servers(self) -> list[Connection]:
         """Connections of this worker."""
@@ -282,6 +288,12 @@ class WorkersWhoLeave(World):
     def finish(self) -> None:
         """Called by a worker that is done."""
         self._roster.finish()
+        if self._pulse is not None:
+            self._pulse.end()
+
+    def tell_missing(self, workers: Collection[int]) -> None:
+        """Called by a server that is done, with the workers that have left."""
+        self._roster.end_with([worker for worker in range(self._num_workers) if worker not in workers])
 
 
 def train_worker(
@@ -350,5 +362,6 @@ def serve(job: RunSpec, rank: int, heartbeat: Heartbeat, world: World) -> None:
         reference.time_once()
     dist.barrier()
     server.serve(lambda steps: heartbeat.beat(RankState.WAITING, "serving workers", steps))
+    world.tell_missing(server.missing)
     dist.barrier()
     heartbeat.beat(RankState.WAITING, "waiting for the workers to measure memory", job.num_all_steps)

@@ -171,7 +171,7 @@ def model_batch(
         case "class":
             return _stacked(image, seed, step, first_sample, num_samples)
         case "own":
-            raise NotImplementedError("runs of captured models are refused")
+            raise ValueError("CapturedData makes the batches of captured models")
 
 
 def _has_target(spec: ModelSpec) -> Tensor:
@@ -194,7 +194,7 @@ def input_shape(spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
         case "images":
             return spec.num_channels, spec.image_size, spec.image_size
         case "captured":
-            raise NotImplementedError("runs of captured models are refused")
+            raise ValueError("pipelines of captured models are refused")
 
 
 def _stacked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -41,18 +41,18 @@ class LoopEngine:
     row: Sequence[Action]
     trained: Sequence[nn.Parameter]
     num_microbatches: int
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Tensor, Any], Tensor]
     complete_gradients: Callable[[], None]
     sync_each: bool
     recorder: Recorder
     replicas: FirstReplicas | None = None
 
-    def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    def run(self, tokens: Tensor | list[Any], targets: Tensor | None) -> list[Tensor]:
         """One step up to and including REDUCE_GRAD.
 
         Args:
-            tokens: (num_microbatches * microbatch_size, seq_len) int64.
-            targets: The tokens that follow them.
+            tokens: (num_microbatches * microbatch_size, seq_len) int64, or a list of the module's inputs.
+            targets: The tokens that follow them; None where the module gives the loss.
 
         Returns:
             Loss of every microbatch in order, detached; none if the step drops the gradients of this replica.
@@ -65,8 +65,10 @@ class LoopEngine:
         self._divide()
         return []
 
-    def _run_row(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-        inputs, wanted = tokens.chunk(self.num_microbatches), targets.chunk(self.num_microbatches)
+    def _run_row(self, tokens: Tensor | list[Any], targets: Tensor | None) -> list[Tensor]:
+        number = self.num_microbatches
+        inputs = tokens.chunk(number) if isinstance(tokens, Tensor) else tokens
+        wanted = [None] * number if targets is None else targets.chunk(number)
         graphs: dict[int, Tensor] = {}
         losses: dict[int, Tensor] = {}
         for action in self.row:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
 from executor.distributed.mesh import ParallelDims, Peers
-from executor.models.model import Stage, split_dimensions, with_specs
+from executor.models.model import Stage, split_dimensions
 from simplan.plan.compression import in_whole_blocks
 from simplan.runs.run_spec import RunSpec
 from simplan.training import UpdateName
@@ -46,7 +46,7 @@ class ShardGroups:
         layers = job.software.layers_of(job.model, plan)
         for stage in stages:
             split = split_dimensions(stage, job)
-            for name, parameter, said in with_specs(stage, layers):
+            for name, parameter, said in stage.with_specs(layers):
                 if name not in split and not (said.expert and plan.expert_shards > 1):
                     replicated.add(id(parameter))
         return cls(dims.fsdp if plan.shards_parameters else Peers(), dims.tp, frozenset(replicated))

@@ -218,6 +218,7 @@ class ParameterServer:
 
     Attributes:
         parameters: Slices of parameters that the server has.
+        missing: Workers that have left, and are not back.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class ParameterServer:
         connect: Connect | None = None,
     ) -> None:
         self._max_ahead, self._num_workers = replication.max_steps_ahead, num_workers
-        self._min_workers, self._missing = replication.min_replicas, set[int]()
+        self._min_workers, self.missing = replication.min_replicas, set[int]()
         self._connections = [(connect or _in_world)(worker) for worker in range(num_workers)]
         self._first: Connection | None = None
         slices = replication.server_slices(sizes)[number]
@@ -320,8 +321,8 @@ class ParameterServer:
                 if self._min_workers is None:
                     raise
                 self._forget(worker)
-                self._missing.add(worker)
-                if (left := self._num_workers - len(self._missing)) < self._min_workers:
+                self.missing.add(worker)
+                if (left := self._num_workers - len(self.missing)) < self._min_workers:
                     of_all = f"{left} of {counted(self._num_workers, 'worker')}"
                     rule = f"plan.replication.min_replicas = {self._min_workers}"
                     raise RunError(f"only {of_all} are left, and {rule}") from None
@@ -348,7 +349,7 @@ class ParameterServer:
             slowest = min(clocks.applied)
             if slowest != float("inf"):
                 clocks.applied[worker], clocks.pulled[worker] = slowest, clocks.version
-            self._missing.discard(worker)
+            self.missing.discard(worker)
             torch._foreach_copy_(self._slots(message), self._weights)
             message[0] = -1.0 if slowest == float("inf") else slowest
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,7 @@ class Trainer:
         assert self._optim_action.kind is ActionKind.OPTIM
 
         self._layers = job.software.layers_of(job.model, plan)
+        self._captured_data = self._make_captured_data()
         self.stages: dict[int, Stage] = {}
         for index in sorted({action.stage for action in row}):
             self.stages[index] = self._build_stage(index)
@@ -149,9 +150,16 @@ class Trainer:
         """Tensors that are held until the end of the step because they are being sent to another stage."""
         return [] if isinstance(self._engine, LoopEngine) else self._engine.sent
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank's part of a step: tokens, (samples, tokens) int64 each, or images."""
+    def batch(self, step: int) -> tuple[Tensor | list[Any], Tensor | None]:
+        """Inputs and targets of this rank's part of a step: tokens, (samples, tokens) int64 each, or images.
+
+        Of a captured model, a list of the arguments of every microbatch, and None.
+        """
         num_samples = self._num_microbatches * self._job.plan.microbatch_size
+        if self._captured_data is not None:
+            first = self._data_rank * self._num_microbatches
+            numbers = range(first, first + self._num_microbatches)
+            return [self._captured_data(step, number) for number in numbers], None
         inputs, targets = model_batch(
             self._job.model,
             seed=self._job.seed,
@@ -167,8 +175,8 @@ class Trainer:
         inputs = local(inputs) if 0 in self.stages else inputs.new_empty(0)
         return inputs.to(self._device), local(targets).to(self._device)
 
-    def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-        """One optimizer step; gives the losses of the microbatches where this rank computes them."""
+    def step(self, tokens: Tensor | list[Any], targets: Tensor | None) -> list[Tensor]:
+        """One optimizer step on a ``batch``; gives the losses of the microbatches where this rank computes them."""
         if self.replicas is not None:
             self.replicas.begin_step()
         if self._boundaries is not None:
@@ -262,7 +270,7 @@ class Trainer:
         for stage in self.stages.values():
             split |= split_dimensions(stage, self._job)
         return TrainingState(
-            self.stages.values(),
+            [*self.stages.values()],
             self.local_optimizers,
             split,
             self._dims,
@@ -289,6 +297,23 @@ class Trainer:
                 # backward begins with the last one
                 sharding.shard(layer, reshards=reshards and number != layers[-1], ignored=ignored)
 
+        if model.captured is not None:
+            from executor.models.captured import build_captured
+
+            own: Stage = build_captured(
+                model.captured,
+                self._layers,
+                weight_dtype(job),
+                self._device,
+                job.seed,
+                plan.recompute,
+                recompute_layers=plan.recompute_layers,
+                around_rerun=self._recorder.rerun,
+                finish=finish,
+            )
+            if sharding is not None:
+                sharding.finish(own)
+            return own
         stage = build_stage(
             model,
             layers,
@@ -307,6 +332,16 @@ class Trainer:
         if sharding is not None:
             sharding.finish(stage)
         return stage
+
+    def _make_captured_data(self) -> Callable[[int, int], Any] | None:
+        """Function of a step and a microbatch's number in it that gives its batch; None for models of families."""
+        job = self._job
+        if job.model.captured is None:
+            return None
+        from executor.models.captured import CapturedData, moved
+
+        data, num_samples = CapturedData(job.model.captured, job.seed), job.plan.microbatch_size
+        return lambda step, number: moved(data.batch(step, number, num_samples), self._device, weight_dtype(job))
 
     def _sharding(self, index: int) -> StageSharding:
         from executor.distributed.fsdp import StageSharding
@@ -425,6 +460,8 @@ class Trainer:
 
     def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Function of the last stage's output and the targets."""
+        if self._job.model.captured is not None:
+            return lambda loss, targets: loss
         software, last = self._job.software, len(self._job.model.layers) - 1
         chunked = software.chunked_losses.get(software.loss)
         heads = [stage.layers[str(last)] for stage in self.stages.values() if str(last) in stage.layers]

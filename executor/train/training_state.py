@@ -7,7 +7,7 @@ as separate tensors, with the rank's mesh coordinate as suffix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +43,7 @@ class TrainingState:
 
     def __init__(
         self,
-        stages: Iterable[Stage],
+        stages: Sequence[Stage],
         optimizers: list[torch.optim.Optimizer],
         split: Mapping[str, int],
         dims: ParallelDims,
@@ -54,7 +54,7 @@ class TrainingState:
     ) -> None:
         self._optimizers, self._device, self._outer, self._compression = optimizers, device, outer, compression
         self._replica = "" if outer is None else f".replica{dims.outer.rank}"
-        self._model = Stage((int(index), layer) for stage in stages for index, layer in stage.layers.items())
+        self._model = Stage.joined(stages)
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         self._second_names = parameters.keys() - dict(self._model.named_parameters()).keys()
         self._split, self._tp = split, dims.tp

@@ -23,7 +23,6 @@ from simplan.cli.execute import (
     default_folder,
     execute,
     join,
-    refuse_captured,
     refuse_other_software,
     refuse_restarts,
 )
@@ -257,6 +256,7 @@ def run_command(
     scenario = request.scenario()
     refuse_other_software(scenario)
     refuse_restarts(scenario, options)
+    _say_whose_code_runs(scenario)
     folder = output or default_folder(scenario)
     nodes = nodes_of(scenario, options, rendezvous)
     if nodes is not None and not nodes.leads:
@@ -268,6 +268,14 @@ def run_command(
             request_of_faults = read_faults(scenario, faults, options.checkpointing, rendezvous.nodes[1])
             options = replace(options, faults=request_of_faults)
         return _run_alone(scenario, folder, calibration_file, options, rendezvous, as_json=as_json)
+
+
+def _say_whose_code_runs(scenario: Scenario) -> None:
+    """Says which functions a captured model imports from the current folder."""
+    captured = scenario.job.model.captured
+    if captured is not None:
+        functions = [name for name in (captured.factory, captured.batch, captured.loss) if name]
+        say(f"note: runs {', '.join(functions)}, imported from this folder or the environment")
 
 
 def _run_alone(
@@ -310,7 +318,7 @@ def calibrate_command(
     """``simplan calibrate``."""
     scenarios = [scenario for file in files for scenario in scenarios_to_time(file)]
     for scenario in scenarios:
-        refuse_captured(scenario)
+        _say_whose_code_runs(scenario)
     if rendezvous.nodes[1] > 1:
         if files:
             rule = "is not timed across nodes: collectives and P2P sends are, for any scenario"

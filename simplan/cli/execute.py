@@ -120,27 +120,15 @@ class Outcome:
 
 
 def refuse_other_software(scenario: Scenario) -> None:
-    """The executor runs one framework, and models of families.
+    """The executor runs one framework.
 
     Raises:
-        NotModelledError: The scenario is for another framework, or of a captured module.
+        NotModelledError: The scenario is for another framework.
     """
-    refuse_captured(scenario)
     if not scenario.job.software.executable:
         rule = "cannot be run: the executor runs plain torch, which is not what is predicted for another framework"
         problem = Problem(field="software", value=scenario.job.software.id, rule=rule, fix="use torch")
         raise NotModelledError(problem, file=scenario.file)
-
-
-def refuse_captured(scenario: Scenario) -> None:
-    """The executor runs and times models of families.
-
-    Raises:
-        NotModelledError: The scenario is of a captured module.
-    """
-    if scenario.job.model.captured is not None:
-        rule = "is a captured module, which the executor does not run or time yet"
-        raise NotModelledError(Problem(field="model.file", rule=rule, fix="predict it"), file=scenario.file)
 
 
 _ONLY_PREDICTED_BY_RUNS = ("cluster.jitter", "cluster.background")

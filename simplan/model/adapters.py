@@ -130,7 +130,7 @@ def _operators(layer: LayerSpec, targets: frozenset[str], rank: int, *, first: b
 
 def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:
     """A frozen matrix and, with a rank, its adapter: A, then B, whose result is scaled and added."""
-    frozen = replace(operator, kernel=replace(kernel, trained=False, propagates=propagates), parameters=())
+    frozen = replace(operator, kernel=replace(kernel, trained=False, propagates=propagates), parameters=(), saves=())
     if not rank:
         yield frozen
         return

@@ -92,6 +92,7 @@ class Gemm:
             runs.
         joint: Fusion group: matmuls with one input and the same word can be fused (QKV, gate-up); empty for none.
         chunks: Chunks of tokens of separate matmuls; None for one matmul of all tokens.
+        relative_std: Relative standard deviation of the time of a kind that was never fitted; 0 for that of the device.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Gemm:
     cast_before: tuple[Literal["input", "gradient"], ...] = ()
     joint: str = ""
     chunks: Chunks | None = None
+    relative_std: float = 0.0
 
     @property
     def flops(self) -> int:
@@ -245,6 +247,8 @@ class Pointwise:
         launches: Kernels launched in sequence, in forward and in backward.
         like: Most similar function among those that a calibration times.
         chunks: Chunks of tokens of separate kernels; None for one kernel of all tokens.
+        passes: Times that the bytes are moved, of kernels that need several passes or move them slowly.
+        relative_std: As of ``Gemm``.
     """
 
     name: str
@@ -255,6 +259,8 @@ class Pointwise:
     launches: tuple[int, int] = (1, 1)
     like: PointwiseFunction = "add"
     chunks: Chunks | None = None
+    passes: float = 1.0
+    relative_std: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

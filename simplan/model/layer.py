@@ -46,6 +46,10 @@ __all__ = [
 ]
 
 
+MAX_BOUNDARY_TENSORS = 63
+"""Most tensors that a pipeline stage hands to the next one."""
+
+
 class LayerKind(StrEnum):
     """Position of a layer in the pipeline: the first, a repeated one, or the last with the loss."""
 
@@ -66,6 +70,7 @@ class ParameterSpec:
         expert: Expert weight: every expert-parallel rank holds different experts, and only ranks with the same experts
             average its gradients.
         frozen: The weight is not trained: no gradient, no optimizer states.
+        in_root: The weight is outside of the layer's module, so that FSDP has it in its root unit.
     """
 
     name: str
@@ -73,6 +78,7 @@ class ParameterSpec:
     partial_gradient: bool = False
     expert: bool = False
     frozen: bool = False
+    in_root: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -103,6 +109,7 @@ class LayerSpec:
         mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens further
             ahead (``simplan.model.families.mtp``); 0 for other layers.
         needs_input_gradient: Something before the layer is trained.
+        in_root: The layer is no module, so that FSDP has its weights in its root unit.
     """
 
     key: str
@@ -122,11 +129,18 @@ class LayerSpec:
     late_savers: tuple[str, ...] = ()
     mtp_depth: int = 0
     needs_input_gradient: bool = True
+    in_root: bool = False
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
         """Kernels with a cost estimate, in the order of forward, for one sequence."""
         return tuple(operator.kernel for operator in self.operators if operator.kernel is not None)
+
+    @cached_property
+    def unfitted(self) -> dict[str, float]:
+        """Relative standard deviations of kernels of kinds that were never fitted, by name."""
+        priced = (kernel for kernel in self.kernels if isinstance(kernel, Gemm | Pointwise))
+        return {kernel.name: kernel.relative_std for kernel in priced if kernel.relative_std}
 
     @cached_property
     def places(self) -> tuple[int, ...]:

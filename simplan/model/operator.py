@@ -163,8 +163,6 @@ def saved_by(operator: Operator, needed: frozenset[str]) -> tuple[str, ...]:
     """Names of the tensors that an operator saves for backward; ``needed`` are those whose gradients it computes."""
     if operator.detached or (not operator.trains and needed.isdisjoint(operator.reads)):
         return ()
-    if isinstance(operator.kernel, Gemm) and not operator.kernel.trained:
-        return ()
     only_for = dict(operator.saves_for)
     return tuple(name for name in operator.saves if name not in only_for or only_for[name] in needed)
 

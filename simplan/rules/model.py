@@ -10,6 +10,7 @@ from simplan.errors import Problem
 from simplan.job import Job, computed_in
 from simplan.model.adapters import adapter_targets
 from simplan.model.families import FAMILIES
+from simplan.model.layer import MAX_BOUNDARY_TENSORS
 from simplan.model.model import ModelSpec
 from simplan.plan.schedules import splits_backward
 from simplan.plan.shard import Shard
@@ -391,18 +392,21 @@ def compiled_capture(job: Job) -> Iterator[Problem]:
         )
 
 
-@unmodelled("captured modules are not calibrated")
-def calibration_of_captures(job: Job) -> Iterator[Problem]:
-    if job.model.captured is not None and job.cluster.cores_per_node is not None:
-        sentence = "the time of captured modules on a machine that simplan calibrates is not modeled yet"
-        yield Problem(field="cluster", value=job.cluster.id, rule=sentence, fix="use a cluster of the catalog")
-
-
 @unmodelled("weights that several captured layers share are in one pipeline stage", reads="pp")
 def shared_weights_in_pipelines(job: Job) -> Iterator[Problem]:
     captured = job.model.captured
     if captured is not None and captured.graph.shared and job.plan.pp > 1:
         what = f"a pipeline of layers that share weights ({_some(captured.graph.shared)})"
+        yield not_modelled(job, "plan.pp", what, "use 1")
+
+
+@unmodelled("stages hand on few tensors", reads="pp")
+def tensors_between_stages(job: Job) -> Iterator[Problem]:
+    if job.model.captured is None or job.plan.pp == 1:
+        return
+    most = max(len(layer.outputs) for layer in job.model.layers)
+    if most > MAX_BOUNDARY_TENSORS:
+        what = f"a pipeline with {most} tensors between two layers, which is more than {MAX_BOUNDARY_TENSORS},"
         yield not_modelled(job, "plan.pp", what, "use 1")
 
 

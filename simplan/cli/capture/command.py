@@ -28,10 +28,7 @@ def capture_command(
     """``simplan capture``. Functions are imported from the current folder and the environment."""
     own = _of_config(source, seq_len) if source.endswith(".json") else _of_code(source, inputs, loss)
     request = CaptureRequest(**own, name=name or "", folder=str(Path.cwd()))
-    with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
-        file = Path(folder) / "request.json"
-        write_model(file, request)
-        run_executor(["capture", str(file), "--out", str(output.resolve())], lambda event: None)
+    write_capture(request, output)
     captured = read_captured(output)
     if as_json:
         print_json(captured_json(captured))
@@ -40,10 +37,22 @@ def capture_command(
     return 0
 
 
+def write_capture(request: CaptureRequest, output: Path) -> None:
+    """Captures in a process of the executor.
+
+    Raises:
+        SpecError: The module cannot be captured.
+    """
+    with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
+        file = Path(folder) / "request.json"
+        write_model(file, request)
+        run_executor(["capture", str(file), "--out", str(output.resolve())], lambda event: None)
+
+
 def _of_config(source: str, seq_len: int | None) -> dict[str, Any]:
     if not Path(source).is_file():
         raise SpecError(Problem(field="SOURCE", value=source, rule="is no file", fix="give the path of a config.json"))
-    return {"config": str(Path(source).resolve()), "seq_len": seq_len or _USUAL_LENGTH}
+    return {"config": str(Path(source).resolve()), "seq_len": seq_len or USUAL_LENGTH}
 
 
 def _of_code(source: str, inputs: str | None, loss: str | None) -> dict[str, Any]:
@@ -58,4 +67,4 @@ def _of_code(source: str, inputs: str | None, loss: str | None) -> dict[str, Any
     }
 
 
-_USUAL_LENGTH = 4096  # tokens
+USUAL_LENGTH = 4096  # tokens

@@ -266,10 +266,24 @@ class ScenarioRequest:
         """
         from simplan.scenario.source import read_source
 
+        if (captured := self._captured()) is not None:
+            return captured.read()
         source = read_source(str(self.source), self.overrides, self.names, framework=self.framework)
         scenario = source.scenario()
         self._write(source)
         return scenario, source
+
+    def _captured(self) -> ScenarioRequest | None:
+        """Request of the captured model of a config.json that simplan has no family for; None for other sources."""
+        if self.source.suffix != ".json":
+            return None
+        from simplan.cli.capture.unknown import captured_config
+
+        file = captured_config(self.source, self.overrides.get("model.seq_len"))
+        if file is None:
+            return None
+        others = {key: value for key, value in self.overrides.items() if key != "model.seq_len"}
+        return replace(self, source=file, overrides=others)
 
     def search(self, *, from_current: bool = False) -> SearchScenario:
         """The search; writes it to the file of ``--write-scenario``.
@@ -283,6 +297,8 @@ class ScenarioRequest:
         """
         from simplan.scenario.source import read_source
 
+        if (captured := self._captured()) is not None:
+            return captured.search(from_current=from_current)
         if from_current and not self._has_plan:
             if self.is_file and not any(key.startswith("plan.") for key in self.overrides):
                 rule, fix = "compares with a plan, and SCENARIO has none", "give the options of one, e.g. --tp 8"

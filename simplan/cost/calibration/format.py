@@ -241,6 +241,8 @@ class ShapeRequest(Spec):
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Layers of each rank, with the keys by which their timings are looked up."""
+        if self.model.captured is not None:
+            return self.model.layers_of(self.shard)
         implementation = LayerImplementation(
             compiled=self.compiled, model_code=self.model_code, chunked_loss=self.chunked_loss
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -121,7 +121,12 @@ class KernelCost:
         relative_std = self.relative_std
         if work.layer.kernels_with(Role.EXPERTS):
             relative_std = max(relative_std, self.matmuls.rates.moe_std)
-        return CostEstimate(tuple(self._parts(work)), self.provenance, relative_std)
+        parts = self._parts(work)
+        if unfitted := work.layer.unfitted:
+            total_s = sum([part.seconds for part in parts])
+            own_s = [part.seconds * max(relative_std, _std_of(part.name, unfitted)) for part in parts]
+            relative_std = sum(own_s) / total_s if total_s else relative_std
+        return CostEstimate(tuple(parts), self.provenance, relative_std)
 
     def seconds(self, work: LayerWork) -> float:
         """Returns the seconds of ``cost_estimate``."""
@@ -326,10 +331,23 @@ def _memory_bound(work: LayerWork, widths: tuple[int, int], kernel_set: KernelSe
         if num_bytes or launches:
             kernel = layer.kernels[index]
             name = kernel.name if isinstance(kernel, Pointwise) else f"{kernel.name}: casts, copies and biases"
+            if isinstance(kernel, Pointwise):
+                num_bytes *= kernel.passes
             before = found.get(name, (0.0, 0))
             found[name] = before[0] + num_bytes, before[1] + launches
     layer.derived[key] = found
     return found
+
+
+def _std_of(part: str, unfitted: Mapping[str, float]) -> float:
+    """Relative standard deviation of a part, whose name begins with that of its kernel; 0 for that of the device."""
+    known = unfitted.get(part)
+    if known is None and part.endswith(_GEMM_ENDS):
+        known = next((unfitted[part.removesuffix(end)] for end in _GEMM_ENDS if part.removesuffix(end) in unfitted), 0)
+    return known or 0.0
+
+
+_GEMM_ENDS = tuple(word for word in GEMM_WORDS.values() if word)
 
 
 def running_kernels(work: LayerWork) -> list[Kernel]:

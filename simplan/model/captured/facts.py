@@ -51,11 +51,13 @@ class CapturedParameter(Spec):
     Attributes:
         name: Name inside of its layer.
         frozen: The weight has no gradient.
+        elsewhere: The weight is outside of the layer's module, and its name is that in the whole module.
     """
 
     name: Line
     shape: Shape
     frozen: bool = False
+    elsewhere: bool = False
 
 
 class CapturedOperator(Spec):
@@ -155,6 +157,9 @@ class CapturedModel(Spec):
         software: Versions of the packages that were used, by name.
         inputs: Tensors of the batch.
         modules: Paths of the modules that became layers, by layer; empty for code between modules.
+        starts: By layer, how it starts: ``enter PATH`` or ``leave PATH`` of a module, of its first call where it is
+            left, and of its last one where it is entered. Empty for the beginning of forward, and where no module
+            tells.
         unused: Names of parameters that take no part in the loss.
         graphs: Layers by precision.
         refused: By precision, why forward does not run in it.
@@ -171,6 +176,7 @@ class CapturedModel(Spec):
     software: dict[str, Line] = Field(default_factory=dict)
     inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(_to_tuple)] = ()
     modules: Names = ()
+    starts: Names = ()
     unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
     graphs: dict[ComputedIn, CapturedGraph]
     refused: dict[ComputedIn, Line] = Field(default_factory=dict)
@@ -180,6 +186,10 @@ class CapturedModel(Spec):
     def graph(self) -> CapturedGraph:
         """Layers in the precision that is meant."""
         return self.graphs.get(self.computed_in) or next(iter(self.graphs.values()))
+
+    def module_of(self, layer: int) -> str:
+        """Path of the module that a layer is; empty for code between modules."""
+        return self.modules[layer] if layer < len(self.modules) else ""
 
     @property
     def tokens(self) -> int:

@@ -8,6 +8,7 @@ pixel. All else moves bytes.
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 from simplan.model.captured.facts import CapturedOperator, Shape
 from simplan.model.kernel import Attention, Gemm, Kernel, Lookup, Pointwise, PointwiseFunction
@@ -32,6 +33,51 @@ _LIKE: dict[str, PointwiseFunction] = {
     "_softmax": "cross_entropy",
     "nll_loss_forward": "cross_entropy",
 }
+
+
+class _Kind(NamedTuple):
+    """Price of a kind of operator that was never fitted: an assumption, as wide as what is not known.
+
+    Attributes:
+        passes: Times that the bytes of operands and results are moved.
+        relative_std: Relative standard deviation of the time.
+    """
+
+    words: frozenset[str]
+    passes: float
+    relative_std: float
+
+
+_KINDS = (
+    # two passes over blocks; along other dimensions than the last one the kernel is serial
+    _Kind(frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}), 2.0, 1.0),
+    # atomic additions, or a sort of the indices where results must be the same again
+    _Kind(frozenset({
+        "index_put", "index_put_", "_unsafe_index_put", "index_add", "index_add_", "scatter", "scatter_", "scatter_add",
+        "scatter_add_", "scatter_reduce", "index_reduce", "masked_scatter",
+    }), 4.0, 1.0),
+    # radix sort: four digits of 8 bits, each read, counted and written with its index of 8 bytes
+    _Kind(frozenset({"sort", "argsort", "topk", "kthvalue", "unique_consecutive"}), 8.0, 1.0),
+    # up to three passes for long dimensions, and transposes
+    _Kind(frozenset({"_fft_r2c", "_fft_c2r", "_fft_c2c"}), 3.0, 0.7),
+    # windows overlap
+    _Kind(frozenset({
+        "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
+        "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "grid_sampler_2d",
+        "im2col", "col2im",
+    }), 2.0, 0.5),
+)  # fmt: skip
+_GROUPED_CONVOLUTION_STD = 1.0
+"""Kernels of depthwise and grouped convolutions differ by library and shape."""
+_CONVOLUTION_STD = 0.3
+
+
+def kind_of(operator: CapturedOperator) -> tuple[float, float]:
+    """Passes over the bytes of a memory-bound operator, and its relative standard deviation: 1 and 0 if fitted."""
+    found = next((kind for kind in _KINDS if word(operator) in kind.words), None)
+    return (1.0, 0.0) if found is None else (found.passes, found.relative_std)
+
+
 SUMS = frozenset({"add", "add_"})
 """Operators whose gradient is the gradient of everything that they read."""
 
@@ -64,6 +110,7 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         return _attention(operator, name)
     if kind in _LOOKUPS:
         return Lookup(name, prod(operator.operands[1]), operator.operands[0][-1], trained=operator.trains)
+    passes, relative_std = kind_of(operator)
     return Pointwise(
         name,
         sum(prod(shape) for place, shape in enumerate(operator.operands) if place not in operator.weights),
@@ -71,6 +118,8 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         propagates=operator.propagates or operator.trains,
         moves=kind in _MOVES,
         like=_LIKE.get(kind, "add"),
+        passes=passes,
+        relative_std=relative_std,
     )
 
 
@@ -105,6 +154,7 @@ def _convolution(operator: CapturedOperator, name: str) -> Gemm:
         image_elements=prod(image),
         trained=operator.trains,
         propagates=operator.propagates,
+        relative_std=_GROUPED_CONVOLUTION_STD if groups > 1 else _CONVOLUTION_STD,
     )
 
 

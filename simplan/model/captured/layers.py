@@ -17,6 +17,8 @@ from simplan.model.captured.facts import (
 from simplan.model.captured.kernels import SUMS, kernel_of, word
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
 
+CAPTURED = "captured-"
+"""Begin of the keys of captured layers."""
 _WEIGHT = ".weight"
 
 
@@ -24,30 +26,37 @@ _WEIGHT = ".weight"
 def captured_layers(model: CapturedModel) -> tuple[LayerSpec, ...]:
     """All layers in order; equal layers are one object."""
     order = model.graph.order
-    made: dict[tuple[int, LayerKind], LayerSpec] = {}
+    made: dict[tuple[int, LayerKind, bool], LayerSpec] = {}
     found = []
     for place, number in enumerate(order):
         is_last = place == len(order) - 1
         kind = LayerKind.HEAD if is_last else LayerKind.BLOCK if place else LayerKind.EMBEDDING
-        if (number, kind) not in made:
-            made[number, kind] = _layer(
-                model.graph.layers[number], kind, model.unused if is_last else (), is_first=not place
-            )
-        found.append(made[number, kind])
+        in_root = not model.module_of(place)
+        key = number, kind, in_root
+        if key not in made:
+            unused = model.unused if is_last else ()
+            made[key] = _layer(model.graph.layers[number], kind, unused, is_first=not place, in_root=in_root)
+        found.append(made[key])
     return tuple(found)
 
 
 def _layer(
-    captured: CapturedLayer, kind: LayerKind, unused: tuple[CapturedParameter, ...], *, is_first: bool
+    captured: CapturedLayer,
+    kind: LayerKind,
+    unused: tuple[CapturedParameter, ...],
+    *,
+    is_first: bool,
+    in_root: bool,
 ) -> LayerSpec:
     outputs = () if kind is LayerKind.HEAD else captured.outputs
     tensors = {tensor.name: tensor for tensor in (*captured.inputs, *(t for o in captured.operators for t in o.makes))}
     words = captured.model_dump_json() + "".join(parameter.model_dump_json() for parameter in unused)
+    where = "-root" if in_root else ""
     return LayerSpec(
-        key=f"captured-{kind}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
+        key=f"{CAPTURED}{kind}{where}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
         kind=kind,
         parameters=tuple(
-            ParameterSpec(p.name, p.shape, frozen=p.frozen)
+            ParameterSpec(p.name, p.shape, frozen=p.frozen, in_root=p.elsewhere)
             for p in (*captured.parameters, *(p.model_copy(update={"frozen": True}) for p in unused))
         ),
         operators=tuple(_operators(captured)),
@@ -59,6 +68,7 @@ def _layer(
         buffers=tuple(map(_tensor, captured.buffers)),
         tied=captured.tied,
         needs_input_gradient=not is_first,
+        in_root=in_root,
     )
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
-from simplan.model.kernel import TOKEN_TABLE
-from simplan.model.layer import CollectiveKind, LayerSpec
+from simplan.model.layer import CollectiveKind, LayerKind, LayerSpec
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
@@ -272,7 +271,7 @@ def ddp_buckets(
         first_bucket_bytes: Size limit of the first bucket, in bytes.
     """
     stage = list(layers)
-    holds_embedding = any(p.name == f"{TOKEN_TABLE}.weight" for layer in stage for p in layer.parameters)
+    holds_embedding = any(layer.kind is LayerKind.EMBEDDING for layer in stage)
     buckets: list[Bucket] = []
     limit, filled = first_bucket_bytes, 0
     ready_layer, shapes = 0, list[tuple[int, ...]]()

@@ -544,7 +544,10 @@ class _RankLowering:
         sends = action.kind in (_K.SEND_F, _K.SEND_B)
         other = self.rank + (stages.placement[other_end.stage] - self.pp_rank) * stages.mapping.ranks_per_stage
         ends = RankGroup.of("send", (self.rank, other) if sends else (other, self.rank))
+        is_backward = action.kind in (_K.SEND_B, _K.RECV_B)
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_end.stage)]):
+            if is_backward and not tensor.returns:
+                continue
             # a send keeps its tensor alive until its wait; a tensor that only passes through is in a receive buffer
             sent = 0 if action.kind is _K.SEND_F and tensor.passes else tensor.num_bytes
             held = sent if stages.software.runtime == "torch" else 0

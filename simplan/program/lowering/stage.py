@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from simplan.job import Job
+from simplan.model.captured.layers import CAPTURED
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
 from simplan.model.recompute import Recomputation, recomputation, recompute_of
 from simplan.plan.plan import RankMapping, Recompute, StageAssignment
@@ -34,10 +35,12 @@ class StageOutput(NamedTuple):
     Attributes:
         num_bytes: Size for one microbatch, in bytes.
         passes: True if the stage passes the tensor through unchanged.
+        returns: True if backward sends a gradient of the tensor back.
     """
 
     num_bytes: int
     passes: bool
+    returns: bool = True
 
 
 class LayerFacts(NamedTuple):
@@ -107,6 +110,12 @@ class Stages:
         ]
         self.scatter_gather_p2p = software.scatter_gather_p2p and plan.tp > 1 and not plan.sequence_parallel
         self.crossings = [self.leaving(layers) for layers in self.layers]
+        if model.captured is not None:
+            given = gradients_between(model_layers)
+            for stage, leaving in enumerate(self.crossings):
+                returns = given[assignment.boundaries[stage + 1] - 1]
+                pairs = zip(leaving, returns, strict=True)
+                self.crossings[stage] = tuple(output._replace(returns=returned) for output, returned in pairs)
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
         num_samples, image_elements = (
             self.num_microbatches * plan.microbatch_size,
@@ -132,8 +141,13 @@ class Stages:
         found = []
         for index, shape in enumerate(layers[-1].output_shapes if layers[-1].output_elements else ()):
             width = self.state.activation if index in layers[-1].matmul_dtype_outputs else self.state.boundary
-            passes = all(index in layer.passed_outputs for layer in layers)
-            found.append(StageOutput(math.prod(shape) * self.plan.microbatch_size * width, passes))
+            passes, samples = all(index in layer.passed_outputs for layer in layers), self.plan.microbatch_size
+            returns = True
+            if layers[-1].key.startswith(CAPTURED):  # tensors of any kind, with widths of their own
+                tensor = layers[-1].tensors[layers[-1].outputs[index]]
+                width, samples = tensor.bytes_per_element or width, 1 if tensor.per_microbatch else samples
+                returns = tensor.name in layers[-1].needed
+            found.append(StageOutput(math.prod(shape) * samples * width, passes, returns))
         return tuple(found)
 
     @property
@@ -291,3 +305,13 @@ def _matrices(layer: LayerSpec) -> Iterator[tuple[int, int]]:
     for apart, run in groupby(layer.kernels, key=lambda k: (k.m, k.k) if isinstance(k, Gemm) else None):
         if apart is not None:
             yield sum(kernel.n for kernel in run if isinstance(kernel, Gemm)), apart[1]
+
+
+def gradients_between(layers: Sequence[LayerSpec]) -> list[tuple[bool, ...]]:
+    """Returns, by layer, which of its outputs get a gradient in backward; masks and tables get none."""
+    found: list[tuple[bool, ...]] = []
+    for layer in layers:
+        before = found[-1] if found else ()
+        given = dict(zip((tensor.name for tensor in layer.inputs), before, strict=False))
+        found.append(tuple(given.get(name, name in layer.needed) for name in layer.outputs))
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from simplan.model.layer import LayerKind, LayerSpec
+from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
 
 
 class Unit(NamedTuple):
@@ -41,9 +41,9 @@ def fsdp_units(
 ) -> tuple[Unit, ...]:
     """Returns the units of a stage in the order in which their forward ends in FSDP.
 
-    Each layer is one unit, except an embedding and a head with a tied weight. These belong to the root unit, which ends
-    last. Experts sharded over a different group are a separate unit, which ends before the rest of their layer
-    (torchtitan, torchtitan/models/llama4/infra/parallelize.py, ``apply_fsdp``).
+    Each layer is one unit, except an embedding and a head with a tied weight, and layers that are no modules. These
+    belong to the root unit, which ends last. Experts sharded over a different group are a separate unit, which ends
+    before the rest of their layer (torchtitan, torchtitan/models/llama4/infra/parallelize.py, ``apply_fsdp``).
 
     Args:
         layers: Layers of the stage.
@@ -53,31 +53,39 @@ def fsdp_units(
     """
     head = len(layers) - 1
     tied = layers[0].kind is LayerKind.EMBEDDING and bool(layers[head].tied)
-    alone = range(1, head) if tied else range(len(layers))
-    groups: list[tuple[int, ...]] = [(position,) for position in alone]
-    if tied:
-        groups.append((0, head))
+    in_root = {position for position, layer in enumerate(layers) if layer.in_root} | ({0, head} if tied else set())
+    groups: list[tuple[int, ...]] = [(position,) for position in range(len(layers)) if position not in in_root]
+    if in_root:
+        groups.append(tuple(sorted(in_root)))
     seen: dict[tuple[str, ...], tuple[Unit, ...]] = {}  # equal layers have equal units
     units: list[Unit] = []
     for group in groups:
+        is_root = group[0] in in_root
         members = [layers[position] for position in group]
         key = tuple(layer.key for layer in members)
         if key not in seen:
             apart = expert_shards > 1 and any(p.expert for layer in members for p in layer.parameters)
-            experts = [_unit(members, expert_shards, experts=True)] * apart
-            seen[key] = (*experts, _unit(members, num_shards, tied=tied))
+            experts = [_unit(_owned(members, experts=True), members[-1], expert_shards)._replace(experts=True)] * apart
+            own = [p for p in _owned(members, tied=tied and is_root) if is_root or not (in_root and p.in_root)]
+            if is_root:
+                own += [p for i, layer in enumerate(layers) if i not in in_root for p in layer.parameters if p.in_root]
+            seen[key] = (*experts, _unit(own, members[-1], num_shards))
         units += [unit._replace(layers=group, stays=keep_last and group == groups[-1]) for unit in seen[key]]
     return tuple(units)
 
 
-def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool = False, experts: bool = False) -> Unit:
-    """Returns a unit without positions in a stage."""
-    owned = [
+def _owned(layers: Sequence[LayerSpec], *, tied: bool = False, experts: bool = False) -> list[ParameterSpec]:
+    """Returns the parameters of layers that are experts, or all others; a tied weight once."""
+    return [
         parameter
         for layer in layers
         for parameter in layer.parameters
         if parameter.expert == experts and not (tied and parameter.name in layer.tied)
     ]
+
+
+def _unit(owned: Sequence[ParameterSpec], last: LayerSpec, num_shards: int) -> Unit:
+    """Returns a unit without positions in a stage."""
     trained = [parameter for parameter in owned if not parameter.frozen]
     return Unit(
         (),
@@ -87,8 +95,7 @@ def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool = False, e
         trained=sum(parameter.num_elements for parameter in trained),
         trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
         matrices=tuple(parameter.num_elements for parameter in trained if len(parameter.shape) > 1),
-        has_backward=bool(trained) or layers[-1].kind is not LayerKind.EMBEDDING,
-        experts=experts,
+        has_backward=bool(trained) or last.kind is not LayerKind.EMBEDDING,
     )
 
 

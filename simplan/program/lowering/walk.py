@@ -15,12 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.model.layer import MAX_BOUNDARY_TENSORS
+
 Integers = NDArray[np.int64]
 ALL_SENT = -2
 """Marks OPTIM, which needs all sends of the rank."""
 _LONG_ROW = 5_000
 """Actions per row from which the interpreter (10 microseconds each, for many rows) is slower than importing numba."""
-_MAX_NEEDED = 4
+_MAX_NEEDED = MAX_BOUNDARY_TENSORS + 1
 """Maximum number of P2P transfers that a forward or backward needs, plus one."""
 _ACTION, _NEEDS, _STAGE, _TEMPLATE, _BEGINS, _INPUTS = range(6)  # of an action of a row
 (

@@ -93,7 +93,7 @@ class StageBytes(NamedTuple):
         kept_bytes: Bytes saved for backward, including layer inputs.
         between_bytes: Part of ``kept_bytes`` still saved between dgrad and wgrad; 0 for an unsplit backward.
         input_bytes: Input bytes of the first layer.
-        output_bytes: Bytes that the last layer hands to the next stage.
+        output_bytes: Bytes that the last layer hands to the next stage, and of which it gets gradients.
         backward_bytes: Peak bytes of the backward of the last layer beyond the saved activations.
     """
 
@@ -355,7 +355,7 @@ def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ..
     experts = sum(p.num_elements for p in own if p.expert and not p.frozen)
     frozen = sum(p.num_elements for p in own if p.frozen)
     worst = sum(effect.during_bytes for effect in layers_effects([footprint], forward=False))
-    made = sum(tensor.num_bytes for tensor in stages.leaving([layer]) if not tensor.passes)
+    made = sum(tensor.num_bytes for tensor in stages.leaving([layer]) if tensor.returns and not tensor.passes)
     kept = 0 if stages.plan.offload_activations else footprint.activations
     quantized = persistent_weight_bytes(layer, stages.state)
     return trained - experts, experts, frozen, quantized, kept, between, footprint.input_bytes, made, worst

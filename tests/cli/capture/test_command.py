@@ -70,14 +70,61 @@ def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, tmp_path
     again = json.loads(simplan("predict", "own.yaml", "--json").stdout)
     assert again["step_time_s"] == answer["step_time_s"] > 0
     assert answer["inputs"]["model"]["captured"]["factory"] == "own:Model"
-    for command in ("run", "rehearse", "calibrate"):
-        refused = simplan(command, "own.yaml")
-        assert refused.returncode == 2
-        assert "is a captured module, which the executor does not run or time yet" in refused.stderr, command
+    refused = simplan("rehearse", "own.yaml", "--fake")
+    assert refused.returncode == 2
+    assert "model.file = Model: is a captured module, whose tensors a rehearsal cannot tell apart" in refused.stderr
     for options, said in REFUSED.items():
         refused = simplan("predict", "own.json", *PLAN, *options)
         assert refused.returncode == 2
         assert said in refused.stderr
+
+
+CONFIG = {
+    "model_type": "smollm3",
+    "architectures": ["SmolLM3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def test_a_config_without_a_family_is_captured_on_the_way(
+    simplan: Simplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the second command has it from the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    asked = ("tiny/config.json", "--seq-len", "16", "--cluster", "dgx-h100", "--num-devices", "4")
+    first = simplan("predict", *asked, "--json")
+    assert "note: capturing tiny with transformers, as simplan has no family smollm3: 16 tokens" in first.stderr
+    model = json.loads(first.stdout)["inputs"]["model"]
+    assert (model["name"], model["seq_len"], model["num_hidden_layers"]) == ("tiny", 16, 4)
+    again = simplan("search", *asked)
+    assert again.returncode == 0, again.stderr
+    assert "capturing" not in again.stderr
+
+
+@pytest.mark.slow
+def test_a_module_of_a_user_is_run(simplan: Simplan, tmp_path: Path) -> None:
+    """Calibrated, run on two ranks, compared; and refused once its code has changed."""
+    (tmp_path / "own.py").write_text(CODE)
+    simplan("capture", "own:Model", "--inputs", "own:batch", "--loss", "own:loss", "-o", "own.json")
+    (tmp_path / "own.yaml").write_text(
+        "model: {file: own.json}\ncluster: {preset: this-machine, num_devices: 2}\n"
+        "training: {global_batch_size: 16, precision: fp32}\nplan: {dp_replicate: 2, microbatch_size: 4}\n"
+    )
+    done = simplan("run", "own.yaml", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "note: runs own:Model, own:batch, own:loss" in done.stderr
+    assert "actions, collectives and P2P sends, and their order, are exactly those predicted" in done.stdout
+    (tmp_path / "own.py").write_text(f"{CODE}\n# changed\n")
+    refused = simplan("run", "own.yaml", "--steps", "3")
+    assert "was captured from other code than own:Model has now" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,31 @@ class DiT(nn.Module):
         return {"loss": noise.square().mean(), "noise": noise}
 
 
+class AdaptedLinear(nn.Module):
+    """A frozen matrix with an adapter of low rank (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.b(self.a(x))
+        return out
+
+
+class AdaptedDiT(DiT):
+    """A frozen diffusion transformer with adapters at two matrices of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            assert isinstance(block, DiffusionBlock)
+            block.qkv, block.up = AdaptedLinear(block.qkv), AdaptedLinear(block.up)  # type: ignore[assignment]
+
+
 class ScanBlock(nn.Module):
     """A selective state space, scanned step by step (Mamba)."""
 

@@ -23,7 +23,7 @@ from simplan.model.captured.layers import captured_layers
 from simplan.model.layer import Gemm, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.predict.evaluate import predict
+from simplan.predict.evaluate import predict, predict_step
 from simplan.training import TrainingSpec
 from tests.executor.capture import modules
 
@@ -272,3 +272,52 @@ def test_a_captured_model_is_read_from_its_file(tmp_path: Any) -> None:
     captured = model_from_module(modules.UNet(), modules.unet_batch, precisions=("fp32", "autocast"))
     text = captured.model_dump_json(exclude_defaults=True)
     assert CapturedModel.model_validate_json(text) == captured
+
+
+class Masked(nn.Module):
+    """Blocks that read a mask, two tables and a trained bias, all made before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bias, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, bias = x > 0, self.bias(x)
+        places = torch.arange(8, dtype=x.dtype, device=x.device)
+        sin, cos = places.sin(), places.cos()
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h, mask, sin, cos, bias)
+        out: Tensor = self.head(h).sum()
+        return out
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor, sin: Tensor, cos: Tensor, bias: Tensor) -> Tensor:
+        out: Tensor = x + self.linear((x * sin + bias * cos).masked_fill(mask, 0.0))
+        return out
+
+
+def test_stages_hand_on_all_tensors_and_return_the_gradients_that_there_are() -> None:
+    """Five tensors for two samples of eight FP32 numbers: a mask of bytes, two tables that do not grow, two others."""
+    captured = model_from_module(Masked(), lambda number: (torch.randn(number, 8),), precisions=("fp32",))
+    job = Job(
+        ModelSpec(name="masked", family="captured", captured=captured),
+        catalog.cluster("dgx-h100", 2),
+        TrainingSpec(global_batch_size=8, precision="fp32"),
+        ParallelPlan(pp=2, schedule="1f1b", microbatch_size=2),
+        catalog.software("torch"),
+    )
+    prediction, simulated = predict_step(job)
+    sent: dict[str, list[int]] = {}
+    for op in simulated.program.ops:
+        if op.stream in ("send_f", "send_b") and op.action is not None and op.action.microbatch == 0:
+            sent.setdefault(str(op.stream), []).extend(c.num_bytes for c in op.communications)
+    assert sorted(sent["send_f"]) == [2 * 8, 8 * 4, 8 * 4, 2 * 8 * 4, 2 * 8 * 4]
+    assert sent["send_b"] == [2 * 8 * 4, 2 * 8 * 4]
+    assert prediction.step_time_s > 0

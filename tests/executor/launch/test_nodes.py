@@ -40,6 +40,7 @@ from tests.executor.launch.node_runs import (
     start_on,
     wait_for_step,
 )
+from tests.executor.train.test_asynchronous import job_with
 from tests.executor.train.test_checkpoints import with_checkpoints
 from tests.hosts import BURST_BYTES, hosts
 
@@ -365,3 +366,26 @@ def test_a_run_begins_with_the_hosts_that_are_there(tmp_path: Path) -> None:
     measurement = check_parts(tmp_path, whole, [2, 4])
     assert "2 nodes with 2 ranks begin" in measurement.notes
     assert json.loads((tmp_path / "0" / "measurement.json").read_text())["earlier"][0]["num_nodes"] == 2
+
+
+def test_workers_go_on_without_a_host_and_take_it_in_again(tmp_path: Path) -> None:
+    """Three hosts with a worker each, and the server on the first: one of the others is killed and comes back."""
+    replication = {"kind": "parameter_server", "staleness": 2, "min_replicas": 2}
+    job = job_with(replication, num_workers=3, num_steps=1500, num_warmup_steps=0, timeout_s=60.0)
+    with hosts(3, cores=cores_of(3)) as made:
+        started = start_on(made, job, tmp_path)
+        wait_for_step(started, tmp_path / "0", LOST_AFTER)
+        (gone,) = (place for place in (1, 2) if RankFiles(tmp_path / str(place), 1).heartbeat.exists())
+        made[gone].kill_all()
+        started[gone].communicate()
+        started[gone] = start_node(made[gone], gone, tmp_path, "again")
+        assert finished(started, tmp_path) == [(0, "")] * 3
+    measurement = measured(tmp_path)
+    assert measurement.complete
+    members = [each.replicas for each in measurement.rounds]
+    first = members.index(ALL, LOST_AFTER)  # the files of the lost host are of its second life
+    assert {*members[first:]} == {ALL}
+    assert {*members[:first]} <= {LEFT, ALL}
+    assert first > LOST_AFTER
+    assert measurement.workers is not None
+    assert ran_as_predicted(measurement)

@@ -56,7 +56,7 @@ class DumpingTrainer(Trainer):
             self.gradients |= {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
         super().update()
 
-    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    def step(self, tokens: Any, targets: Any) -> list[torch.Tensor]:
         if self.steps_done == PROFILED_STEP:
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
                 losses = super().step(tokens, targets)

@@ -64,7 +64,7 @@ class LeavingMembership(Membership):
 class WeighingTrainer(Trainer):
     """Trainer of a rank that may be killed."""
 
-    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    def step(self, tokens: Any, targets: Any) -> list[torch.Tensor]:
         """As said."""
         number, members = self._recorder.step, self._dims.members
         assert isinstance(members, LeavingMembership)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from executor.train.trainer import Trainer
 
 
 class WeighingTrainer(Trainer):
-    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    def step(self, tokens: Any, targets: Any) -> list[torch.Tensor]:
         losses = super().step(tokens, targets)
         (stage,) = self.stages.values()
         weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in stage.parameters()]

@@ -257,7 +257,7 @@ def test_checkpoints_of_workers_are_refused(tmp_path: Path) -> None:
     ("replication", "num_local_ranks", "said"),
     [
         ({"kind": "hogwild"}, 1, "hogwild: shares the memory of one node; use one node, or kind: parameter_server"),
-        ({**ASYNC, "min_replicas": 1}, 1, "min_replicas = 1: is run on one node only for parameter servers"),
+        ({**ASYNC, "servers": 2, "min_replicas": 1}, 1, "min_replicas = 1: cannot be kept .*; use servers: 1"),
         ({**ASYNC, "server_nodes": "apart"}, 2, "server_nodes = apart: is not run, .*; use workers"),
     ],
 )

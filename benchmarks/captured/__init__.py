@@ -1,0 +1,1 @@
+"""Captured modules, calibrated and run on two ranks, beside their predictions."""

@@ -1,0 +1,258 @@
+"""Captured modules on real ranks: against one process that trains the module as people write it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from executor.calibration import captured_timing
+from executor.calibration.captured_timing import time_captured
+from executor.calibration.timing import Bench
+from executor.capture.capture import model_from_module
+from executor.checks import check_job
+from executor.run import run_job
+from simplan import catalog
+from simplan.cost.calibration.format import ShapeRequest
+from simplan.errors import NotModelledError, RunError
+from simplan.job import Job
+from simplan.model.captured.facts import CapturedModel
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict, run_spec_of
+from simplan.prediction import Prediction
+from simplan.runs.run_spec import RunSpec
+from simplan.training import Precision, TrainingSpec
+from simplan.validate.compare import issued_as_predicted
+from tests.executor.capture import modules
+from tests.executor.capture.test_capture import call
+from tests.executor.conftest import slow_except
+from tests.executor.dry_run.accounting import account
+from tests.executor.train.test_equality import RELATIVE, run_in_float64
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "UNet": (modules.UNet, modules.unet_batch),
+    "DiT": (modules.DiT, modules.dit_batch),
+    "AdaptedDiT": (modules.AdaptedDiT, modules.dit_batch),
+    "StateSpaceModel": (modules.StateSpaceModel, modules.token_batch),
+    "Recommender": (modules.Recommender, modules.recommender_batch),
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "ddp": {"dp_replicate": 2, "bucket_bytes": 40_000},
+    "zero1": {"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000},
+    "zero2": {"dp_shard": 2, "zero_stage": 2},
+    "zero3": {"dp_shard": 2},
+    "zero3, recomputed": {"dp_shard": 2, "recompute": "full"},
+    "ddp, recomputed": {"dp_replicate": 2, "recompute": "selective_layer"},
+    "zero3, recomputed by op": {"dp_shard": 2, "recompute": "selective_op"},
+    "diloco": {"dp_replicate": 2, "replication": {"kind": "diloco", "inner_steps": 2}},
+}
+NUM_MICROBATCHES, SIZE, SEED = 2, 2, 0
+
+
+def captured(name: str) -> CapturedModel:
+    """As ``simplan capture`` writes it."""
+    make, batch = MODULES[name]
+    origin = {"factory": f"{modules.__name__}:{name}", "batch": f"{modules.__name__}:{batch.__name__}"}
+    return model_from_module(make(), batch).model_copy(update=origin)
+
+
+def prediction_of(name: str, plan: dict[str, Any], precision: Precision = "fp32") -> Prediction:
+    """Prediction of a plan; memory is that of any cluster."""
+    made = ParallelPlan(microbatch_size=SIZE, **plan)
+    training = TrainingSpec(global_batch_size=NUM_MICROBATCHES * SIZE * made.dp, precision=precision)
+    model = ModelSpec(name=name, family="captured", captured=captured(name))
+    return predict(Job(model, catalog.cluster("dgx-h100", made.num_devices), training, made, catalog.software("torch")))
+
+
+def job_of(prediction: Prediction, **fields: Any) -> RunSpec:
+    """The job that was predicted, on this machine."""
+    usual = {"num_steps": 2, "num_warmup_steps": 2, "device": "cpu", "profile_memory": False, "seed": SEED}
+    return run_spec_of(prediction).model_copy(update=usual | fields)
+
+
+def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of a plain loop over all microbatches, whose samples have the seeds of the run."""
+    make, batch = MODULES[job.model.name]
+    torch.manual_seed(SEED)
+    module = make().double()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    losses, gradients = [], []
+    number = job.training.global_batch_size // SIZE
+    for step in range(num_steps):
+        total = 0.0
+        for microbatch in range(number):
+            torch.manual_seed((SEED * 100_003 + step) * 1_000_003 + microbatch)
+            inputs: Any = torch.utils._pytree.tree_map(doubled, batch(SIZE))
+            loss = call(module, inputs) / number
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        losses.append(total)
+        gradients.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def doubled(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+# nothing repeats in UNet and Recommender
+CASES = [
+    (name, plan)
+    for name, plan in product(MODULES, PLANS)
+    if plan not in ("one", "diloco") and not ("recomputed" in plan and name in ("UNet", "Recommender"))
+]
+FAST = [("UNet", "ddp"), ("DiT", "zero3, recomputed"), ("StateSpaceModel", "zero2"), ("Recommender", "zero1")]
+
+
+@pytest.mark.parametrize(("name", "plan"), slow_except(FAST, CASES))
+def test_ranks_equal_one_process(name: str, plan: str, tmp_path: Path) -> None:
+    """Losses and all gradients, of a loop without simplan."""
+    job = job_of(prediction_of(name, PLANS[plan]), dtype="fp64")
+    run = run_in_float64(job, tmp_path)
+    losses, gradients = one_process(job, job.num_all_steps)
+    assert run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
+    for step, wanted in enumerate(gradients):
+        for rank in range(job.plan.num_devices):
+            found = torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt")
+            assert {name.removeprefix("module.") for name in found} == set(wanted)
+            for name, gradient in found.items():
+                expected = wanted[name.removeprefix("module.")]
+                assert torch.allclose(gradient, expected, rtol=1e-8, atol=1e-12), (step, rank, name)
+
+
+ISSUED = [("DiT", "ddp"), ("StateSpaceModel", "zero3, recomputed"), ("Recommender", "zero3"), ("DiT", "diloco")]
+
+
+@pytest.mark.parametrize(("name", "plan"), slow_except(ISSUED[:1], ISSUED))
+def test_ranks_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> None:
+    """Kinds, groups, bytes and order of collectives."""
+    assert issued_as_predicted(run_job(job_of(prediction_of(name, PLANS[plan])), tmp_path))
+
+
+PEAKS = [
+    (name, plan, precision)
+    for (name, plan), precision in product([*CASES, *((name, "one") for name in MODULES)], ("fp32", "bf16"))
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "precision"),
+    slow_except(
+        [
+            ("UNet", "one", "fp32"),
+            ("AdaptedDiT", "ddp", "bf16"),
+            ("DiT", "zero3", "bf16"),
+            ("StateSpaceModel", "zero3", "fp32"),
+        ],
+        PEAKS,
+    ),
+)
+def test_the_peak_of_a_rank_is_that_of_torchs_tracker(name: str, plan: str, precision: Precision) -> None:
+    """On tensors without data, which have no scratch inside of kernels."""
+    prediction = prediction_of(name, PLANS[plan], precision)
+    assert prediction.memory[0].allocated_bytes == pytest.approx(account(job_of(prediction), 0).total_bytes, rel=0.055)
+
+
+class Clocked(nn.Module):
+    """Blocks of which the clock shows how often they ran: 3 in forward, 5 in backward; and 2 between any two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(Ticking(3, 5), nn.Linear(4, 4)) for _ in range(3))
+        self.between, self.head = Ticking(2, 7), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = self.between(block(x))
+        return self.head(x).sum()  # type: ignore[no-any-return]
+
+
+class Ticking(nn.Module):
+    """Moves a clock in forward and in backward."""
+
+    now = 0
+
+    def __init__(self, up: int, down: int) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Ticking.now += self.up
+        y = x * 1
+        y.register_hook(self.back)  # type: ignore[no-untyped-call]
+        return y * 1
+
+    def back(self, gradient: torch.Tensor) -> None:
+        Ticking.now += self.down
+
+
+def test_times_of_layers_are_those_between_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code between two blocks belongs to the one before; a last one after all blocks is the head's."""
+    monkeypatch.setattr(time, "perf_counter", lambda: Ticking.now)
+    module = Clocked()
+    starts = model_from_module(module, lambda number: (torch.randn(number, 4),), precisions=("fp32",)).starts
+    assert starts == ("", "enter blocks.0", "enter blocks.1", "enter blocks.2", "leave blocks.2")
+    crossings = captured_timing._Crossings(starts, module, torch.device("cpu"))
+    forward, backward = crossings.of_step(lambda: module(torch.randn(2, 4)))
+    assert forward == [0, 5, 5, 3, 2]
+    assert backward == [0, 12, 12, 5, 7]
+
+
+PRECISIONS: dict[Literal["fp32", "bf16"], str] = {"fp32": "one", "bf16": "zero3"}
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("name", slow_except(["Recommender"], MODULES))
+def test_all_layers_are_timed(name: str) -> None:
+    """Each different layer once, in the precision of FSDP too; alone here, without other ranks."""
+    for precision, plan in PRECISIONS.items():
+        prediction = prediction_of(name, PLANS[plan], precision)
+        shape = ShapeRequest(model=prediction.job.model, microbatch_size=SIZE, dtype=precision, mixed="cast")
+        timings = time_captured(shape, Bench(1, torch.device("cpu"), lambda done: done < 1))
+        assert {timing.key for timing in timings} == {layer.key for layer in prediction.job.model.layers}
+        assert all(timing.forward_s.mean_s > 0 for timing in timings if "root" not in timing.key)
+
+
+LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plan.pp": ("DiT", {"pp": 2, "schedule": "1f1b"}),
+    "plan.recompute": ("UNet", {"recompute": "full"}),
+    "plan.replication": ("DiT", {"dp_replicate": 2, "replication": {"kind": "parameter_server", "staleness": 2}}),
+}
+
+
+@pytest.mark.parametrize("field", LIMITS)
+def test_what_is_not_run_is_refused_by_name(field: str) -> None:
+    name, plan = LIMITS[field]
+    with pytest.raises(NotModelledError, match=field.replace(".", r"\.")):
+        check_job(job_of(prediction_of(name, plan)))
+
+
+def test_a_module_that_changed_since_its_capture_is_refused(tmp_path: Path) -> None:
+    job = job_of(prediction_of("DiT", {}))
+    assert job.model.captured is not None
+    other = job.model.captured.model_copy(update={"source_sha256": "0" * 64})
+    job = job.model_copy(update={"model": job.model.model_copy(update={"captured": other})})
+    with pytest.raises(RunError, match="captured from other code"):
+        run_job(job, tmp_path)
