@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from os import environ
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _meta_registrations, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -146,7 +147,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in _IGNORED:
             return func(*args, **kwargs)
-        if func is not torch.ops.aten.detach.default:  # with which a node saves its operator's result
+        if not func.is_view:  # a node saves its result as a view, and autograd holds a lock where it makes views anew
             self._settle_last()
         known = len(self.trace.sizes)
         reads = self._operands((args, kwargs))
@@ -227,8 +228,10 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _as_on_gpus() -> Iterator[None]:
-    """Dropout as one kernel with a mask of bools, and attention that drops out inside of its kernel."""
+    """Dropout as one kernel with a mask of bools, attention that drops out inside of its kernel, and grouped matmuls of
+    any precision, whose shapes torch only tells for BF16; without the checks of transformers, which compare values."""
     attention = functional.scaled_dot_product_attention
+    grouped_shape = _meta_registrations._meta_grouped_mm_common
 
     def dropped(*args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
@@ -242,10 +245,18 @@ def _as_on_gpus() -> Iterator[None]:
             args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
         return attention(*args, **({**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
+    def grouped(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
+        if left.dtype not in (torch.float32, torch.float16):
+            return grouped_shape(left, right, **kwargs)  # type: ignore[no-any-return]
+        result: Tensor = grouped_shape(left.bfloat16(), right.bfloat16(), **kwargs)
+        return result.to(left.dtype)
+
     with (
+        patch.dict(environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}),
         patch.object(functional, "dropout", dropped),
         patch.object(torch, "dropout", dropped),
         patch.object(functional, "scaled_dot_product_attention", attended),
+        patch.object(_meta_registrations, "_meta_grouped_mm_common", grouped),
     ):
         yield
 

@@ -58,6 +58,9 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
     if kind in _BATCHED:
         left, right = operator.operands[-2:]
         return _gemm(operator, name, prod(left[:-1]), right[-1], left[-1], num_groups=max(1, prod(left[:-2])))
+    if kind == "_grouped_mm":
+        (m, k), (num_groups, _, n) = operator.operands[:2]
+        return _gemm(operator, name, m, n, k, num_groups=num_groups)
     if kind == "convolution":
         return _convolution(operator, name)
     if is_attention(operator):
