@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from simplan.errors import Problem, SpecError
 
 _PIXELS, _FEATURES, _WAVE, _TOKENS = "pixel_values", "input_features", "input_values", "input_ids"
 _WAVE_SAMPLES = 16_000  # of sound: one second
+_SIZES = frozenset({"image_grid_thw", "pixel_attention_mask", "aspect_ratio_ids", "image_embeds_position_mask"})
+"""Arguments of models whose images differ in size: operators follow from their values, or each image has its own."""
+_SIZED = frozenset({"mistral3", "llava_next", "llava_onevision", "llava_next_video"})
+"""Models of such images with other arguments."""
 _USED_BY = (
     "AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
@@ -69,11 +73,10 @@ def batch_of(module: nn.Module, config: Any, seq_len: int) -> Callable[[int], di
     return batch
 
 
-def _compares_images_with_texts(config: Any) -> bool:
-    """True for CLIP and its kind, which take both."""
-    import transformers
-
-    return type(config) in transformers.AutoModelForZeroShotImageClassification._model_mapping
+def _takes_images(accepted: Mapping[str, Any], config: Any) -> bool:
+    """True for a model of images, and for one of texts and images of one size; with others, texts are alone."""
+    is_alone = _TOKENS not in accepted or "pixel_mask" in accepted or hasattr(config, "vision_config")
+    return _PIXELS in accepted and is_alone and config.model_type not in _SIZED and not _SIZES.intersection(accepted)
 
 
 def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Iterator[tuple[str, Tensor]]:
@@ -81,20 +84,16 @@ def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Ite
     main = getattr(module, "main_input_name", _TOKENS)
     text = getattr(config, "get_text_config", lambda: config)()
     vocabulary = getattr(text, "vocab_size", None) or 2
-    vision = getattr(config, "vision_config", None) or config
-    if main == _PIXELS or (_PIXELS in accepted and _compares_images_with_texts(config)):
-        size = getattr(vision, "image_size", None) or 224
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        yield _PIXELS, torch.zeros(number, getattr(vision, "num_channels", 3), height, width)
-    elif main == _FEATURES:
-        positions = getattr(config, "max_source_positions", None)
-        length = 2 * positions if positions else seq_len
-        yield _FEATURES, torch.zeros(number, getattr(config, "num_mel_bins", 80), length)
-    elif main == _WAVE:
-        yield _WAVE, torch.zeros(number, _WAVE_SAMPLES)
+    has_images = _takes_images(accepted, config)
+    if has_images:
+        yield _PIXELS, _images(config, number)
+    elif main in (_FEATURES, _WAVE):
+        yield main, torch.zeros(number, *_sound(main, config, seq_len))
     if _TOKENS in accepted:
         tokens = torch.full((number, seq_len), vocabulary - 1)
         yield _TOKENS, tokens
+        if has_images and "token_type_ids" in accepted:
+            yield "token_type_ids", torch.zeros_like(tokens)
         if "labels" in accepted:
             yield "labels", tokens.clone()
     elif "decoder_input_ids" in accepted:
@@ -103,3 +102,22 @@ def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Ite
         yield "decoder_input_ids", tokens
         if "labels" in accepted:
             yield "labels", tokens.clone()
+
+
+def _images(config: Any, number: int) -> Tensor:
+    vision = getattr(config, "vision_config", None) or config
+    size = getattr(vision, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    frames = getattr(vision, "num_frames", None)  # of a video
+    return torch.zeros(number, *((frames,) if frames else ()), getattr(vision, "num_channels", 3), height, width)
+
+
+def _sound(main: str, config: Any, seq_len: int) -> tuple[int, ...]:
+    """Shape of a sample of sound: of a spectrogram, with frequencies first as in Whisper or last, or of a wave."""
+    bins, last = (getattr(config, key, None) for key in ("num_mel_bins", "input_feat_per_channel"))
+    if main == _WAVE:
+        channels = getattr(config, "audio_channels", None)
+        return (config.max_length, bins) if bins else (*((channels,) if channels else ()), _WAVE_SAMPLES)
+    positions = getattr(config, "max_source_positions", None)
+    length = 2 * positions if positions else seq_len
+    return (length, last) if last else (bins or 80, length)

@@ -23,9 +23,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from simplan.errors import Problem, SpecError
+
 _IGNORED = frozenset({"prim"})
 _DROPOUT = 4  # place of the argument of attention
 _USUAL_DROPOUT = 0.5  # default of torch.nn.functional.dropout
+_MOST_OPERATORS = 50_000
 _NO_WORK = frozenset(
     {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten.new_empty_strided"}
 )
@@ -109,6 +112,10 @@ def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor
         module: The module, on fake tensors.
         run: Runs it and gives the loss.
         inputs: Tensors of the batch, by name.
+
+    Raises:
+        SpecError: The module runs too many operators.
+        ValueError: Nothing is trained.
     """
     tracer = _Tracer(module, inputs)
     with _modules_named(module, tracer), _as_on_gpus(), tracer:
@@ -166,6 +173,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         settings = {key: value for key, value in given.items() if _is_plain(value)}
         seen = Seen(name, self.path[-1], settings, reads, results, makes, writes)
         self.trace.operators.append(seen)
+        if len(self.trace.operators) > _MOST_OPERATORS:
+            raise SpecError(_too_many(seen))
         self._open.append((seen, tensors))
         return out
 
@@ -224,6 +233,12 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):
                     yield self._number(leaf)
+
+
+def _too_many(seen: Seen) -> Problem:
+    rule = f"runs more than {_MOST_OPERATORS:,} operators in one forward pass, such as a loop over tokens in Python does"
+    fix = "use fewer tokens, or the form of the module that scans with one kernel"
+    return Problem(field="module", value=seen.module or "the model", rule=rule, fix=fix)
 
 
 @contextmanager

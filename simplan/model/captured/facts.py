@@ -67,7 +67,7 @@ class CapturedOperator(Spec):
         op: Namespace and name, such as ``aten.mm``.
         module: Path of the module that ran it, inside of its layer.
         operands, results: Shapes of tensor arguments and of results, in order.
-        weights: Places among the operands of parameters, and of casts of parameters.
+        weights: Places among the operands of parameters, and of what is computed from parameters alone.
         settings: Arguments that are not tensors, where the kernel depends on them.
         reads: Names of the tensors read, of weights excepted.
         makes: Tensors made.

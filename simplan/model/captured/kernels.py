@@ -53,14 +53,8 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         name: Name of the kernel, unique in its layer.
     """
     kind = word(operator)
-    if kind in _MATMULS:
+    if kind in _MATMULS or kind in _BATCHED or kind == "_grouped_mm":
         return _matmul(operator, name)
-    if kind in _BATCHED:
-        left, right = operator.operands[-2:]
-        return _gemm(operator, name, prod(left[:-1]), right[-1], left[-1], num_groups=max(1, prod(left[:-2])))
-    if kind == "_grouped_mm":
-        (m, k), (num_groups, _, n) = operator.operands[:2]
-        return _gemm(operator, name, m, n, k, num_groups=num_groups)
     if kind == "convolution":
         return _convolution(operator, name)
     if is_attention(operator):
@@ -78,18 +72,27 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
 
 
 def _matmul(operator: CapturedOperator, name: str) -> Gemm:
-    left, right = operator.operands[-2:]
-    first = len(operator.operands) - 2
-    if first in operator.weights and first + 1 not in operator.weights:  # a weight times activations
-        return _gemm(operator, name, right[-1], left[0], left[-1])
-    return _gemm(operator, name, left[0], right[-1], left[-1])
+    first = 0 if word(operator) == "_grouped_mm" else len(operator.operands) - 2
+    left, right = operator.operands[first : first + 2]
+    num_groups = max(1, prod(right[:-2]))
+    m, n, k = prod(left[:-1]), right[-1], left[-1]
+    is_weight = [first + side in operator.weights for side in (0, 1)]
+    if is_weight == [True, False] and num_groups == 1:  # a weight times activations
+        m, n = n, m
+    return Gemm(
+        name,
+        m,
+        n,
+        k,
+        num_groups=num_groups,
+        trained=_trained(operator, any(is_weight)),
+        propagates=operator.propagates,
+    )
 
 
-def _gemm(operator: CapturedOperator, name: str, m: int, n: int, k: int, *, num_groups: int = 1) -> Gemm:
-    """A matmul; one of two activations propagates to each of them, which is as much work as a trained weight."""
-    is_weighted = bool(operator.weights)
-    trained = operator.trains if is_weighted else operator.propagates
-    return Gemm(name, m, n, k, num_groups=num_groups, trained=trained, propagates=operator.propagates)
+def _trained(operator: CapturedOperator, is_weighted: bool) -> bool:
+    """True if backward computes a second gradient: of a weight, or of the other one of two activations."""
+    return operator.trains if is_weighted else operator.propagates
 
 
 def _convolution(operator: CapturedOperator, name: str) -> Gemm:
@@ -106,7 +109,7 @@ def _convolution(operator: CapturedOperator, name: str) -> Gemm:
         columns,
         inner,
         image_elements=prod(image),
-        trained=operator.trains,
+        trained=_trained(operator, 1 in operator.weights),
         propagates=operator.propagates,
     )
 
