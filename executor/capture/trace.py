@@ -56,7 +56,7 @@ class Seen:
         makes: Storages that did not exist before.
         writes: Storages of arguments that the operator writes to.
         saves: Storages that backward reads.
-        has_gradient: Autograd records the operator.
+        has_gradient: Autograd records the operator, and its results reach the loss.
         function: Name of the autograd function written in Python that ends with the operator; empty for none.
     """
 
@@ -118,11 +118,12 @@ def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor
         ValueError: Nothing is trained.
     """
     tracer = _Tracer(module, inputs)
-    with _modules_named(module, tracer), _as_on_gpus(), tracer:
+    with _modules_named(module, tracer), as_on_gpus(), tracer:
         loss = run()
     tracer.settle()
     if not loss.requires_grad:
         raise ValueError("no gradient flows from the loss to a parameter")
+    tracer.leave_out_dead(loss)
     return tracer.trace
 
 
@@ -185,6 +186,16 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._read_node(seen, tensors)
         self._open.clear()
 
+    def leave_out_dead(self, loss: Tensor) -> None:
+        """Takes gradients and saved tensors from operators whose results never reach the loss: autograd frees them."""
+        live = {self._number(loss)}
+        for seen in reversed(self.trace.operators):
+            if live.isdisjoint(seen.makes) and live.isdisjoint(seen.writes):
+                seen.has_gradient, seen.saves = False, ()
+            else:
+                live.update(operand.storage for operand in seen.reads)
+        self.trace.needs_gradient &= live
+
     def _settle_last(self) -> None:
         if self._open:
             seen, tensors = self._open[-1]
@@ -242,7 +253,7 @@ def _too_many(seen: Seen) -> Problem:
 
 
 @contextmanager
-def _as_on_gpus() -> Iterator[None]:
+def as_on_gpus() -> Iterator[None]:
     """Dropout as one kernel with a mask of bools, attention that drops out inside of its kernel, and grouped matmuls of
     any precision, whose shapes torch only tells for BF16; without the checks of transformers, which compare values."""
     attention = functional.scaled_dot_product_attention
