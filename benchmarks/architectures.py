@@ -189,15 +189,15 @@ def counted_by_torch(module: nn.Module, batch: Batch) -> tuple[int, int, int]:
         kept: WeakSet[_Saved] = WeakSet()
 
         def pack(tensor: Tensor) -> _Saved:
-            kept.add(saved := _Saved(tensor))
+            kept.add(saved := _Saved(tensor.untyped_storage()))
             return saved
 
         def loss() -> Tensor:
             return loss_of(fake(**given) if isinstance(given, dict) else fake(*given), None)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             total = loss()
-        sizes = {_storage(saved.tensor): saved.tensor.untyped_storage().nbytes() for saved in kept}
+        sizes = {saved.storage._cdata: saved.storage.nbytes() for saved in kept}
         num_bytes = sum(size for storage, size in sizes.items() if storage not in known)
         del total
         forward, backward = (FlopCounterMode(display=False, custom_mapping=_FORMULAS) for _ in range(2))
@@ -212,10 +212,10 @@ def counted_by_torch(module: nn.Module, batch: Batch) -> tuple[int, int, int]:
 
 
 class _Saved:
-    """A tensor that a node of the autograd graph keeps; it ends with the node."""
+    """The memory of a tensor that a node of the autograd graph keeps; it ends with the node."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
 
 
 def _is_tensor(leaf: Any) -> bool:
