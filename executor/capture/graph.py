@@ -103,6 +103,13 @@ class _Graph:
                 self._layer_of.update(dict.fromkeys(seen.makes, number))
                 for storage in (*(operand.storage for operand in seen.reads), *seen.saves, *seen.writes):
                     self._readers.setdefault(storage, set()).add(number)
+        self._saved_by_maker = {
+            storage
+            for number, layer in enumerate(cuts)
+            for seen in two.operators[layer.begin : layer.end]
+            for storage in seen.saves
+            if self._layer_of.get(storage) == number
+        }
         self._users: dict[str, set[int]] = {}  # layers that use a parameter
         for number, layer in enumerate(cuts):
             for seen in two.operators[layer.begin : layer.end]:
@@ -206,6 +213,9 @@ class _Graph:
         for index, storage in enumerate(written[:1] or seen.makes):
             names[storage] = f"{seen.name.rpartition('.')[2]} {place - layer.begin}" + (f".{index}" if index else "")
             makes.append(self._tensor(storage, names[storage]))
+        saved = {*seen.saves}
+        # What the layer before saves of its output is counted here, as families do.
+        saved.update(s for s in storages if s in self._saved_by_maker and self._layer_of[s] == number - 1)
         trained = self._trained.intersection(used) or self._derived & self._two.needs_gradient & storages.keys()
         flows = self._two.needs_gradient & storages.keys() - self._weights.keys() - self._derived
         if seen.function and not flows:
@@ -223,7 +233,7 @@ class _Graph:
             settings=dict(_settings(seen)),
             reads=reads,
             makes=tuple(makes),
-            saves=tuple(dict.fromkeys(names[storage] for storage in seen.saves if storage in names)),
+            saves=tuple(names[storage] for storage in sorted(saved) if storage in names),
             parameters=tuple(self._local(name, layer.module) for name in first),
             trains=seen.has_gradient and bool(trained),
             propagates=seen.has_gradient and bool(flows),

@@ -9,6 +9,7 @@ Dropout and attention are seen as GPUs run them, which have one kernel for each 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -255,7 +256,10 @@ def _too_many(seen: Seen) -> Problem:
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
     """Dropout as one kernel with a mask of bools, attention that drops out inside of its kernel, and grouped matmuls of
-    any precision, whose shapes torch only tells for BF16; without the checks of transformers, which compare values."""
+    any precision, whose shapes torch only tells for BF16.
+
+    The checks of values that transformers makes pass.
+    """
     attention = functional.scaled_dot_product_attention
     grouped_shape = _meta_registrations._meta_grouped_mm_common
 
@@ -279,12 +283,38 @@ def as_on_gpus() -> Iterator[None]:
 
     with (
         patch.dict(environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}),
+        _without_masks(),
         patch.object(functional, "dropout", dropped),
         patch.object(torch, "dropout", dropped),
         patch.object(functional, "scaled_dot_product_attention", attended),
         patch.object(_meta_registrations, "_meta_grouped_mm_common", grouped),
     ):
         yield
+
+
+@contextmanager
+def _without_masks() -> Iterator[None]:
+    """A sample of transformers is one document without padding, as it finds by values where it has them.
+
+    With tensors without data it would make masks that no run makes, and attention would not be causal.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        yield
+        return
+
+    def without_padding(function: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda padding_mask, *args, **kwargs: function(None, *args, **kwargs)
+
+    with (
+        patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None),
+        patch.object(masking, _CAUSAL, without_padding(getattr(masking, _CAUSAL))),
+        patch.object(masking, _BIDIRECTIONAL, without_padding(getattr(masking, _BIDIRECTIONAL))),
+    ):
+        yield
+
+
+_CAUSAL, _BIDIRECTIONAL = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"
 
 
 @contextmanager
