@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -39,11 +40,14 @@ NUM_SAMPLES = 5
 _LIMIT_S = 120
 _NUM_LAYERS, _NUM_LAYERS_OF_KINDS = 2, 4
 _NUM_EXPERTS = 16
+_SAVED, _FLOPS = 0.01, 0.005  # relative differences that are no difference
+_FEW = 0.01  # of the parameters
 _DEPTH = re.compile(
     r"(num_|n_)?((hidden|encoder|decoder|enc|dec|text|vision|speech|audio|block|trunk|qformer|backbone|pred_num_hidden)_)?"
     r"(layers?|num_layers|depth)"
 )
 _OF_EXPERTS = re.compile(r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts")
+_PART = re.compile(r"_(text|vision|audio|encoder|decoder|model|qformer|tokenizer|backbone|wrapper|timestamp)$")
 _OF_FEATURES = frozenset({"out_features", "out_indices", "stage_names", "_out_features", "_out_indices"})
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 50_265},
@@ -90,6 +94,13 @@ class Judged:
     forward: float | None = None
     backward: float | None = None
 
+    @property
+    def is_exact(self) -> bool:
+        """True if parameters, saved bytes and FLOPs are those of transformers and torch."""
+        counted = self.saved, self.forward, self.backward
+        limits = zip(counted, (_SAVED, _FLOPS, _FLOPS), strict=True)
+        return self.has_all and all(value is not None and abs(value) <= limit for value, limit in limits)
+
 
 def small_config(kind: str) -> dict[str, Any]:
     """The default configuration of a ``model_type``, with few layers and experts, and without dropout."""
@@ -115,7 +126,9 @@ def _shrink(data: dict[str, Any]) -> None:
     has_kinds = any(isinstance(v, list) and len(v) == depth and len(set(map(str, v))) > 1 for v in data.values())
     wanted = _NUM_LAYERS_OF_KINDS if has_kinds else _NUM_LAYERS
     for key, value in [*data.items()]:
-        if isinstance(value, dict):
+        if key == "per_layer_config" and isinstance(value, dict):
+            data[key] = {layer: each for layer, each in value.items() if int(layer) < wanted}
+        elif isinstance(value, dict):
             _shrink(value)
         elif key in keys:
             data[key] = min(wanted, value)
@@ -263,22 +276,12 @@ def _first_line(error: Exception) -> str:
 
 
 def whole_models() -> tuple[str, ...]:
-    """Each ``model_type`` that is no part of another."""
+    """Each ``model_type`` that has a model, and is no part of another one."""
     import transformers
 
-    parts = set()
-    for kind in transformers.CONFIG_MAPPING:
-        try:
-            parts |= {part.model_type for part in transformers.CONFIG_MAPPING[kind].sub_configs.values()} - {kind}
-        except Exception:
-            continue
-    mapping = transformers.AutoModel._model_mapping
-    known = {config.model_type for config in mapping}
-    return tuple(sorted(kind for kind in transformers.CONFIG_MAPPING if kind in known and not _is_part(kind, parts)))
-
-
-def _is_part(kind: str, parts: set[str]) -> bool:
-    return kind in parts and kind.rpartition("_")[2] in {"text", "vision", "audio", "encoder", "model", "decoder"}
+    known = {config.model_type for config in transformers.AutoModel._model_mapping}
+    written = {config.model_type for config in transformers.AutoModelForCausalLM._model_mapping}
+    return tuple(sorted(kind for kind in known if kind in written or not _PART.search(kind)))
 
 
 def all_judged(kinds: Iterable[str], num_processes: int = 2) -> Iterator[Judged]:
@@ -307,6 +310,69 @@ def _child(kind: str, writes: int) -> None:
     os.dup2(nowhere, 2)
     os.write(writes, json.dumps(asdict(judged_kind(kind))).encode())
     os._exit(0)
+
+
+_HEAD = """\
+# Captured architectures
+
+`python -m benchmarks.architectures` captures every model of transformers {transformers} that is no part of another one,
+with torch {torch}, and writes this page. Each has the widths of its default configuration, and few layers and experts.
+
+Of {tried} architectures that transformers builds from their default configuration, **{captured} are captured**: {same} with
+exactly as many parameters as transformers counts, {exact} with all of what torch counts itself: bytes saved for backward
+within 1 %, and FLOPs of matmuls and convolutions within 0.5 %, forward and backward. {refused} are refused, with the line
+that does not go; the other {unbuilt} need more keys, or other packages, than a default configuration has.
+
+torch counts no FLOPs for attention on CPUs, and counts gradients of grouped convolutions wrongly; the latter are
+counted by their shapes. Bytes are those that autograd still keeps when forward has ended.
+
+"""
+
+
+def page(found: Sequence[Judged], transformers: str, torch_version: str) -> str:
+    """Text of the page."""
+    captured = [each for each in found if not each.refused]
+    exact = [each for each in captured if each.is_exact]
+    refused = [each for each in found if each.refused and each.is_built]
+    unbuilt = [each for each in found if not each.is_built]
+    head = _HEAD.format(
+        transformers=transformers,
+        torch=torch_version,
+        tried=len(captured) + len(refused),
+        captured=len(captured),
+        same=sum(each.has_all for each in captured),
+        exact=len(exact),
+        refused=len(refused),
+        unbuilt=len(unbuilt),
+    )
+    texts = [each for each in exact if each.unused > _FEW]
+    others = [each for each in captured if not each.is_exact]
+    parts = [
+        "## Captured",
+        _words(each for each in exact if each.unused <= _FEW),
+        "With a part that takes no part, such as the tower of a vision-language model whose images differ in size, and "
+        "which is given texts alone:",
+        _words(texts),
+        "## Captured, and counted differently",
+        "Backward FLOPs are left out where torch's own backward needs values.\n",
+        "| architecture | saved bytes | forward FLOPs | backward FLOPs |\n|---|---:|---:|---:|",
+        *(f"| `{o.kind}` | {_percent(o.saved)} | {_percent(o.forward)} | {_percent(o.backward)} |" for o in others),
+        "\n## Refused",
+        "A batch of your own often helps: [capture the module](../how-to/your-own-model.md) by a function that makes it.\n",
+        "| architecture | why |\n|---|---|",
+        *(f"| `{each.kind}` | {each.refused.replace('|', chr(92) + '|')} |" for each in refused),
+        "\n## Not built from the default configuration",
+        _words(unbuilt),
+    ]
+    return head + "\n".join(parts).rstrip() + "\n"
+
+
+def _words(some: Iterable[Judged]) -> str:
+    return "\n" + textwrap.fill(", ".join(f"`{each.kind}`" for each in some), 120, break_on_hyphens=False) + "\n"
+
+
+def _percent(difference: float | None) -> str:
+    return "" if difference is None else f"{100 * difference:+.1f} %"
 
 
 def main(kinds: Sequence[str]) -> None:

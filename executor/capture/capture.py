@@ -103,9 +103,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 
 
-def _traced(
-    module: nn.Module, batches: Iterable[Any], loss: Loss | None, precision: ComputedIn
-) -> tuple[Trace, Trace]:
+def _traced(module: nn.Module, batches: Iterable[Any], loss: Loss | None, precision: ComputedIn) -> tuple[Trace, Trace]:
     """Traces of two and of three samples."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True):
