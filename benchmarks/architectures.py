@@ -43,8 +43,8 @@ _NUM_EXPERTS = 16
 _SAVED, _FLOPS = 0.01, 0.005  # relative differences that are no difference
 _FEW = 0.01  # of the parameters
 _DEPTH = re.compile(
-    r"(num_|n_)?((hidden|encoder|decoder|enc|dec|text|vision|speech|audio|block|trunk|qformer|backbone|pred_num_hidden)_)?"
-    r"(layers?|num_layers|depth)"
+    r"(num_|n_)?((hidden|encoder|decoder|enc|dec|text|vision|speech|audio|block|trunk|qformer|backbone)_)?"
+    r"(pred_num_hidden_)?(layers?|num_layers|depth)"
 )
 _OF_EXPERTS = re.compile(r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts")
 _PART = re.compile(r"_(text|vision|audio|encoder|decoder|model|qformer|tokenizer|backbone|wrapper|timestamp)$")
@@ -106,7 +106,7 @@ def small_config(kind: str) -> dict[str, Any]:
     """The default configuration of a ``model_type``, with few layers and experts, and without dropout."""
     import transformers
 
-    data = transformers.CONFIG_MAPPING[kind]().to_dict() | {"model_type": kind}
+    data: dict[str, Any] = transformers.CONFIG_MAPPING[kind]().to_dict() | {"model_type": kind}
     _merge(data, OVERRIDES.get(kind, {}))
     _shrink(data)
     return data
@@ -236,7 +236,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _grouped_flops(left: Sequence[int], right: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -246,7 +246,7 @@ def _grouped_flops(left: Sequence[int], right: Sequence[int], *args: Any, **kwar
 def _convolution_flops(
     gradient: Sequence[int], image: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    """torch's own formula counts grouped convolutions as often as they have groups."""
+    """FLOPs by shapes: torch's own formula counts grouped convolutions as often as they have groups."""
     transposed, mask = args[4], args[7]
     pixels = prod(image[2:]) if transposed else prod(gradient[2:])
     return 2 * image[0] * pixels * prod(weight) * (bool(mask[0]) + bool(mask[1]))
@@ -318,10 +318,10 @@ _HEAD = """\
 `python -m benchmarks.architectures` captures every model of transformers {transformers} that is no part of another one,
 with torch {torch}, and writes this page. Each has the widths of its default configuration, and few layers and experts.
 
-Of {tried} architectures that transformers builds from their default configuration, **{captured} are captured**: {same} with
-exactly as many parameters as transformers counts, {exact} with all of what torch counts itself: bytes saved for backward
-within 1 %, and FLOPs of matmuls and convolutions within 0.5 %, forward and backward. {refused} are refused, with the line
-that does not go; the other {unbuilt} need more keys, or other packages, than a default configuration has.
+Of {tried} architectures that transformers builds from their default configuration, **{captured} are captured**:
+{same} with exactly as many parameters as transformers counts, {exact} with all of what torch counts itself: bytes saved
+for backward within 1 %, and FLOPs of matmuls and convolutions within 0.5 %, forward and backward. {refused} are refused,
+with the line that does not go; {unbuilt} more need other keys or packages than a default configuration has.
 
 torch counts no FLOPs for attention on CPUs, and counts gradients of grouped convolutions wrongly; the latter are
 counted by their shapes. Bytes are those that autograd still keeps when forward has ended.
@@ -358,7 +358,7 @@ def page(found: Sequence[Judged], transformers: str, torch_version: str) -> str:
         "| architecture | saved bytes | forward FLOPs | backward FLOPs |\n|---|---:|---:|---:|",
         *(f"| `{o.kind}` | {_percent(o.saved)} | {_percent(o.forward)} | {_percent(o.backward)} |" for o in others),
         "\n## Refused",
-        "A batch of your own often helps: [capture the module](../how-to/your-own-model.md) by a function that makes it.\n",
+        "A batch of your own often helps: [capture the module](../how-to/your-own-model.md) that a function makes.\n",
         "| architecture | why |\n|---|---|",
         *(f"| `{each.kind}` | {each.refused.replace('|', chr(92) + '|')} |" for each in refused),
         "\n## Not built from the default configuration",

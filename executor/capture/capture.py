@@ -152,7 +152,7 @@ def _problem(error: Exception) -> Problem:
 
 
 def fake_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a module whose tensors have no memory."""
+    """A copy of a module whose tensors have no memory, with weights in the given dtype."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(fake_tensor(parameter, dtype), requires_grad=parameter.requires_grad)
         for parameter in module.parameters()
@@ -180,11 +180,17 @@ class _CopiesWithoutData(TorchFunctionMode):
 
 
 def fake_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the same shape without memory; numbers in floating point have the given dtype."""
     made = dtype if tensor.is_floating_point() else tensor.dtype
     return torch.empty_like(tensor, device="cpu", dtype=made, requires_grad=False)
 
 
 def loss_of(output: Any, loss: Loss | None) -> Tensor:
+    """Loss of what forward returns; see ``model_from_module``.
+
+    Raises:
+        ValueError: There is nothing to sum.
+    """
     if loss is not None:
         return loss(output)
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -257,10 +257,10 @@ def _too_many(seen: Seen) -> Problem:
 
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Dropout as one kernel with a mask of bools, attention that drops out inside of its kernel, and grouped matmuls of
-    any precision, whose shapes torch only tells for BF16.
+    """Operators as GPUs run them, and without transformers' checks of values.
 
-    The checks of values that transformers makes pass.
+    Dropout is one kernel with a mask of bools; attention drops out inside of its kernel; grouped matmuls have any
+    precision, where torch tells their shapes for BF16 alone.
     """
     attention = functional.scaled_dot_product_attention
     grouped_shape = _meta_registrations._meta_grouped_mm_common
