@@ -79,7 +79,7 @@ class Judged:
         has_all: The capture has as many parameters.
         num_blocks: Repeated modules that became layers.
         unused: Fraction of the parameters that take no part in the loss.
-        saved, forward, backward: Relative differences of saved bytes and of FLOPs of matmuls; None if torch counts none.
+        saved, forward, backward: Relative differences of saved bytes and of FLOPs of matmuls; None if torch counts 0.
     """
 
     kind: str
@@ -320,8 +320,8 @@ with torch {torch}, and writes this page. Each has the widths of its default con
 
 Of {tried} architectures that transformers builds from their default configuration, **{captured} are captured**:
 {same} with exactly as many parameters as transformers counts, {exact} with all of what torch counts itself: bytes saved
-for backward within 1 %, and FLOPs of matmuls and convolutions within 0.5 %, forward and backward. {refused} are refused,
-with the line that does not go; {unbuilt} more need other keys or packages than a default configuration has.
+for backward within 1 %, and FLOPs of matmuls and convolutions within 0.5 %, forward and backward. {refused} are
+refused, with the line that does not go; {unbuilt} more need other keys or packages than a default configuration has.
 
 torch counts no FLOPs for attention on CPUs, and counts gradients of grouped convolutions wrongly; the latter are
 counted by their shapes. Bytes are those that autograd still keeps when forward has ended.

@@ -235,7 +235,7 @@ class _Graph:
             makes=tuple(makes),
             saves=tuple(names[storage] for storage in sorted(saved) if storage in names),
             parameters=tuple(self._local(name, layer.module) for name in first),
-            trains=seen.has_gradient and bool(trained),
+            trains=seen.has_gradient and (bool(trained) or seen.num_gradients > 1),
             propagates=seen.has_gradient and bool(flows),
             is_cast=_is_cast(seen) and bool(reads) and not used,
             in_place=bool(written),

@@ -58,6 +58,7 @@ class Seen:
         writes: Storages of arguments that the operator writes to.
         saves: Storages that backward reads.
         has_gradient: Autograd records the operator, and its results reach the loss.
+        num_gradients: Tensors read whose gradients backward computes.
         function: Name of the autograd function written in Python that ends with the operator; empty for none.
     """
 
@@ -70,6 +71,7 @@ class Seen:
     writes: tuple[int, ...]
     saves: tuple[int, ...] = ()
     has_gradient: bool = False
+    num_gradients: int = 0
     function: str = ""
 
 
@@ -218,6 +220,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(node)
             if _is_python(node):
                 seen.function = type(node).__name__.removesuffix("Backward")
+            seen.num_gradients = sum(function is not None for function, _ in node.next_functions)
             saved = (self._number(kept) for kept in _saved_tensors(node))
             seen.saves = tuple(dict.fromkeys((*seen.saves, *saved)))
         return found

@@ -74,7 +74,7 @@ class CapturedOperator(Spec):
         saves: Names of the tensors that backward reads, of weights excepted.
         parameters: Names of weights that no operator before used, in the order in which backward completes their
             gradients.
-        trains: Backward computes gradients of weights.
+        trains: Backward computes gradients of weights, or of more than one of the tensors read.
         propagates: Backward computes gradients of tensors read.
         is_cast: Only the dtype changes.
         in_place: The result overwrites the first tensor read.

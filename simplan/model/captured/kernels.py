@@ -79,20 +79,18 @@ def _matmul(operator: CapturedOperator, name: str) -> Gemm:
     is_weight = [first + side in operator.weights for side in (0, 1)]
     if is_weight == [True, False] and num_groups == 1:  # a weight times activations
         m, n = n, m
+    trained, propagates = operator.trains, operator.propagates
+    if not any(is_weight):  # the second one is as a weight: if one gradient is computed, it is that one's
+        trained, propagates = propagates, trained
     return Gemm(
         name,
         m,
         n,
         k,
         num_groups=num_groups,
-        trained=_trained(operator, any(is_weight)),
-        propagates=operator.propagates,
+        trained=trained,
+        propagates=propagates,
     )
-
-
-def _trained(operator: CapturedOperator, is_weighted: bool) -> bool:
-    """True if backward computes a second gradient: of a weight, or of the other one of two activations."""
-    return operator.trains if is_weighted else operator.propagates
 
 
 def _convolution(operator: CapturedOperator, name: str) -> Gemm:
@@ -109,7 +107,7 @@ def _convolution(operator: CapturedOperator, name: str) -> Gemm:
         columns,
         inner,
         image_elements=prod(image),
-        trained=_trained(operator, 1 in operator.weights),
+        trained=operator.trains,
         propagates=operator.propagates,
     )
 
