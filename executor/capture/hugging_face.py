@@ -15,8 +15,8 @@ _PIXELS, _FEATURES, _WAVE, _TOKENS = "pixel_values", "input_features", "input_va
 _WAVE_SAMPLES = 16_000  # of sound: one second
 _SIZES = frozenset({"image_grid_thw", "pixel_attention_mask", "aspect_ratio_ids", "image_embeds_position_mask"})
 """Arguments of models whose images differ in size: operators follow from their values, or each image has its own."""
-_SIZED = frozenset({"mistral3", "llava_next", "llava_onevision", "llava_next_video"})
-"""Models of such images with other arguments."""
+_SIZED = frozenset({"pixtral", "llava_next", "llava_onevision", "llava_next_video"})
+"""Models of such images with other arguments, and their part that sees."""
 _USED_BY = (
     "AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
@@ -75,8 +75,10 @@ def batch_of(module: nn.Module, config: Any, seq_len: int) -> Callable[[int], di
 
 def _takes_images(accepted: Mapping[str, Any], config: Any) -> bool:
     """True for a model of images, and for one of texts and images of one size; with others, texts are alone."""
-    is_alone = _TOKENS not in accepted or "pixel_mask" in accepted or hasattr(config, "vision_config")
-    return _PIXELS in accepted and is_alone and config.model_type not in _SIZED and not _SIZES.intersection(accepted)
+    vision = getattr(config, "vision_config", None)
+    is_sized = not _SIZED.isdisjoint((config.model_type, getattr(vision, "model_type", ""))) or _SIZES & accepted.keys()
+    sees = _TOKENS not in accepted or "pixel_mask" in accepted or vision is not None
+    return _PIXELS in accepted and sees and not is_sized
 
 
 def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks.architectures import judged_kind
-from executor.capture.hugging_face import module_of_config
+from executor.capture.capture import model_from_module
+from executor.capture.hugging_face import batch_of, module_of_config
 from simplan.errors import SpecError
+from simplan.model.model import ModelSpec
 from tests.executor.conftest import slow_except
 
 pytest.importorskip("transformers")
@@ -44,6 +46,70 @@ def test_a_capture_has_the_parameters_saved_bytes_and_flops_of_torch(kind: str) 
     assert found.saved == pytest.approx(0, abs=RETURNED.get(kind, 0.005))
     assert found.forward == pytest.approx(0, abs=1e-4)
     assert found.backward in (None, pytest.approx(0, abs=SOLVERS.get(kind, 1e-4)))
+
+
+_WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "GPT-2": ({"model_type": "gpt2"}, 124_439_808),
+    "BERT base": ({"model_type": "bert", "architectures": ["BertModel"]}, 109_482_240),
+    "Llama 3.1 8B": (
+        {**_WIDE, "model_type": "llama", "num_hidden_layers": 32, "intermediate_size": 14_336, "vocab_size": 128_256},
+        8_030_261_248,
+    ),
+    "Mistral 7B": (
+        {**_WIDE, "model_type": "mistral", "num_hidden_layers": 32, "intermediate_size": 14_336, "vocab_size": 32_000},
+        7_241_732_096,
+    ),
+    "Mixtral 8x7B": (
+        {**_WIDE, "model_type": "mixtral", "num_hidden_layers": 32, "intermediate_size": 14_336, "vocab_size": 32_000},
+        46_702_792_704,
+    ),
+    "Qwen3 8B": (
+        {
+            **_WIDE, "model_type": "qwen3", "num_hidden_layers": 36, "intermediate_size": 12_288, "head_dim": 128,
+            "vocab_size": 151_936, "tie_word_embeddings": False,
+        },
+        8_190_735_360,
+    ),
+    "Gemma 2 2B": ({"model_type": "gemma2", "num_hidden_layers": 26}, 2_614_341_888),
+    "Whisper large-v3": (
+        {
+            "model_type": "whisper", "d_model": 1280, "encoder_layers": 32, "decoder_layers": 32, "vocab_size": 51_866,
+            "encoder_attention_heads": 20, "decoder_attention_heads": 20, "encoder_ffn_dim": 5120,
+            "decoder_ffn_dim": 5120, "num_mel_bins": 128,
+        },
+        1_543_490_560,
+    ),
+    "CLIP ViT-L/14": (
+        {
+            "model_type": "clip", "projection_dim": 768,
+            "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+            "vision_config": {
+                "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
+                "patch_size": 14,
+            },
+        },
+        427_616_513,
+    ),
+    "ViT-B/16": (
+        {"model_type": "vit", "architectures": ["ViTForImageClassification"], "num_labels": 1000},
+        86_567_656,
+    ),
+    "ResNet-50": (
+        {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], "num_labels": 1000},
+        25_557_032,
+    ),
+}  # fmt: skip
+"""Configurations of published checkpoints with their numbers of parameters: of their files on Hugging Face, and of
+torchvision's table of weights for the last two."""
+
+
+@pytest.mark.parametrize("name", slow_except(["GPT-2"], PUBLISHED))
+def test_a_published_checkpoint_has_its_parameters(name: str) -> None:
+    data, num_parameters = PUBLISHED[name]
+    module, config = module_of_config(data)
+    captured = model_from_module(module, batch_of(module, config, 16), precisions=("bf16",))
+    assert ModelSpec(name=name, family="captured", captured=captured).num_parameters == num_parameters
 
 
 @pytest.mark.parametrize(
