@@ -13,6 +13,8 @@ from simplan.errors import Problem, SpecError
 
 _PIXELS, _FEATURES, _WAVE, _TOKENS = "pixel_values", "input_features", "input_values", "input_ids"
 _WAVE_SAMPLES = 16_000  # of sound: one second
+_BINS = "input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins"
+_USUAL_BINS = 80  # frequencies of a spectrogram
 _SIZES = frozenset({"image_grid_thw", "pixel_attention_mask", "aspect_ratio_ids", "image_embeds_position_mask"})
 """Arguments of models whose images differ in size: operators follow from their values, or each image has its own."""
 _SIZED = frozenset({"pixtral", "llava_next", "llava_onevision", "llava_next_video"})
@@ -115,11 +117,13 @@ def _images(config: Any, number: int) -> Tensor:
 
 
 def _sound(main: str, config: Any, seq_len: int) -> tuple[int, ...]:
-    """Shape of a sample of sound: of a spectrogram, with frequencies first as in Whisper or last, or of a wave."""
-    bins, last = (getattr(config, key, None) for key in ("num_mel_bins", "input_feat_per_channel"))
+    """Shape of a sample of sound: of a wave, or of a spectrogram, which has frequencies first in Whisper's kind."""
+    parts = config, getattr(config, "encoder_config", None)
+    bins = next((found for part in parts for key in _BINS if (found := getattr(part, key, None))), None)
     if main == _WAVE:
         channels = getattr(config, "audio_channels", None)
         return (config.max_length, bins) if bins else (*((channels,) if channels else ()), _WAVE_SAMPLES)
     positions = getattr(config, "max_source_positions", None)
     length = 2 * positions if positions else seq_len
-    return (length, last) if last else (bins or 80, length)
+    shape = length, bins or _USUAL_BINS
+    return shape[::-1] if positions and hasattr(config, "num_mel_bins") else shape

@@ -6,12 +6,16 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.architectures import judged_kind
+from benchmarks.architectures import judged_kind, small_config
 from executor.capture.capture import model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
 from simplan.errors import SpecError
+from simplan.model.captured.layers import captured_layers
+from simplan.model.layer import Attention
 from simplan.model.model import ModelSpec
+from tests.executor.capture.test_capture import NUM_SAMPLES, really_saved, saved
 from tests.executor.conftest import slow_except
 
 pytest.importorskip("transformers")
@@ -46,6 +50,34 @@ def test_a_capture_has_the_parameters_saved_bytes_and_flops_of_torch(kind: str) 
     assert found.saved == pytest.approx(0, abs=RETURNED.get(kind, 0.005))
     assert found.forward == pytest.approx(0, abs=1e-4)
     assert found.backward in (None, pytest.approx(0, abs=SOLVERS.get(kind, 1e-4)))
+
+
+NARROW: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    },
+    "bart": {"d_model": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 16},
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_attention_is_that_of_a_run_with_data(kind: str) -> None:
+    """Causal and without a mask, which transformers leaves out where it sees that there is no padding."""
+    module, config = module_of_config(small_config(kind) | NARROW[kind] | {"vocab_size": 96, "pad_token_id": 0})
+    batch = batch_of(module, config, 16)
+    layers = captured_layers(model_from_module(module, batch, precisions=("fp32",)))
+    attentions = [kernel for layer in layers for kernel in layer.kernels if isinstance(kernel, Attention)]
+    assert sum(kernel.causal for kernel in attentions) == 2
+    assert not any(kernel.masked for kernel in attentions)
+    with_data = module.to_empty(device="cpu").train()
+    with torch.no_grad():
+        for tensor in (*with_data.parameters(), *with_data.buffers()):
+            tensor.zero_()
+    assert saved(layers, "fp32") == pytest.approx(really_saved(with_data, batch(NUM_SAMPLES), "fp32"), rel=1e-3)
 
 
 _WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
