@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpu faults failures netbench test test-all test-browser screenshots lint bench losses fit docs clean
+.PHONY: help demo gpu faults failures netbench test test-all test-browser screenshots lint bench architectures losses fit docs clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench     the numbers of the benchmark table"
 	@echo "make faults    break real runs, and write docs/reference/faults.md: what each said and left (ten minutes)"
 	@echo "make failures  jobs with drawn failures on hosts, and benchmarks/FAILURES.md (root; half an hour; resumes)"
+	@echo "make architectures   capture what transformers knows, and write docs/reference/architectures.md (half an hour)"
 	@echo "make losses    train a small model in several ways, and write docs/reference/losses.md (half an hour; resumes)"
 	@echo "make netbench  real collectives and steps on hosts with shaped links (root; half an hour; resumes)"
 	@echo "make fit       the catalog's constants again, fitted on published measurements"
@@ -65,6 +66,9 @@ faults: $(READY)
 
 failures: $(READY)
 	$(BIN)/python -m benchmarks.failures
+
+architectures: $(READY)
+	$(BIN)/python -m benchmarks.architectures
 
 losses: $(READY)
 	$(BIN)/python -m benchmarks.losses

@@ -12,6 +12,8 @@ job or request, 4 the run failed, 130 interrupted, 143 terminated.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import signal
@@ -107,11 +109,14 @@ def _rehearse(args: argparse.Namespace) -> None:
 
 
 def _capture(args: argparse.Namespace) -> None:
-    from executor.capture.user_code import capture
     from simplan.io import write_whole
     from simplan.model.captured.request import CaptureRequest
 
-    captured = capture(_parse(CaptureRequest, args.file))
+    request = _parse(CaptureRequest, args.file)
+    with contextlib.redirect_stderr(io.StringIO()):  # logs of libraries, which are no part of an error
+        from executor.capture.user_code import capture
+
+        captured = capture(request)
     write_whole(args.out, captured.model_dump_json(exclude_defaults=True))
 
 

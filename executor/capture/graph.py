@@ -7,11 +7,12 @@ alone, a transposed tensor is often contiguous, and copies would not be seen.)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 
 from executor.capture.cutting import Cut
-from executor.capture.trace import Seen, Trace
+from executor.capture.trace import Operand, Seen, Trace
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.model.captured.facts import (
     CapturedGraph,
@@ -22,6 +23,7 @@ from simplan.model.captured.facts import (
     ComputedIn,
     Setting,
     Shape,
+    Shapes,
     Width,
 )
 from simplan.model.captured.kernels import one_sample
@@ -50,7 +52,7 @@ def graph_of(
 
 def _check_alike(two: Trace, three: Trace) -> None:
     pairs = zip(two.operators, three.operators, strict=False)
-    other = next((a for a, b in pairs if (a.name, a.module) != (b.name, b.module)), None)
+    other = next((a for a, b in pairs if _signature(a) != _signature(b)), None)
     if other is None and len(two.operators) != len(three.operators):
         other = two.operators[-1]
     if other is not None:
@@ -62,6 +64,19 @@ def _check_alike(two: Trace, three: Trace) -> None:
                 fix="make its operators independent of the number of samples",
             )
         )
+
+
+def _signature(seen: Seen) -> tuple[str, str, int, int]:
+    return seen.name, seen.module, len(seen.makes), len(seen.writes)
+
+
+def _derived(two: Trace, three: Trace, weights: set[int]) -> Iterator[int]:
+    """Storages computed from weights alone that do not grow with the batch, such as standardized weights."""
+    for seen in two.operators:
+        if seen.reads and weights.issuperset(operand.storage for operand in seen.reads):
+            found = [storage for storage in seen.makes if three.sizes[storage] == two.sizes[storage]]
+            weights.update(found)
+            yield from found
 
 
 class _Graph:
@@ -77,14 +92,12 @@ class _Graph:
         self._computed_in = computed_in
         self._trained = {two.parameters[storage] for storage in two.needs_gradient if storage in two.parameters}
         self._weights = dict(two.parameters)  # also copies that autocast makes, and keeps, of trained weights
-        self._copies: set[int] = set()  # of frozen weights, which it makes anew each time
         if computed_in == "autocast":
             for seen in two.operators:
                 name = self._weights.get(seen.reads[0].storage) if _is_cast(seen) else None
                 if name in self._trained:
                     self._weights[seen.makes[0]] = name
-                elif name is not None:
-                    self._copies.add(seen.makes[0])
+        self._derived = set(_derived(two, three, {*self._weights}))
         self._layer_of: dict[int, int] = {}  # by storage that an operator makes
         self._readers: dict[int, set[int]] = {}
         for number, layer in enumerate(cuts):
@@ -92,6 +105,13 @@ class _Graph:
                 self._layer_of.update(dict.fromkeys(seen.makes, number))
                 for storage in (*(operand.storage for operand in seen.reads), *seen.saves, *seen.writes):
                     self._readers.setdefault(storage, set()).add(number)
+        self._saved_by_maker = {
+            storage
+            for number, layer in enumerate(cuts)
+            for seen in two.operators[layer.begin : layer.end]
+            for storage in seen.saves
+            if self._layer_of.get(storage) == number
+        }
         self._users: dict[str, set[int]] = {}  # layers that use a parameter
         for number, layer in enumerate(cuts):
             for seen in two.operators[layer.begin : layer.end]:
@@ -194,8 +214,11 @@ class _Graph:
         for index, storage in enumerate(written[:1] or seen.makes):
             names[storage] = f"{seen.name.rpartition('.')[2]} {place - layer.begin}" + (f".{index}" if index else "")
             makes.append(self._tensor(storage, names[storage]))
-        trained = self._trained.intersection(used)
-        flows = [s for s in storages if s in self._two.needs_gradient and s not in self._weights]
+        saved = {*seen.saves}
+        # What the layer before saves of its output is counted here, as families do.
+        saved.update(s for s in storages if s in self._saved_by_maker and self._layer_of[s] == number - 1)
+        trained = self._trained.intersection(used) or self._derived & self._two.needs_gradient & storages.keys()
+        flows = self._two.needs_gradient & storages.keys() - self._weights.keys() - self._derived
         if seen.function and not flows:
             rule = f"runs {seen.function}, an autograd function that saves none of its inputs: not modeled yet"
             fix = "capture the module with the plain form of the function"
@@ -203,17 +226,17 @@ class _Graph:
         return CapturedOperator(
             op=seen.name,
             module=self._local(seen.module, layer.module),
-            operands=tuple(one_sample(a.shape, b.shape) for a, b in zip(seen.reads, other.reads, strict=True)),
-            results=tuple(one_sample(a.shape, b.shape) for a, b in zip(seen.results, other.results, strict=True)),
+            operands=_shapes(seen.reads, other.reads),
+            results=_shapes(seen.results, other.results),
             weights=tuple(
-                i for i, o in enumerate(seen.reads) if o.storage in self._weights or o.storage in self._copies
+                place for place, o in enumerate(seen.reads) if o.storage in self._weights or o.storage in self._derived
             ),
             settings=dict(_settings(seen)),
             reads=reads,
             makes=tuple(makes),
-            saves=tuple(dict.fromkeys(names[storage] for storage in seen.saves if storage in names)),
+            saves=tuple(names[storage] for storage in sorted(saved) if storage in names),
             parameters=tuple(self._local(name, layer.module) for name in first),
-            trains=seen.has_gradient and bool(trained),
+            trains=seen.has_gradient and (bool(trained) or seen.num_gradients > 1),
             propagates=seen.has_gradient and bool(flows),
             is_cast=_is_cast(seen) and bool(reads) and not used,
             in_place=bool(written),
@@ -244,6 +267,14 @@ class _Graph:
         if dtype is (torch.float32 if self._computed_in == "fp32" else torch.bfloat16):
             return "compute"
         return "wide" if dtype is torch.float32 and self._computed_in == "autocast" else dtype.itemsize
+
+
+def _shapes(two: Sequence[Operand], three: Sequence[Operand]) -> Shapes:
+    """Shapes of one sample; a list with a tensor for each sample is one tensor of its elements."""
+    if len(two) == len(three):
+        return tuple(one_sample(less.shape, more.shape) for less, more in zip(two, three, strict=True))
+    less, more = (sum(prod(operand.shape) for operand in each) for each in (two, three))
+    return ((more - less,),)
 
 
 def _is_cast(seen: Seen) -> bool:

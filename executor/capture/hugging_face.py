@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,12 @@ from simplan.errors import Problem, SpecError
 
 _PIXELS, _FEATURES, _WAVE, _TOKENS = "pixel_values", "input_features", "input_values", "input_ids"
 _WAVE_SAMPLES = 16_000  # of sound: one second
+_BINS = "input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins"
+_USUAL_BINS = 80  # frequencies of a spectrogram
+_SIZES = frozenset({"image_grid_thw", "pixel_attention_mask", "aspect_ratio_ids", "image_embeds_position_mask"})
+"""Arguments of models whose images differ in size: operators follow from their values, or each image has its own."""
+_SIZED = frozenset({"pixtral", "llava_next", "llava_onevision", "llava_next_video"})
+"""Models of such images with other arguments, and their part that sees."""
 _USED_BY = (
     "AutoModelForImageTextToText", "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
@@ -73,11 +79,12 @@ def batch_of(module: nn.Module, config: Any, seq_len: int) -> Callable[[int], di
     return batch
 
 
-def _compares_images_with_texts(config: Any) -> bool:
-    """True for CLIP and its kind, which take both."""
-    import transformers
-
-    return type(config) in transformers.AutoModelForZeroShotImageClassification._model_mapping
+def _takes_images(accepted: Mapping[str, Any], config: Any) -> bool:
+    """True for a model of images, and for one of texts and images of one size; with others, texts are alone."""
+    vision = getattr(config, "vision_config", None)
+    is_sized = not _SIZED.isdisjoint((config.model_type, getattr(vision, "model_type", ""))) or _SIZES & accepted.keys()
+    sees = _TOKENS not in accepted or "pixel_mask" in accepted or vision is not None
+    return _PIXELS in accepted and sees and not is_sized
 
 
 def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Iterator[tuple[str, Tensor]]:
@@ -85,20 +92,16 @@ def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Ite
     main = getattr(module, "main_input_name", _TOKENS)
     text = getattr(config, "get_text_config", lambda: config)()
     vocabulary = getattr(text, "vocab_size", None) or 2
-    vision = getattr(config, "vision_config", None) or config
-    if main == _PIXELS or (_PIXELS in accepted and _compares_images_with_texts(config)):
-        size = getattr(vision, "image_size", None) or 224
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        yield _PIXELS, torch.zeros(number, getattr(vision, "num_channels", 3), height, width)
-    elif main == _FEATURES:
-        positions = getattr(config, "max_source_positions", None)
-        length = 2 * positions if positions else seq_len
-        yield _FEATURES, torch.zeros(number, getattr(config, "num_mel_bins", 80), length)
-    elif main == _WAVE:
-        yield _WAVE, torch.zeros(number, _WAVE_SAMPLES)
+    has_images = _takes_images(accepted, config)
+    if has_images:
+        yield _PIXELS, _images(config, number)
+    elif main in (_FEATURES, _WAVE):
+        yield main, torch.zeros(number, *_sound(main, config, seq_len))
     if _TOKENS in accepted:
         tokens = torch.full((number, seq_len), vocabulary - 1)
         yield _TOKENS, tokens
+        if has_images and "token_type_ids" in accepted:
+            yield "token_type_ids", torch.zeros_like(tokens)
         if "labels" in accepted:
             yield "labels", tokens.clone()
     elif "decoder_input_ids" in accepted:
@@ -107,3 +110,24 @@ def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Ite
         yield "decoder_input_ids", tokens
         if "labels" in accepted:
             yield "labels", tokens.clone()
+
+
+def _images(config: Any, number: int) -> Tensor:
+    vision = getattr(config, "vision_config", None) or config
+    size = getattr(vision, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    frames = getattr(vision, "num_frames", None)  # of a video
+    return torch.zeros(number, *((frames,) if frames else ()), getattr(vision, "num_channels", 3), height, width)
+
+
+def _sound(main: str, config: Any, seq_len: int) -> tuple[int, ...]:
+    """Shape of a sample of sound: of a wave, or of a spectrogram, which has frequencies first in Whisper's kind."""
+    parts = config, getattr(config, "encoder_config", None)
+    bins = next((found for part in parts for key in _BINS if (found := getattr(part, key, None))), None)
+    if main == _WAVE:
+        channels = getattr(config, "audio_channels", None)
+        return (config.max_length, bins) if bins else (*((channels,) if channels else ()), _WAVE_SAMPLES)
+    positions = getattr(config, "max_source_positions", None)
+    length = 2 * positions if positions else seq_len
+    shape = length, bins or _USUAL_BINS
+    return shape[::-1] if positions and hasattr(config, "num_mel_bins") else shape

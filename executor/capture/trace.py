@@ -9,22 +9,27 @@ Dropout and attention are seen as GPUs run them, which have one kernel for each 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from os import environ
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _meta_registrations, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from simplan.errors import Problem, SpecError
+
 _IGNORED = frozenset({"prim"})
 _DROPOUT = 4  # place of the argument of attention
 _USUAL_DROPOUT = 0.5  # default of torch.nn.functional.dropout
+_MOST_OPERATORS = 50_000
 _NO_WORK = frozenset(
     {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten.new_empty_strided"}
 )
@@ -52,7 +57,8 @@ class Seen:
         makes: Storages that did not exist before.
         writes: Storages of arguments that the operator writes to.
         saves: Storages that backward reads.
-        has_gradient: Autograd records the operator.
+        has_gradient: Autograd records the operator, and its results reach the loss.
+        num_gradients: Tensors read whose gradients backward computes.
         function: Name of the autograd function written in Python that ends with the operator; empty for none.
     """
 
@@ -65,6 +71,7 @@ class Seen:
     writes: tuple[int, ...]
     saves: tuple[int, ...] = ()
     has_gradient: bool = False
+    num_gradients: int = 0
     function: str = ""
 
 
@@ -108,13 +115,18 @@ def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor
         module: The module, on fake tensors.
         run: Runs it and gives the loss.
         inputs: Tensors of the batch, by name.
+
+    Raises:
+        SpecError: The module runs too many operators.
+        ValueError: Nothing is trained.
     """
     tracer = _Tracer(module, inputs)
-    with _modules_named(module, tracer), _as_on_gpus(), tracer:
+    with _modules_named(module, tracer), as_on_gpus(), tracer:
         loss = run()
     tracer.settle()
     if not loss.requires_grad:
         raise ValueError("no gradient flows from the loss to a parameter")
+    tracer.leave_out_dead(loss)
     return tracer.trace
 
 
@@ -146,7 +158,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in _IGNORED:
             return func(*args, **kwargs)
-        if func is not torch.ops.aten.detach.default:  # with which a node saves its operator's result
+        if not func.is_view:  # a node saves its result as a view, and autograd holds a lock where it makes views anew
             self._settle_last()
         known = len(self.trace.sizes)
         reads = self._operands((args, kwargs))
@@ -165,6 +177,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         settings = {key: value for key, value in given.items() if _is_plain(value)}
         seen = Seen(name, self.path[-1], settings, reads, results, makes, writes)
         self.trace.operators.append(seen)
+        if len(self.trace.operators) > _MOST_OPERATORS:
+            raise SpecError(_too_many(seen))
         self._open.append((seen, tensors))
         return out
 
@@ -174,6 +188,16 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for seen, tensors in self._open:
             self._read_node(seen, tensors)
         self._open.clear()
+
+    def leave_out_dead(self, loss: Tensor) -> None:
+        """Takes gradients and saved tensors from operators whose results never reach the loss: autograd frees them."""
+        live = {self._number(loss)}
+        for seen in reversed(self.trace.operators):
+            if live.isdisjoint(seen.makes) and live.isdisjoint(seen.writes):
+                seen.has_gradient, seen.saves = False, ()
+            else:
+                live.update(operand.storage for operand in seen.reads)
+        self.trace.needs_gradient &= live
 
     def _settle_last(self) -> None:
         if self._open:
@@ -196,6 +220,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(node)
             if _is_python(node):
                 seen.function = type(node).__name__.removesuffix("Backward")
+            seen.num_gradients = sum(function is not None for function, _ in node.next_functions)
             saved = (self._number(kept) for kept in _saved_tensors(node))
             seen.saves = tuple(dict.fromkeys((*seen.saves, *saved)))
         return found
@@ -225,10 +250,23 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     yield self._number(leaf)
 
 
+def _too_many(seen: Seen) -> Problem:
+    rule = (
+        f"runs more than {_MOST_OPERATORS:,} operators in one forward pass, such as a loop over tokens in Python does"
+    )
+    fix = "use fewer tokens, or the form of the module that scans with one kernel"
+    return Problem(field="module", value=seen.module or "the model", rule=rule, fix=fix)
+
+
 @contextmanager
-def _as_on_gpus() -> Iterator[None]:
-    """Dropout as one kernel with a mask of bools, and attention that drops out inside of its kernel."""
+def as_on_gpus() -> Iterator[None]:
+    """Operators as GPUs run them, and without transformers' checks of values.
+
+    Dropout is one kernel with a mask of bools; attention drops out inside of its kernel; grouped matmuls have any
+    precision, where torch tells their shapes for BF16 alone.
+    """
     attention = functional.scaled_dot_product_attention
+    grouped_shape = _meta_registrations._meta_grouped_mm_common
 
     def dropped(*args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
@@ -242,12 +280,46 @@ def _as_on_gpus() -> Iterator[None]:
             args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
         return attention(*args, **({**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
+    def grouped(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
+        if left.dtype not in (torch.float32, torch.float16):
+            return grouped_shape(left, right, **kwargs)  # type: ignore[no-any-return]
+        result: Tensor = grouped_shape(left.bfloat16(), right.bfloat16(), **kwargs)
+        return result.to(left.dtype)
+
     with (
+        patch.dict(environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}),
+        _without_masks(),
         patch.object(functional, "dropout", dropped),
         patch.object(torch, "dropout", dropped),
         patch.object(functional, "scaled_dot_product_attention", attended),
+        patch.object(_meta_registrations, "_meta_grouped_mm_common", grouped),
     ):
         yield
+
+
+@contextmanager
+def _without_masks() -> Iterator[None]:
+    """A sample of transformers is one document without padding, as it finds by values where it has them.
+
+    With tensors without data it would make masks that no run makes, and attention would not be causal.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        yield
+        return
+
+    def without_padding(function: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda padding_mask, *args, **kwargs: function(None, *args, **kwargs)
+
+    with (
+        patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None),
+        patch.object(masking, _CAUSAL, without_padding(getattr(masking, _CAUSAL))),
+        patch.object(masking, _BIDIRECTIONAL, without_padding(getattr(masking, _BIDIRECTIONAL))),
+    ):
+        yield
+
+
+_CAUSAL, _BIDIRECTIONAL = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"
 
 
 @contextmanager

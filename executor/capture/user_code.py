@@ -6,6 +6,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +53,11 @@ def _of_config(request: CaptureRequest) -> CapturedModel:
         raise SpecError(Problem(field=request.config, rule=rule, fix=fix))
     module, config = module_of_config(read_json(Path(request.config)))
     name = request.name or Path(request.config).resolve().parent.name
-    captured = model_from_module(module, batch_of(module, config, request.seq_len), name=name)
+    try:
+        captured = model_from_module(module, batch_of(module, config, request.seq_len), name=name)
+    except SpecError as error:
+        fix = "give a batch of your own: simplan capture MODULE:FACTORY --inputs MODULE:FUNCTION"
+        raise SpecError(replace(problem, fix=fix) for problem in error.problems) from error
     software = captured.software | {"transformers": version("transformers")}
     return captured.model_copy(update={"factory": str(request.config), "software": software})
 

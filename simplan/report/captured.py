@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 from simplan.model.captured.facts import CapturedModel
@@ -71,8 +74,8 @@ def captured_text(captured: CapturedModel) -> str:
         format_table_text(_HEADERS, rows, left=2),
     ]
     if captured.unused:
-        names = ", ".join(parameter.name for parameter in captured.unused)
-        lines.append(f"parameters without a part in the loss: {names}")
+        parts = ", ".join(f"{name} ({format_count(number)} parameters)" for name, number in _unused(captured))
+        lines.append(f"without a part in the loss: {parts}")
     return "\n".join(lines)
 
 
@@ -86,6 +89,24 @@ def _runs(captured: CapturedModel) -> list[tuple[int, int]]:
         else:
             found.append((index, index))
     return found
+
+
+def _unused(captured: CapturedModel) -> list[tuple[str, int]]:
+    """Largest modules whose parameters take no part in the loss, or such a parameter, and number of their elements."""
+    used = {""}
+    for module, number in zip(captured.modules, captured.graph.order, strict=True):
+        for parameter in captured.graph.layers[number].parameters:
+            name = parameter.name if parameter.elsewhere or not module else f"{module}.{parameter.name}"
+            used.update(_prefixes(name))
+    found: Counter[str] = Counter()
+    for parameter in captured.unused:
+        found[next(p for p in _prefixes(parameter.name) if p not in used)] += prod(parameter.shape)
+    return sorted(found.items())
+
+
+def _prefixes(name: str) -> list[str]:
+    """Modules around a parameter, from the outside, and its own name."""
+    return list(accumulate(name.split("."), lambda outer, inner: f"{outer}.{inner}"))
 
 
 def _num_parameters(layers: tuple[LayerSpec, ...]) -> int:

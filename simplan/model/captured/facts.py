@@ -67,14 +67,14 @@ class CapturedOperator(Spec):
         op: Namespace and name, such as ``aten.mm``.
         module: Path of the module that ran it, inside of its layer.
         operands, results: Shapes of tensor arguments and of results, in order.
-        weights: Places among the operands of parameters, and of casts of parameters.
+        weights: Places among the operands of parameters, and of what is computed from parameters alone.
         settings: Arguments that are not tensors, where the kernel depends on them.
         reads: Names of the tensors read, of weights excepted.
         makes: Tensors made.
         saves: Names of the tensors that backward reads, of weights excepted.
         parameters: Names of weights that no operator before used, in the order in which backward completes their
             gradients.
-        trains: Backward computes gradients of weights.
+        trains: Backward computes gradients of weights, or of more than one of the tensors read.
         propagates: Backward computes gradients of tensors read.
         is_cast: Only the dtype changes.
         in_place: The result overwrites the first tensor read.

@@ -99,11 +99,8 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         name: Name of the kernel, unique in its layer.
     """
     kind = word(operator)
-    if kind in _MATMULS:
+    if kind in _MATMULS or kind in _BATCHED or kind == "_grouped_mm":
         return _matmul(operator, name)
-    if kind in _BATCHED:
-        left, right = operator.operands[-2:]
-        return _gemm(operator, name, prod(left[:-1]), right[-1], left[-1], num_groups=max(1, prod(left[:-2])))
     if kind == "convolution":
         return _convolution(operator, name)
     if is_attention(operator):
@@ -124,18 +121,25 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
 
 
 def _matmul(operator: CapturedOperator, name: str) -> Gemm:
-    left, right = operator.operands[-2:]
-    first = len(operator.operands) - 2
-    if first in operator.weights and first + 1 not in operator.weights:  # a weight times activations
-        return _gemm(operator, name, right[-1], left[0], left[-1])
-    return _gemm(operator, name, left[0], right[-1], left[-1])
-
-
-def _gemm(operator: CapturedOperator, name: str, m: int, n: int, k: int, *, num_groups: int = 1) -> Gemm:
-    """A matmul; one of two activations propagates to each of them, which is as much work as a trained weight."""
-    is_weighted = bool(operator.weights)
-    trained = operator.trains if is_weighted else operator.propagates
-    return Gemm(name, m, n, k, num_groups=num_groups, trained=trained, propagates=operator.propagates)
+    first = 0 if word(operator) == "_grouped_mm" else len(operator.operands) - 2
+    left, right = operator.operands[first : first + 2]
+    num_groups = max(1, prod(right[:-2]))
+    m, n, k = prod(left[:-1]), right[-1], left[-1]
+    is_weight = [first + side in operator.weights for side in (0, 1)]
+    if is_weight == [True, False] and num_groups == 1:  # a weight times activations
+        m, n = n, m
+    trained, propagates = operator.trains, operator.propagates
+    if not any(is_weight):  # the second one is as a weight: if one gradient is computed, it is that one's
+        trained, propagates = propagates, trained
+    return Gemm(
+        name,
+        m,
+        n,
+        k,
+        num_groups=num_groups,
+        trained=trained,
+        propagates=propagates,
+    )
 
 
 def _convolution(operator: CapturedOperator, name: str) -> Gemm:

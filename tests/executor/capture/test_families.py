@@ -1,0 +1,61 @@
+"""Families of models, against the modules of transformers that they are, captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks.architectures import small_config
+from executor.capture.capture import model_from_module
+from executor.capture.hugging_face import batch_of, module_of_config
+from simplan.interop.huggingface import model_fields_from_config, model_types
+from simplan.model.captured.layers import captured_layers
+from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
+from simplan.model.layer import Gemm, LayerSpec
+from simplan.model.model import ModelSpec
+from tests.executor.conftest import slow_except
+
+pytest.importorskip("transformers")
+
+SEQ_LEN = 64
+LABELLED = {"vit": "ViTForImageClassification", "resnet": "ResNetForImageClassification"}
+"""Classes of models that a family has with a head, where transformers' first choice has none."""
+SPECS: dict[str, dict[str, Any]] = {
+    "resnet": {"family": "resnet", "depths": (2, 2, 2, 2), "image_size": 224, "num_classes": 2},
+    "t5": {
+        "family": "t5", "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 32_128,
+        "intermediate_size": 2048, "seq_len": SEQ_LEN,
+    },
+}  # fmt: skip
+"""Families whose config.json simplan does not read."""
+TRANSFORMERS = LayerImplementation(model_code="transformers")
+AS_TRANSFORMERS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"}
+"""Models whose layers `software: transformers` has as transformers runs them; others are those of the executor."""
+
+
+def flops_of(layers: Sequence[LayerSpec]) -> list[int]:
+    """Of forward and of backward, with the scores of all queries and keys."""
+    passes = [(layer.flops(full_attention=True), layer.backward_flops(full_attention=True)) for layer in layers]
+    return [sum(each) for each in zip(*passes, strict=True)]
+
+
+@pytest.mark.parametrize("kind", slow_except(["gemma2", "mixtral", "t5", "resnet"], [*model_types(), *SPECS]))
+def test_a_family_is_the_model_of_transformers(kind: str) -> None:
+    data = small_config(kind)
+    if kind in LABELLED:
+        data["architectures"] = [LABELLED[kind]]
+    module, config = module_of_config(data)
+    published = config.to_dict() | ({"num_experts": config.num_experts} if kind == "qwen3_moe" else {})
+    seq_len = None if kind == "vit" else SEQ_LEN
+    spec = ModelSpec(**(SPECS.get(kind) or model_fields_from_config(published, name=kind, seq_len=seq_len)))
+    captured = captured_layers(model_from_module(module, batch_of(module, config, SEQ_LEN), precisions=("fp32",)))
+    assert spec.num_parameters == sum(parameter.numel() for parameter in module.parameters())
+    ours, theirs = flops_of(spec.layers), flops_of(captured)
+    if kind in LABELLED:  # families count the gradient of the image, which nobody needs
+        theirs[1] += next(kernel.flops for kernel in captured[0].kernels if isinstance(kernel, Gemm))
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    if kind in AS_TRANSFORMERS:
+        block = implemented_layers(spec.layers, TRANSFORMERS, spec.family)[1]
+        assert sum(block.saved_bytes(4)) == sum(captured[1].saved_bytes(4))
