@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import ScriptObject
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -91,5 +93,5 @@ def _group_of(args: Sequence[Any]) -> tuple[int, ...]:
 
 def _named_group(name: Any) -> tuple[int, ...]:
     """Global ranks of a process group, by its name or the group itself."""
-    group = dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
+    group = _resolve_process_group(GroupName(name)) if isinstance(name, str) else name
     return tuple(dist.get_process_group_ranks(group))

@@ -111,6 +111,11 @@ class LoopRecorder:
         self._has_group = False
         _check(self._file, samples_per_step)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps so far, those that do not count included."""
+        return len(self._steps)
+
     def start(self) -> None:
         """Begins the recording and its first step; forgets the device's peaks of before.
 
@@ -213,8 +218,8 @@ class LoopRecorder:
         if not dist.is_initialized():
             if self._has_group or int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise RunError(
-                    f"{self._file} is not written: at its end there is no process group to gather the recordings of all "
-                    "ranks; leave the recording before destroy_process_group, and enter it after init_process_group"
+                    f"{self._file} is not written: at its end there is no process group to gather the recordings of "
+                    "all ranks; leave it before destroy_process_group, and enter it after init_process_group"
                 )
             return [self._rank_recording()], [len(self._steps)]
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -236,7 +241,7 @@ class LoopRecorder:
         return sum(_bytes_of([*parameters, *gradients, *self._module.buffers()]))
 
     def _optimizer_states(self) -> Iterator[Tensor]:
-        """States on the device: Adam's numbers of steps are on the host."""
+        """States on the device: of CUDA devices, Adam's numbers of steps are on the host."""
         if self._optimizer is not None:
             for leaf in tree_leaves(dict(_innermost(self._optimizer).state)):
                 if isinstance(leaf, Tensor) and leaf.device.type == self._device.type:
@@ -251,7 +256,7 @@ def _device_of(device: torch.device | str | None, module: nn.Module | None) -> t
     """
     if device is None:
         first = None if module is None else next(module.parameters(), None)
-        usual = "cuda" if torch.cuda.is_initialized() else "cpu"
+        usual = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
         device = usual if first is None else first.device
     try:
         chosen = torch.device(device)
@@ -306,14 +311,15 @@ def _stamp(device: torch.device) -> Stamp:
 
 def _seconds(begin: Stamp, end: Stamp) -> float:
     """Seconds between two stamps that have happened; between events of CUDA, as the device counts them."""
-    if isinstance(begin, float):
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float)
         assert isinstance(end, float)
         return end - begin
     return float(begin.elapsed_time(end)) * 1e-3
 
 
 def _innermost(optimizer: Any) -> Any:
-    """torch's optimizer inside of Accelerate's, or of ZeroRedundancyOptimizer."""
+    """The optimizer inside of Accelerate's, or of ZeroRedundancyOptimizer."""
     while inner := getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None):
         optimizer = inner
     return optimizer
@@ -328,6 +334,6 @@ def _say(recording: Recording, file: Path) -> None:
     times_s = recording.step_times_s
     peaks = [max(value or 0 for _, value in rank.peak_memory) for rank in recording.ranks]
     sys.stderr.write(
-        f"simplan: step time {format_time(statistics.median(times_s))}, median of {counted(len(times_s), 'step')}; peak "
-        f"memory {format_bytes(max(peaks))} on rank {peaks.index(max(peaks))}; wrote {file}\n"
+        f"simplan: step time {format_time(statistics.median(times_s))}, median of {counted(len(times_s), 'step')}; "
+        f"peak memory {format_bytes(max(peaks))} on rank {peaks.index(max(peaks))}; wrote {file}\n"
     )

@@ -1,4 +1,4 @@
-"""Recordings of training loops that users wrote. The executor writes them, ``compare`` reads them beside a prediction."""
+"""Recordings of training loops that users wrote. The executor writes them, ``compare`` reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simplan.base import MAX_DEVICES, Count, Line, Natural, Positive, Spec
 from simplan.program.program import MemoryCategory
 from simplan.runs.measurement import PeakMemory
 
-RECORDING_KIND = "recording"
+RECORDING_KIND: Literal["recording"] = "recording"
 RecordedKind = Literal[
     "all_reduce",
     "all_gather",

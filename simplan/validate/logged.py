@@ -25,7 +25,7 @@ from simplan.validate.hypotheses import Hypothesis, MeasuredTotals, hypotheses, 
 from simplan.validate.logged_memory import MemoryTerm, in_memory_interval, memory_notes, memory_rows, memory_terms
 from simplan.validate.logged_run import LoggedRun
 from simplan.validate.measured import predicted_timeline
-from simplan.validate.recorded import RecordedDetails, is_of_other_device, recorded_details, refuse_other_job
+from simplan.validate.recorded.details import RecordedDetails, is_of_other_device, recorded_details, refuse_other_job
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 from simplan.validate.steady import OUTLIER_RATIO, WARMUP_RATIO
 
@@ -375,8 +375,10 @@ def _notes(
     yield from logged.notes
     yield from memory_notes(prediction, logged.peaks)
     if measured_s is not None and prediction["reference_s"] is not None:
-        whose = "a log" if details is None else "a recording"
-        yield f"{whose} does not say how fast the machine was: the prediction is not rescaled to its speed, as for a run"
+        yield (
+            f"{'a log' if details is None else 'a recording'} does not say how fast the machine was: the prediction is "
+            "not rescaled to its speed, as for a run"
+        )
     if details is not None:
         yield from details.notes
         return

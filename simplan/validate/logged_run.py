@@ -95,7 +95,7 @@ class LoggedRun(Spec):
         """Times and peaks of a recording."""
         facts, ranks = recording.environment, recording.ranks
         device = facts.get("device") or "an unknown device"
-        peaks = {
+        peaks: dict[str, Any] = {
             f"peak_{column}_gib": tuple(each / GIB for each in found if each)
             for column in COLUMNS
             if all(found := [getattr(rank.peak_memory, f"{column}_bytes") for rank in ranks])

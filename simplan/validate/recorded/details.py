@@ -17,12 +17,12 @@ from simplan.validate.compare import predicted_communications
 from simplan.validate.rows import ComparisonRow, compared
 
 _STATES = (MemoryCategory.PARAMETERS, MemoryCategory.OPTIMIZER)
-"""States that are constant over a step. A prediction has the gradients of its peak, and a recording those of the update."""
+"""States that are constant over a step. Of gradients, a prediction has those of its peak, a recording of the update."""
 _MAX_ACTIONS = 100_000
 """Actions of all ranks whose communication is listed."""
 _FIRST_STEPS = (
-    "allocated bytes of CPU ranks are the module's and what its first steps allocated: tensors from before the recording "
-    "are not counted"
+    "allocated bytes of CPU ranks are those of the module, and what the first steps allocated; other tensors that were "
+    "made before the recording are not counted"
 )
 _OF_RANKS = "communication: of one step, the mean over ranks"
 _OTHER_LIBRARIES = (
@@ -52,7 +52,8 @@ def refuse_other_job(prediction: Mapping[str, Any], recording: Recording) -> Non
 
 def is_of_other_device(prediction: Mapping[str, Any], recording: Recording) -> bool:
     """True if CPU ranks are compared with devices of the catalog, or CUDA devices with a prediction for CPU cores."""
-    return recording.is_of_cpu != (prediction["inputs"]["cluster"]["device"]["kind"] == "cpu")
+    kind: str = prediction["inputs"]["cluster"]["device"]["kind"]
+    return recording.is_of_cpu != (kind == "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,8 @@ def _notes(prediction: Mapping[str, Any], recording: Recording) -> Iterator[str]
     gradients = [rank.states_bytes.get(MemoryCategory.GRADIENTS) for rank in recording.ranks]
     if known := [each for each in gradients if each is not None]:
         yield (
-            f"gradients are not compared: {format_bytes(max(known))} at an update on the rank with most, and a prediction "
-            "has those at its peak"
+            f"gradients are not compared: {format_bytes(max(known))} at an update on the rank with most, and a "
+            "prediction has those at its peak"
         )
     if not recording.ranks[0].states_bytes:
         yield "parameters and optimizer states are not compared: record(module=..., optimizer=...) tells them"
