@@ -40,7 +40,7 @@ class RecordedCollective(Spec):
 
 
 class RankRecording(Spec):
-    """What one rank recorded.
+    """Recording of one rank.
 
     Attributes:
         node: Host name of the rank.

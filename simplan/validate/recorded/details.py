@@ -58,7 +58,7 @@ def is_of_other_device(prediction: Mapping[str, Any], recording: Recording) -> b
 
 @dataclass(frozen=True, slots=True)
 class RecordedDetails:
-    """What a recording tells besides times and peaks.
+    """Rows and notes of a recording, besides its times and peaks.
 
     Attributes:
         rows: States of the rank that has most of them, then communication by kind and size of its group.
