@@ -1,0 +1,101 @@
+"""Files of simplan capture in the dashboard: taken as a config.json is, planned on all pages, refused by the rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import uploads
+from app.fitting import document_text
+from executor.capture.capture import model_from_module
+from simplan.errors import SpecError
+from simplan.io import write_model
+from simplan.predict import predict
+from simplan.scenario import load_scenario, parse_scenario
+from simplan.units import format_time
+from tests.app.views.pages import MAIN, SMALL, assert_no_bug, complaints, opened, opened_in_session
+from tests.executor.capture import modules
+
+PLAN = {"dp_shard": 4, "zero_stage": 3}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A captured U-Net, whose samples are images."""
+    file = tmp_path_factory.mktemp("captured") / "unet.json"
+    write_model(file, model_from_module(modules.UNet(), modules.unet_batch))
+    return file
+
+
+@pytest.fixture(scope="module")
+def document(file: Path) -> dict[str, Any]:
+    """Scenario of the session with the U-Net."""
+    model = uploads.own_model_fields(file.name, file.read_bytes(), 4096)
+    return {**SMALL, "model": model, "plan": PLAN}
+
+
+def test_captured_file_becomes_the_model_that_a_scenario_with_it_has(document: dict[str, Any], file: Path) -> None:
+    scenario = file.with_name("scenario.yaml")
+    scenario.write_text(document_text({**document, "model": {"file": file.name}}))
+    assert parse_scenario(document_text(document)).job == load_scenario(scenario).job
+    found = uploads.recognized(file.name, file.read_bytes(), {**SMALL, "plan": PLAN})
+    assert found.title == "captured model"
+    assert found.document == document
+
+
+def test_broken_captured_file_is_refused_with_its_key(file: Path) -> None:
+    broken = {**json.loads(file.read_text()), "graphs": {"fp32": {}}}
+    with pytest.raises(SpecError, match=r"graphs\.fp32\.\w+: is missing"):
+        uploads.own_model_fields("unet.json", json.dumps(broken).encode(), 4096)
+
+
+def test_captured_file_is_uploaded_in_the_form_and_predicted(document: dict[str, Any], file: Path) -> None:
+    page = opened(document={**SMALL, "plan": PLAN})
+    page.file_uploader(key="form model file").upload(file.name, file.read_bytes(), "application/json").run()
+    page.button(key="form use model").click().run()
+    assert_no_bug(page)
+    assert complaints(page) == []
+    prediction = predict(parse_scenario(document_text(document)).job, name="x")
+    metrics = {metric.label: metric.value for metric in page.metric}
+    assert metrics["Step time"] == format_time(prediction.step_time_s)
+    assert page.selectbox(key="form model").value == "own"
+    assert "UNet (captured)" in page.selectbox(key="form model").options
+    labels = [number.label for number in page.number_input]
+    assert not {"Sequence", "Vocabulary"} & set(labels), "sizes are those of the code"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (MAIN.parent / "views").glob("*.py")))
+def test_page_shows_a_captured_model(name: str, document: dict[str, Any]) -> None:
+    page = opened_in_session(name, document, {})
+    assert_no_bug(page)
+    assert complaints(page) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"plan": {"tp": 4}}, "tensor parallelism of captured modules is not modeled yet; use 1"),
+        ({"plan": {"cp": 4}}, "context parallelism of captured modules is not modeled yet; use 1"),
+        ({"software": {"preset": "torch", "compiled": True}}, "torch.compile of captured modules is not modeled yet"),
+        ({"training": {"global_batch_size": 16, "precision": "fp8"}}, "captured"),
+        ({"cluster": {"preset": "this-machine", "num_devices": 4}}, "captured modules on a machine"),
+    ],
+)
+def test_option_that_captured_models_lack_is_refused_by_its_rule(
+    changes: dict[str, Any], rule: str, document: dict[str, Any]
+) -> None:
+    for name in ("plan", "timeline"):
+        page = opened_in_session(name, {**document, **changes}, {})
+        assert_no_bug(page)
+        elements = (*page.error, *page.warning, *page.info)
+        assert rule in " ".join(str(element.value) for element in elements), name
+
+
+@pytest.mark.parametrize(("key", "value"), [("seq_len", 77), ("num_hidden_layers", 2)])
+def test_size_that_a_capture_does_not_have_is_refused(key: str, value: int, document: dict[str, Any]) -> None:
+    model = {**document["model"], key: value}
+    with pytest.raises(SpecError, match=f"{key} = {value} is not that of the capture, "):
+        parse_scenario(document_text({**document, "model": model}))
