@@ -25,9 +25,8 @@ from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.logs.formats import KNOWN_LOGS, is_log, parse_run
 from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, parse_json
-from simplan.model.captured.facts import CapturedModel
-from simplan.model.captured.file import is_captured
-from simplan.problems import parse_model, render_value
+from simplan.model.captured.file import captured_of, is_captured, packed
+from simplan.problems import render_value
 from simplan.runs.measurement import Measurement
 from simplan.scenario import parse_scenario, parse_search, read_source
 from simplan.scenario.names import unknown_source
@@ -78,9 +77,8 @@ def own_model_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
     kind = "the config.json of a Hugging Face model, or a file of simplan capture"
     data = parse_json(text_of(name, content, MAX_MODEL_BYTES, kind=kind), name)
     if is_captured(data):
-        captured = parse_model(CapturedModel, data, file=name)
-        fields = captured.model_dump(mode="json", exclude_defaults=True)
-        return {"name": captured.name[:_MAX_CHARS], "family": "captured", "captured": fields}
+        captured = captured_of(data, name)
+        return {"name": captured.name[:_MAX_CHARS], "captured": packed(captured)}
     return _config_fields(name, data, seq_len)
 
 

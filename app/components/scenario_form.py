@@ -85,7 +85,7 @@ def _model() -> None:
     key = "form model"
     names = {name: label("models", name) for name in catalog.names("models")}
     preset = get(("model", "preset"))
-    is_captured = get(("model", "family")) == "captured"
+    is_captured = get(("model", "captured")) is not None
     if not isinstance(preset, str):
         kind = "captured" if is_captured else "own shapes"
         names = {_OWN: f"{get(('model', 'name'), 'own model')} ({kind})"} | names
@@ -99,8 +99,8 @@ def _model() -> None:
         _sizes()
     with st.popover("Model of your own", width="stretch"):
         st.caption(
-            "A file of `simplan capture`, or a config.json of Hugging Face. Read as data and not stored; it becomes the "
-            "model of the scenario."
+            "A file of `simplan capture`, or a config.json of Hugging Face. Read as data and not stored; it becomes "
+            "the model of the scenario."
         )
         limit = MAX_MODEL_BYTES // 2**20
         file = st.file_uploader(

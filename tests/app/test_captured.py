@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zlib
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,15 @@ import pytest
 
 from app import uploads
 from app.fitting import document_text
+from app.state import decode
 from executor.capture.capture import model_from_module
 from simplan.errors import SpecError
 from simplan.io import write_model
 from simplan.predict import predict
 from simplan.scenario import load_scenario, parse_scenario
+from simplan.search import SearchSpace, largest
 from simplan.units import format_time
-from tests.app.views.pages import MAIN, SMALL, assert_no_bug, complaints, opened, opened_in_session
+from tests.app.views.pages import MAIN, SMALL, assert_no_bug, complaints, opened, opened_in_session, query_of
 from tests.executor.capture import modules
 
 PLAN = {"dp_shard": 4, "zero_stage": 3}
@@ -74,6 +78,16 @@ def test_page_shows_a_captured_model(name: str, document: dict[str, Any]) -> Non
     assert complaints(page) == []
 
 
+def test_plans_of_a_captured_model_are_searched_and_opened(document: dict[str, Any]) -> None:
+    page = opened_in_session("search", {**document, "plan": {"tp": 4}}, {})
+    next(button for button in page.button if button.label == "Search").click().run(timeout=600)
+    assert_no_bug(page)
+    assert complaints(page) == []
+    next(button for button in page.button if button.label == "Open as the plan").click().run()
+    plan = page.session_state["simplan document"]["plan"]
+    assert parse_scenario(document_text({**document, "plan": plan})).job.plan.tp == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
@@ -94,8 +108,37 @@ def test_option_that_captured_models_lack_is_refused_by_its_rule(
         assert rule in " ".join(str(element.value) for element in elements), name
 
 
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"seq_len": 77}, "model.seq_len = 77: cannot go with captured, whose sizes are those of its capture"),
+        ({"preset": "gpt2-124m"}, "model.captured: cannot go with preset"),
+        ({"captured": 3}, "model.captured: is no captured model as a word"),
+        ({"captured": "eJy*"}, "model.captured: is no captured model as a word"),
+        ({"captured": b64encode(zlib.compress(bytes(2**25))).decode()}, "model.captured: is cut short, or more than "),
+        ({"captured": b64encode(zlib.compress(b"{}")).decode()}, "model.captured: is no captured model; write one"),
+    ],
+)
+def test_wrong_captured_model_of_a_link_is_refused(
+    changes: dict[str, Any], rule: str, document: dict[str, Any]
+) -> None:
+    text = document_text({**document, "model": {**document["model"], **changes}})
+    with pytest.raises(SpecError) as error:
+        parse_scenario(text)
+    assert rule in str(error.value)
+
+
 @pytest.mark.parametrize(("key", "value"), [("seq_len", 77), ("num_hidden_layers", 2)])
 def test_size_that_a_capture_does_not_have_is_refused(key: str, value: int, document: dict[str, Any]) -> None:
-    model = {**document["model"], key: value}
+    """By whatever changes a model, such as the page Scale."""
+    job = parse_scenario(document_text(document)).job
     with pytest.raises(SpecError, match=f"{key} = {value} is not that of the capture, "):
-        parse_scenario(document_text({**document, "model": model}))
+        job.model.with_changes(**{key: value})
+    if key == "seq_len":
+        with pytest.raises(SpecError, match="of family captured have no seq_len of their own; use microbatch_size"):
+            largest(job, SearchSpace(), "seq_len")
+
+
+def test_small_captured_model_is_part_of_the_link(document: dict[str, Any]) -> None:
+    page = opened_in_session("plan", document, {})
+    assert decode(query_of(page))[0] == document
