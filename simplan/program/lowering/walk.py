@@ -20,7 +20,7 @@ ALL_SENT = -2
 """Marks OPTIM, which needs all sends of the rank."""
 _LONG_ROW = 5_000
 """Actions per row from which the interpreter (10 microseconds each, for many rows) is slower than importing numba."""
-_MAX_NEEDED = 4
+_MAX_NEEDED = 1024
 """Maximum number of P2P transfers that a forward or backward needs, plus one."""
 _ACTION, _NEEDS, _STAGE, _TEMPLATE, _BEGINS, _INPUTS = range(6)  # of an action of a row
 (
@@ -133,6 +133,7 @@ class Walker:
                 inputs = np.concatenate([inputs, np.empty_like(inputs)])
             elif needed != ALL_SENT:
                 num_needed = int(self._templates[row[_TEMPLATE, needed], _NUM_RECEIVED]) if needed >= 0 else 0
+                assert num_needed < _MAX_NEEDED, "or codes of two actions are equal"
                 template = lowered(place, shape, of_stage, num_needed, 0)
                 self._add(template, (shape, of_stage), action * _MAX_NEEDED + num_needed)
             else:
