@@ -58,14 +58,14 @@ def record(
         module: Module of this rank; its parameters are compared, and on a CPU its tensors.
         optimizer: Optimizer of this rank, whose states are compared.
         device: Device of this rank, ``cpu`` or ``cuda``; None for that of the module, else CUDA if the process uses it.
-        look: False to count all steps and to look at none: for loops with a torch profiler of their own. Communication
-            and, on a CPU, allocated bytes are then unknown.
+        look: False to count all steps and to look at none: for loops that a torch profiler traces, of which a process
+            has one at a time. Communication and, on a CPU, allocated bytes are then unknown.
 
     Yields:
         The recorder, whose ``step()`` the loop calls after every update.
 
     Raises:
-        SpecError: The file cannot be written there, an argument is wrong, or another recording is open.
+        SpecError: The file cannot be written there, an argument is wrong, or another recording or profiler is open.
         RunError: At the end, too few steps were recorded, ranks differ in their number, or the process group is gone.
     """
     recorder = LoopRecorder(
@@ -120,16 +120,22 @@ class LoopRecorder:
         """Begins the recording and its first step; forgets the device's peaks of before.
 
         Raises:
-            SpecError: Another recording is open in this process.
+            SpecError: Another recording is open in this process, or a profiler, of which torch has one at a time.
         """
         if _active:
             rule = f"begins inside of the recording {_active[0]._file}, and a process has one at a time"
             raise SpecError(Problem(field="record", value=str(self._file), rule=rule, fix="leave that one first"))
+        if self._traces and torch._C._autograd._profiler_enabled():
+            rule, fix = (
+                "traces allocations, and a torch profiler is on already",
+                "use look=False, or leave the profiler",
+            )
+            raise SpecError(Problem(field="record", value=str(self._file), rule=rule, fix=fix))
         _active.append(self)
         self._has_group = dist.is_initialized()
         self._held_bytes = self._num_module_bytes() + sum(_bytes_of(self._optimizer_states()))
         forget_peaks(self._device)
-        if self._num_looked_at and self._device.type == "cpu" and self._module is not None:
+        if self._traces:
             self._trace = self._looking.enter_context(AllocationTrace())
         self.begin_step()
 
@@ -208,6 +214,11 @@ class LoopRecorder:
             states_bytes=states,
             collectives=tuple(self._log.issued) if self._log is not None and has_looked else None,
         )
+
+    @property
+    def _traces(self) -> bool:
+        """True if allocations of the first steps are traced."""
+        return self._num_looked_at > 0 and self._device.type == "cpu" and self._module is not None
 
     @property
     def _rank(self) -> int:

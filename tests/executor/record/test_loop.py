@@ -130,6 +130,17 @@ def test_recording_inside_of_another_is_refused_and_ends_neither(tmp_path: Path)
         run.step()
 
 
+def test_recording_under_a_profiler_of_the_user_does_not_touch_it(tmp_path: Path) -> None:
+    with torch.profiler.profile() as profiler:
+        refused = pytest.raises(SpecError, match="a torch profiler is on already; use look=False")
+        with refused, record(tmp_path / "loop.json", module=Scale()):
+            pass
+        with record(tmp_path / "loop.json", module=Scale(), look=False) as run:
+            torch.ones(3).sum()
+            run.step()
+    assert "aten::sum" in {event.key for event in profiler.key_averages()}
+
+
 def test_error_in_a_loop_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Neither a file, nor a mode of torch's, nor a recording that the next one would be inside of."""
     for _ in range(2):
