@@ -25,6 +25,7 @@ from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.logs.formats import KNOWN_LOGS, is_log, parse_run
 from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, parse_json
+from simplan.model.captured.file import captured_of, is_captured, packed
 from simplan.problems import render_value
 from simplan.runs.measurement import Measurement
 from simplan.scenario import parse_scenario, parse_search, read_source
@@ -34,7 +35,7 @@ from simplan.validate.logged_run import LoggedRun
 from simplan.validate.prediction_file import parse_prediction
 
 MAX_BYTES = 32 * 2**20
-MAX_CONFIG_BYTES = 2 * 2**20
+MAX_MODEL_BYTES = 2 * 2**20
 CONFIG_SUFFIXES = ["yaml", "yml", "json", "toml", "sh", "sbatch", "slurm", "txt", "py"]
 """Files that scenarios and configurations of frameworks are in."""
 _MAX_CHARS = 80
@@ -65,9 +66,23 @@ def _small(name: str, content: bytes, max_bytes: int) -> bytes:
     return content
 
 
-def config_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
-    """A Hugging Face ``config.json`` as the section ``model`` of a scenario, for sequences of ``seq_len`` tokens."""
-    config = parse_json(text_of(name, content, MAX_CONFIG_BYTES, kind="the config.json of a Hugging Face model"), name)
+def own_model_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
+    """A file of a model as the section ``model`` of a scenario: of ``simplan capture``, or of Hugging Face.
+
+    Args:
+        name: Name of the file.
+        content: Captured model, or ``config.json``.
+        seq_len: Tokens of a sequence for a ``config.json``; a captured model has its own.
+    """
+    kind = "the config.json of a Hugging Face model, or a file of simplan capture"
+    data = parse_json(text_of(name, content, MAX_MODEL_BYTES, kind=kind), name)
+    if is_captured(data):
+        captured = captured_of(data, name)
+        return {"name": captured.name[:_MAX_CHARS], "captured": packed(captured)}
+    return _config_fields(name, data, seq_len)
+
+
+def _config_fields(name: str, config: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
     title = config.get("_name_or_path")
     title = title[:_MAX_CHARS] if isinstance(title, str) and title else _OWN_MODEL
     return model_fields_from_config(config, name=title, seq_len=seq_len)
@@ -198,9 +213,11 @@ def _of_no_framework(name: str, content: bytes, file: ConfigFile, current: Mappi
         return Recognized("scenario", checked_scenario_data(file.name, content))
     if "model_type" in data and "model" not in data:
         length = section(dict(current), "model").get("seq_len")
-        fields = config_fields(file.name, content, length if isinstance(length, int) else _USUAL_LENGTH)
+        fields = own_model_fields(file.name, content, length if isinstance(length, int) else _USUAL_LENGTH)
         note = f"sequences of {fields['seq_len']:,} tokens, as before" if "seq_len" in fields else ""
         return _with_model("config.json of Hugging Face", fields, current, note)
+    if is_captured(data):
+        return _with_model("captured model", own_model_fields(file.name, content, _USUAL_LENGTH), current)
     if data.keys() & {*_SECTIONS, "plan"}:
         others = [key for key in (*_SECTIONS, *(() if "search" in data else ("plan",))) if key not in data]
         document = {**{key: current[key] for key in others if key in current}, **data}

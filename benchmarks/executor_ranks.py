@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -244,7 +245,7 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
     trainer, recorded = executor(Recorder)
     ways = {"executor": recorded, "silent": executor(_SilentRecorder)[1], "plain": _plain(job, device)}
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    batch = trainer.batch(0)
+    batch: Any = trainer.batch(0)
     end_s = time.perf_counter() + _BUDGET_S
     for number in range(_WARMUP_ROUNDS + _MAX_ROUNDS):
         over = torch.tensor(number >= _WARMUP_ROUNDS + _MIN_ROUNDS and time.perf_counter() > end_s)

@@ -110,6 +110,7 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "scenarios").symlink_to(ROOT / "scenarios")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.syspath_prepend(tmp_path)  # where a script of the page lies
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
     listed = list(snippets(page))

@@ -28,7 +28,7 @@ from app.fitting import (
     zero_stage,
 )
 from app.labels import label
-from app.uploads import MAX_CONFIG_BYTES, config_fields
+from app.uploads import MAX_MODEL_BYTES, own_model_fields
 from simplan import catalog
 from simplan.catalog import Kind
 from simplan.cluster.machine import THIS_MACHINE
@@ -85,10 +85,35 @@ def _model() -> None:
     key = "form model"
     names = {name: label("models", name) for name in catalog.names("models")}
     preset = get(("model", "preset"))
+    is_captured = get(("model", "captured")) is not None
     if not isinstance(preset, str):
-        names = {_OWN: f"{get(('model', 'name'), 'own model')} (own shapes)"} | names
-    about_name = "Name in the catalog, on the Hugging Face Hub, or as people say it; or upload a config.json below"
+        kind = "captured" if is_captured else "own shapes"
+        names = {_OWN: f"{get(('model', 'name'), 'own model')} ({kind})"} | names
+    about_name = (
+        "Name in the catalog, on the Hugging Face Hub, or as people say it; or upload a model of your own below"
+    )
     name_box("Model", key, preset or _OWN, names, _with_model, label_visibility="collapsed", help=about_name)
+    if is_captured:
+        st.caption("Captured from code, whose sizes it has.")
+    else:
+        _sizes()
+    with st.popover("Model of your own", width="stretch"):
+        st.caption(
+            "A file of `simplan capture`, or a config.json of Hugging Face. Read as data and not stored; it becomes "
+            "the model of the scenario."
+        )
+        limit = MAX_MODEL_BYTES // 2**20
+        file = st.file_uploader(
+            "Model", type=["json"], key="form model file", label_visibility="collapsed", max_upload_size=limit
+        )
+        about_length = "Sequence length of the training, for a config.json, which has the maximum of the model"
+        length = st.number_input("Sequence length", 1, 10**8, 4096, help=about_length)
+        if file is not None and st.button("Use", key="form use model"):
+            take(lambda: state.document() | {"model": own_model_fields(file.name, file.getvalue(), length)})
+
+
+def _sizes() -> None:
+    """Sizes of a model that a scenario may change."""
     left, right = st.columns(2)
     with left:
         number("Sequence", ("model", "seq_len"), _of_preset("seq_len"), then=mend)
@@ -96,16 +121,6 @@ def _model() -> None:
         more = "A tensor-parallel degree that does not divide them pads them"
         path = ("model", "vocab_size")
         number("Vocabulary", path, _of_preset("vocab_size"), help=about(path, more), then=fit)
-    with st.popover("Hugging Face config.json", width="stretch"):
-        st.caption("Read as data and not stored; its shapes become the model of the scenario.")
-        limit = MAX_CONFIG_BYTES // 2**20
-        file = st.file_uploader(
-            "config.json", type=["json"], key="form config", label_visibility="collapsed", max_upload_size=limit
-        )
-        about_length = "Sequence length of the training; a config has the maximum of the model"
-        length = st.number_input("Sequence length", 1, 10**8, 4096, help=about_length)
-        if file is not None and st.button("Use", key="form use config"):
-            take(lambda: state.document() | {"model": config_fields(file.name, file.getvalue(), length)})
 
 
 def _with_model(document: Document, name: str) -> tuple[Document, list[str]]:

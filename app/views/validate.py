@@ -100,10 +100,10 @@ def _show_uploaded() -> None:
             st.button("Forget it", key="forget log", type="tertiary", on_click=forget_log)
     elif measurement is None or (source == "file" and prediction is None):
         st.caption(
-            "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, drop its log (Megatron-LM, "
-            "Megatron Bridge, NeMo, torchtitan, DeepSpeed, Hugging Face Trainer), a trace of torch.profiler or a "
-            "memory snapshot; or write `step_times_s: [2.41, 2.39, 2.44]` into a YAML file. Files are read as data "
-            "and not stored. Prediction and measurement must be of the same job. "
+            "`simplan run SCENARIO -o FOLDER` writes both files; `executor.record` measures a loop of your own. For a "
+            "run without simplan, drop its log (Megatron-LM, Megatron Bridge, NeMo, torchtitan, DeepSpeed, Hugging "
+            "Face Trainer), a trace of torch.profiler or a memory snapshot; or write `step_times_s: [2.41, 2.39]` into "
+            "a YAML file. Files are read as data and not stored. Prediction and measurement must be of the same job. "
             f"`simplan compare` also reads files of more than {limit} MiB."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())

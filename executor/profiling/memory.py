@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -95,10 +95,26 @@ def process_bytes(name: str) -> int:
 
 def peak_allocated_bytes(run: Callable[[], None]) -> int:
     """Peak of the bytes of all tensors that ``run`` makes on the CPU, by torch's trace of allocations."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with AllocationTrace() as trace:
         run()
-    allocated = _Allocated()
-    return max((allocated.change(address, num_bytes) for address, num_bytes in _memory_events(trace)), default=0)
+    return trace.peak_bytes()
+
+
+class AllocationTrace:
+    """Trace of the tensors that this process makes on the CPU while the context is open."""
+
+    def __enter__(self) -> Self:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._profile.stop()
+
+    def peak_bytes(self) -> int:
+        """Peak of their bytes, once the context is closed; tensors of before do not count."""
+        allocated, events = _Allocated(), _memory_events(self._profile)
+        return max((allocated.change(address, num_bytes) for address, num_bytes in events), default=0)
 
 
 class _Allocated:

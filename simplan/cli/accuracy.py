@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.profiled import predict_from_profiles, read_profiles
@@ -28,7 +29,7 @@ from simplan.report.drawings.comparison_svg import comparison_html, comparison_s
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison
-from simplan.validate.logged_run import LoggedRun
+from simplan.validate.logged_run import YAML_SUFFIXES, LoggedRun
 from simplan.validate.losses import LossComparison, compare_with_baseline
 
 _WRITERS = {".svg": comparison_svg, ".html": comparison_html}
@@ -47,7 +48,7 @@ def compare_command(
     if plot is not None and plot.suffix.lower() not in _WRITERS:
         fix = f"write {plot.with_suffix('.svg')}" if plot.name else "name a file"
         raise SpecError(Problem(field="--plot", value=str(plot), rule="must end in .svg or .html", fix=fix))
-    prediction, measured = read_prediction(prediction_file), read_run(measurement_file)
+    prediction, measured = _prediction(prediction_file), read_run(measurement_file)
     for option, value, does in (("--plot", plot, "draws a timeline"), ("--baseline", baselines, "compares losses")):
         if value and isinstance(measured, LoggedRun):
             fix = "leave it out, or measure with `simplan run`"
@@ -68,6 +69,17 @@ def compare_command(
     else:
         print_result(comparison_text(comparison))
     return 0
+
+
+def _prediction(file: Path) -> dict[str, Any]:
+    """Prediction of a file, or of a scenario, which is predicted as by ``simplan predict``."""
+    if file.suffix.lower() not in YAML_SUFFIXES:
+        return read_prediction(file)
+    from simplan.cli.predict import calibration_for, predict_step
+    from simplan.scenario import load_scenario
+
+    scenario = load_scenario(file)
+    return predict_step(scenario, calibration_for(scenario, None))[0].to_json()
 
 
 def _with_baseline(measured: Measurement, file: Path) -> LossComparison:

@@ -473,13 +473,16 @@ def suite(
 
 @_command(short_help="Show the error of a prediction, and the terms that cause it.")
 def compare(
-    prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="File that predict -o wrote.")],
+    prediction: Annotated[
+        Path, typer.Argument(metavar="PREDICTION", help="File that predict -o wrote, or a scenario to predict.")
+    ],
     measurement: Annotated[
         Path,
         typer.Argument(
             metavar="MEASUREMENT",
-            help="measurement.json of a run; a log of Megatron-LM, Megatron Bridge, NeMo, torchtitan, DeepSpeed or the "
-            "Hugging Face Trainer; a trace of torch.profiler; a memory snapshot; or YAML: step_times_s: [2.41, 2.39].",
+            help="measurement.json of a run, or of executor.record; a log of Megatron-LM, Megatron Bridge, NeMo, "
+            "torchtitan, DeepSpeed or the Hugging Face Trainer; a trace of torch.profiler; a memory snapshot; or YAML: "
+            "step_times_s: [2.41, 2.39].",
         ),
     ],
     json: AsJson = False,

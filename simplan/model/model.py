@@ -248,6 +248,11 @@ class ModelSpec(Spec):
     def _has_its_capture(self) -> ModelSpec:
         if self.family == "captured" and self.captured is None:
             raise ValueError("family = captured is for files of simplan capture; write model: {file: FILE}")
+        own = {} if self.captured is None else FAMILIES[self.family].defaults({"captured": self.captured})
+        for name, value in own.items():
+            if getattr(self, name) != value:
+                rule = f"{name} = {getattr(self, name)} is not that of the capture, {value}"
+                raise ValueError(f"{rule}; change the code, and capture it again")
         return self
 
     @field_validator("*")

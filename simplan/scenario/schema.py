@@ -66,6 +66,7 @@ def scenario_schema() -> dict[str, Any]:
         "preset": _name("a name of `simplan show models`; the other keys override its fields", catalog.names("models")),
         "hf_config": {"type": "string", "description": "path of a config.json of Hugging Face"},
         "file": {"type": "string", "description": "path of a captured model (simplan capture)"},
+        "captured": {"type": "string", "description": "a captured model as one word, which the dashboard writes"},
         "name": {"type": "string", "description": f"display name of a model that is none of {names}"},
         "document_lengths": _also(model["properties"]["document_lengths"], {"type": "object"}),
         "lora_targets": _also(model["properties"]["lora_targets"], {"type": "string"}),

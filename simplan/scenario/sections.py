@@ -20,7 +20,7 @@ from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import folder_of, read_json, read_text
 from simplan.model.captured.facts import CapturedModel
-from simplan.model.captured.file import read_captured
+from simplan.model.captured.file import read_captured, unpacked
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.model.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
@@ -33,7 +33,7 @@ _MAX_EXPECTATIONS = 1000
 
 
 def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
-    """The section ``model``: ``preset`` or ``hf_config`` with overrides, the file of a captured model, or inline.
+    """The section ``model``: ``preset`` or ``hf_config`` with overrides, a captured model, or inline.
 
     Args:
         mtp: True when the software trains the multi-token prediction layers of an ``hf_config``.
@@ -42,11 +42,11 @@ def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
         return None
     given = dict(data)
     fields: dict[str, Any] | None = {}
-    sources = [key for key in ("preset", "hf_config", "file") if key in given]
+    sources = [key for key in ("preset", "hf_config", "file", "captured") if key in given]
     if len(sources) > 1:
         sections.refuse(("model", sources[1]), f"cannot go with {sources[0]}", fix="keep one of the two")
         return None
-    if "file" in given:
+    if "file" in given or "captured" in given:
         return _captured(sections, given)
     if "preset" in given:
         fields = sections.look_up(("model", "preset"), catalog.model_fields, given.pop("preset"))
@@ -79,10 +79,12 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dic
 
 
 def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
-    """A captured model; its sizes are those of the capture."""
-    others = given.keys() - {"file", "name"}
+    """A captured model, by its file or as a word; its sizes are those of the capture."""
+    source = "file" if "file" in given else "captured"
+    others = given.keys() - {source, "name"}
     for key in sorted(others):
-        rule, fix = "cannot go with file, whose sizes are those of its capture", "change the code, and capture it again"
+        rule = f"cannot go with {source}, whose sizes are those of its capture"
+        fix = "change the code, and capture it again"
         sections.refuse(("model", key), rule, value=given[key], fix=fix)
     if others:
         return None
@@ -90,7 +92,14 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
     def read(name: str) -> CapturedModel:
         return read_captured(folder_of(sections.file) / name)
 
-    captured = sections.look_up(("model", "file"), read, given["file"])
+    captured = None
+    if source == "file":
+        captured = sections.look_up(("model", "file"), read, given["file"])
+    else:
+        try:
+            captured = unpacked(given["captured"])
+        except SpecError as error:
+            sections.keep(error, ("model", "captured"))
     if captured is None:
         return None
     title = given.get("name", captured.name)

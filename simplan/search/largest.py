@@ -141,7 +141,8 @@ class _Growth:
         workers: Workers,
     ) -> None:
         model = job.model
-        if not getattr(model, quantity) or (quantity == "seq_len" and model.sample != "sequence"):
+        has_sizes_of_code = model.captured is not None and quantity != "microbatch_size"
+        if not getattr(model, quantity) or has_sizes_of_code or (quantity == "seq_len" and model.sample != "sequence"):
             rule = f"models of family {model.family} have no {quantity} of their own"
             raise SpecError(Problem(field="--largest", value=quantity, rule=rule, fix="use microbatch_size"))
         self._job, self._space, self._quantity, self._told = job, space, quantity, told

@@ -17,6 +17,7 @@ from simplan import catalog
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.program.timeline import SpanKind, Timeline
+from simplan.runs.recording import Recording
 from simplan.units import counted, format_time
 from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted_activity, stream_words
 from simplan.validate.attribution import critical_pieces
@@ -24,6 +25,7 @@ from simplan.validate.hypotheses import Hypothesis, MeasuredTotals, hypotheses, 
 from simplan.validate.logged_memory import MemoryTerm, in_memory_interval, memory_notes, memory_rows, memory_terms
 from simplan.validate.logged_run import LoggedRun
 from simplan.validate.measured import predicted_timeline
+from simplan.validate.recorded.details import RecordedDetails, is_of_other_device, recorded_details, refuse_other_job
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 from simplan.validate.steady import OUTLIER_RATIO, WARMUP_RATIO
 
@@ -131,6 +133,10 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun, job: Job | 
             a peak is impossible for the job.
     """
     _same_batch(prediction, logged)
+    details = None
+    if logged.recording is not None:
+        job = job_of_prediction(prediction) if job is None else job
+        logged, details = _of_recording(prediction, logged, logged.recording, job)
     predicted_s = prediction["step_time_s"]
     low_s, high_s = prediction["step_time_interval_s"]
     memory = tuple(memory_rows(prediction, logged.peaks))
@@ -140,6 +146,8 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun, job: Job | 
     rows = [*gpu_rows, *memory]
     if measured_s is not None:
         rows = [compared("step time", predicted_s, measured_s, "s", relative_spread(times_s)), *rows]
+    if details is not None:
+        rows += [*_throughput(prediction, logged, measured_s), *details.rows]
     holds = None if measured_s is None else low_s <= measured_s <= high_s
     longer_s = {row.name.partition(",")[0]: row.measured - row.predicted for row in gpu_rows}
     tried, tried_notes = _hypotheses(prediction, logged, MeasuredTotals(measured_s, longer_s=longer_s), holds, job)
@@ -149,13 +157,30 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun, job: Job | 
         interval_holds=holds,
         difference_s=None if measured_s is None else predicted_s - measured_s,
         parts=() if measured_s is None else _unsure_parts(prediction, measured_s - predicted_s),
-        notes=(*_notes(prediction, logged, measured_s), *tried_notes),
+        notes=(*_notes(prediction, logged, measured_s, details), *tried_notes),
         hypotheses=tried,
         memory_terms=memory_terms(prediction, logged.peaks),
         num_steps=len(times_s),
         source=logged.source,
         other_framework=_other_framework(prediction, logged),
     )
+
+
+def _of_recording(
+    prediction: Mapping[str, Any], logged: LoggedRun, recording: Recording, job: Job | None
+) -> tuple[LoggedRun, RecordedDetails]:
+    """The run without what another device makes different, and what its recording tells besides."""
+    refuse_other_job(prediction, recording)
+    if is_of_other_device(prediction, recording):
+        keys = ("step_times_s", "step_numbers", "peak_reserved_gib", "peak_device_gib")
+        logged = logged.model_copy(update=dict.fromkeys(keys))
+    return logged, recorded_details(prediction, recording, job)
+
+
+def _throughput(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float | None) -> Iterator[ComparisonRow]:
+    number = logged.global_batch_size
+    if number is not None and measured_s is not None:
+        yield compared("throughput", number / prediction["step_time_s"], number / measured_s, "samples/s", None)
 
 
 def _same_batch(prediction: Mapping[str, Any], logged: LoggedRun) -> None:
@@ -337,7 +362,9 @@ def _relative_stds(prediction: Mapping[str, Any]) -> dict[SpanKind, float]:
     return {kind: deviation_s[kind] / total_s for kind, total_s in time_s.items() if total_s > 0}
 
 
-def _notes(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float | None) -> Iterator[str]:
+def _notes(
+    prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float | None, details: RecordedDetails | None
+) -> Iterator[str]:
     if logged.source is not None:
         yield f"read: {logged.source}"
     if measured_s is not None:
@@ -347,6 +374,14 @@ def _notes(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float |
         yield from _left_out(logged)
     yield from logged.notes
     yield from memory_notes(prediction, logged.peaks)
+    if measured_s is not None and prediction["reference_s"] is not None:
+        yield (
+            f"{'a log' if details is None else 'a recording'} does not say how fast the machine was: the prediction is "
+            "not rescaled to its speed, as for a run"
+        )
+    if details is not None:
+        yield from details.notes
+        return
     if logged.gpu_time is not None:
         yield _WAITS
     else:
@@ -354,8 +389,6 @@ def _notes(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float |
             "a log has no timeline: which part made the difference, whether actions and collectives were those "
             "predicted and what was left unexplained only `simplan run` can say, which records them"
         )
-    if measured_s is not None and prediction["reference_s"] is not None:
-        yield "a log does not say how fast the machine was: the prediction is not rescaled to its speed, as for a run"
     yield "that the log is of the predicted job cannot be checked"
 
 

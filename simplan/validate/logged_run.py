@@ -13,6 +13,8 @@ from simplan.errors import Problem, SpecError
 from simplan.io import MAX_YAML_BYTES, parse_json
 from simplan.problems import in_file_order, parse_model, validate
 from simplan.runs.measurement import Measurement
+from simplan.runs.recording import RECORDING_KIND, Recording
+from simplan.units import GIB, counted
 from simplan.validate.logged_memory import COLUMNS, Peaks
 from simplan.validate.steady import SteadySteps, steady_steps
 
@@ -67,6 +69,7 @@ class LoggedRun(Spec):
         program: Program that wrote the log (``Megatron-LM``); None for values that a person wrote.
         source: Program that wrote the log, and the lines that were read; None for values that a person wrote.
         notes: Remarks on what the numbers of the log contain, and on lines that were left out.
+        recording: Recording of a user's loop (``executor.record``) that the values are of; None for a log.
     """
 
     schema_version: Literal[1] = 1
@@ -85,6 +88,27 @@ class LoggedRun(Spec):
     program: Line | None = None
     source: Line | None = None
     notes: tuple[Line, ...] = ()
+    recording: Recording | None = None
+
+    @classmethod
+    def of_recording(cls, recording: Recording) -> LoggedRun:
+        """Times and peaks of a recording."""
+        facts, ranks = recording.environment, recording.ranks
+        device = facts.get("device") or "an unknown device"
+        peaks: dict[str, Any] = {
+            f"peak_{column}_gib": tuple(each / GIB for each in found if each)
+            for column in COLUMNS
+            if all(found := [getattr(rank.peak_memory, f"{column}_bytes") for rank in ranks])
+        }
+        numbers = range(recording.first_step, recording.first_step + len(recording.step_times_s))
+        return cls(
+            step_times_s=recording.step_times_s,
+            step_numbers=tuple(numbers),
+            global_batch_size=recording.samples_per_step,
+            source=f"recording of {counted(len(ranks), 'rank')} on {device}, torch {facts.get('torch', 'unknown')}",
+            recording=recording,
+            **peaks,
+        )
 
     @property
     def peaks(self) -> Peaks:
@@ -138,14 +162,14 @@ _OTHER_WORDS = {
 
 
 def parse_measured(text: str, file: str) -> Measurement | LoggedRun:
-    """Parse a measurement, or values of a log that a person wrote, if the text contains no job.
+    """Parse a measurement, a recording, or values of a log that a person wrote, if the text contains no job.
 
     Args:
         text: JSON; YAML if the file name ends in .yaml or .yml.
         file: File name, also used in errors.
 
     Raises:
-        SpecError: The text is neither.
+        SpecError: The text is none of them.
     """
     if file.lower().endswith(YAML_SUFFIXES):
         if len(text) > MAX_YAML_BYTES:
@@ -158,6 +182,8 @@ def parse_measured(text: str, file: str) -> Measurement | LoggedRun:
     else:
         data, lines = parse_json(text, file), {}
     _refuse_other_files(data, file)
+    if data.get("kind") == RECORDING_KIND:
+        return LoggedRun.of_recording(parse_model(Recording, data, lines, file))
     if "job" in data:
         return parse_model(Measurement, data, lines, file)
     logged, problems = validate(LoggedRun, data, lines, elsewhere=_where())

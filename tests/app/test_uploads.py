@@ -154,7 +154,7 @@ CONFIG = {
 
 
 def test_a_config_becomes_the_model_that_a_file_of_it_is(tmp_path: Path) -> None:
-    fields = uploads.config_fields("config.json", json.dumps(CONFIG).encode(), 1024)
+    fields = uploads.own_model_fields("config.json", json.dumps(CONFIG).encode(), 1024)
     document = {**SMALL, "model": fields}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "scenario.yaml").write_text(
@@ -175,12 +175,12 @@ def test_a_config_becomes_the_model_that_a_file_of_it_is(tmp_path: Path) -> None
 )
 def test_other_files_are_refused_in_a_sentence(content: bytes, said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        uploads.config_fields("config.json", content, 1024)
+        uploads.own_model_fields("config.json", content, 1024)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_data_or_refused(content: bytes) -> None:
-    for read in (partial(uploads.config_fields, seq_len=1024), uploads.checked_scenario_data):
+    for read in (partial(uploads.own_model_fields, seq_len=1024), uploads.checked_scenario_data):
         with suppress(SpecError):
             assert isinstance(read("file", content), dict)
 

@@ -197,10 +197,12 @@ def test_compare_with_a_scenario_and_a_table(simplan: Simplan, scenario: Path, t
     predicted, log = tmp_path / "predicted.json", tmp_path / "log.csv"
     log.write_text("step,time\n1,2.4\n")
     assert simplan("predict", scenario, "-o", predicted).returncode == 0
-    fix = f"is YAML, and a prediction is JSON; run `simplan predict {scenario} -o prediction.json` first"
-    refused(simplan("compare", scenario, log), f"{scenario}: {fix}")
     fix = "has no lines of steps that simplan knows; it knows those of Megatron-LM"
     refused(simplan("compare", predicted, log), f"{log}: {fix}")
+    refused(simplan("compare", scenario, log), f"{log}: {fix}")
+    log.with_suffix(".yaml").write_text("step_time_s: 1\n")
+    texts = [simplan("compare", file, log.with_suffix(".yaml")).stdout for file in (predicted, scenario)]
+    assert texts[0] == texts[1] != ""
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"schema_version": 2, "kind": "prediction"}'])

@@ -135,6 +135,7 @@ class Walker:
                 inputs = np.concatenate([inputs, np.empty_like(inputs)])
             elif needed != ALL_SENT:
                 num_needed = int(self._templates[row[_TEMPLATE, needed], _NUM_RECEIVED]) if needed >= 0 else 0
+                assert num_needed < _MAX_NEEDED, "or codes of two actions are equal"
                 template = lowered(place, shape, of_stage, num_needed, 0)
                 self._add(template, (shape, of_stage), action * _MAX_NEEDED + num_needed)
             else:

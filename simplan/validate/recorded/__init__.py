@@ -1,0 +1,1 @@
+"""Recordings of users' own training loops, compared with predictions."""
