@@ -47,7 +47,7 @@ _DEPTH = re.compile(
     r"(pred_num_hidden_)?(layers?|num_layers|depth)"
 )
 _OF_EXPERTS = re.compile(r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts")
-_PART = re.compile(r"_(text|vision|audio|encoder|decoder|model|qformer|tokenizer|backbone|wrapper|timestamp)$")
+_PART = re.compile(r"(?<!_to)_(text|vision|audio|encoder|decoder|model|qformer|tokenizer|backbone|wrapper|timestamp)$")
 _OF_FEATURES = frozenset({"out_features", "out_indices", "stage_names", "_out_features", "_out_indices"})
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 50_265},

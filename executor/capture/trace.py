@@ -251,9 +251,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _too_many(seen: Seen) -> Problem:
-    rule = (
-        f"runs more than {_MOST_OPERATORS:,} operators in one forward pass, such as a loop over tokens in Python does"
-    )
+    rule = f"runs more than {_MOST_OPERATORS:,} operators in one forward pass, as a loop over tokens in Python does"
     fix = "use fewer tokens, or the form of the module that scans with one kernel"
     return Problem(field="module", value=seen.module or "the model", rule=rule, fix=fix)
 

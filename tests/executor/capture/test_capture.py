@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from executor.capture import trace
 from executor.capture.capture import model_from_module
 from executor.models.model import build_stage
 from executor.profiling.memory import peak_allocated_bytes
@@ -24,6 +25,7 @@ from simplan.model.layer import Gemm, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.evaluate import predict, predict_step
+from simplan.report.captured import captured_text
 from simplan.training import TrainingSpec
 from tests.executor.capture import modules
 
@@ -258,6 +260,35 @@ class Branching(nn.Module):
 def test_what_cannot_be_captured_is_said_with_its_line(how: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         model_from_module(Branching(how), lambda number: (torch.randn(number, 4),))
+
+
+def test_a_loop_of_many_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_MOST_OPERATORS", 100)
+    with pytest.raises(SpecError, match=r"^module = layers\.\d: runs more than 100 operators in one forward pass"):
+        model_from_module(modules.StateSpaceModel(), modules.token_batch)
+
+
+class Ending(nn.Module):
+    """The last block and the tower take no part in the loss; one runs all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            before, x = x, block(x)
+        return before.square().mean()
+
+
+def test_what_never_reaches_the_loss_has_no_backward() -> None:
+    captured = model_from_module(Ending(), lambda number: (torch.randn(number, 8),), precisions=("fp32",))
+    last = captured_layers(captured)[captured.modules.index("blocks.2")]
+    matmul = next(kernel for kernel in last.kernels if isinstance(kernel, Gemm))
+    assert (matmul.flops, matmul.backward_matmuls) == (2 * 8 * 8, 0)
+    assert all(parameter.frozen for parameter in last.parameters)
+    assert "without a part in the loss: tower (144 parameters)" in captured_text(captured)
 
 
 def test_a_module_is_left_as_it_was() -> None:

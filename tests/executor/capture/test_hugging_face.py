@@ -22,15 +22,15 @@ pytest.importorskip("transformers")
 
 KINDS = {
     "deepseek_v3": 2, "mamba2": 2, "whisper": 4, "clip": 4, "bit": 8, "wav2vec2": 9, "llava": 4, "dinov3_vit": 2,
-    "t5": 4, "bart": 4, "bert": 2, "bloom": 2, "blip": 4, "blip-2": 6, "cohere": 2, "cohere2": 4, "convnext": 8,
+    "t5": 4, "bart": 4, "bert": 2, "bloom": 2, "blip": 4, "blip-2": 6, "cohere": 2, "cohere2": 4, "convnext": 4,
     "deberta": 2, "deberta-v2": 2, "deepseek_v2": 2, "deit": 2, "dinov2": 2, "distilbert": 2, "efficientnet": 55,
     "electra": 2, "ernie4_5_moe": 2, "exaone4": 4, "falcon": 2, "falcon_h1": 2, "gemma": 2, "gemma2": 4, "gemma3": 6,
     "gemma3_text": 4, "glm4": 2, "glm4_moe": 2, "gpt2": 2, "gpt_bigcode": 2, "gpt_neox": 2, "gpt_oss": 4, "gptj": 2,
-    "granite": 2, "granitemoe": 2, "hiera": 8, "hubert": 9, "jamba": 4, "levit": 16, "lfm2": 4, "llama": 2, "llama4": 6,
+    "granite": 2, "granitemoe": 2, "hiera": 8, "hubert": 9, "jamba": 2, "levit": 16, "lfm2": 4, "llama": 2, "llama4": 6,
     "mamba": 2, "mbart": 4, "ministral": 2, "mistral": 2, "mistral3": 2, "mixtral": 2, "modernbert": 4, "mpt": 2,
     "olmo2": 2, "olmo3": 4, "opt": 2, "paligemma": 4, "pegasus": 4, "phi": 2, "phi3": 2, "qwen2": 2, "qwen2_moe": 2,
-    "qwen3": 2, "qwen3_moe": 2, "qwen3_next": 4, "qwen3_vl": 2, "regnet": 32, "resnet": 8, "roberta": 2, "segformer": 8,
-    "siglip": 4, "smollm3": 4, "stablelm": 2, "starcoder2": 2, "swin": 8, "vit": 2, "vit_mae": 4, "xlm-roberta": 2,
+    "qwen3": 2, "qwen3_moe": 2, "qwen3_next": 4, "qwen3_vl": 2, "regnet": 32, "resnet": 8, "roberta": 2, "segformer": 4,
+    "siglip": 4, "smollm3": 4, "stablelm": 2, "starcoder2": 2, "swin": 8, "vit": 2, "vit_mae": 2, "xlm-roberta": 2,
     "zamba2": 4,
 }  # fmt: skip
 """Blocks of a model with few layers, by model_type; the first ones differ most, and run always."""
