@@ -24,6 +24,8 @@ _MAY_MISS = frozenset({
     "partial_rotary_factor",
 })  # fmt: skip
 """Fields that a config may omit."""
+_RENAMED = {"num_experts": "num_local_experts"}
+"""Keys that newer versions of transformers write under another name."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -158,7 +160,7 @@ def _look_up(config: Mapping[str, Any], key: str) -> Any:
     found: Any = config
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+    return _look_up(config, _RENAMED[key]) if found is None and key in _RENAMED else found
 
 
 def _windows(config: Mapping[str, Any], window: Any, num_layers: Any) -> dict[str, Any]:

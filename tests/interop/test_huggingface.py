@@ -12,7 +12,7 @@ import pytest
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.frameworks import tables
-from simplan.interop.huggingface import model_fields_from_config, model_types
+from simplan.interop.huggingface import _look_up, model_fields_from_config, model_types
 from simplan.model.model import ModelSpec
 from simplan.predict import predict
 from simplan.scenario import load_scenario, scenario_from
@@ -419,3 +419,16 @@ def test_types_by_numbers_are_of_known_families_and_not_read() -> None:
     families = {kind.family for kind in model_types().values()}
     assert not by_numbers.keys() & model_types().keys()
     assert {text.partition(" and ")[0].removeprefix("family: ") for text in by_numbers.values()} <= families
+
+
+def test_keys_are_those_that_transformers_writes() -> None:
+    """Of every type that the installed version has; DeepSeek-V2's default is a model without experts."""
+    transformers = pytest.importorskip("transformers")
+    missing = {}
+    for word, kind in model_types().items():
+        if word in transformers.CONFIG_MAPPING and word != "deepseek_v2":
+            written = transformers.CONFIG_MAPPING[word]().to_dict()
+            required = {key for field, key in kind.keys.items() if field not in kind.optional}
+            missing[word] = {key for key in required if _look_up(written, key) is None}
+    assert len(missing) >= 15
+    assert {word: keys for word, keys in missing.items() if keys} == {}
