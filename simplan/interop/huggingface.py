@@ -107,7 +107,7 @@ def model_fields_from_config(
         fix = "; or ".join(filter(None, (_instead(str(word), config), _CAPTURE if isinstance(word, str) else "")))
         raise error(Problem(field="model_type", value=value, rule=rule, fix=fix))
     kind = known[word]
-    given = {field: _look_up(config, key) for field, key in kind.keys.items()}
+    given = {field: _read(config, key) for field, key in kind.keys.items()}
     if isinstance(labels := given.get("num_classes"), Mapping):
         given["num_classes"] = len(labels)
     missing = [kind.keys[field] for field, value in given.items() if value is None and field not in kind.optional]
@@ -160,6 +160,12 @@ def _look_up(config: Mapping[str, Any], key: str) -> Any:
     found: Any = config
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _read(config: Mapping[str, Any], key: str) -> Any:
+    """As ``_look_up``, also under the name that newer versions of transformers write."""
+    found = _look_up(config, key)
     return _look_up(config, _RENAMED[key]) if found is None and key in _RENAMED else found
 
 

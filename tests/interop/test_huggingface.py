@@ -12,7 +12,7 @@ import pytest
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.frameworks import tables
-from simplan.interop.huggingface import _look_up, model_fields_from_config, model_types
+from simplan.interop.huggingface import _read, model_fields_from_config, model_types
 from simplan.model.model import ModelSpec
 from simplan.predict import predict
 from simplan.scenario import load_scenario, scenario_from
@@ -429,6 +429,6 @@ def test_keys_are_those_that_transformers_writes() -> None:
         if word in transformers.CONFIG_MAPPING and word != "deepseek_v2":
             written = transformers.CONFIG_MAPPING[word]().to_dict()
             required = {key for field, key in kind.keys.items() if field not in kind.optional}
-            missing[word] = {key for key in required if _look_up(written, key) is None}
+            missing[word] = {key for key in required if _read(written, key) is None}
     assert len(missing) >= 15
     assert {word: keys for word, keys in missing.items() if keys} == {}
