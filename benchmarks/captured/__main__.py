@@ -35,6 +35,10 @@ _SIZES = {
 """Samples of a microbatch, of which a rank has two in a step."""
 
 
+_IMPOSSIBLE = {("clip", "FSDP2")}
+"""Its temperature is a scalar, which fully_shard refuses."""
+
+
 class _Row(NamedTuple):
     name: str
     plan: str
@@ -54,7 +58,7 @@ class _Row(NamedTuple):
 def main() -> int:
     """Exit code: 0 if all goals are met."""
     _KEPT.mkdir(parents=True, exist_ok=True)
-    rows = [_row(name, plan) for name in _SIZES for plan in _PLANS]
+    rows = [_row(name, plan) for name in _SIZES for plan in _PLANS if (name, plan) not in _IMPOSSIBLE]
     times = statistics.fmean(abs(row.error) for row in rows)
     apart = statistics.fmean(abs(row.predicted_s / row.measured_s - 1) for row in rows)
     worst = max(rows, key=lambda row: abs(row.peak_error))

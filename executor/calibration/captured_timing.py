@@ -131,7 +131,7 @@ class _Weights(nn.Module):
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
         self.weights = nn.ParameterList(
-            nn.Parameter(torch.zeros(said.shape), requires_grad=not said.frozen) for said in layer.parameters
+            nn.Parameter(torch.zeros(said.shape or (1,)), requires_grad=not said.frozen) for said in layer.parameters
         )
 
 

@@ -284,7 +284,8 @@ class _Shapes:
     def of(cls, job: RunSpec) -> _Shapes:
         layers = job.model.layers_of(job.plan.shard)
         shapes = {p.shape for layer in layers for p in layer.parameters if len(p.shape) > 1}
-        return cls(frozenset(shapes | {shape[::-1] for shape in shapes}), layers[-1].parameters[-1].shape[0])
+        vocab = next((p.shape[0] for p in reversed(layers[-1].parameters) if p.shape), 0)
+        return cls(frozenset(shapes | {shape[::-1] for shape in shapes}), vocab)
 
     def category(self, held: Allocation) -> MemoryCategory:
         """Memory category of a storage that is not persistent state."""

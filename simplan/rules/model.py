@@ -400,6 +400,17 @@ def shared_weights_in_pipelines(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.pp", what, "use 1")
 
 
+@rule("FSDP takes no weights without dimensions", reads="dp_shard zero_stage")
+def scalar_weights_in_fsdp(job: Job) -> Iterator[Problem]:
+    """Torch 2.13, fully_shard: such a weight has no dimension to shard."""
+    if job.model.captured is None or not job.plan.shards_parameters:
+        return
+    names = [p.name for layer in job.model.layers for p in layer.parameters if not p.shape]
+    if names:
+        sentence = f"shards weights along a dimension, and {_some([*dict.fromkeys(names)])} has none"
+        yield problem_of(job, "plan.zero_stage", sentence, "make it a tensor of one element, or use zero_stage = 1")
+
+
 @unmodelled("stages hand on few tensors", reads="pp")
 def tensors_between_stages(job: Job) -> Iterator[Problem]:
     if job.model.captured is None or job.plan.pp == 1:

@@ -127,7 +127,7 @@ def shard_elements(shape: Sequence[int], num_shards: int, shard: int = 0) -> int
     logical_axis_rules), as flat buffers (DeepSpeed, FSDP1), or along a dimension that divides evenly (torch).
     """
     few = has_few_experts(shape, num_shards)
-    size = math.prod(shape) if few else shape[0]
+    size = math.prod(shape) if few or not shape else shape[0]
     each = -(-size // num_shards)
     return math.prod(shape) // size * max(0, min(each, size - shard * each))
 

@@ -185,6 +185,27 @@ class Recommender(nn.Module):
         return functional.binary_cross_entropy_with_logits(answer, torch.ones_like(answer))
 
 
+class Scaled(nn.Module):
+    """Compares two halves of its input, whose products are scaled by a weight without dimensions (CLIP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DiffusionBlock(32, 4) for _ in range(2))
+        self.left, self.right = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.left(x), self.right(x)
+        for block in self.blocks:
+            left = block(left, right.mean(1))
+        out: Tensor = (self.scale.exp() * (left * right).sum(-1)).square().mean()
+        return out
+
+
+def scaled_batch(number: int) -> tuple[Tensor, ...]:
+    return (torch.randn(number, 4, 16),)
+
+
 class Dropping(nn.Module):
     """torch's own encoder, with dropout."""
 

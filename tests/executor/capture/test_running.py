@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from executor.calibration import captured_timing
 from executor.calibration.captured_timing import time_captured
@@ -22,7 +25,7 @@ from executor.checks import check_job
 from executor.run import run_job
 from simplan import catalog
 from simplan.cost.calibration.format import ShapeRequest
-from simplan.errors import NotModelledError, RunError
+from simplan.errors import NotModelledError, RunError, SpecError
 from simplan.job import Job
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.model import ModelSpec
@@ -42,6 +45,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "UNet": (modules.UNet, modules.unet_batch),
     "DiT": (modules.DiT, modules.dit_batch),
     "AdaptedDiT": (modules.AdaptedDiT, modules.dit_batch),
+    "Scaled": (modules.Scaled, modules.scaled_batch),
     "StateSpaceModel": (modules.StateSpaceModel, modules.token_batch),
     "Recommender": (modules.Recommender, modules.recommender_batch),
 }
@@ -107,11 +111,14 @@ def doubled(leaf: Any) -> Any:
     return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
-# nothing repeats in UNet and Recommender
+SHARDED = [plan for plan in PLANS if plan.startswith(("zero2", "zero3"))]
+# nothing repeats in UNet and Recommender, and FSDP takes no weight without dimensions
 CASES = [
     (name, plan)
     for name, plan in product(MODULES, PLANS)
-    if plan not in ("one", "diloco") and not ("recomputed" in plan and name in ("UNet", "Recommender"))
+    if plan not in ("one", "diloco")
+    and not ("recomputed" in plan and name in ("UNet", "Recommender"))
+    and not (name == "Scaled" and plan in SHARDED)
 ]
 FAST = [("UNet", "ddp"), ("DiT", "zero3, recomputed"), ("StateSpaceModel", "zero2"), ("Recommender", "zero1")]
 
@@ -228,6 +235,8 @@ def _alone() -> Iterator[None]:
 def test_all_layers_are_timed(name: str) -> None:
     """Each different layer once, in the precision of FSDP too; alone here, without other ranks."""
     for precision, plan in PRECISIONS.items():
+        if (name, plan) == ("Scaled", "zero3"):
+            continue
         prediction = prediction_of(name, PLANS[plan], precision)
         shape = ShapeRequest(model=prediction.job.model, microbatch_size=SIZE, dtype=precision, mixed="cast")
         timings = time_captured(shape, Bench(1, torch.device("cpu"), lambda done: done < 1))
@@ -247,6 +256,18 @@ def test_what_is_not_run_is_refused_by_name(field: str) -> None:
     name, plan = LIMITS[field]
     with pytest.raises(NotModelledError, match=field.replace(".", r"\.")):
         check_job(job_of(prediction_of(name, plan)))
+
+
+def test_weights_without_dimensions_are_refused_by_fsdp_and_the_rule() -> None:
+    """As torch refuses them."""
+    with pytest.raises(SpecError, match=r"plan\.zero_stage = 3: shards weights along a dimension, and scale has none"):
+        prediction_of("Scaled", PLANS["zero3"])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(ValueError, match="scalar parameters"):
+            fully_shard(modules.Scaled(), mesh=DeviceMesh("cpu", [0, 1]))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_module_that_changed_since_its_capture_is_refused(tmp_path: Path) -> None:
