@@ -97,8 +97,8 @@ def _same_environment() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # which pytest, and torch's compiler, set
-    return {name: value for name, value in os.environ.items() if name not in others}
+    others = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # which pytest, and torch's compiler, set
+    return {name: value for name, value in os.environ.items() if not name.startswith(others)}
 
 
 @pytest.fixture(scope="session", autouse=True)
