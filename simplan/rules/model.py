@@ -400,7 +400,7 @@ def shared_weights_in_pipelines(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.pp", what, "use 1")
 
 
-@rule("FSDP takes no weights without dimensions", reads="dp_shard zero_stage")
+@rule("weights that are sharded have dimensions", reads="dp_shard zero_stage")
 def scalar_weights_in_fsdp(job: Job) -> Iterator[Problem]:
     """Torch 2.13, fully_shard: such a weight has no dimension to shard."""
     if job.model.captured is None or not job.plan.shards_parameters:
