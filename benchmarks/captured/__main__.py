@@ -51,7 +51,7 @@ class _Row(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Of the step time, with computing as fast as in the run."""
+        """Error of the step time, with computing as fast as in the run."""
         return self.same_speed_s / self.measured_s - 1
 
 
