@@ -180,7 +180,7 @@ def test_two_objectives_are_a_front(simplan: Simplan, file: Path) -> None:
 def test_no_plan_is_exit_code_3_and_says_what_would_make_one(simplan: Simplan, file: Path) -> None:
     text = SCENARIO.replace("preset: dgx-h100", "preset: dgx-h100, device: {memory_bytes: 800000000}")
     file.write_text(text)
-    result = simplan("search", file)
+    result = simplan("search", file, "--jobs", "1")  # loky warns of what workers leave on a machine that is too busy
     assert (result.returncode, result.stderr) == (3, "")
     assert result.stdout.startswith("small: none of ")
     for words in ("Near misses", " over, needs ", "Changes that make a plan feasible", "devices with "):
