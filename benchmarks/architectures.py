@@ -63,7 +63,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "reformer": {"axial_pos_shape": [4, 4]},
 }  # fmt: skip
-"""What a default configuration lacks, or contradicts itself in; from published ones."""
+"""Keys that complete default configurations, from published ones."""
 
 
 @dataclass(frozen=True)

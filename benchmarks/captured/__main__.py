@@ -84,8 +84,8 @@ def main() -> int:
         to_markdown(goals),
         "",
         "The error of a step time is that with computing as fast as in the run, by the time of a matmul in both. "
-        f"Without this correction the mean error is {apart:.1%}. Peaks of FSDP2 differ from run to run by buffers that "
-        "gloo's threads hold (Mlp, four more runs: -0.6%). Convolutions on CPUs have scratch that no capture sees.",
+        f"Without this correction the mean error is {apart:.1%}. Peaks of FSDP2 differ from run to run. "
+        "Convolutions on CPUs have scratch that no capture sees.",
         "",
         "| model | plan | predicted | as fast as in the run | measured | error | peak |",
         "|---|---|---:|---:|---:|---:|---:|",

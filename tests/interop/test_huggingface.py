@@ -422,7 +422,7 @@ def test_types_by_numbers_are_of_known_families_and_not_read() -> None:
 
 
 def test_keys_are_those_that_transformers_writes() -> None:
-    """Of every type that the installed version has; DeepSeek-V2's default is a model without experts."""
+    """All types of the installed version are read; DeepSeek-V2's default is a model without experts."""
     transformers = pytest.importorskip("transformers")
     missing = {}
     for word, kind in model_types().items():

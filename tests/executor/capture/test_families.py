@@ -36,7 +36,7 @@ AS_TRANSFORMERS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"}
 
 
 def flops_of(layers: Sequence[LayerSpec]) -> list[int]:
-    """Of forward and of backward, with the scores of all queries and keys."""
+    """FLOPs of forward and of backward, with the scores of all queries and keys."""
     passes = [(layer.flops(full_attention=True), layer.backward_flops(full_attention=True)) for layer in layers]
     return [sum(each) for each in zip(*passes, strict=True)]
 

@@ -17,7 +17,7 @@ def images(number: int) -> tuple[Tensor]:
 
 
 def noise(number: int) -> dict[str, Tensor]:
-    """Of a UNet with cross-attention to 77 tokens."""
+    """Batch of a UNet with cross-attention to 77 tokens."""
     steps, tokens = torch.zeros(number, dtype=torch.long), torch.zeros(number, 77, 32)
     return {"sample": torch.zeros(number, 4, 32, 32), "timestep": steps, "encoder_hidden_states": tokens}
 
