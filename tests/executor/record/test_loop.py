@@ -164,7 +164,7 @@ def test_process_group_that_is_gone_at_the_end_is_an_error(tmp_path: Path, monke
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_collective_counts_the_buffer_of_its_kind() -> None:
-    """Bytes of a collective of 4-byte elements: gathered, before it is scattered, or of each rank; twice in a group's other form."""
+    """Bytes of 4-byte elements: gathered, before they are scattered, or of each rank; twice in a group's other form."""
     one, group = torch.ones(6), dist.group.WORLD
     assert group is not None
     with CollectiveLog() as log:
