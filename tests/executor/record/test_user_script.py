@@ -103,8 +103,9 @@ def train(folder: Path, way: str, *, fails: bool = False) -> str:
     return call(folder, *torchrun, "train.py", way, fails=fails).stderr
 
 
+# Gloo's threads free what they sent when they come to it: FSDP's peak varies by about two units of the model.
 @pytest.mark.parametrize(
-    ("way", "plan", "peak_error"), [("ddp", "dp_replicate: 2", 0.03), ("fsdp", "dp_shard: 2", 0.08)]
+    ("way", "plan", "peak_error"), [("ddp", "dp_replicate: 2", 0.03), ("fsdp", "dp_shard: 2", 0.15)]
 )
 def test_recording_of_two_ranks_is_compared_with_its_prediction(
     way: str, plan: str, peak_error: float, folder: Path
