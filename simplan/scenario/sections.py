@@ -103,8 +103,12 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
     if captured is None:
         return None
     title = given.get("name", captured.name)
-    fields = {"name": title, "family": "captured", "captured": captured.model_dump(mode="json", exclude_defaults=True)}
-    return sections.read(ModelSpec, fields, ("model",))
+    fields = {"name": title, "family": "captured"}
+    try:
+        return ModelSpec.from_fields({**fields, "captured": captured})  # the object itself, whose layers are known
+    except SpecError:
+        shown = captured.model_dump(mode="json", exclude_defaults=True)
+        return sections.read(ModelSpec, {**fields, "captured": shown}, ("model",))
 
 
 def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | None:

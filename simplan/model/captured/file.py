@@ -5,11 +5,12 @@ from __future__ import annotations
 import binascii
 import zlib
 from base64 import b64decode, b64encode
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from simplan.errors import Problem, SpecError
-from simplan.io import parse_json, read_json
+from simplan.io import MAX_JSON_BYTES, parse_json, read_text
 from simplan.model.captured.facts import CapturedModel
 from simplan.problems import parse_model
 
@@ -23,12 +24,17 @@ def is_captured(data: Any) -> bool:
 
 
 def read_captured(path: Path) -> CapturedModel:
-    """Reads a captured model.
+    """Reads a captured model; files of the same text give one object, so that layers and hashes are made once.
 
     Raises:
         SpecError: The file is missing or wrong.
     """
-    return captured_of(read_json(path), str(path))
+    return _captured_of_text(read_text(path, MAX_JSON_BYTES), str(path))
+
+
+@lru_cache(maxsize=16)
+def _captured_of_text(text: str, file: str) -> CapturedModel:
+    return captured_of(parse_json(text, file), file)
 
 
 def captured_of(data: dict[str, Any], file: str) -> CapturedModel:
@@ -63,4 +69,4 @@ def unpacked(word: Any) -> CapturedModel:
         raise SpecError(Problem(field="", rule="is no captured model as a word", fix=fix)) from None
     if not unzip.eof:
         raise SpecError(Problem(field="", rule=f"is cut short, or more than {_MAX_PACKED_BYTES:,} bytes", fix=fix))
-    return captured_of(parse_json(content.decode(errors="replace"), "captured"), "captured")
+    return _captured_of_text(content.decode(errors="replace"), "captured")
