@@ -45,7 +45,7 @@ SOFTWARE: Mapping[str, ParameterBounds] = {
 }
 """Constants per software profile."""
 
-NEVER_APART = ("maxtext", "tpu")
+NEVER_APART = ("maxtext", "tpu-v5")
 TOGETHER = 0.3
 """Narrower prior for owners whose names begin with ``NEVER_APART``, as a factor of ``log_std``.
 
@@ -64,6 +64,7 @@ ALL: Mapping[str, ParameterBounds] = {
     "rowwise_efficiency": ParameterBounds(0.15, 0.4, 1.0),
     "jitter": ParameterBounds(0.7, 0.001, 0.05),
     "kernel_overhead_s": ParameterBounds(0.7, 1e-6, 60e-6),
+    "graph_overhead_s": ParameterBounds(0.7, 0.5e-6, 30e-6),
     "overlap_slowdown": ParameterBounds(0.5, 0.01, 0.5),
     "gemm_split_overhead_s": ParameterBounds(0.7, 1e-6, 300e-6),
     "host_call_s": ParameterBounds(0.5, 1e-6, 50e-6),

@@ -197,6 +197,8 @@ def _common_fields(row: FitRow) -> list[str]:
         "tail_wave_fraction": job.cluster.device.num_sms is not None,
         "rowwise_efficiency": recipe.startswith("rowwise"),
         "jitter": job.cluster.num_devices > 1,
+        "kernel_overhead_s": not software.cuda_graphs,
+        "graph_overhead_s": software.cuda_graphs,
         "overlap_slowdown": job.cluster.num_devices > 1,
         "transpose_bytes_per_s": bool(job.model.depths),
         "host_step_overhead_s": software.trainer,

@@ -25,6 +25,7 @@ class FrameworkDefaults(Spec):
 
     Attributes:
         profiles: Name of the software profile by the first year it applies to, oldest first.
+        submissions: Profiles by a word of the version, which go before the year.
         cp_comm: Communication of context-parallel attention.
         fp8_recipe: Default FP8 scaling.
         prints: Kind of a memory peak that the source labels only "GB".
@@ -41,6 +42,7 @@ class FrameworkDefaults(Spec):
     """
 
     profiles: dict[_Year, str]
+    submissions: dict[str, str] = Field(default_factory=dict)
     cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
     fp8_recipe: Literal["tensorwise", "delayed"] = "tensorwise"
     prints: MemoryKind = "allocated"
@@ -76,6 +78,9 @@ def profile_name(software: RunSoftware, plan: RunPlan) -> str:
     A version without a year, or year and month (23.08), counts as recent. If attention is not fused, it counts as 2021.
     """
     framework, year = framework_defaults()[software.framework], year_of(software)
+    for word, name in framework.submissions.items():
+        if word in (software.version or ""):
+            return name
     combines = (plan.tp > 1 and plan.pp > 1) or plan.zero_stage == 1
     profiles = framework.combining if framework.combining and combines else framework.profiles
     return [name for first, name in profiles.items() if first <= year][-1]

@@ -91,6 +91,8 @@ class KernelRates(Spec):
             slow as the slowest, on average about sqrt(2 ln N) deviations above the mean.
         kernel_overhead_s: Fixed overhead per kernel in seconds: launch, ramp-up and tail. Kernels that represent
             several small ones have it, too.
+        graph_overhead_s: ``kernel_overhead_s`` inside of a CUDA graph, which the device walks by itself: ramp-up and tail
+            are left.
         stream_overlap: Fraction of the fixed overhead of small kernels on several streams that concurrent kernels hide;
             1 for all of it. With this value 108 expert GEMMs timed individually on B200 (tests/cost/products_b200.csv)
             are within 16% on average.
@@ -140,6 +142,7 @@ class KernelRates(Spec):
     small_tile_efficiency: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
     kernel_overhead_s: NonNegative = 10e-6
+    graph_overhead_s: NonNegative = 5e-6
     stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.85
     overlap_slowdown: Annotated[float, Field(ge=0, lt=1)] = 0.15
     gemm_split_overhead_s: NonNegative = 50e-6

@@ -26,6 +26,7 @@ _Wide = Literal["fp32", "tf32", "fp16", "bf16", "pure_bf16"]
 SoftwareOption = Literal[
     "channels_last",
     "compiled",
+    "cuda_graphs",
     "expert_dispatch",
     "expert_overlap",
     "fp8_dot_product_attention",
@@ -266,6 +267,13 @@ class SoftwareSpec(Spec):
             "for backward what torch.compile saves."
         ),
     )
+    cuda_graphs: bool = Field(
+        False,
+        description=(
+            "Forward and backward are replayed from CUDA graphs: the host launches no single kernels. Memory that the "
+            "graphs hold is not counted."
+        ),
+    )
     channels_last: bool = Field(
         False,
         description=(
@@ -385,6 +393,7 @@ class SoftwareSpec(Spec):
         words: dict[SoftwareOption, str] = {
             "channels_last": "channels last" if self.channels_last else "",
             "compiled": "compiled" if self.compiled else "",
+            "cuda_graphs": "CUDA graphs" if self.cuda_graphs else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",

@@ -303,7 +303,7 @@ def of_grid(kernels: KernelCost, grid: KernelGrid) -> KernelCost:
         attention=attention,
         provenance=Provenance.CALIBRATED,
         relative_std=_SYSTEMATIC_STD,
-        host_call_s=_HOST_CALL_LAUNCHES * grid.time("launch", (1,)).seconds,
+        host_call_s=_HOST_CALL_LAUNCHES * grid.time("launch", (1,)).seconds if kernels.host_call_s else 0.0,
     )
 
 

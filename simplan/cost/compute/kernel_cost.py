@@ -46,6 +46,9 @@ def kernel_cost(
     """
     wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
     _check(device, precision, wanted)
+    if software.cuda_graphs:
+        replayed = device.kernels.model_copy(update={"kernel_overhead_s": device.kernels.graph_overhead_s})
+        device = device.model_copy(update={"kernels": replayed})
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
     matmuls = _matmul_rates(
@@ -74,13 +77,18 @@ def kernel_cost(
         kernel_set=_kernel_set(software),
         winograd=precision == "fp32",
         transposed=_transposed(precision, software),
-        host_call_s=0.0 if software.runtime == "xla" or device.kind != "gpu" else rates.host_call_s,
+        host_call_s=rates.host_call_s if _is_launched(device, software) else 0.0,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
         joined=software.layers.fused_gemms,
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
         host_bytes_per_s=host_bytes_per_s,
     )
+
+
+def _is_launched(device: DeviceSpec, software: SoftwareSpec) -> bool:
+    """Returns True if the host launches every kernel."""
+    return device.kind == "gpu" and software.runtime != "xla" and not software.cuda_graphs
 
 
 def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: FrameworkRates) -> MatmulRates:
