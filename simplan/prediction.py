@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +34,8 @@ _OF_TRAINING_RUN = (
 
 MemoryKind = Literal["allocated", "reserved", "device"]
 """Kind of a peak: tensors, memory of the caching allocator, or memory in use on the device."""
-MemoryVerdict = Literal["fits", "may not fit", "likely does not fit", "does not fit"]
+MemoryVerdict = Literal["fits", "may not fit", "likely does not fit", "does not fit", "unknown"]
+"""``unknown``: more than the device has is predicted, for a runtime whose peaks were never compared."""
 """Verdict on device memory: in the second and third, the 90% interval of the peak reaches over the device memory."""
 _LEAST_HEADROOM = 0.03
 """Fraction of the device memory below which tensors leave too little: of published runs with less, most fail."""
@@ -58,6 +59,7 @@ class RankMemory:
         interval_bytes: 90% interval by kind of peak: allocated, reserved, device. Lower ends are without
             ``short_bytes``.
         capacity_bytes: Memory of the rank's device; None if unknown.
+        is_compared: Peaks of the framework's runtime were compared with measured ones.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class RankMemory:
     short_bytes: int = 0
     interval_bytes: dict[MemoryKind, tuple[int, int]] = field(default_factory=dict)
     capacity_bytes: int | None = None
+    is_compared: bool = True
 
     def measurable_bytes(self, kind: MemoryKind) -> int:
         """Peak that a measurement on this device shows, where the allocator does without ``short_bytes``."""
@@ -89,8 +92,14 @@ class RankMemory:
 
     @property
     def fits(self) -> bool | None:
-        """True if tensors and context are within the device memory; None if that is unknown."""
-        return None if self.capacity_bytes is None else self.needed_bytes <= self.capacity_bytes
+        """True if tensors and context are within the device memory; None if that is unknown.
+
+        A runtime whose peaks were never compared may need less than predicted.
+        """
+        if self.capacity_bytes is None:
+            return None
+        fits = self.needed_bytes <= self.capacity_bytes
+        return fits if fits or self.is_compared else None
 
     @property
     def unavoidable_bytes(self) -> int:
@@ -122,10 +131,18 @@ def worst_memory(memory: Sequence[RankMemory]) -> RankMemory:
     return max(memory, key=lambda m: (m.needed_bytes - (m.capacity_bytes or 0), m.short_bytes, -m.rank))
 
 
+def all_fit(memory: Iterable[RankMemory]) -> bool | None:
+    """True if all ranks fit, False if one does not; None if that is unknown."""
+    verdicts = {rank.fits for rank in memory}
+    return False if False in verdicts else None if None in verdicts else True
+
+
 def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdict | None:
     """Verdict on the peak-memory rank of a plan; None if the memory of a device is unknown."""
     if capacity_bytes is None:
         return None
+    if worst.fits is None:
+        return "unknown"
     low, high = worst.device_interval_bytes
     if high <= capacity_bytes:
         return "fits"

@@ -28,6 +28,7 @@ _BANNERS: dict[MemoryVerdict, tuple[str, str]] = {
     "may not fit": ("warning", ":material/warning:"),
     "likely does not fit": ("error", ":material/warning:"),
     "does not fit": ("error", ":material/cancel:"),
+    "unknown": ("warning", ":material/help:"),
 }
 """Banner and icon by verdict."""
 _HELP = f"[What uses the memory, and what shrinks it]({documentation('how-to/troubleshooting')})"

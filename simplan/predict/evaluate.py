@@ -39,6 +39,7 @@ from simplan.prediction import (
     ReplicationRound,
     ReplicationWorkers,
     Term,
+    all_fit,
     worst_memory,
 )
 from simplan.program.action import Table
@@ -107,8 +108,7 @@ def predict_step(
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
     memory = _with_first_steps(step, step.memory())
     splits = step.splits(step_time_s)
-    capacities = [each.capacity_bytes for each in memory]
-    fits = None if None in capacities else all(m.fits for m in memory)
+    fits = all_fit(memory)
     sequences_per_s = job.sequences_per_step / step_time_s
     available = cluster.peak_flop_per_s.get(training.precision)
     mfu, mfu_full = (

@@ -14,6 +14,9 @@ from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import host_peak_bytes, memory_peak, persistent_bytes, step_peaks, whole_blocks
 from simplan.software.rates import MemorySpread
 
+_COMPARED = frozenset({"torch", "megatron"})
+"""Runtimes with published peaks of memory; XLA plans its buffers in ways of its own, and prints none."""
+
 
 class RankPeaks(NamedTuple):
     """Tensor bytes of a rank on its device.
@@ -80,7 +83,16 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     if capacity is not None:
         short = min(max(0, reserved + context_bytes - capacity), reserved - whole_blocks(allocated))
     memory = RankMemory(
-        0, {}, allocated, reserved, reserved + context_bytes, "", {}, short_bytes=short, capacity_bytes=capacity
+        0,
+        {},
+        allocated,
+        reserved,
+        reserved + context_bytes,
+        "",
+        {},
+        short_bytes=short,
+        capacity_bytes=capacity,
+        is_compared=software.runtime in _COMPARED,
     )
     return _with_intervals(memory, peaks, software.memory_spread, has_allocator=True)
 

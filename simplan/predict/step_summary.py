@@ -20,7 +20,7 @@ from simplan.predict.build import folding_of
 from simplan.predict.memory import device_memory
 from simplan.predict.simulated import error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
-from simplan.prediction import MemoryKind, RankMemory
+from simplan.prediction import MemoryKind, RankMemory, all_fit
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program, Work
 from simplan.program.size import refuse_many_actions
@@ -85,7 +85,7 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
     moved = partial(moved_durations_s, sources=error_sources(step.programs[0]))
     step_time_s, *moved_s = step.seconds(moved, steps_overlap=steps_overlap).tolist()
     memory = [device_memory(peaks, job, rank=rank) for rank, peaks in step.peaks().items()]
-    kinds, known = get_args(MemoryKind), all(rank.capacity_bytes is not None for rank in memory)
+    kinds = get_args(MemoryKind)
     worst = {kind: max(memory, key=lambda rank: getattr(rank, f"{kind}_bytes")) for kind in kinds}
     return StepSummary(
         step_time_s=step_time_s,
@@ -93,7 +93,7 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
         peak_bytes={kind: getattr(rank, f"{kind}_bytes") for kind, rank in worst.items()},
         measurable_bytes={kind: rank.measurable_bytes(kind) for kind, rank in worst.items()},
         peak_interval_bytes={kind: rank.interval_bytes[kind] for kind, rank in worst.items()},
-        fits=all(rank.fits for rank in memory) if known else None,
+        fits=all_fit(memory),
     )
 
 

@@ -239,7 +239,7 @@ class TruncatedStep:
         over: dict[int, float] = {}
         for rank, peaks in self.peaks().items():
             memory = device_memory(peaks, self.job, self.calibration, rank=rank)
-            if memory.capacity_bytes is not None and not memory.fits:
+            if memory.capacity_bytes is not None and memory.needed_bytes > memory.capacity_bytes:
                 least_bytes = memory.measurable_bytes("device")
                 lacking = (least_bytes - memory.capacity_bytes) / least_bytes
                 for stage in {action.stage for action in self.tables[0][rank // width]}:

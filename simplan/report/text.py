@@ -64,6 +64,8 @@ def _reaches_over(prediction: Prediction, worst: RankMemory) -> str:
     low, high = map(format_bytes, worst.device_interval_bytes)
     if prediction.memory_verdict in ("fits", "does not fit"):
         return ""
+    if prediction.memory_verdict == "unknown":
+        return f"; no peak under {prediction.job.software.id} was ever compared, and it may need less"
     return f"; the 90 % interval ends at {high}" if prediction.fits else f"; the 90 % interval starts at {low}"
 
 

@@ -67,7 +67,7 @@ def _packing_efficiency(prediction: Mapping[str, Any]) -> float | None:
 
 def _fits_safely(prediction: Mapping[str, Any]) -> bool | None:
     verdict = prediction["memory_verdict"]
-    return None if verdict is None else verdict == "fits"
+    return None if verdict in (None, "unknown") else verdict == "fits"
 
 
 def _background_s(prediction: Mapping[str, Any]) -> float | None:

@@ -91,8 +91,8 @@ class KernelRates(Spec):
             slow as the slowest, on average about sqrt(2 ln N) deviations above the mean.
         kernel_overhead_s: Fixed overhead per kernel in seconds: launch, ramp-up and tail. Kernels that represent
             several small ones have it, too.
-        graph_overhead_s: ``kernel_overhead_s`` inside of a CUDA graph, which the device walks by itself: ramp-up and tail
-            are left.
+        graph_overhead_s: ``kernel_overhead_s`` inside of a CUDA graph, which the device walks by itself: ramp-up and
+            tail are left.
         stream_overlap: Fraction of the fixed overhead of small kernels on several streams that concurrent kernels hide;
             1 for all of it. With this value 108 expert GEMMs timed individually on B200 (tests/cost/products_b200.csv)
             are within 16% on average.

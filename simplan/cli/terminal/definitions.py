@@ -16,7 +16,8 @@ _REPORTED = {
     "reserved": "memory held by the caching allocator: allocated, rounded and fragmented",
     "device": "memory in use on the device: reserved, and the context of driver and communication library",
     "memory verdict": "fits, or does not fit; may not fit, or likely does not fit, where the 90 % interval of the peak "
-    "reaches over the device memory; likely not, if tensors and context leave less than 3 % of it",
+    "reaches over the device memory; likely not, if tensors and context leave less than 3 % of it; unknown, where more "
+    "is predicted for a runtime whose peaks were never compared with measured ones",
     "packed documents": "several documents in a sequence: attention within each, model FLOPs without padding",
     "multi-token prediction": "FLOPs of layers for later tokens are model FLOPs, as in Megatron; tokens count once",
     "signed error": "(predicted - measured) / measured",
