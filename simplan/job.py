@@ -35,7 +35,10 @@ class Job:
     software: SoftwareSpec
 
     def __post_init__(self) -> None:
-        """Gives a captured model the layers of its precision."""
+        """Gives a captured model the layers of its precision, and the framework the layouts of the device."""
+        any_layout = self.training.precision == "fp8" and self.cluster.device.kernels.fp8_any_layout
+        if self.software.fp8_any_layout != any_layout:
+            object.__setattr__(self, "software", self.software.model_copy(update={"fp8_any_layout": any_layout}))
         captured = self.model.captured
         if captured is None:
             return

@@ -71,6 +71,7 @@ class LinearFormat:
             Transformer Engine may be incomplete (NVIDIA/TransformerEngine at 03328ccb,
             tests/pytorch/test_float8_blockwise_gemm_exact.py: 320 x 64 and 64 x 336); torchao's is assumed not to be.
         experts: Grouped GEMMs of experts are quantized as well.
+        any_layout: Matmuls take operands along rows or columns (``KernelRates.fp8_any_layout``).
     """
 
     precision: LowPrecision
@@ -91,6 +92,12 @@ class LinearFormat:
     kept: Kept = "wide"
     weights: QuantizedWeights = "microbatch"
     experts: bool = False
+    any_layout: bool = False
+
+    @property
+    def has_one_copy(self) -> bool:
+        """True if the copy along rows serves matmuls of both directions."""
+        return self.any_layout and self.has_one_scale
 
     @property
     def has_one_scale(self) -> bool:
@@ -150,6 +157,7 @@ def linear_format(
     *,
     experts: bool = False,
     eager: bool = False,
+    any_layout: bool = False,
 ) -> LinearFormat:
     """Quantization format of a training run.
 
@@ -157,12 +165,15 @@ def linear_format(
         recipe: FP8 scaling recipe; None for ``DEFAULT_RECIPE``, ignored for other precisions.
         experts: Weights of experts are quantized, too.
         eager: Casts to FP8 run in eager mode, for recipes without separate kernels.
+        any_layout: See ``LinearFormat``.
     """
     name = (recipe or DEFAULT_RECIPE) if precision == "fp8" else precision
     form = _FORMATS[precision, name]
     multiple = _FP8.multiple if name == "blockwise" and kept == "quantized" else form.multiple
     eager = eager and name in TORCHAO_RECIPES
-    return replace(form, kept=kept, weights=weights, experts=experts, eager=eager, multiple=multiple)
+    return replace(
+        form, kept=kept, weights=weights, experts=experts, eager=eager, multiple=multiple, any_layout=any_layout
+    )
 
 
 def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:

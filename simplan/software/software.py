@@ -243,6 +243,7 @@ class SoftwareSpec(Spec):
         memory_spread: Uncertainty of peak memory.
         compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None
             for the same.
+        fp8_any_layout: See ``KernelRates``. Belongs to the device of a job, not to the catalog.
         trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
             does.
         executable: ``simplan run`` can run plans under this profile.
@@ -381,6 +382,7 @@ class SoftwareSpec(Spec):
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     memory_spread: MemorySpread = MemorySpread()
     compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    fp8_any_layout: bool = Field(default=False, exclude=True)
     trainer: bool = False
     executable: bool = False
     trains_modules: bool = False
@@ -522,6 +524,7 @@ class SoftwareSpec(Spec):
             weights,
             experts=low.experts,
             eager=low.eager and not self.compiled,
+            any_layout=self.fp8_any_layout,
         )
         return state.model_copy(update={"linear": form})
 

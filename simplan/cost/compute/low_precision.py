@@ -70,8 +70,7 @@ class LinearRates:
         weight = cast.operand == "weight"
         read = self.state.gathered if weight else self.state.activation
         wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation + cast.between_bytes)
-        one_order = self.low.rates.fp8_any_layout and self.form.has_one_scale  # no copy along columns
-        writes = min(cast.writes, 1) if one_order else cast.writes
+        writes = min(cast.writes, 1) if self.form.has_one_copy else cast.writes
         return wide + (writes + 2 * cast.copies) * self.form.quantized_bytes(height, width, weight=weight)
 
     def _launches_s(self, gemm: Gemm) -> float:

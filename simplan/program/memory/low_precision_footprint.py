@@ -76,7 +76,8 @@ def persistent_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
         return 0
     found = 0
     for gemm in quantized_linears(layer, form):
-        found += _along_rows(form, gemm) + (_along_columns(form, gemm) if gemm.propagates else 0)
+        found += _along_rows(form, gemm)
+        found += _along_columns(form, gemm) if gemm.propagates and not form.has_one_copy else 0
         if form.weights == "stored":
             found -= gemm.weight_elements * (state.parameter if gemm.trained else state.frozen)
     return found
