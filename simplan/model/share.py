@@ -32,7 +32,8 @@ class RankShare(NamedTuple):
         heads, kv_heads, head_dim: Query heads, key and value heads, and width of a head.
         intermediate: Columns of the MLP.
         vocab: Rows of the embedding, or classes of a model without one.
-        documents: Lengths of the documents packed into a sequence; empty for one document.
+        documents: Lengths of the documents packed into a sequence, or of the parts of them that the ranks of a ring
+            have; empty for one document.
     """
 
     shard: Shard
@@ -90,7 +91,6 @@ def share_of(model: ModelSpec, shard: Shard) -> RankShare:
     for size in (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, vocab):
         assert size % tp == 0, (size, tp)
     assert shard.cp == 1 or model.seq_len % (2 * shard.cp) == 0
-    assert shard.cp == 1 or not model.document_lengths
     split_tokens = tp if shard.sequence_parallel else 1
     assert tokens % split_tokens == 0
     return RankShare(
@@ -103,8 +103,16 @@ def share_of(model: ModelSpec, shard: Shard) -> RankShare:
         model.head_dim,
         model.intermediate_size // tp,
         vocab // tp,
-        model.document_lengths if len(model.segments) > 1 else (),
+        _documents(model, shard),
     )
+
+
+def _documents(model: ModelSpec, shard: Shard) -> tuple[int, ...]:
+    """Documents of a rank's attention: in a ring, its part of each."""
+    if len(model.segments) == 1:
+        return ()
+    parts = shard.cp if shard.cp_comm == "ring" else 1
+    return tuple(length // parts for length in model.document_lengths)
 
 
 def for_columns(source: str, share: RankShare, rows: int = 0, width: int = 0) -> tuple[tuple[Operator, ...], str]:

@@ -8,6 +8,7 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.rules.rule import nearest_multiples, not_modelled, problem_of, rule, undivided, unmodelled
+from simplan.units import counted
 from simplan.wording import either
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -180,8 +181,17 @@ def cp_of_unfused_attention(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.cp", what, "use 1")
 
 
-@unmodelled("context parallelism of packed documents is not modeled", reads="cp")
+@unmodelled("context parallelism of packed documents is Transformer Engine's", reads="cp")
 def cp_of_documents(job: Job) -> Iterator[Problem]:
-    if job.model.document_lengths and job.plan.cp > 1:
-        what = "context parallelism of several documents in a sequence"
-        yield not_modelled(job, "plan.cp", what, "use 1")
+    """TransformerEngine at d0067d0d, context_parallel.py: qkv_format thd, each document in 2 cp equal parts."""
+    lengths, plan = job.model.document_lengths, job.plan
+    if not lengths or plan.cp == 1:
+        return
+    what = "context parallelism of several documents in a sequence"
+    if job.software.packed_attention != "one_call":
+        yield not_modelled(job, "plan.cp", f"{what} with {job.software.id}", "use 1, or software: megatron-bridge")
+    elif plan.cp_comm == "all_gather":
+        yield not_modelled(job, "plan.cp_comm", what, "use ring or a2a")
+    elif min(lengths) < 2 * plan.cp:
+        what = f"{what}, one of them of {counted(min(lengths), 'token')},"
+        yield not_modelled(job, "plan.cp", what, f"use documents of {2 * plan.cp} tokens or more")

@@ -16,6 +16,7 @@ from simplan.model.layer import Attention
 from simplan.model.model import ModelSpec
 from simplan.model.packing import NUM_DOCUMENTS, Histogram, Lognormal, Packing, represent
 from simplan.plan.plan import ParallelPlan
+from simplan.plan.shard import Shard
 from tests.jobs import problems, tiny_model
 
 PACKINGS: tuple[Packing, ...] = ("greedy", "first_fit_decreasing")
@@ -166,8 +167,8 @@ REFUSED: dict[str, tuple[ModelSpec, str]] = {
 }
 
 
-def checked(model: ModelSpec, **plan: Any) -> list[str]:
-    return problems(model, {"dp_replicate": 8, **plan}, task="sft")
+def checked(model: ModelSpec, software: str = "torch", **plan: Any) -> list[str]:
+    return problems(model, {"dp_replicate": 8, **plan}, task="sft", software=software)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -182,9 +183,32 @@ def test_positions_need_reach_only_as_far_as_documents() -> None:
     assert checked(tiny_model(seq_len=100, max_position_embeddings=50, document_lengths=(50, 50))) == []
 
 
-def test_context_parallelism_is_refused_by_name() -> None:
-    [found] = checked(model_of(50, 30), dp_replicate=4, cp=2, cp_comm="all_gather")
-    assert "context parallelism of several documents in a sequence is not" in found
+@pytest.mark.parametrize(
+    ("lengths", "plan", "rule"),
+    [
+        ((50, 30), {"software": "torch"}, "several documents in a sequence with torch is not"),
+        ((50, 30), {"cp_comm": "all_gather"}, "several documents in a sequence is not"),
+        ((90, 3), {}, "several documents in a sequence, one of them of 3 tokens, is not"),
+    ],
+)
+def test_context_parallelism_of_documents_is_refused_by_name(
+    lengths: tuple[int, ...], plan: dict[str, Any], rule: str
+) -> None:
+    degrees: dict[str, Any] = {"dp_replicate": 4, "cp": 2, "cp_comm": "ring", "software": "megatron-bridge"}
+    [found] = checked(model_of(*lengths), **degrees | plan)
+    assert f"context parallelism of {rule}" in found
+
+
+@pytest.mark.parametrize("cp_comm", ["ring", "a2a"])
+def test_ranks_of_context_parallelism_share_the_work_of_documents(cp_comm: str) -> None:
+    """Both halves of the tokens have early and late ones of each document, so they have half of the scores each."""
+    model = tiny_model(seq_len=96, num_attention_heads=4, num_key_value_heads=4, document_lengths=(64, 24, 8))
+
+    def scores(cp: int) -> int:
+        layers = model.layers_of(Shard(cp=cp, cp_comm=cp_comm))  # type: ignore[arg-type]
+        return sum(kernel.computed_flops for kernel in layers[1].kernels if isinstance(kernel, Attention))
+
+    assert 2 * scores(2) == scores(1)
 
 
 def test_families_without_documents_refuse_them() -> None:
