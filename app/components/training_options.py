@@ -30,6 +30,7 @@ _OPTIONS = {
     "expert_dispatch": "Expert dispatch",
     "expert_overlap": "Expert overlap",
     "fused_experts": "Fused experts",
+    "fp8_activation_input": "FP8 inputs of activations",
     "fp8_dot_product_attention": "FP8 attention",
     "vocab_multiple": "Vocabulary multiple",
 }

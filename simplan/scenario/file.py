@@ -412,6 +412,9 @@ def _refuse_idle_options(sections: Sections, data: dict[str, Any], model: ModelS
         if not model.num_experts and value != getattr(profile, option):
             rule = f"is for models with experts, and family {model.family} has none"
             sections.refuse(("software", option), rule, value=value, fix="remove it")
+    if software.fp8_activation_input and not any(o.gates for layer in model.layers for o in layer.operators):
+        rule = f"is for models with gated MLPs, and {model.name} has none"
+        sections.refuse(("software", "fp8_activation_input"), rule, value=True, fix="remove it")
     written, width = data.get("model"), model.moe_intermediate_size
     if not isinstance(written, dict) or "intermediate_size" not in written:
         return

@@ -29,6 +29,7 @@ SoftwareOption = Literal[
     "cuda_graphs",
     "expert_dispatch",
     "expert_overlap",
+    "fp8_activation_input",
     "fp8_dot_product_attention",
     "fused_experts",
     "grad_overlap",
@@ -361,6 +362,10 @@ class SoftwareSpec(Spec):
     fused_experts: bool = Field(
         False, description="Activations of experts, and their casts to FP8, are fused into the matmuls before them."
     )
+    fp8_activation_input: bool = Field(
+        False,
+        description="Forward saves what a gated MLP's activation reads in FP8 (activation_func_fp8_input_store).",
+    )
     fp8_dot_product_attention: bool = Field(
         False, description="The attention core is in FP8 where linear layers are in FP8 or MXFP8."
     )
@@ -398,6 +403,7 @@ class SoftwareSpec(Spec):
             "cuda_graphs": "CUDA graphs" if self.cuda_graphs else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
+            "fp8_activation_input": "FP8 inputs of activations" if self.fp8_activation_input else "",
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
             "grad_overlap": "gradient reduction overlapped with backward" if self.grad_overlap else "",
@@ -479,6 +485,7 @@ class SoftwareSpec(Spec):
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,
                 "fused_experts": self.fused_experts,
+                "eight_bit_gate_inputs": self.fp8_activation_input and self.layers.fused_gates,
                 "eight_bit_attention": self.fp8_dot_product_attention,
                 "chunked_loss": self.chunked_losses.get(self.loss),
             }

@@ -82,6 +82,22 @@ def test_how_often_a_framework_quantizes_weights(weights: Any, part: float) -> N
     assert cost_of("h100-sxm-80gb", "fp8", "megatron-core", state=state, num_microbatches=8).weight_casts == part
 
 
+@pytest.mark.parametrize(
+    ("weights", "trained", "number"), [("stored", False, 0), ("stored", True, 1), ("step", False, 1)]
+)
+def test_frozen_weights_that_are_stored_in_8_bits_are_never_quantized(weights: Any, trained: bool, number: int) -> None:
+    cost = rates("fp8", "delayed", "quantized")
+    form = linear_format("fp8", "delayed", "quantized", weights)
+    frozen = replace(cost, state=cost.state.model_copy(update={"linear": form}))
+    given = layer()
+    operators = tuple(
+        replace(o, kernel=replace(o.kernel, trained=trained)) if isinstance(o.kernel, Gemm) else o
+        for o in given.operators
+    )
+    parts = frozen.cost_estimate(LayerWork(replace(given, operators=operators), Phase.FORWARD, 1, 0)).parts
+    assert sum("cast of the weight" in part.name for part in parts) == number
+
+
 @pytest.mark.parametrize(("precision", "small"), [("fp8", 0), ("mxfp8", 2), ("nvfp4", 2)])
 def test_small_kernels_bring_scales_of_blocks_into_order(precision: str, small: int) -> None:
     """One for each operand of a product; besides there are a GELU, two casts and the product in forward."""
@@ -119,8 +135,8 @@ def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_ord
     precision: str, recipe: str | None, saved: int
 ) -> None:
     cost, forward = rates(precision, recipe, "quantized"), LayerWork(layer(), Phase.FORWARD, 1, 0)
-    assert cost.low is not None
-    fp8_any_layout = replace(cost, low=changed(cost.low, fp8_any_layout=True))
+    form = replace(linear_format(precision, recipe, "quantized"), any_layout=True)  # type: ignore[arg-type]
+    fp8_any_layout = replace(cost, state=cost.state.model_copy(update={"linear": form}))
     assert cost.seconds(forward) - fp8_any_layout.seconds(forward) == pytest.approx(saved * (X + W) / 1e12)
     for device, known in (("h100-sxm-80gb", False), ("b200-sxm", True)):
         assert cost_of(device, "fp8", "megatron-core").matmuls.rates.fp8_any_layout == known

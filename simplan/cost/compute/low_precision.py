@@ -45,8 +45,9 @@ class LinearRates:
     def parts(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> Iterator[CostPart]:
         """Yields casts and matmuls of one linear layer in forward, recomputation or a full backward."""
         backward, rows = phase is Phase.BACKWARD, microbatch_size * gemm.m
+        known = {"weight"} if self.form.weights == "stored" and not gemm.trained else set[str]()
         for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
-            if cast.backward is backward and cast.operand not in gemm.cast_before:
+            if cast.backward is backward and cast.operand not in known.union(gemm.cast_before):
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size) * self.traffic
                 launches_s = cast.kernels * self._launches_s(gemm)
                 name = f"{gemm.name}: {self.form.precision} cast of the {cast.operand}"

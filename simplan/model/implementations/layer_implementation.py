@@ -94,6 +94,7 @@ class LayerImplementation(Spec):
         fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them; set from
             the profile.
         eight_bit_attention: Fused attention is in FP8; set from the profile.
+        eight_bit_gate_inputs: Forward saves copies in FP8 of what a fused gate reads; set from the profile.
         regathers_tokens: Matrices split by columns save each rank's own tokens, which backward gathers again
             (Megatron-LM's linear_with_grad_accumulation); else they save the gathered tokens (torch's DTensor). Biases
             of matrices split by rows are added to the sum over ranks; else to each rank's part.
@@ -134,6 +135,7 @@ class LayerImplementation(Spec):
     expert_streams: Count | None = None
     fused_experts: bool = Field(default=False, exclude=True)
     eight_bit_attention: bool = Field(default=False, exclude=True)
+    eight_bit_gate_inputs: bool = Field(default=False, exclude=True)
     regathers_tokens: bool = False
     compiled: bool = False
     compiled_in_parts: bool = Field(default=False, exclude=True)
@@ -173,7 +175,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     operators, skips, attention_words = _with_attention(operators, implementation, dropout=dropout)
     compiled = implementation.compiled and layer.kind is LayerKind.BLOCK
     if implementation.fused_gates or compiled:
-        operators = tuple(_with_fused_gates(operators))
+        operators = _with_fused_gates(operators, narrow=implementation.eight_bit_gate_inputs)
     if compiled:
         operators = tuple(_summed_again(operator) for operator in operators)
     if dropout:
@@ -196,6 +198,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     kernels = "fused" if implementation.fused_experts else f"{implementation.expert_streams or 'all'} concurrent"
     words += [f"experts by {implementation.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
     words += ["weighted activations" * (other_experts and implementation.weighted_activations)]
+    words += ["FP8 gate inputs" * implementation.eight_bit_gate_inputs]
     words += [chunked.words] if chunked is not None else []
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     return replace(
@@ -246,7 +249,13 @@ def _with_attention(
     return operators, skips, words
 
 
-def _with_fused_gates(operators: Sequence[Operator]) -> Iterator[Operator]:
+def _with_fused_gates(operators: Sequence[Operator], *, narrow: bool) -> tuple[Operator, ...]:
+    """Operators with fused gates; ``narrow`` if these save what they read in FP8."""
+    fused = tuple(_fused_gates(operators))
+    return tuple(_with_narrow_gate_inputs(fused)) if narrow else fused
+
+
+def _fused_gates(operators: Sequence[Operator]) -> Iterator[Operator]:
     """Operators, with a gate's activation and the multiplication after it as one that saves both inputs."""
     last: Operator | None = None
     for operator in operators:
@@ -261,6 +270,26 @@ def _with_fused_gates(operators: Sequence[Operator]) -> Iterator[Operator]:
         last = operator
     if last is not None:
         yield last
+
+
+def _with_narrow_gate_inputs(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """Operators, with fused gates that save their inputs in FP8, cast by a kernel of their own."""
+    elements = {tensor.name: tensor.elements for operator in operators for tensor in operator.makes}
+    for operator in operators:
+        both = operator.saves
+        if len(both) != 2 or both != operator.reads or operator.saves_for != (both[::-1],):
+            yield operator
+            continue
+        copies = {name: Tensor(f"{name} in FP8", elements[name], 1) for name in both}
+        total = sum(copy.elements for copy in copies.values())
+        cast = Pointwise("inputs of the gate to FP8", total, total // 2)  # results have half of the width
+        yield Operator(kernel=cast, reads=both, makes=tuple(copies.values()), detached=True, roles=operator.roles)
+        yield replace(
+            operator,
+            reads=(*both, *(copy.name for copy in copies.values())),
+            saves=tuple(copy.name for copy in copies.values()),
+            saves_for=tuple((copies[name].name, needs) for name, needs in operator.saves_for),
+        )
 
 
 def _summed_again(operator: Operator) -> Operator:
