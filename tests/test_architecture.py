@@ -291,6 +291,7 @@ def test_every_option_of_a_plan_is_read_where_steps_are_made_or_priced() -> None
     assert set(ParallelPlan.model_fields) <= read
 
 
+@pytest.mark.slow
 def test_only_plans_with_compression_load_it() -> None:
     """Who does not ask for it pays nothing, neither in a prediction nor on a rank."""
     code = (

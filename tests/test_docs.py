@@ -39,9 +39,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 SLOW = (
-    "how-to/calibrate.md", "how-to/choose-a-way.md", "how-to/network.md", "how-to/one-line.md", "how-to/placement.md",
-    "how-to/rehearse.md", "how-to/search.md", "how-to/troubleshooting.md", "how-to/whole-run.md",
-    "tutorials/first-search.md", "tutorials/run-and-compare.md",
+    "explanation/figures.md", "how-to/calibrate.md", "how-to/ci.md", "how-to/record-your-loop.md",
+    "how-to/choose-a-way.md", "how-to/network.md", "how-to/one-line.md", "how-to/placement.md", "how-to/rehearse.md",
+    "how-to/search.md", "how-to/troubleshooting.md", "how-to/whole-run.md", "tutorials/first-search.md",
+    "tutorials/run-and-compare.md",
 )  # fmt: skip
 """Pages whose commands take longest: they calibrate, run, or search whole spaces."""
 APART = ("how-to/custom-schedule.md",)

@@ -19,6 +19,7 @@ from simplan.cli.listing import listing
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     """A broken link, an anchor that is not there or a page that is left out ends it."""
     pytest.importorskip("material")

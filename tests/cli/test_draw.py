@@ -101,6 +101,7 @@ def test_a_bad_scenario_and_an_unused_calibration_are_refused(simplan: Simplan, 
     refused(simplan("draw", scenario, "--calibration", tmp_path / "c.json"), "c.json")
 
 
+@pytest.mark.slow
 def test_a_terminal_without_more_than_ascii_gets_the_same_picture(scenario: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "simplan", "draw", str(scenario), "--width", "100"]
     found = [

@@ -69,6 +69,7 @@ def test_scenarios_are_not_timed_across_nodes(simplan: Simplan, two: Path) -> No
     refused(simplan("calibrate", two, *TWO, *ON), said)
 
 
+@pytest.mark.slow
 def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     conf = "join_timeout=1,is_host=0"

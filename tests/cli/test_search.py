@@ -71,6 +71,7 @@ def test_plans_whose_tp_does_not_divide_the_vocabulary_are_counted(simplan: Simp
     assert "tp_divides_vocabulary" not in padded
 
 
+@pytest.mark.slow
 def test_search_keeps_5_percent_of_memory_free(simplan: Simplan, file: Path) -> None:
     file.write_text(SCENARIO.replace("[1f1b, zb-h1], recompute: [none, full]", "1f1b, recompute: none"))
     (best, *_) = json.loads(simplan("search", file, "--top", "1", "--json").stdout)["ranked"]
@@ -150,6 +151,7 @@ def test_a_rank_that_cannot_be_saved_is_refused(
     assert not (tmp_path / "plan.yaml").exists()
 
 
+@pytest.mark.slow
 def test_fewer_plans_than_the_rank_to_save(simplan: Simplan, file: Path, tmp_path: Path) -> None:
     """The report is printed all the same."""
     result = simplan("search", file, "--top", "1000", "--rank", "1000", "--save-plan", "plan.yaml")

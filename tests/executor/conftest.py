@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 from tests.executor import forked
 from tests.hosts import unavailable
+from tests.slow import slow_except
 
 RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
 NUM_MICROBATCHES = 4
@@ -234,14 +235,6 @@ QUICK = (
     "zero2-2-once-a-step-optimizer-on-host-llama",
 )
 """A sample of the strategies for every run of the tests; all others are slow, four ranks most of all."""
-
-
-def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: all cases, one or a tuple of values each, of which only the quick ones always run."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else [pytest.mark.slow])
-        for case in cases
-    ]
 
 
 @pytest.fixture(scope="session", params=slow_except(QUICK, CASES))

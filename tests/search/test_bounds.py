@@ -79,6 +79,7 @@ def table_of(plan: ParallelPlan) -> Candidates:
     return Candidates.of_rows(plan, categories(placements=placements), FIELDS, [row])
 
 
+@pytest.mark.slow
 @given(jobs())
 @settings(max_examples=40, deadline=None)
 def test_no_prediction_is_below_its_bounds(job: Job) -> None:

@@ -63,6 +63,7 @@ def test_every_change_makes_a_plan() -> None:
     assert needs(more, found["num_devices"].plan) <= limit
 
 
+@pytest.mark.slow
 def test_changes_keep_to_what_the_software_has() -> None:
     """Megatron Core has neither ZeRO-2 nor ZeRO-3: they are nothing that a user left out."""
     megatron = catalog.software("megatron-core")

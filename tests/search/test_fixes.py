@@ -20,6 +20,7 @@ from simplan.scenario import make_job, scenario_from
 from simplan.search import SearchSpace, fixes, search
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES
 from simplan.training import TrainingSpec
+from tests.slow import slow_except
 
 
 def job_of(plan: ParallelPlan, *, model: str = "llama3-8b", num_devices: int = 8, **training: Any) -> Job:
@@ -32,9 +33,14 @@ def job_of(plan: ParallelPlan, *, model: str = "llama3-8b", num_devices: int = 8
     "job",
     [
         job_of(ParallelPlan(dp_shard=8, microbatch_size=2)),
-        job_of(ParallelPlan(dp_replicate=8), global_batch_size=16),
-        job_of(ParallelPlan(pp=8, schedule="gpipe"), global_batch_size=32),
-        job_of(ParallelPlan(dp_shard=8), model="llama3-70b", task="sft"),
+        *slow_except(
+            [],
+            [
+                job_of(ParallelPlan(dp_replicate=8), global_batch_size=16),
+                job_of(ParallelPlan(pp=8, schedule="gpipe"), global_batch_size=32),
+                job_of(ParallelPlan(dp_shard=8), model="llama3-70b", task="sft"),
+            ],
+        ),
     ],
     ids=["fsdp", "ddp", "gpipe", "70b"],
 )
@@ -84,6 +90,7 @@ def test_no_fix_of_the_mesh_is_faster_than_the_best_plan_of_an_exact_search() ->
     assert all(fix.step_time_s >= best.step_time_s for fix in same)
 
 
+@pytest.mark.slow
 def test_jitter_is_simulated_for_few_fixes_of_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixes are compared without jitter, and those that are shown are predicted with it."""
     job = job_of(ParallelPlan(dp_replicate=8), global_batch_size=16)

@@ -45,6 +45,7 @@ def published(file: str) -> dict[str, tuple[PublishedRun, Job]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "predicted_id", "measured_id", "change"),
     [

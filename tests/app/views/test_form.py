@@ -22,6 +22,7 @@ from simplan.scenario.clusters import ClusterSection
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSection
 from tests.app.views.pages import SMALL, assert_no_bug, opened_in_session
+from tests.slow import slow_except
 
 QWEN = {"model": {"preset": "qwen3-30b-a3b", "seq_len": 4096}, "training": {"global_batch_size": 64}}
 ON_32 = {"cluster": {"preset": "dgx-h100", "num_devices": 32}}
@@ -97,7 +98,7 @@ NUMBERS = ("model.seq_len", "model.vocab_size", *SIZES, "training.global_batch_s
 MORE_NUMBERS = ("model.lora_rank",)
 
 
-@pytest.mark.parametrize("value", [0, -3, 10**400, "many"], ids=["0", "-3", "huge", "text"])
+@pytest.mark.parametrize("value", slow_except(["many"], [0, -3, 10**400, "many"]), ids=["0", "-3", "huge", "text"])
 def test_no_number_takes_a_field_away(value: Any) -> None:
     whole = fields(shown(dict(SMALL)))
     assert whole == BUDGET | {f"document:{name}" for name in (*NUMBERS, *MORE_NUMBERS)}

@@ -35,6 +35,7 @@ def step_time_s(document: dict[str, Any]) -> float:
     return predict(parse_scenario(document_text(document)).job).step_time_s
 
 
+@pytest.mark.slow
 def test_a_slow_link_costs_what_a_scenario_with_it_says() -> None:
     text = document_text(SHARED)
     costs = slow_link_costs(text, 0, 0.25)

@@ -98,6 +98,7 @@ def test_length_and_price_are_those_of_other_pages() -> None:
     assert "num_tokens" not in changed["training"]
 
 
+@pytest.mark.slow
 def test_a_section_ends_with_its_last_key_and_begins_whole() -> None:
     page = opened("run", document={**SMALL, "run": {"num_steps": 100}})
     assert_no_bug(page)

@@ -124,6 +124,7 @@ def test_current_plan_that_is_ranked_is_one_row() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_compiled_plans_are_searched_pinned_and_opened() -> None:
     page = button(opened({"compiled": True}), "Search").click().run(timeout=600)
     assert complaints(page) == []

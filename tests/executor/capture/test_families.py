@@ -15,7 +15,7 @@ from simplan.model.captured.layers import captured_layers
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.layer import Gemm, LayerSpec
 from simplan.model.model import ModelSpec
-from tests.executor.conftest import slow_except
+from tests.slow import slow_except
 
 pytest.importorskip("transformers")
 

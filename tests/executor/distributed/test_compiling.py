@@ -19,11 +19,12 @@ from simplan.model.layer import LayerSpec
 from simplan.plan.plan import Recompute
 from simplan.runs.run_spec import RunSpec
 from simplan.validate.compare import predicted_communications
-from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model, slow_except
+from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model
 from tests.executor.distributed.test_level2 import issued
 from tests.executor.models.family_models import variant
 from tests.executor.models.layer_runs import LayerRun
 from tests.executor.train.test_equality import assert_equal_to_one_process
+from tests.slow import slow_except
 
 COMPILED = catalog.software("torch").model_copy(update={"compiled": True})
 

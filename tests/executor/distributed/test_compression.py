@@ -29,11 +29,12 @@ from simplan.program.program import MemoryCategory
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import evaluate, load_scenario
 from simplan.validate.compare import predicted_communications
-from tests.executor.conftest import RANK_PROGRAMS, make_job, make_model, slow_except
+from tests.executor.conftest import RANK_PROGRAMS, make_job, make_model
 from tests.executor.distributed.test_level2 import LLAMA, assert_issued_as_predicted, issued, run_predicted
 from tests.executor.rank_programs.compressing_ranks import NUM_RANKS
 from tests.executor.train.test_checkpoints import undisturbed, with_checkpoints
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
+from tests.slow import slow_except
 from tests.test_architecture import ROOT
 
 Array = NDArray[np.float32]

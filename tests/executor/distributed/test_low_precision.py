@@ -38,6 +38,7 @@ from tests.cost.rates import PLAIN, changed
 from tests.executor.conftest import make_job
 from tests.executor.dry_run.accounting import account, predicted_peak
 from tests.layers import layer_of_kernels
+from tests.slow import slow_except
 
 E4M3_LARGEST, E5M2_LARGEST = 448.0, 57344.0
 ROWS, COLUMNS, TENSOR = (1,), (0,), (0, 1)
@@ -158,7 +159,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", slow_except([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_casts_are_priced_as_torchaos_operations(recipe: Fp8Recipe, weights: torch.dtype) -> None:
     """A weight in fp32 is not upcast, and its gradient is, which is counted elsewhere; a scale may be repeated."""
     m, n, k = 256, 512, 128

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from simplan.plan.compression import BLOCK
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
-from tests.executor.conftest import make_job, slow_except
+from tests.executor.conftest import make_job
 from tests.executor.distributed.test_compression import InBlocks, to_sign
 from tests.executor.distributed.test_outer import Replicas, weighed
+from tests.slow import slow_except
 
 NUM_WHOLE, NUM_STEPS = 3, 7
 RATE, BETA1, BETA2, EPSILON = 1e-3, 0.9, 0.999, 1e-8

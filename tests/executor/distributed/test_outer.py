@@ -28,10 +28,11 @@ from simplan.runs.run_spec import RunSpec
 from simplan.scenario import evaluate, load_scenario
 from simplan.training import TrainingSpec
 from simplan.validate.compare import issued_as_predicted
-from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model, slow_except
+from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model
 from tests.executor.distributed.test_level2 import LLAMA, assert_issued_as_predicted, run_predicted
 from tests.executor.train.reference_optimizers import reference_optimizer
 from tests.executor.train.test_equality import one_process
+from tests.slow import slow_except
 from tests.test_architecture import ROOT
 
 RELATIVE = 1e-9

@@ -13,11 +13,12 @@ import pytest
 
 from simplan.model.model import ModelSpec
 from simplan.training import TrainingSpec
-from tests.executor.conftest import make_job, make_model, slow_except
+from tests.executor.conftest import make_job, make_model
 from tests.executor.distributed.test_level2 import check_run
 from tests.executor.distributed.test_moe import MOE
 from tests.executor.dry_run.accounting import peaks
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
+from tests.slow import slow_except
 
 TOTAL = 0.03
 MODEL: dict[str, Any] = {

@@ -21,7 +21,7 @@ from simplan.runs.run_spec import RunSpec
 from simplan.sim.memory import memory_peak
 from simplan.training import TrainingSpec
 from simplan.units import MIB
-from tests.executor.conftest import make_job, make_model, slow_except
+from tests.executor.conftest import make_job, make_model
 from tests.executor.dry_run.accounting import (
     CPU,
     account,
@@ -30,6 +30,7 @@ from tests.executor.dry_run.accounting import (
     predicted_peak,
     predicted_program,
 )
+from tests.slow import slow_except
 
 TOTAL, CATEGORY = 0.03, 0.06
 NOTEWORTHY = 0.03  # of the peak: smaller categories are not compared

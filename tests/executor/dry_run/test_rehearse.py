@@ -16,7 +16,8 @@ from simplan.runs.measurement import MeasuredCollective
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 from simplan.validate.compare import TIMED_KINDS, predicted_communications
-from tests.executor.conftest import make_job, slow_except
+from tests.executor.conftest import make_job
+from tests.slow import slow_except
 
 LLAMA = ModelSpec(
     family="llama",

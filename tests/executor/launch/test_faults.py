@@ -210,6 +210,7 @@ def test_ranks_that_start_do_not_outlive_a_killed_launcher(endless_run: subproce
     assert list((tmp_path / "out").glob("*.heartbeat")) == []
 
 
+@pytest.mark.slow
 def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path) -> None:
     """It is asked, not killed, so that it keeps what it has measured."""
     parent_program = f"import subprocess; subprocess.run({command_for(make_job(dp=2, num_steps=10**6), tmp_path)!r})"

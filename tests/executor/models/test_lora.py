@@ -12,7 +12,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
 from simplan.software.software import StateBytes
 from simplan.training import TrainingSpec
-from tests.executor.conftest import make_job, make_model, slow_except
+from tests.executor.conftest import make_job, make_model
 from tests.executor.distributed.test_level2 import check_run
 from tests.executor.models.layer_runs import (
     PEAK,
@@ -22,6 +22,7 @@ from tests.executor.models.layer_runs import (
     assert_parameters_and_order_of_gradients,
     counted_flops,
 )
+from tests.slow import slow_except
 
 CPU = torch.device("cpu")
 BATCH = 3

@@ -21,11 +21,12 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.training import Precision
 from simplan.validate.compare import issued_as_predicted
-from tests.executor.conftest import make_job, slow_except
+from tests.executor.conftest import make_job
 from tests.executor.distributed.test_level2 import check_run, run_predicted
 from tests.executor.dry_run.accounting import peaks
 from tests.executor.dry_run.test_memory_accounting import TOTAL
 from tests.executor.models.layer_runs import LayerRun, assert_parameters_and_order_of_gradients, counted_flops
+from tests.slow import slow_except
 
 CPU = torch.device("cpu")
 TYPES = ["basic", "bottleneck"]

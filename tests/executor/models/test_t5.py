@@ -20,7 +20,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.training import Precision
 from simplan.validate.compare import issued_as_predicted
-from tests.executor.conftest import make_job, slow_except
+from tests.executor.conftest import make_job
 from tests.executor.distributed.test_level2 import check_run, run_predicted
 from tests.executor.dry_run.accounting import peaks
 from tests.executor.models.layer_runs import (
@@ -29,6 +29,7 @@ from tests.executor.models.layer_runs import (
     assert_parameters_and_order_of_gradients,
     counted_flops,
 )
+from tests.slow import slow_except
 
 CPU = torch.device("cpu")
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)

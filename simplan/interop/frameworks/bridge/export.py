@@ -244,6 +244,9 @@ def _write_software(writing: Writing) -> None:
         writing.set("model.make_vocab_size_divisible_by", software.vocab_multiple, "software.vocab_multiple")
     if software.fp8_dot_product_attention:
         writing.set("mixed_precision.fp8_dot_product_attention", True, "software.fp8_dot_product_attention")
+    if writing.value("software.cuda_graphs"):
+        writing.set("model.cuda_graph_impl", "local", "software.cuda_graphs")
+    writing.copy("model.activation_func_fp8_input_store", "software.fp8_activation_input", if_set=True)
     if not writing.job.model.num_experts:
         return
     dispatch = writing.value("software.expert_dispatch")

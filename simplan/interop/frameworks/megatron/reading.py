@@ -257,6 +257,19 @@ class MegatronReading(Reading):
         self.no_effect("--bf16", "--fp8-recipe")
         if "--fp8-dot-product-attention" in self and self.software == CORE and (fp8 or fp4):
             self.put("software.fp8_dot_product_attention", True, "--fp8-dot-product-attention")
+        if self.software == CORE:
+            self._read_graphs()
+
+    def _read_graphs(self) -> None:
+        """CUDA graphs of whole layers; those of parts are left to the table of what is not modeled."""
+        said = next((key for key in ("--enable-cuda-graph", "--external-cuda-graph") if key in self), None)
+        if said is None and self.peek("--cuda-graph-impl", "none") != "none":
+            said = "--cuda-graph-impl"
+        given = [self.peek(key) or () for key in ("--cuda-graph-scope", "--cuda-graph-modules")]
+        parts = {str(part) for words in given for part in (words.split() if isinstance(words, str) else words)}
+        if said is not None and (not parts - {"full", "full_iteration"} or parts >= {"attn", "mlp"}):
+            self.put("software.cuda_graphs", bool(self.value(said)), said)
+            self.no_effect("--cuda-graph-scope", "--cuda-graph-modules", "--cuda-graph-warmup-steps")
 
     def _read_devices(self) -> None:
         devices = self.arguments.num_devices

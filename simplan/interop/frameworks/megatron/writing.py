@@ -386,6 +386,10 @@ class _Writer(Writing):
         elif overlap == "none":
             self.set("--no-async-tensor-model-parallel-allreduce", True, "software.tp_overlap")
         self.copy("--fp8-dot-product-attention", "software.fp8_dot_product_attention", if_set=True)
+        if self.value("software.cuda_graphs"):
+            self.set("--cuda-graph-impl", "local", "software.cuda_graphs")
+        if self.value("software.fp8_activation_input"):
+            self.refuse("software.fp8_activation_input", "use false: Megatron-LM has no argument for it")
 
     def recompute(self) -> None:
         """Activation recomputation."""
