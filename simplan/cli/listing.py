@@ -269,6 +269,7 @@ def _software() -> list[Row]:
     return [
         {
             "name": software.id,
+            "stands for": software.stands_for,
             "precisions": ", ".join([*software.state_bytes, *software.low_precision]),
             "gradient bucket": format_bytes(software.bucket_bytes) if software.grad_overlap else "one for all",
             "buckets overlap backward": "yes" if software.grad_overlap else "no",

@@ -177,6 +177,7 @@ class SoftwareSpec(Spec):
 
     Attributes:
         id: Catalog name.
+        stands_for: Versions that the profile describes, with their year.
         state_bytes: Bytes per element by training precision, for unsharded parameters; a precision that is missing is
             not supported. ``pure_bf16`` is BF16 with ``TrainingSpec.pure_bf16``.
         sharded_state_bytes: ``state_bytes`` for parameters that FSDP shards.
@@ -254,6 +255,7 @@ class SoftwareSpec(Spec):
     """
 
     id: str
+    stands_for: str = ""
     state_bytes: dict[_Wide, StateBytes]
     sharded_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)
     lora_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)

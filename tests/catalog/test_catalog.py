@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 import pytest
@@ -278,7 +279,7 @@ def test_every_claim_of_a_software_profile_has_a_source() -> None:
     for name in catalog.names("software"):
         software = catalog.software(name)
         sourced = {key.partition(".")[0] for key in software.sources}
-        apart = {"id", "sources", "not_modelled", "first_bucket_bytes", "executable", "options"}
+        apart = {"id", "stands_for", "sources", "not_modelled", "first_bucket_bytes", "executable", "options"}
         said = software.model_fields_set - apart
         assert said <= sourced, (name, said - sourced)
         assert sourced <= set(type(software).model_fields), name
@@ -290,3 +291,8 @@ def test_no_framework_has_exact_memory(name: str) -> None:
     spread = catalog.software(name).memory_spread
     assert spread.transient_std > 0
     assert spread.allocator_std > 0
+
+
+@pytest.mark.parametrize("name", catalog.names("software"))
+def test_every_profile_says_of_which_year_it_is(name: str) -> None:
+    assert re.search(r"\b20[0-9]{2}\b", catalog.software(name).stands_for)
