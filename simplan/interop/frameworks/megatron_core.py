@@ -559,3 +559,17 @@ def put_adapters(
     reading.put("training.task", "lora", key)
     reading.put("model.lora_rank", *rank)
     reading.put("model.lora_targets", names, modules_key)
+
+
+def has_graphs(reading: Reading, prefix: str) -> bool:
+    """True if whole layers are in CUDA graphs; notes graphs of parts of them, which are not modeled."""
+    switches = [reading.truth(f"{prefix}{name}") for name in ("enable_cuda_graph", "external_cuda_graph")]
+    if not any(switches) and reading.word(f"{prefix}cuda_graph_impl", "none") == "none":
+        return False
+    for key in (f"{prefix}cuda_graph_scope", f"{prefix}cuda_graph_modules"):
+        parts = reading.peek(key)
+        named = {str(part) for part in (parts if isinstance(parts, list) else [parts] if parts else [])}
+        if named - {"full", "full_iteration"} and not named >= {"attn", "mlp"}:
+            reading.not_modeled(key, "graphs of parts of a layer; kernels are launched one by one")
+            return False
+    return True

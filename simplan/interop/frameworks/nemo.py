@@ -154,8 +154,10 @@ def _put_software(reading: Reading) -> None:
     modern = next((key for key in signs if reading.value(key)), "layers are NeMo's own, as of 2022")
     preset = "nemo" if modern in reading else "nemo-2022"
     multiple = reading.whole("model.make_vocab_size_divisible_by", 128)
-    software = preset if multiple == 128 else {"preset": preset, "vocab_multiple": multiple}
-    reading.put("software", software, modern)
+    software: dict[str, Any] = {} if multiple == 128 else {"vocab_multiple": multiple}
+    if preset == "nemo" and reading.truth("model.enable_cuda_graph"):
+        software["cuda_graphs"] = True
+    reading.put("software", {"preset": preset, **software} if software else preset, modern)
 
 
 def _put_optimizer(reading: Reading, degrees: Mapping[str, int]) -> None:
@@ -331,7 +333,9 @@ def _read_version_2(reading: Reading) -> Configuration:
     Raises:
         SpecError: Settings contradict each other; ``NotModelledError`` for other jobs.
     """
-    reading.put("software", "nemo", "NeMo 2.0 is Megatron Core under Lightning")
+    graphs = core.has_graphs(reading, "model.config.")
+    software = {"preset": "nemo", "cuda_graphs": True} if graphs else "nemo"
+    reading.put("software", software, "NeMo 2.0 is Megatron Core under Lightning")
     core.read_adapters(reading, "peft.")
     preset = _put_named_model(reading)
     experts = bool(preset) and "num_experts" in catalog.model_fields(preset)

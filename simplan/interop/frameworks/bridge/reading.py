@@ -238,27 +238,13 @@ def _put_software(reading: Reading, *, experts: bool) -> None:
     for key in ("mixed_precision.fp8_dot_product_attention", "model.fp8_dot_product_attention"):
         if reading.value(key):
             software["fp8_dot_product_attention"] = True
-    if _has_graphs(reading):
+    if core.has_graphs(reading, "model."):
         software["cuda_graphs"] = True
     if reading.truth("model.activation_func_fp8_input_store"):
         software["fp8_activation_input"] = True
     said = next((key for key in ("_target_", "recipe._target_", "recipe") if key in reading), "Megatron Bridge")
     reading.put("software", software if len(software) > 1 else "megatron-bridge", said)
     reading.no_effect(*overlaps, "model.use_transformer_engine_op_fuser", "mixed_precision.fp8_dot_product_attention")
-
-
-def _has_graphs(reading: Reading) -> bool:
-    """True if whole layers are in CUDA graphs; notes graphs of parts of them, which are not modeled."""
-    switches = reading.truth("model.enable_cuda_graph"), reading.truth("model.external_cuda_graph")
-    if not any(switches) and reading.word("model.cuda_graph_impl", "none") == "none":
-        return False
-    for key in ("model.cuda_graph_scope", "model.cuda_graph_modules"):
-        parts = reading.peek(key)
-        named = {str(part) for part in (parts if isinstance(parts, list) else [parts] if parts else [])}
-        if named - {"full", "full_iteration"} and not named >= {"attn", "mlp"}:
-            reading.not_modeled(key, "graphs of parts of a layer; kernels are launched one by one")
-            return False
-    return True
 
 
 def _is_vocabulary_of_tokenizer(reading: Reading) -> bool:
