@@ -77,6 +77,12 @@ NO_PROTOCOL = Protocol("", 0.0, _ALL, _ALL, 0.0)
 """Algorithms of other libraries, without a protocol of their own."""
 
 _TREE_SHARE = 0.92  # ncclTopoTuneModel: busBw * .92
+_TREE_SHARE_BETWEEN_NODES = 0.8
+"""Two nodes of A100 or MI355X, which have no NVLS, are as fast as a ring (collectives_2026.yaml, pub-12 and pub-17)."""
+_PAIRS_BETWEEN_NODES = 0.82
+"""All-to-all over four nodes of MI355X (pub-15): flows of many pairs collide."""
+_MOST_OF_NVLS_TREE = 8
+"""Largest domain that NVLS trees start from. Two racks of 64 GB200 or GB300 are as fast as a ring (pub-07, pub-10)."""
 NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
 
 
@@ -143,16 +149,17 @@ def _ring(protocol: Protocol, kind: CollectiveKind, route: Route) -> CommAlgorit
 def _tree(protocol: Protocol, route: Route) -> CommAlgorithm:
     steps: tuple[tuple[int, float], ...] = ()
     moves = []
+    share = _TREE_SHARE if route.inside is None or route.between is None else _TREE_SHARE_BETWEEN_NODES
     if route.inside is not None:
         k = route.local
         steps = ((2 * (k - 1), protocol.inside.tree_step * route.inside.latency_s),)
-        rate = protocol.inside.share * _TREE_SHARE * route.inside.group_bytes_per_s
+        rate = protocol.inside.share * share * route.inside.group_bytes_per_s
         moves.append(TransferTerm(2 * (k - 1) / k, rate, "2 ({n}-1)/{n} x ", k))
     if route.between is not None:
         steps = (_tree_steps(route, route.between, protocol.between.tree_step), *steps)
-        moves.append(_tree_move(route, route.between, protocol.between.share * _TREE_SHARE))
+        moves.append(_tree_move(route, route.between, protocol.between.share * share))
     start_s = route.slowest.link.launch_s + protocol.start_s
-    efficiencies = _efficiencies(protocol, route, _TREE_SHARE)
+    efficiencies = _efficiencies(protocol, route, share)
     return CommAlgorithm(
         f"tree {protocol.name}", start_s, steps, (max(moves, key=_per_byte),), Pattern.TREE, *efficiencies
     )
@@ -168,8 +175,10 @@ def _efficiencies(protocol: Protocol, route: Route, share: float = 1.0) -> tuple
 
 
 def _switch_can(kind: CollectiveKind, route: Route) -> bool:
-    """Returns True if NVLS supports the collective; between nodes only all_reduce does, continued as a tree."""
-    return kind is CollectiveKind.ALL_REDUCE or (route.between is None and kind is not CollectiveKind.BROADCAST)
+    """Returns True if NVLS supports the collective; between nodes of few devices all_reduce continues as a tree."""
+    if route.between is None:
+        return kind is not CollectiveKind.BROADCAST
+    return kind is CollectiveKind.ALL_REDUCE and route.local <= _MOST_OF_NVLS_TREE
 
 
 def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float) -> CommAlgorithm:
@@ -210,7 +219,7 @@ def _pairwise(protocol: Protocol, communication: Communication, route: Route) ->
         move = TransferTerm((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
         tiers["inside"] = k - 1, route.inside, protocol.inside, move
     if route.between is not None:
-        rate = protocol.between.share * route.between.pair_bytes_per_s
+        rate = protocol.between.share * _PAIRS_BETWEEN_NODES * route.between.pair_bytes_per_s
         if once is None:
             peers, move = n - k, TransferTerm((n - k) / n, rate, f"{n - k}/{{n}} x ", n)
         else:
