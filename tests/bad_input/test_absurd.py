@@ -124,7 +124,7 @@ def test_a_network_of_one_device_has_no_load() -> None:
     assert network.links == ()
 
 
-WRONG_TYPES = ([], ["llama"], {"a": 1}, True, 1, 1.5, 10**400, -1, "", "\x1b", None, [[1]])
+WRONG_TYPES: tuple[Any, ...] = ([], ["llama"], {"a": 1}, True, 1, 1.5, 10**400, -1, "", "\x1b", None, [[1]])
 
 
 @pytest.mark.parametrize("value", slow_except([["llama"], 1.5, None], WRONG_TYPES))
