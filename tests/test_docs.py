@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -31,13 +28,19 @@ from simplan.program.tables.check import check_table
 from simplan.program.tables.table import plan_table
 from simplan.report.text import prediction_text
 from simplan.scenario import load_scenario
-from simplan.scenario.search import load_search
-from simplan.validate.logged_run import LoggedRun, parse_measured
-from tests.cli.conftest import server
+from tests.pages import (
+    APART,
+    BEGINNINGS,
+    DOCS,
+    README,
+    ROOT,
+    hand_written,
+    has_code,
+    run_page,
+    shown_part,
+    snippets,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-README = ROOT / "README.md"
 SLOW = (
     "explanation/figures.md", "how-to/calibrate.md", "how-to/ci.md", "how-to/record-your-loop.md",
     "how-to/choose-a-way.md", "how-to/network.md", "how-to/one-line.md", "how-to/placement.md", "how-to/rehearse.md",
@@ -45,40 +48,6 @@ SLOW = (
     "tutorials/run-and-compare.md",
 )  # fmt: skip
 """Pages whose commands take longest: they calibrate, run, or search whole spaces."""
-APART = ("how-to/custom-schedule.md",)
-"""Pages whose snippets go together in a test of their own, below."""
-BASE = {
-    "model": {"preset": "gpt2-124m"},
-    "cluster": {"preset": "dgx-h100"},
-    "training": {"global_batch_size": 8, "precision": "fp32"},
-    "plan": {"dp_replicate": 8},
-}
-"""A scenario that fragments of YAML are put into."""
-
-
-@dataclass(frozen=True)
-class Snippet:
-    """A block of code: its language and text, and the comment above it."""
-
-    language: str
-    text: str
-    note: str
-
-    @property
-    def is_run(self) -> bool:
-        return not self.note.startswith("not run: ")
-
-
-def hand_written() -> list[str]:
-    """Pages that are not written by the program, as paths in docs/; notebooks keep the state of their day."""
-    files = (path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md")))
-    return ["../README.md", *(file for file in files if not file.startswith("notebooks/"))]
-
-
-def snippets(page: str) -> Iterator[Snippet]:
-    text = (DOCS / page).read_text()
-    for note, language, body in re.findall(r"(?:<!-- ([^>]*) -->\n+)?```(\w*)\n(.*?)```", text, re.DOTALL):
-        yield Snippet(language, body, note)
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -88,10 +57,6 @@ def blocks(text: str, language: str) -> list[str]:
 def pages_with_code() -> list[Any]:
     found = [page for page in hand_written() if page not in APART and any(map(has_code, snippets(page)))]
     return [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in found]
-
-
-def has_code(snippet: Snippet) -> bool:
-    return snippet.is_run and snippet.language in ("sh", "python", "yaml")
 
 
 def test_every_block_of_code_has_a_language() -> None:
@@ -104,70 +69,10 @@ def test_every_block_of_code_has_a_language() -> None:
 @pytest.mark.timeout(600)
 def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a reader would: files are written, then commands and Python run, and outputs equal those that are shown."""
-    (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin" / "simplan"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m simplan "$@"\n')
-    command.chmod(0o755)
-    (tmp_path / "scenarios").symlink_to(ROOT / "scenarios")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.syspath_prepend(tmp_path)  # where a script of the page lies
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
-    listed = list(snippets(page))
-    for number, one in enumerate(listed):
-        if one.note.startswith("file: "):
-            (tmp_path / one.note.removeprefix("file: ")).write_text(one.text)
-        elif one.language == "yaml" and one.is_run:
-            read_yaml(one.text, tmp_path, number)
-    printed = ""
-    for one in listed:
-        if one.language == "sh" and one.is_run:
-            whole = "<<'END'" in one.text  # a here-document needs its lines
-            for line in [one.text] if whole else one.text.splitlines():
-                if whole or line.startswith("simplan "):
-                    code, printed, said = run_line(line, tmp_path)
-                    assert code == 0, f"{line}: {said}"
-        elif one.language == "python":
-            exec(one.text, {})
-        elif one.note == "output":
-            assert printed.splitlines() == one.text.splitlines()
-        elif one.note in ("output: begins", "search-output", "predict-output"):
-            assert printed.startswith(one.text)
+    for one, printed in run_page(page, tmp_path, monkeypatch):
+        assert one.text.splitlines() == shown_part(one, printed).splitlines()
+        if one.note in BEGINNINGS:
             assert one.text.count("\n") > 3
-        elif one.note == "output: ends":
-            assert printed.endswith(one.text)
-
-
-def run_line(line: str, folder: Path) -> tuple[int, str, str]:
-    """Exit code, output and messages of a line of shell; a plain command is forked, as tests/cli does it."""
-    if re.search(r"[|<>$&;*]", line):
-        done = subprocess.run(["bash", "-ec", line], capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout, done.stderr
-    out, err = folder / "bin" / "out", folder / "bin" / "err"
-    files = {"folder": str(folder), "out": str(out), "err": str(err)}
-    code = server().ask({"args": shlex.split(line)[1:], "environment": dict(os.environ), "limit_s": 600, **files})
-    return code, out.read_text(), err.read_text()
-
-
-def read_yaml(text: str, folder: Path, number: int) -> None:
-    """Writes a file where its first line names one, and loads it."""
-    named = re.match(r"# (\S+\.yaml)\n", text)
-    file = folder / (named.group(1) if named else f"unnamed-{number}.yaml")
-    file.parent.mkdir(exist_ok=True)
-    data = yaml.safe_load(text)
-    if "plan" in data:
-        file.write_text(text)
-        load_scenario(file)
-    elif "search" in data:
-        file.write_text(text)
-        load_search(file)
-    elif data.keys() <= {*BASE, "software"}:
-        file.write_text(yaml.safe_dump(BASE | data))
-        load_scenario(file)
-    else:
-        file.write_text(text)
-        assert isinstance(parse_measured(text, file.name), LoggedRun)
 
 
 @pytest.mark.parametrize("page", hand_written())

@@ -1,0 +1,160 @@
+"""Pages of the documentation: their snippets, run as a reader would run them, and the outputs that they show.
+
+    python -m tests.pages [PAGE ...]
+
+writes the outputs anew where the program prints others (``make outputs``); what changed is reviewed as a diff.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from simplan.scenario import load_scenario
+from simplan.scenario.search import load_search
+from simplan.validate.logged_run import LoggedRun, parse_measured
+from tests.cli.conftest import server
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+APART = ("how-to/custom-schedule.md",)
+"""Pages whose snippets go together in a test of their own."""
+BEGINNINGS = ("output: begins", "search-output", "predict-output")
+"""Comments above the first lines of an output."""
+BASE = {
+    "model": {"preset": "gpt2-124m"},
+    "cluster": {"preset": "dgx-h100"},
+    "training": {"global_batch_size": 8, "precision": "fp32"},
+    "plan": {"dp_replicate": 8},
+}
+"""A scenario that fragments of YAML are put into."""
+_BLOCK = r"(?:<!-- ([^>]*) -->\n+)?```(\w*)\n(.*?)```"
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A block of code: its language and text, and the comment above it."""
+
+    language: str
+    text: str
+    note: str
+
+    @property
+    def is_run(self) -> bool:
+        return not self.note.startswith("not run: ")
+
+
+def hand_written() -> list[str]:
+    """Pages that are not written by the program, as paths in docs/; notebooks keep the state of their day."""
+    files = (path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md")))
+    return ["../README.md", *(file for file in files if not file.startswith("notebooks/"))]
+
+
+def snippets(page: str) -> Iterator[Snippet]:
+    for note, language, body in re.findall(_BLOCK, (DOCS / page).read_text(), re.DOTALL):
+        yield Snippet(language, body, note)
+
+
+def has_code(snippet: Snippet) -> bool:
+    return snippet.is_run and snippet.language in ("sh", "python", "yaml")
+
+
+def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Snippet, str]]:
+    """Files are written, then commands and Python run; yields each output that is shown, with all that was printed."""
+    (folder / "bin").mkdir()
+    command = folder / "bin" / "simplan"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m simplan "$@"\n')
+    command.chmod(0o755)
+    (folder / "scenarios").symlink_to(ROOT / "scenarios")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.syspath_prepend(folder)  # where a script of the page lies
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    listed = list(snippets(page))
+    for number, one in enumerate(listed):
+        if one.note.startswith("file: "):
+            (folder / one.note.removeprefix("file: ")).write_text(one.text)
+        elif one.language == "yaml" and one.is_run:
+            _read_yaml(one.text, folder, number)
+    printed = ""
+    for one in listed:
+        if one.language == "sh" and one.is_run:
+            whole = "<<'END'" in one.text  # a here-document needs its lines
+            for line in [one.text] if whole else one.text.splitlines():
+                if whole or line.startswith("simplan "):
+                    code, printed, said = _run_line(line, folder)
+                    assert code == 0, f"{line}: {said}"
+        elif one.language == "python":
+            exec(one.text, {})
+        elif one.note in ("output", "output: ends", *BEGINNINGS):
+            yield one, printed
+
+
+def shown_part(snippet: Snippet, printed: str) -> str:
+    """Part of what was printed that a snippet shows: all, or as many lines as it has."""
+    lines, number = printed.splitlines(keepends=True), snippet.text.count("\n")
+    if snippet.note in BEGINNINGS:
+        lines = lines[:number]
+    elif snippet.note == "output: ends":
+        lines = lines[-number:]
+    return "".join(lines)
+
+
+def _run_line(line: str, folder: Path) -> tuple[int, str, str]:
+    """Exit code, output and messages of a line of shell; a plain command is forked, as tests/cli does it."""
+    if re.search(r"[|<>$&;*]", line):
+        done = subprocess.run(["bash", "-ec", line], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+    out, err = folder / "bin" / "out", folder / "bin" / "err"
+    files = {"folder": str(folder), "out": str(out), "err": str(err)}
+    code = server().ask({"args": shlex.split(line)[1:], "environment": dict(os.environ), "limit_s": 600, **files})
+    return code, out.read_text(), err.read_text()
+
+
+def _read_yaml(text: str, folder: Path, number: int) -> None:
+    """Writes a file where its first line names one, and loads it."""
+    named = re.match(r"# (\S+\.yaml)\n", text)
+    file = folder / (named.group(1) if named else f"unnamed-{number}.yaml")
+    file.parent.mkdir(exist_ok=True)
+    data = yaml.safe_load(text)
+    if "plan" in data:
+        file.write_text(text)
+        load_scenario(file)
+    elif "search" in data:
+        file.write_text(text)
+        load_search(file)
+    elif data.keys() <= {*BASE, "software"}:
+        file.write_text(yaml.safe_dump(BASE | data))
+        load_scenario(file)
+    else:
+        file.write_text(text)
+        assert isinstance(parse_measured(text, file.name), LoggedRun)
+
+
+def main(pages: list[str]) -> None:
+    for page in pages or [page for page in hand_written() if page not in APART and any(map(has_code, snippets(page)))]:
+        file = (DOCS / page).resolve()
+        text = file.read_text()
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+            for one, printed in run_page(page, Path(folder), monkeypatch):
+                block = f"```{one.language}\n{{}}```"
+                text = text.replace(block.format(one.text), block.format(shown_part(one, printed)))
+        if text != file.read_text():
+            file.write_text(text)
+            sys.stdout.write(f"wrote {page}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
