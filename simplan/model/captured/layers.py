@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from simplan.model.captured.facts import (
@@ -26,18 +26,28 @@ _WEIGHT = ".weight"
 def captured_layers(model: CapturedModel) -> tuple[LayerSpec, ...]:
     """All layers in order; equal layers are one object."""
     order = model.graph.order
-    made: dict[tuple[int, LayerKind, bool], LayerSpec] = {}
+    made: dict[tuple[int, LayerKind, bool, bool], LayerSpec] = {}
     found = []
+    flowing: tuple[bool, ...] = ()
     for place, number in enumerate(order):
         is_last = place == len(order) - 1
         kind = LayerKind.HEAD if is_last else LayerKind.BLOCK if place else LayerKind.EMBEDDING
-        in_root = not model.module_of(place)
-        key = number, kind, in_root
+        in_root, needs_gradient = not model.module_of(place), any(flowing)
+        key = number, kind, in_root, needs_gradient
         if key not in made:
             unused = model.unused if is_last else ()
-            made[key] = _layer(model.graph.layers[number], kind, unused, is_first=not place, in_root=in_root)
+            layer = _layer(model.graph.layers[number], kind, unused, needs_gradient=needs_gradient, in_root=in_root)
+            made[key] = layer
+        flowing = _outputs_with_gradients(model.graph.layers[number], flowing)
         found.append(made[key])
     return tuple(found)
+
+
+def _outputs_with_gradients(layer: CapturedLayer, flowing: Sequence[bool]) -> tuple[bool, ...]:
+    """By output of a layer, whether a trained weight is in it or before it; ``flowing`` says so of its inputs."""
+    names = {tensor.name for tensor, flows in zip(layer.inputs, flowing, strict=False) if flows}
+    names |= {t.name for each in layer.operators if each.trains or each.propagates for t in each.makes}
+    return tuple(name in names for name in layer.outputs)
 
 
 def _layer(
@@ -45,13 +55,13 @@ def _layer(
     kind: LayerKind,
     unused: tuple[CapturedParameter, ...],
     *,
-    is_first: bool,
+    needs_gradient: bool,
     in_root: bool,
 ) -> LayerSpec:
     outputs = () if kind is LayerKind.HEAD else captured.outputs
     tensors = {tensor.name: tensor for tensor in (*captured.inputs, *(t for o in captured.operators for t in o.makes))}
     words = captured.model_dump_json() + "".join(parameter.model_dump_json() for parameter in unused)
-    where = "-root" if in_root else ""
+    where = "-root" * in_root + "-frozen inputs" * (kind is not LayerKind.EMBEDDING and not needs_gradient)
     return LayerSpec(
         key=f"{CAPTURED}{kind}{where}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
         kind=kind,
@@ -67,7 +77,7 @@ def _layer(
         matmul_dtype_outputs=tuple(i for i, name in enumerate(outputs) if tensors[name].width == "compute"),
         buffers=tuple(map(_tensor, captured.buffers)),
         tied=captured.tied,
-        needs_input_gradient=not is_first,
+        needs_input_gradient=needs_gradient,
         in_root=in_root,
     )
 
