@@ -309,6 +309,7 @@ class Trainer:
                 plan.recompute,
                 recompute_layers=plan.recompute_layers,
                 around_rerun=self._recorder.rerun,
+                frozen_dtype=compute_dtype(job),
                 finish=finish,
             )
             if sharding is not None:
@@ -341,7 +342,9 @@ class Trainer:
         from executor.models.captured import CapturedData, moved
 
         data, num_samples = CapturedData(job.model.captured, job.seed), job.plan.microbatch_size
-        return lambda step, number: moved(data.batch(step, number, num_samples), self._device, weight_dtype(job))
+        frozen_dtype = compute_dtype(job) if job.model.lora_rank else None
+        dtype = frozen_dtype or weight_dtype(job)
+        return lambda step, number: moved(data.batch(step, number, num_samples), self._device, dtype)
 
     def _sharding(self, index: int) -> StageSharding:
         from executor.distributed.fsdp import StageSharding
@@ -427,7 +430,8 @@ class Trainer:
         if job.plan.shards_parameters:
             return stage
         module: nn.Module = stage
-        if dtype is not None:
+        casts_itself = job.model.captured is not None and job.model.lora_rank > 0
+        if dtype is not None and not casts_itself:
             # recomputed blocks have freed their copies
             drops = job.plan.offload_activations or job.plan.recompute not in ("none", "selective")
             module = Autocast(stage, dtype, self._device.type, keeps_copies=not drops)

@@ -9,6 +9,8 @@ from simplan import catalog
 from simplan.errors import Problem
 from simplan.job import Job, computed_in
 from simplan.model.adapters import adapter_targets
+from simplan.model.captured.adapters import ALL, linear_layers, targets_of
+from simplan.model.captured.facts import CapturedModel
 from simplan.model.families import FAMILIES
 from simplan.model.layer import MAX_BOUNDARY_TENSORS
 from simplan.model.model import ModelSpec
@@ -129,11 +131,24 @@ def lora_targets_exist(job: Job) -> Iterator[Problem]:
     model, family = job.model, FAMILIES[job.model.family]
     if "lora_rank" not in family.fields or not model.lora_rank:
         return
+    if model.captured is not None:
+        yield from _targets_of_capture(job, model.captured)
+        return
     known = adapter_targets(family.layers(model, Shard()))
     for target in model.lora_targets:
         if target not in known:
             sentence = f"is no matrix of a block of family {model.family}"
             yield problem_of(job, "model.lora_targets", sentence, f"use {either(known)}", value=target)
+
+
+def _targets_of_capture(job: Job, captured: CapturedModel) -> Iterator[Problem]:
+    names = [ALL, *dict.fromkeys(path.rpartition(".")[2] for path in linear_layers(captured))]
+    for target, paths in targets_of(captured, job.model.lora_targets).items():
+        if paths:
+            continue
+        sentence = f"is no linear layer of {captured.name}, and no end of the name of one"
+        fix = f"use {either(names)}" if len(names) > 1 else "remove model.lora_rank: there is no linear layer"
+        yield problem_of(job, "model.lora_targets", sentence, fix, value=target)
 
 
 @rule("a token can use at most all experts")

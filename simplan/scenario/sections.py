@@ -22,6 +22,7 @@ from simplan.io import folder_of, read_json, read_text
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.file import read_captured, unpacked
 from simplan.model.families import FAMILIES
+from simplan.model.families.family import LORA
 from simplan.model.model import ModelSpec
 from simplan.model.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
 from simplan.problems import render_value
@@ -79,9 +80,9 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dic
 
 
 def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
-    """A captured model, by its file or as a word; its sizes are those of the capture."""
+    """A captured model, by its file or as a word, perhaps with adapters; its sizes are those of the capture."""
     source = "file" if "file" in given else "captured"
-    others = given.keys() - {source, "name"}
+    others = given.keys() - {source, "name"} - LORA
     for key in sorted(others):
         rule = f"cannot go with {source}, whose sizes are those of its capture"
         fix = "change the code, and capture it again"
@@ -104,6 +105,7 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
         return None
     title = given.get("name", captured.name)
     fields = {"name": title, "family": "captured", "captured": captured.model_dump(mode="json", exclude_defaults=True)}
+    fields |= {key: given[key] for key in LORA & given.keys()}
     return sections.read(ModelSpec, fields, ("model",))
 
 

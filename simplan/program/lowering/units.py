@@ -21,7 +21,7 @@ class Unit(NamedTuple):
         stays: True if the unit is not resharded between forward and backward, regardless of the plan.
         trained, trained_padded: ``elements`` and ``padded`` without frozen weights.
         matrices: Elements of each trained parameter that is not a vector, in the order of forward.
-        has_backward: True unless the unit is a frozen embedding, which backward does not reach.
+        has_backward: True unless backward does not reach the unit: all weights in it and before it are frozen.
         experts: True for the expert-parallel experts of a layer, sharded over the ranks that hold the same experts.
     """
 
@@ -95,7 +95,7 @@ def _unit(owned: Sequence[ParameterSpec], last: LayerSpec, num_shards: int) -> U
         trained=sum(parameter.num_elements for parameter in trained),
         trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
         matrices=tuple(parameter.num_elements for parameter in trained if len(parameter.shape) > 1),
-        has_backward=bool(trained) or last.kind is not LayerKind.EMBEDDING,
+        has_backward=bool(trained) or last.kind is LayerKind.HEAD or not last.needed.isdisjoint(last.outputs),
     )
 
 

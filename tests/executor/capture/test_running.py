@@ -84,11 +84,17 @@ def job_of(prediction: Prediction, **fields: Any) -> RunSpec:
     return run_spec_of(prediction).model_copy(update=usual | fields)
 
 
-def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses and gradients of a plain loop over all microbatches, whose samples have the seeds of the run."""
+def one_process(
+    job: RunSpec, num_steps: int, change: Callable[[nn.Module], nn.Module] = lambda module: module
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of a plain loop over all microbatches, whose samples have the seeds of the run.
+
+    Args:
+        change: Gives the module that is trained, from that of the factory.
+    """
     make, batch = MODULES[job.model.name]
     torch.manual_seed(SEED)
-    module = make().double()
+    module = change(make()).double()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     losses, gradients = [], []
     number = job.training.global_batch_size // SIZE
