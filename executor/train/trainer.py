@@ -288,7 +288,7 @@ class Trainer:
         reshards = plan.zero_stage == 3 and plan.reshard_after_forward and plan.pp == 1
 
         def finish(number: int, layer: nn.Module) -> None:
-            if job.software.compiled and model.layers[number].kind is LayerKind.BLOCK:
+            if self._layers[number].compiled:
                 from executor.distributed.compiling import compile_block  # a second to import: only where needed
 
                 compile_block(layer, whole=plan.tp * plan.cp * plan.ep == 1)

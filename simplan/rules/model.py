@@ -10,6 +10,7 @@ from simplan.errors import Problem
 from simplan.job import Job, computed_in
 from simplan.model.adapters import adapter_targets
 from simplan.model.captured.adapters import ALL, linear_layers, targets_of
+from simplan.model.captured.compiled import MAX_FUSED, longest_run
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.families import FAMILIES
 from simplan.model.layer import MAX_BOUNDARY_TENSORS
@@ -399,12 +400,19 @@ def software_of_modules(job: Job) -> Iterator[Problem]:
         yield Problem(field="software", value=job.software.id, rule=sentence, fix=f"use {either(takes)}")
 
 
-@unmodelled("torch.compile of captured modules is not modeled")
+@unmodelled("torch.compile of a captured module compiles its blocks")
 def compiled_capture(job: Job) -> Iterator[Problem]:
-    if job.model.captured is not None and job.software.compiled:
-        yield not_modelled(
-            job, "software.compiled", "torch.compile of captured modules", "use software.compiled = false"
-        )
+    captured = job.model.captured
+    if captured is None or not job.software.compiled:
+        return
+    longest = max((longest_run(layer) for layer in job.model.layers if not layer.in_root), default=0)
+    if not longest:
+        what = "torch.compile of a captured module without blocks"
+    elif longest > MAX_FUSED:
+        what = f"torch.compile of {longest} memory-bound operators in a row, which are more than one kernel has,"
+    else:
+        return
+    yield not_modelled(job, "software.compiled", what, "use software.compiled = false")
 
 
 @unmodelled("weights that several captured layers share are in one pipeline stage", reads="pp")

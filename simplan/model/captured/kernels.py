@@ -35,6 +35,9 @@ _LIKE: dict[str, PointwiseFunction] = {
     "nll_loss_forward": "cross_entropy",
 }
 
+_OF_IMAGES = frozenset({"native_group_norm", "native_batch_norm", "cudnn_batch_norm"})
+"""Norms whose statistics are of more than a row."""
+
 
 class _Kind(NamedTuple):
     """Price of a kind of operator that was never fitted: an assumption, as wide as what is not known.
@@ -121,6 +124,7 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         moves=kind in _MOVES,
         like=_LIKE.get(kind, "add"),
         passes=passes,
+        fusion="none" if passes != 1 else "results" if kind in _OF_IMAGES else "all",
         relative_std=relative_std,
     )
 
