@@ -1,18 +1,18 @@
 """Tensors that a compiled block of a captured model saves for backward.
 
-torch.compile saves what costs least (torch 2.13, torch/_functorch/partitioners.py, min_cut_rematerialization_partition):
-backward recomputes memory-bound operators inside of its own kernels, as far as what they read is saved. The results of
-matmuls, convolutions, attention and reductions are not computed again, and neither are the operands of those in
-backward, which would have to be written to memory. All else is a minimum cut between what cannot be recomputed and what
-backward reads. A tensor counts twice if forward would not write it otherwise, and more the farther it is from backward.
+torch.compile saves what costs least (torch 2.13, torch/_functorch/partitioners.py). Backward recomputes memory-bound
+operators inside of its own kernels, as far as what they read is saved. Results of matmuls, convolutions, attention and
+reductions are not recomputed, and neither are the operands of those in backward, which would have to be written to
+memory. All else is a minimum cut between what cannot be recomputed and what backward reads. A tensor counts twice if
+forward would not write it otherwise, and more the farther it is from backward.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from simplan.model.captured.facts import ComputedIn
 from simplan.model.kernel import Pointwise
@@ -195,7 +195,7 @@ class _Cut:
                     return False
                 path.pop()
                 ahead[path[-1]].popleft()
-        steps: Iterable[tuple[object, object]] = list(zip(path, path[1:], strict=False))
+        steps = list(pairwise(path))
         flow = min(self._edges[source][target] for source, target in steps)
         for source, target in steps:
             self._edges[source][target] -= flow
