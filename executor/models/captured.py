@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from executor.capture.capture import Loss, loss_of, source_hash
 from executor.capture.hugging_face import module_of_config
 from executor.capture.user_code import built_with_weights, called, function_of
+from executor.distributed.precision import with_fp8_linears
 from executor.distributed.recompute import Around, of_block, recompute_block
 from executor.models.lora import add_adapter
 from executor.models.model import Stage
@@ -29,6 +30,7 @@ from simplan.io import read_json
 from simplan.model.captured.facts import CapturedInput, CapturedModel
 from simplan.model.captured.request import Reference
 from simplan.model.layer import LayerSpec, ParameterSpec
+from simplan.model.low_precision import Fp8Recipe
 from simplan.plan.plan import Recompute
 
 _FIELD = "model.file"
@@ -71,6 +73,7 @@ def build_captured(
     recompute_layers: int | None = None,
     around_rerun: Around = nullcontext,
     frozen_dtype: torch.dtype | None = None,
+    fp8_recipe: Fp8Recipe | None = None,
     finish: Callable[[int, nn.Module], None] = lambda index, layer: None,
 ) -> CapturedStage:
     """Builds the module of a captured model by its factory, with weights that depend on the seed alone.
@@ -80,7 +83,8 @@ def build_captured(
         layers: Its LayerSpecs.
         dtype: Dtype of weights, and of buffers of floating-point numbers.
         frozen_dtype: Dtype of the module itself where its LayerSpecs have adapters, whose dtype is ``dtype``.
-        recompute, recompute_layers, around_rerun, finish: See ``build_stage``; ``finish`` is called for blocks.
+        recompute, recompute_layers, around_rerun, fp8_recipe, finish: See ``build_stage``; the last one is called for
+            blocks.
 
     Raises:
         SpecError: The module cannot be built, or is not the one that was captured.
@@ -101,6 +105,8 @@ def build_captured(
         parameter.requires_grad_(not said.frozen)
     for number, (index, layer) in enumerate(stage.layers.items()):
         mode = of_block(recompute, number)
+        if fp8_recipe is not None:
+            with_fp8_linears(layer, layers[int(index)], fp8_recipe)
         within = recompute_layers is None or number < recompute_layers
         recompute_block(layer, mode if within else "none", around_rerun, is_random=True)
         finish(int(index), layer)

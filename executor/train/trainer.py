@@ -310,6 +310,7 @@ class Trainer:
                 recompute_layers=plan.recompute_layers,
                 around_rerun=self._recorder.rerun,
                 frozen_dtype=compute_dtype(job),
+                fp8_recipe=fp8_recipe(job),
                 finish=finish,
             )
             if sharding is not None:

@@ -76,7 +76,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     training.backup_workers_modelled, parallel.tp_of_wide_norms,
     training.grad_sync_modelled, sharding.broadcasts_modelled, sharding.tied_embeddings_sharded, parallel.tp_modelled,
     parallel.sequence_parallel_modelled, parallel.cp_modelled, parallel.ring_modelled,
-    model.precision_modelled, model.software_of_modules, model.compiled_capture,
+    model.software_of_modules, model.compiled_capture,
     model.shared_weights_in_pipelines, model.tensors_between_stages,
     parallel.cp_of_unfused_attention, recompute.recompute_modelled, sharding.sharded_precision_modelled,
     schedule.split_backward_of_convolutions, sharding.offload_of_fsdp2, sharding.offload_of_experts,

@@ -9,9 +9,10 @@ from simplan import catalog
 from simplan.errors import Problem
 from simplan.job import Job, computed_in
 from simplan.model.adapters import adapter_targets
-from simplan.model.captured.adapters import ALL, linear_layers, targets_of
+from simplan.model.captured.adapters import ALL, targets_of
 from simplan.model.captured.compiled import MAX_FUSED, longest_run
 from simplan.model.captured.facts import CapturedModel
+from simplan.model.captured.linear import linear_layers
 from simplan.model.families import FAMILIES
 from simplan.model.layer import MAX_BOUNDARY_TENSORS
 from simplan.model.model import ModelSpec
@@ -358,13 +359,10 @@ def deepspeed_splits(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.tp", what, "use 1, or software accelerate")
 
 
-_OF_CAPTURES = ("fp32", "tf32", "bf16", "fp16")
-
-
 @rule("a captured model must have been captured in the precision of the job", reads="shards_parameters")
 def precision_of_capture(job: Job) -> Iterator[Problem]:
     captured = job.model.captured
-    if captured is None or job.training.precision not in _OF_CAPTURES:
+    if captured is None:
         return
     needed = computed_in(job)
     if needed in captured.graphs:
@@ -383,13 +381,6 @@ def _possible(job: Job) -> list[str]:
     assert captured is not None, "a job of a captured model"
     jobs = {word: job.with_changes({"training.precision": word}) for word in ("fp32", "bf16")}
     return [word for word, other in jobs.items() if computed_in(other) in captured.graphs]
-
-
-@unmodelled("low precision of captured modules is not modeled")
-def precision_modelled(job: Job) -> Iterator[Problem]:
-    if job.model.captured is not None and job.training.precision not in _OF_CAPTURES:
-        what = f"{job.training.precision} of captured modules"
-        yield not_modelled(job, "training.precision", what, f"use {either(_OF_CAPTURES)}")
 
 
 @unmodelled("captured modules are trained by frameworks that take modules")

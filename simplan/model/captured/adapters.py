@@ -8,7 +8,7 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,26 +21,11 @@ from simplan.model.captured.facts import (
     CapturedTensor,
     Shape,
 )
-from simplan.model.captured.kernels import MATMULS, PRODUCTS, word
+from simplan.model.captured.kernels import PRODUCTS, word
+from simplan.model.captured.linear import Linear, linear_calls, linear_layers
 
 ALL = "all"
 """Target that means every linear layer except the output head."""
-
-
-class _Linear(NamedTuple):
-    """One call of a linear layer.
-
-    Attributes:
-        place: Place of the operator in its layer.
-        name: Name of the module inside of its layer.
-        path: Name of the module in the whole model.
-        elsewhere: The module is outside of the layer's module.
-    """
-
-    place: int
-    name: str
-    path: str
-    elsewhere: bool
 
 
 class _Given(NamedTuple):
@@ -53,11 +38,6 @@ class _Given(NamedTuple):
 
     flowing: tuple[bool, ...] = ()
     saved: tuple[bool, ...] = ()
-
-
-def linear_layers(model: CapturedModel) -> tuple[str, ...]:
-    """Names in the whole model of all linear layers, in the order of their first use."""
-    return tuple(dict.fromkeys(linear.path for linears in _linears(model) for linear in linears))
 
 
 def targets_of(model: CapturedModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -76,7 +56,9 @@ def targets_of(model: CapturedModel, targets: Sequence[str]) -> dict[str, tuple[
 
 def _output_head(model: CapturedModel) -> str:
     """Name of the model's last linear layer if it is outside of blocks; else empty."""
-    calls = [(linear, path) for linears, path in zip(_linears(model), model.modules, strict=True) for linear in linears]
+    calls = [
+        (linear, path) for linears, path in zip(linear_calls(model), model.modules, strict=True) for linear in linears
+    ]
     return next((linear.path for linear, path in calls[-1:] if linear.elsewhere or not path), "")
 
 
@@ -84,10 +66,10 @@ def _output_head(model: CapturedModel) -> str:
 def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> CapturedModel:
     """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant."""
     chosen = frozenset(path for paths in targets_of(model, targets).values() for path in paths)
-    made: dict[tuple[int, tuple[_Linear, ...], _Given], tuple[CapturedLayer, _Given]] = {}
+    made: dict[tuple[int, tuple[Linear, ...], _Given], tuple[CapturedLayer, _Given]] = {}
     layers: dict[CapturedLayer, int] = {}
     order, given = [], _Given()
-    for number, linears in zip(model.graph.order, _linears(model), strict=True):
+    for number, linears in zip(model.graph.order, linear_calls(model), strict=True):
         here = tuple(linear._replace(path="") for linear in linears if linear.path in chosen)
         key = number, here, given
         if key not in made:
@@ -101,7 +83,7 @@ def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> 
 class _Adapting:
     """One layer of which some linear layers get adapters."""
 
-    def __init__(self, layer: CapturedLayer, linears: Sequence[_Linear], rank: int, given: _Given) -> None:
+    def __init__(self, layer: CapturedLayer, linears: Sequence[Linear], rank: int, given: _Given) -> None:
         self._layer, self._rank = layer, rank
         self._linears = {linear.place: linear for linear in linears}
         names = [tensor.name for tensor in layer.inputs]
@@ -161,7 +143,7 @@ class _Adapting:
         return divides or not self._flowing.isdisjoint(others)
 
     def _adapted(
-        self, operator: CapturedOperator, frozen: CapturedOperator, linear: _Linear
+        self, operator: CapturedOperator, frozen: CapturedOperator, linear: Linear
     ) -> Iterator[CapturedOperator]:
         """The frozen linear layer, A, B, the scaling of its result, and the sum."""
         (result,), rank, name = operator.makes, self._rank, linear.name
@@ -228,37 +210,10 @@ class _Adapting:
         )
 
 
-def _adapter_weights(linear: _Linear, shape: Shape, rank: int) -> tuple[CapturedParameter, CapturedParameter]:
+def _adapter_weights(linear: Linear, shape: Shape, rank: int) -> tuple[CapturedParameter, CapturedParameter]:
     k, n = shape
     a, b = (f"{linear.name}.lora_{letter}.weight" for letter in "ab")
     return (
         CapturedParameter(name=a, shape=(rank, k), elsewhere=linear.elsewhere),
         CapturedParameter(name=b, shape=(n, rank), elsewhere=linear.elsewhere),
     )
-
-
-@lru_cache(maxsize=64)
-def _linears(model: CapturedModel) -> tuple[tuple[_Linear, ...], ...]:
-    """Calls of linear layers, by layer of the model: matmuls in a module with its own matrix."""
-    weights = {
-        (parameter.name if parameter.elsewhere or not path else f"{path}.{parameter.name}"): parameter.shape
-        for path, number in zip(model.modules, model.graph.order, strict=True)
-        for parameter in model.graph.layers[number].parameters
-    }
-    return tuple(
-        tuple(_calls(model.graph.layers[number], path, weights))
-        for path, number in zip(model.modules, model.graph.order, strict=True)
-    )
-
-
-def _calls(layer: CapturedLayer, path: str, weights: Mapping[str, Shape]) -> Iterator[_Linear]:
-    outside = {parameter.name for parameter in layer.parameters if parameter.elsewhere}
-    for place, operator in enumerate(layer.operators):
-        if word(operator) not in MATMULS or len(operator.operands) - 1 not in operator.weights:
-            continue
-        name, second = operator.module, operator.operands[-1]
-        inside = f"{path}.{name}" if path else name
-        elsewhere = bool(path) and (f"{name}.weight" in outside or f"{inside}.weight" not in weights)
-        full = name if elsewhere else inside
-        if sorted(weights.get(f"{full}.weight", ())) == sorted(second):
-            yield _Linear(place, name, full, elsewhere)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 
 from simplan.model.captured.facts import (
@@ -15,11 +15,13 @@ from simplan.model.captured.facts import (
     Width,
 )
 from simplan.model.captured.kernels import SUMS, kernel_of, word
-from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
+from simplan.model.captured.linear import linear_calls
+from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 
 CAPTURED = "captured-"
 """Begin of the keys of captured layers."""
 _WEIGHT = ".weight"
+_UNQUANTIZED = frozenset({Role.UNQUANTIZED})
 
 
 @lru_cache(maxsize=64)
@@ -36,8 +38,10 @@ def captured_layers(model: CapturedModel) -> tuple[LayerSpec, ...]:
         key = number, kind, in_root, needs_gradient
         if key not in made:
             unused = model.unused if is_last else ()
-            layer = _layer(model.graph.layers[number], kind, unused, needs_gradient=needs_gradient, in_root=in_root)
-            made[key] = layer
+            calls = () if in_root else linear_calls(model)[place]
+            linears = frozenset(linear.place for linear in calls if linear.has_low_precision)
+            captured = model.graph.layers[number]
+            made[key] = _layer(captured, kind, unused, linears, needs_gradient=needs_gradient, in_root=in_root)
         flowing = _outputs_with_gradients(model.graph.layers[number], flowing)
         found.append(made[key])
     return tuple(found)
@@ -54,6 +58,7 @@ def _layer(
     captured: CapturedLayer,
     kind: LayerKind,
     unused: tuple[CapturedParameter, ...],
+    linears: Set[int],
     *,
     needs_gradient: bool,
     in_root: bool,
@@ -69,7 +74,7 @@ def _layer(
             ParameterSpec(p.name, p.shape, frozen=p.frozen, in_root=p.elsewhere)
             for p in (*captured.parameters, *(p.model_copy(update={"frozen": True}) for p in unused))
         ),
-        operators=tuple(_operators(captured)),
+        operators=tuple(_operators(captured, linears)),
         inputs=tuple(_tensor(tensor, elsewhere=tensor.name in captured.elsewhere) for tensor in captured.inputs),
         outputs=outputs,
         output_shapes=captured.output_shapes if outputs else ((1,),),
@@ -82,13 +87,15 @@ def _layer(
     )
 
 
-def _operators(layer: CapturedLayer) -> Iterator[Operator]:
+def _operators(layer: CapturedLayer, linears: Set[int]) -> Iterator[Operator]:
+    """Operators of a layer; ``linears`` are the places of linear layers that low precision has kernels for."""
     taken: set[str] = set()
     for number, operator in enumerate(layer.operators):
         name = _kernel_name(operator, number, taken)
         taken.add(name)
+        kernel = None if operator.is_cast else kernel_of(operator, name)
         yield Operator(
-            kernel=None if operator.is_cast else kernel_of(operator, name),
+            kernel=kernel,
             reads=operator.reads,
             makes=tuple(_tensor(tensor, forwarded=tensor.name in layer.forwarded) for tensor in operator.makes),
             saves=operator.saves,
@@ -97,6 +104,7 @@ def _operators(layer: CapturedLayer) -> Iterator[Operator]:
             in_place=operator.in_place,
             passes=word(operator) in SUMS,
             detached=not (operator.trains or operator.propagates),
+            roles=_UNQUANTIZED if isinstance(kernel, Gemm) and number not in linears else frozenset(),
         )
 
 

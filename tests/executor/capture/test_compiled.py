@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
