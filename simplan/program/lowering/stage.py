@@ -169,10 +169,12 @@ class Stages:
         return sorted(stage for stage, rank in self.placement.items() if rank == pp_rank)
 
     def constant_bytes(self, stage: int) -> int:
-        """Returns bytes of constant tables, shared by layers of a stage or per layer."""
+        """Returns bytes of constant tables, shared by layers of a stage, and of buffers, which weights' dtypes have."""
         shared = {table for layer in self.layers[stage] for table in layer.constants}
-        tables = [*shared, *(table for layer in self.layers[stage] for table in layer.buffers)]
-        return sum(table.num_bytes(self.state.activation, self.state.residual) for table in tables)
+        buffers = [table for layer in self.layers[stage] for table in layer.buffers]
+        return sum(table.num_bytes(self.state.activation, self.state.residual) for table in shared) + sum(
+            table.elements * (table.bytes_per_element or self.state.frozen) for table in buffers
+        )
 
     def quantized_weight_bytes(self, stages: Iterable[int]) -> int:
         """Returns bytes of quantized weights between steps minus those of BF16 or FP16 weights; may be negative.

@@ -32,6 +32,7 @@ def prediction_of(name: str, plan: str) -> Prediction:
     return predict(Job(model, catalog.cluster("dgx-h100", made.num_devices), training, made, catalog.software("torch")))
 
 
+@pytest.mark.slow
 def test_linear_layers_of_blocks_are_in_fp8_if_kernels_take_their_sizes() -> None:
     """A state-space model has one with 12 outputs and one with 4 inputs, and products that are no linear layers."""
     model = ModelSpec(family="captured", captured=captured("StateSpaceModel"))

@@ -46,6 +46,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "DiT": (modules.DiT, modules.dit_batch),
     "AdaptedDiT": (modules.AdaptedDiT, modules.dit_batch),
     "Scaled": (modules.Scaled, modules.scaled_batch),
+    "Tabled": (modules.Tabled, modules.scaled_batch),
     "StateSpaceModel": (modules.StateSpaceModel, modules.token_batch),
     "Recommender": (modules.Recommender, modules.recommender_batch),
 }
@@ -167,6 +168,7 @@ PEAKS = [
             ("UNet", "one", "fp32"),
             ("AdaptedDiT", "ddp", "bf16"),
             ("DiT", "zero3", "bf16"),
+            ("Tabled", "zero3", "bf16"),
             ("StateSpaceModel", "zero3", "fp32"),
         ],
         PEAKS,
