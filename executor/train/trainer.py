@@ -33,6 +33,7 @@ from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
 from executor.train.optimizers import ShardGroups, make_optimizer, zero_gradients
+from simplan.model.captured.units import blocks_in_root
 from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
 from simplan.plan.plan import RankMapping
@@ -284,6 +285,8 @@ class Trainer:
         layers = job.assignment.layer_range(index)
         ends = {0, len(model.layers) - 1}
         shared = ends if model.tied_embeddings and ends <= set(layers) else set()
+        if model.captured is not None:
+            shared |= blocks_in_root(model.captured, self._layers, plan.fsdp_units)
         sharding = self._sharding(index) if plan.shards_parameters else None
         reshards = plan.zero_stage == 3 and plan.reshard_after_forward and plan.pp == 1
 

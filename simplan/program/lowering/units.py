@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,7 +37,12 @@ class Unit(NamedTuple):
 
 
 def fsdp_units(
-    layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool, expert_shards: int = 1
+    layers: Sequence[LayerSpec],
+    num_shards: int,
+    *,
+    keep_last: bool,
+    expert_shards: int = 1,
+    others_in_root: Collection[int] = (),
 ) -> tuple[Unit, ...]:
     """Returns the units of a stage in the order in which their forward ends in FSDP.
 
@@ -50,10 +55,12 @@ def fsdp_units(
         num_shards: Ranks over which parameters are sharded.
         keep_last: True if the unit with which backward begins stays unsharded.
         expert_shards: Ranks over which expert-parallel experts are sharded; 1 for no sharding.
+        others_in_root: Positions of further layers in the root unit.
     """
     head = len(layers) - 1
     tied = layers[0].kind is LayerKind.EMBEDDING and bool(layers[head].tied)
-    in_root = {position for position, layer in enumerate(layers) if layer.in_root} | ({0, head} if tied else set())
+    in_root = {position for position, layer in enumerate(layers) if layer.in_root or position in others_in_root}
+    in_root |= {0, head} if tied else set()
     groups: list[tuple[int, ...]] = [(position,) for position in range(len(layers)) if position not in in_root]
     if in_root:
         groups.append(tuple(sorted(in_root)))

@@ -47,6 +47,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "AdaptedDiT": (modules.AdaptedDiT, modules.dit_batch),
     "Scaled": (modules.Scaled, modules.scaled_batch),
     "Tabled": (modules.Tabled, modules.scaled_batch),
+    "Alternating": (modules.Alternating, modules.scaled_batch),
     "StateSpaceModel": (modules.StateSpaceModel, modules.token_batch),
     "Recommender": (modules.Recommender, modules.recommender_batch),
 }
@@ -153,6 +154,34 @@ ISSUED = [("DiT", "ddp"), ("StateSpaceModel", "zero3, recomputed"), ("Recommende
 def test_ranks_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> None:
     """Kinds, groups, bytes and order of collectives."""
     assert issued_as_predicted(run_job(job_of(prediction_of(name, PLANS[plan])), tmp_path))
+
+
+BY_CLASS: dict[str, Any] = {"dp_shard": 2, "fsdp_units": ["DiffusionBlock"]}
+
+
+def test_units_by_class_and_by_size_are_those_of_torch(tmp_path: Path) -> None:
+    """Small blocks are in the root unit; both ways name the same blocks here, which have 12,672 parameters."""
+    prediction = prediction_of("Alternating", BY_CLASS)
+    issued = run_job(job_of(prediction), tmp_path)
+    assert issued_as_predicted(issued)
+    assert prediction.memory[0].allocated_bytes == pytest.approx(account(job_of(prediction), 0).total_bytes, rel=0.055)
+    by_size, all_blocks = ({"dp_shard": 2, "fsdp_units": units} for units in (10_000, None))
+    assert prediction_of("Alternating", by_size).step_time_s == prediction.step_time_s
+    assert prediction_of("Alternating", all_blocks).step_time_s != prediction.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"dp_shard": 2, "fsdp_units": ["Other"]}, "fsdp_units = Other: is no class of a block of Alternating; use "
+         "DiffusionBlock or SmallBlock"),
+        ({"dp_replicate": 2, "fsdp_units": ["SmallBlock"]}, "is about sharded parameters, and there are none"),
+        ({"dp_shard": 2, "fsdp_units": 4_000}, r"a unit that is no block \(blocks\.0\.condition has as many "),
+    ],
+)  # fmt: skip
+def test_units_that_there_are_not_are_refused(plan: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        prediction_of("Alternating", plan)
 
 
 PEAKS = [
