@@ -94,7 +94,7 @@ def fsdp_units_of_blocks(job: Job) -> Iterator[Problem]:
                 yield problem_of(job, "plan.fsdp_units", sentence, fix, value=name)
 
 
-@unmodelled("FSDP units are blocks", reads="shards_parameters")
+@unmodelled("parameters that are gathered together are those of blocks", reads="shards_parameters")
 def fsdp_units_modelled(job: Job) -> Iterator[Problem]:
     size, captured = job.plan.fsdp_units, job.model.captured
     if not isinstance(size, int) or captured is None:

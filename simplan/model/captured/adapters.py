@@ -29,7 +29,7 @@ ALL = "all"
 
 
 class _Given(NamedTuple):
-    """What a layer gets from the layers before.
+    """Facts about the inputs of a layer, from the layers before.
 
     Attributes:
         flowing: By input, whether it has a gradient.

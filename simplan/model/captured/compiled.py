@@ -86,7 +86,7 @@ class _Block:
         self._distances = self._from_backward()
 
     def _sources_of(self, operator: Operator, number: int, tensor: Tensor) -> tuple[str, ...]:
-        """What a tensor is recomputed from; nothing if it is not. Statistics and masks are not."""
+        """Names of the tensors that a tensor is recomputed from; none for one that is not, as statistics and masks."""
         reads = operator.kernel.reads if isinstance(operator.kernel, Pointwise) else 0
         if number or not is_fused(operator) or _REDUCES * tensor.elements < reads:
             return ()
