@@ -12,6 +12,7 @@ from simplan.cluster.background import BackgroundJob
 from simplan.cluster.hardware import ClusterSpec
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.captured.facts import ComputedIn
+from simplan.model.low_precision import LOW_PRECISIONS
 from simplan.model.model import ModelSpec
 from simplan.model.step_work import StepWork
 from simplan.plan.collectives import shares_of_whole
@@ -209,7 +210,8 @@ def computed_in(job: Job) -> ComputedIn:
     if training.precision in ("fp32", "tf32"):
         return "fp32"
     kinds = {str(key): state for key, state in job.software.states(training, job.plan).items()}
-    state = kinds.get("pure_bf16" if training.pure_bf16 else training.precision)
+    wide = "bf16" if training.precision in LOW_PRECISIONS else training.precision
+    state = kinds.get("pure_bf16" if training.pure_bf16 else wide)
     return "bf16" if state is not None and state.residual == state.activation else "autocast"
 
 

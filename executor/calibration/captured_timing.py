@@ -58,7 +58,9 @@ class _ModuleBench:
         autocast = shape.dtype in ("bf16", "fp16") and self._mixed == "autocast"
         compute_dtype = TIMED_DTYPES[shape.dtype]
         dtype = torch.float32 if autocast else compute_dtype
-        stage = build_captured(model, layers, dtype, device, seed=0)
+        stage = build_captured(model, layers, dtype, device, seed=0, frozen_dtype=compute_dtype)
+        if shape.model.lora_rank:  # adapters are cast by themselves, and all else has the compute dtype
+            autocast, dtype = False, compute_dtype
         self._batch = moved(CapturedData(model, seed=0).batch(0, 0, shape.microbatch_size), device, dtype)
         self._crossings = _Crossings(model.starts, stage.module, device)
         self._module: nn.Module = Autocast(stage, compute_dtype, device.type) if autocast else stage

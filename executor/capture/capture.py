@@ -76,6 +76,7 @@ def model_from_module(
         software={"torch": version("torch")},
         inputs=tuple(_inputs(batches[2], batches[3])),
         modules=tuple(layer.module for layer in cuts),
+        classes=tuple(type(module.get_submodule(layer.module)).__name__ if layer.module else "" for layer in cuts),
         starts=tuple(layer.starts for layer in cuts),
         unused=tuple(unused),
         graphs=graphs,

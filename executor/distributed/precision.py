@@ -66,11 +66,12 @@ def with_fp8_linears(module: nn.Module, layer: LayerSpec, recipe: Fp8Recipe = DE
     """Replaces the linear layers of a block that run in FP8; their parameters stay.
 
     Args:
-        layer: Spec of the layer, whose matmuls have the names of the modules.
+        layer: Spec of the layer, whose matmuls have the names of the modules, or their paths (captured models).
         recipe: One of ``TORCHAO_RECIPES``.
     """
     names = {gemm.name for gemm in linears(layer)}
-    found = {path: _last(path) for path, _ in module.named_modules() if _last(path) in names}
+    called = {path: path if path in names else _last(path) for path, _ in module.named_modules()}
+    found = {path: name for path, name in called.items() if name in names}
     assert set(found.values()) == names, names
     if not found:
         return module

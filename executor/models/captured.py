@@ -21,13 +21,16 @@ from torch.utils._pytree import tree_map
 from executor.capture.capture import Loss, loss_of, source_hash
 from executor.capture.hugging_face import module_of_config
 from executor.capture.user_code import built_with_weights, called, function_of
+from executor.distributed.precision import with_fp8_linears
 from executor.distributed.recompute import Around, of_block, recompute_block
+from executor.models.lora import add_adapter
 from executor.models.model import Stage
 from simplan.errors import Problem, SpecError
 from simplan.io import read_json
 from simplan.model.captured.facts import CapturedInput, CapturedModel
 from simplan.model.captured.request import Reference
 from simplan.model.layer import LayerSpec, ParameterSpec
+from simplan.model.low_precision import Fp8Recipe
 from simplan.plan.plan import Recompute
 
 _FIELD = "model.file"
@@ -55,14 +58,8 @@ class CapturedStage(Stage):
 
     def with_specs(self, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
         """See ``Stage.with_specs``; a weight that several layers use is there once."""
-        seen = set()
-        for index, layer in enumerate(layers):
-            path = self._model.module_of(index)
-            for said in layer.parameters:
-                name = f"{path}.{said.name}" if path and not said.in_root else said.name
-                if name not in seen:
-                    seen.add(name)
-                    yield f"module.{name}", self.module.get_parameter(name), said
+        for name, said in _named_specs(self._model, layers).items():
+            yield f"module.{name}", self.module.get_parameter(name), said
 
 
 def build_captured(
@@ -75,6 +72,8 @@ def build_captured(
     *,
     recompute_layers: int | None = None,
     around_rerun: Around = nullcontext,
+    frozen_dtype: torch.dtype | None = None,
+    fp8_recipe: Fp8Recipe | None = None,
     finish: Callable[[int, nn.Module], None] = lambda index, layer: None,
 ) -> CapturedStage:
     """Builds the module of a captured model by its factory, with weights that depend on the seed alone.
@@ -83,7 +82,9 @@ def build_captured(
         model: The captured model.
         layers: Its LayerSpecs.
         dtype: Dtype of weights, and of buffers of floating-point numbers.
-        recompute, recompute_layers, around_rerun, finish: See ``build_stage``; ``finish`` is called for blocks.
+        frozen_dtype: Dtype of the module itself where its LayerSpecs have adapters, whose dtype is ``dtype``.
+        recompute, recompute_layers, around_rerun, fp8_recipe, finish: See ``build_stage``; the last one is called for
+            blocks.
 
     Raises:
         SpecError: The module cannot be built, or is not the one that was captured.
@@ -91,19 +92,42 @@ def build_captured(
     with torch.random.fork_rng(devices=[]):
         _seed(seed)
         module = _built(model)
-    _check_same(module, model)
-    if any((x.device, x.dtype) != (device, dtype) for x in module.parameters()):  # torch swaps no fake tensors
-        module = module.to(device, dtype)
+        _check_same(module, model)
+        adapters = _adapters(model, layers)
+        own_dtype = frozen_dtype if adapters and frozen_dtype is not None else dtype
+        if any((x.device, x.dtype) != (device, own_dtype) for x in module.parameters()):  # torch swaps no fake tensors
+            module = module.to(device, own_dtype)
+        for path, (a, b) in adapters.items():
+            add_adapter(module.get_submodule(path), a, b, dtype)
     module.train()
     stage = CapturedStage(module, model, None if not model.loss else function_of(_FIELD, _reference(model.loss)))
     for _, parameter, said in stage.with_specs(layers):
         parameter.requires_grad_(not said.frozen)
     for number, (index, layer) in enumerate(stage.layers.items()):
         mode = of_block(recompute, number)
+        if fp8_recipe is not None:
+            with_fp8_linears(layer, layers[int(index)], fp8_recipe)
         within = recompute_layers is None or number < recompute_layers
         recompute_block(layer, mode if within else "none", around_rerun, is_random=True)
         finish(int(index), layer)
     return stage
+
+
+def _named_specs(model: CapturedModel, layers: Sequence[LayerSpec]) -> dict[str, ParameterSpec]:
+    """ParameterSpecs by name in the whole module; a weight that several layers use is there once."""
+    found: dict[str, ParameterSpec] = {}
+    for index, layer in enumerate(layers):
+        path = model.module_of(index)
+        for said in layer.parameters:
+            found.setdefault(f"{path}.{said.name}" if path and not said.in_root else said.name, said)
+    return found
+
+
+def _adapters(model: CapturedModel, layers: Sequence[LayerSpec]) -> dict[str, tuple[ParameterSpec, ParameterSpec]]:
+    """Linear layer -> its A and B."""
+    specs = _named_specs(model, layers)
+    paths = [name.removesuffix(".lora_a.weight") for name in specs if name.endswith(".lora_a.weight")]
+    return {path: (specs[f"{path}.lora_a.weight"], specs[f"{path}.lora_b.weight"]) for path in paths}
 
 
 class CapturedData:

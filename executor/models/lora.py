@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from simplan.model.layer import LayerSpec
+from simplan.model.layer import LayerSpec, ParameterSpec
 
 _SCALE = 2.0  # alpha / r with the usual alpha = 2 r; it changes nothing that is predicted
+_INIT_STD = 0.02  # also of B: with zeros no gradient of A would say anything
 
 
 class LoraLinear(nn.Linear):
@@ -34,6 +35,27 @@ class LoraLinear(nn.Linear):
     def adapted(output: Tensor, narrow: Tensor, b: Tensor) -> Tensor:
         """X W^T + b (..., n) with what B makes of x A^T (..., r) added."""
         return torch.add(output, functional.linear(narrow, b), alpha=_SCALE)
+
+
+def add_adapter(linear: nn.Module, a: ParameterSpec, b: ParameterSpec, dtype: torch.dtype) -> None:
+    """Adds an adapter to a linear layer of any class, in place, as PEFT runs it: y + (x A^T) B^T scale.
+
+    A and B are drawn from torch's generator. They are cast where the module computes in another dtype than theirs.
+    """
+    (rank, k), (n, _) = a.shape, b.shape
+    device = next(linear.parameters()).device
+    for name, rows, columns in (("lora_a", rank, k), ("lora_b", n, rank)):
+        factor = nn.Linear(columns, rows, bias=False, device="meta")
+        drawn = torch.empty(rows, columns).normal_(0.0, _INIT_STD)
+        factor.weight = nn.Parameter(drawn.to(device, dtype))
+        linear.add_module(name, factor)
+    linear.register_forward_hook(_adapted)
+
+
+def _adapted(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    (x,) = inputs
+    low = functional.linear(x, linear.lora_a.weight.to(x.dtype))
+    return output + functional.linear(low, linear.lora_b.weight.to(x.dtype)) * _SCALE
 
 
 def add_adapters(layer: nn.Module, spec: LayerSpec, rank: int) -> None:

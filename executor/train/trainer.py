@@ -33,6 +33,7 @@ from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
 from executor.train.optimizers import ShardGroups, make_optimizer, zero_gradients
+from simplan.model.captured.units import blocks_in_root
 from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
 from simplan.plan.plan import RankMapping
@@ -284,11 +285,13 @@ class Trainer:
         layers = job.assignment.layer_range(index)
         ends = {0, len(model.layers) - 1}
         shared = ends if model.tied_embeddings and ends <= set(layers) else set()
+        if model.captured is not None:
+            shared |= blocks_in_root(model.captured, self._layers, plan.fsdp_units)
         sharding = self._sharding(index) if plan.shards_parameters else None
         reshards = plan.zero_stage == 3 and plan.reshard_after_forward and plan.pp == 1
 
         def finish(number: int, layer: nn.Module) -> None:
-            if job.software.compiled and model.layers[number].kind is LayerKind.BLOCK:
+            if self._layers[number].compiled:
                 from executor.distributed.compiling import compile_block  # a second to import: only where needed
 
                 compile_block(layer, whole=plan.tp * plan.cp * plan.ep == 1)
@@ -309,6 +312,8 @@ class Trainer:
                 plan.recompute,
                 recompute_layers=plan.recompute_layers,
                 around_rerun=self._recorder.rerun,
+                frozen_dtype=compute_dtype(job),
+                fp8_recipe=fp8_recipe(job),
                 finish=finish,
             )
             if sharding is not None:
@@ -341,7 +346,9 @@ class Trainer:
         from executor.models.captured import CapturedData, moved
 
         data, num_samples = CapturedData(job.model.captured, job.seed), job.plan.microbatch_size
-        return lambda step, number: moved(data.batch(step, number, num_samples), self._device, weight_dtype(job))
+        frozen_dtype = compute_dtype(job) if job.model.lora_rank else None
+        dtype = frozen_dtype or weight_dtype(job)
+        return lambda step, number: moved(data.batch(step, number, num_samples), self._device, dtype)
 
     def _sharding(self, index: int) -> StageSharding:
         from executor.distributed.fsdp import StageSharding
@@ -427,7 +434,8 @@ class Trainer:
         if job.plan.shards_parameters:
             return stage
         module: nn.Module = stage
-        if dtype is not None:
+        casts_itself = job.model.captured is not None and job.model.lora_rank > 0
+        if dtype is not None and not casts_itself:
             # recomputed blocks have freed their copies
             drops = job.plan.offload_activations or job.plan.recompute not in ("none", "selective")
             module = Autocast(stage, dtype, self._device.type, keeps_copies=not drops)

@@ -17,6 +17,9 @@ LOSS = "cross_entropy"
 PointwiseFunction = Literal["layer_norm", "rms_norm", "gelu", "silu_multiply", "rotary", "cross_entropy", "add"]
 
 
+Fusion = Literal["all", "results", "none"]
+
+
 class CollectiveKind(StrEnum):
     """Communication operations. Each member states which buffer ``num_bytes`` measures, as in nccl-tests."""
 
@@ -248,6 +251,8 @@ class Pointwise:
         like: Most similar function among those that a calibration times.
         chunks: Chunks of tokens of separate kernels; None for one kernel of all tokens.
         passes: Times that the bytes are moved, of kernels that need several passes or move them slowly.
+        fusion: What a compiler puts into one kernel with neighbors: ``all``; the ``results``, after a kernel for
+            statistics of whole images or batches, which reads the input first; or ``none``.
         relative_std: As of ``Gemm``.
     """
 
@@ -260,6 +265,7 @@ class Pointwise:
     like: PointwiseFunction = "add"
     chunks: Chunks | None = None
     passes: float = 1.0
+    fusion: Fusion = "all"
     relative_std: float = 0.0
 
 

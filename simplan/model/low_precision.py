@@ -189,7 +189,7 @@ def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
     """
     if layer.kind is not LayerKind.BLOCK:
         return []
-    wide = {Role.GATING, Role.ADAPTER} if experts else {Role.GATING, Role.ADAPTER, Role.EXPERTS}
+    wide = {Role.GATING, Role.ADAPTER, Role.UNQUANTIZED} | (set() if experts else {Role.EXPERTS})
     kernels = zip(layer.kernels, layer.roles, strict=True)
     gemms = [kernel for kernel, roles in kernels if isinstance(kernel, Gemm) and wide.isdisjoint(roles)]
     return [gemm for gemm in gemms if not gemm.image_elements]

@@ -294,7 +294,8 @@ class ModelSpec(Spec):
     def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
         """All layers, as one rank holds and computes them; degrees divide what they split (``simplan.rules``)."""
         layers = FAMILIES[self.family].layers(self, shard)
-        return adapted_layers(layers, self, shard) if self.lora_rank else layers
+        adapts_itself = self.captured is not None
+        return adapted_layers(layers, self, shard) if self.lora_rank and not adapts_itself else layers
 
     def padded(self, multiple: int) -> ModelSpec:
         """The model with its vocabulary padded to a multiple; unchanged if it has none or the result is too large."""

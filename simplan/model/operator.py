@@ -75,6 +75,8 @@ class Role(StrEnum):
     """A matmul whose matrix tensor-parallel ranks split by rows."""
     ADAPTER = "adapter"
     """An operator of a low-rank adapter."""
+    UNQUANTIZED = "unquantized"
+    """A matmul that is no linear layer, or one of a size that low precision has no kernel for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,8 @@ def _keeping(layer: LayerSpec, kept: Iterable[int], elsewhere: Iterable[int] = (
     names = inputs.union(*(_results(layer, index) for index in kept))
     remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - kept
     remade |= kernels_where(layer, lambda kernel: isinstance(kernel, Gemm) and kernel.name in layer.late_savers)
+    if not layer.full_recompute_pass and not remade:  # below the first adapter
+        return Recomputation(frozenset(tensor.name for tensor in layer.saved))
     # torch ends the recomputation with the last tensor that backward needs, others with the layer's result
     last = max(index for index in range(len(layer.kernels)) if layer.full_recompute_pass or index in remade)
     gemms = [(index, kernel) for index, kernel in enumerate(layer.kernels) if isinstance(kernel, Gemm)]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from simplan.base import Count, Spec
+from simplan.base import Count, Line, Spec
 from simplan.plan.collectives import Collectives, none_if_empty
 from simplan.plan.compression import CompressionSection
 from simplan.plan.placement import check_placement
@@ -37,6 +37,8 @@ class ParallelPlan(Spec):
     ``sequence_parallel`` is on if ``tp`` is above 1. ``schedule`` is ``1f1b`` if ``pp`` is above 1
     (``interleaved_1f1b`` if ``virtual_stages`` is above 1), else ``none``. ``virtual_stages`` is 2 with schedules that
     need two stages per rank.
+
+    ``fsdp_units`` leaves blocks of a captured model in FSDP's root unit, as torch's wrap policies by class and by size.
 
     ``grad_sync`` says when data-parallel ranks reduce gradients: once per ``step``, or after every ``microbatch``.
     ``None`` is ``microbatch`` for FSDP without a pipeline, else ``step``, as in torch (``reduces_every_microbatch``).
@@ -76,6 +78,11 @@ class ParallelPlan(Spec):
         0, description="sharded states: 1 optimizer states, 2 also gradients, 3 also weights (FSDP)"
     )
     reshard_after_forward: bool = Field(True, description="ZeRO-3 frees unsharded weights between forward and backward")
+    fsdp_units: Annotated[tuple[Line, ...], Field(min_length=1, max_length=16)] | Count | None = Field(
+        None,
+        description="blocks of a captured model that FSDP gathers by themselves: names of their classes, or the least "
+        "number of parameters; default: all",
+    )
     tp: Count = Field(1, description="ranks that split every matrix and its heads")
     sequence_parallel: bool = Field(
         False, description="tensor-parallel ranks also split the tokens of norms and residual sums"
@@ -164,6 +171,7 @@ class ParallelPlan(Spec):
         if isinstance(sizes, list | tuple) and sizes and all(isinstance(size, int) for size in sizes):
             filled.setdefault("microbatch_size", max(sizes))
         for name in (
+            "fsdp_units",
             "stage_layers",
             "recompute_modules",
             "microbatch_sizes",

@@ -23,6 +23,7 @@ _DEFAULTS = {
 _VALUES = {
     "schedule": "`simplan show schedules`",
     "placement": f"list of {', '.join(AXES)}",
+    "fsdp_units": "list of names of classes, or a number of parameters",
     "compression": ", ".join(get_args(CompressionKind)),
     "replication": ", ".join(get_args(ReplicationKind)),
     "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers, "

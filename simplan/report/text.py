@@ -400,6 +400,10 @@ def plan_words(plan: ParallelPlan) -> str:
         kept = "" if plan.reshard_after_forward or plan.zero_stage < 3 else ", not resharded after forward"
         over = f" over {plan.dp_shard * plan.cp} ranks" if plan.cp > 1 else ""
         parts.append(f"dp_shard {plan.dp_shard} (ZeRO-{plan.zero_stage}{over}{kept})")
+    if isinstance(plan.fsdp_units, int):
+        parts.append(f"FSDP units of {plan.fsdp_units:,} parameters or more")
+    elif plan.fsdp_units is not None:
+        parts.append(f"FSDP units {', '.join(plan.fsdp_units)}")
     if plan.ep > 1:
         parts.append(f"ep {plan.ep}")
     if plan.etp > 1:

@@ -9,6 +9,10 @@ from simplan import catalog
 from simplan.errors import Problem
 from simplan.job import Job, computed_in
 from simplan.model.adapters import adapter_targets
+from simplan.model.captured.adapters import ALL, targets_of
+from simplan.model.captured.compiled import MAX_FUSED, longest_run
+from simplan.model.captured.facts import CapturedModel
+from simplan.model.captured.linear import linear_layers
 from simplan.model.families import FAMILIES
 from simplan.model.layer import MAX_BOUNDARY_TENSORS
 from simplan.model.model import ModelSpec
@@ -129,11 +133,24 @@ def lora_targets_exist(job: Job) -> Iterator[Problem]:
     model, family = job.model, FAMILIES[job.model.family]
     if "lora_rank" not in family.fields or not model.lora_rank:
         return
+    if model.captured is not None:
+        yield from _targets_of_capture(job, model.captured)
+        return
     known = adapter_targets(family.layers(model, Shard()))
     for target in model.lora_targets:
         if target not in known:
             sentence = f"is no matrix of a block of family {model.family}"
             yield problem_of(job, "model.lora_targets", sentence, f"use {either(known)}", value=target)
+
+
+def _targets_of_capture(job: Job, captured: CapturedModel) -> Iterator[Problem]:
+    names = [ALL, *dict.fromkeys(path.rpartition(".")[2] for path in linear_layers(captured))]
+    for target, paths in targets_of(captured, job.model.lora_targets).items():
+        if paths:
+            continue
+        sentence = f"is no linear layer of {captured.name}, and no end of the name of one"
+        fix = f"use {either(names)}" if len(names) > 1 else "remove model.lora_rank: there is no linear layer"
+        yield problem_of(job, "model.lora_targets", sentence, fix, value=target)
 
 
 @rule("a token can use at most all experts")
@@ -342,13 +359,10 @@ def deepspeed_splits(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.tp", what, "use 1, or software accelerate")
 
 
-_OF_CAPTURES = ("fp32", "tf32", "bf16", "fp16")
-
-
 @rule("a captured model must have been captured in the precision of the job", reads="shards_parameters")
 def precision_of_capture(job: Job) -> Iterator[Problem]:
     captured = job.model.captured
-    if captured is None or job.training.precision not in _OF_CAPTURES:
+    if captured is None:
         return
     needed = computed_in(job)
     if needed in captured.graphs:
@@ -369,13 +383,6 @@ def _possible(job: Job) -> list[str]:
     return [word for word, other in jobs.items() if computed_in(other) in captured.graphs]
 
 
-@unmodelled("low precision of captured modules is not modeled")
-def precision_modelled(job: Job) -> Iterator[Problem]:
-    if job.model.captured is not None and job.training.precision not in _OF_CAPTURES:
-        what = f"{job.training.precision} of captured modules"
-        yield not_modelled(job, "training.precision", what, f"use {either(_OF_CAPTURES)}")
-
-
 @unmodelled("captured modules are trained by frameworks that take modules")
 def software_of_modules(job: Job) -> Iterator[Problem]:
     if job.model.captured is not None and not job.software.trains_modules:
@@ -384,12 +391,19 @@ def software_of_modules(job: Job) -> Iterator[Problem]:
         yield Problem(field="software", value=job.software.id, rule=sentence, fix=f"use {either(takes)}")
 
 
-@unmodelled("torch.compile of captured modules is not modeled")
+@unmodelled("torch.compile of a captured module compiles its blocks")
 def compiled_capture(job: Job) -> Iterator[Problem]:
-    if job.model.captured is not None and job.software.compiled:
-        yield not_modelled(
-            job, "software.compiled", "torch.compile of captured modules", "use software.compiled = false"
-        )
+    captured = job.model.captured
+    if captured is None or not job.software.compiled:
+        return
+    longest = max((longest_run(layer) for layer in job.model.layers if not layer.in_root), default=0)
+    if not longest:
+        what = "torch.compile of a captured module without blocks"
+    elif longest > MAX_FUSED:
+        what = f"torch.compile of {longest} memory-bound operators in a row, which are more than one kernel has,"
+    else:
+        return
+    yield not_modelled(job, "software.compiled", what, "use software.compiled = false")
 
 
 @unmodelled("weights that several captured layers share are in one pipeline stage", reads="pp")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.model.captured.units import other_large_modules
 from simplan.model.families import FAMILIES
 from simplan.plan.schedules import is_custom_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
@@ -71,6 +72,36 @@ def reshard_needs_shards(job: Job) -> Iterator[Problem]:
         none = f"zero_stage = {plan.zero_stage}" if plan.zero_stage < 2 else "there is one shard"
         sentence = f"is about sharded parameters, and {none}"
         yield problem_of(job, "plan.reshard_after_forward", sentence, "remove it, or use zero_stage = 3")
+
+
+@rule("fsdp_units names blocks of a captured model", reads="shards_parameters")
+def fsdp_units_of_blocks(job: Job) -> Iterator[Problem]:
+    units, captured = job.plan.fsdp_units, job.model.captured
+    if units is None:
+        return
+    if captured is None:
+        sentence = f"is about captured models, and the layers of family = {job.model.family} are units"
+        yield problem_of(job, "plan.fsdp_units", sentence, "remove it")
+    elif not job.plan.shards_parameters:
+        sentence = "is about sharded parameters, and there are none"
+        yield problem_of(job, "plan.fsdp_units", sentence, "remove it, or use zero_stage = 3")
+    elif isinstance(units, tuple):
+        known = sorted({*captured.classes} - {""})
+        fix = f"use {either(known)}" if known else "remove it" if captured.classes else "capture the model again"
+        for name in units:
+            if name not in known:
+                sentence = f"is no class of a block of {captured.name}"
+                yield problem_of(job, "plan.fsdp_units", sentence, fix, value=name)
+
+
+@unmodelled("parameters that are gathered together are those of blocks", reads="shards_parameters")
+def fsdp_units_modelled(job: Job) -> Iterator[Problem]:
+    size, captured = job.plan.fsdp_units, job.model.captured
+    if not isinstance(size, int) or captured is None:
+        return
+    if name := next(other_large_modules(captured, job.model.layers, size), ""):
+        what = f"a unit that is no block ({name} has as many parameters)"
+        yield not_modelled(job, "plan.fsdp_units", what, "use a larger number, or name classes of blocks")
 
 
 @rule("bucket_bytes is about DDP's buckets", reads="bucket_bytes shards_parameters")

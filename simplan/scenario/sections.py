@@ -22,6 +22,7 @@ from simplan.io import folder_of, read_json, read_text
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.file import read_captured, unpacked
 from simplan.model.families import FAMILIES
+from simplan.model.families.family import LORA
 from simplan.model.model import ModelSpec
 from simplan.model.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
 from simplan.problems import render_value
@@ -79,9 +80,9 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dic
 
 
 def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
-    """A captured model, by its file or as a word; its sizes are those of the capture."""
+    """A captured model, by its file or as a word, perhaps with adapters; its sizes are those of the capture."""
     source = "file" if "file" in given else "captured"
-    others = given.keys() - {source, "name"}
+    others = given.keys() - {source, "name"} - LORA
     for key in sorted(others):
         rule = f"cannot go with {source}, whose sizes are those of its capture"
         fix = "change the code, and capture it again"
@@ -103,7 +104,7 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
     if captured is None:
         return None
     title = given.get("name", captured.name)
-    fields = {"name": title, "family": "captured"}
+    fields = {"name": title, "family": "captured", **{key: given[key] for key in LORA & given.keys()}}
     try:
         return ModelSpec.from_fields({**fields, "captured": captured})  # the object itself, whose layers are known
     except SpecError:

@@ -98,6 +98,7 @@ _SAME: dict[str, tuple[str, ...]] = {
 _KEPT: dict[str, tuple[str, ...]] = {
     "model.preset": ("seq_len", "lora_rank", "lora_targets"),
     "model.hf_config": ("seq_len", "lora_rank", "lora_targets"),
+    "model.file": ("lora_rank", "lora_targets"),
     "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
 }
 """Override that replaces its section -> keys of the section that it keeps."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from simplan.base import Count, Natural, NonNegative, Spec
+from simplan.model.captured.compiled import compiled_blocks
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, LossMode
@@ -564,4 +565,6 @@ class SoftwareSpec(Spec):
 def _implemented_layers(model: ModelSpec, shard: Shard, implementation: LayerImplementation) -> tuple[LayerSpec, ...]:
     """Cached layers under an implementation: plans of a search share most of them."""
     layers = model.layers_of(shard)
-    return layers if model.captured is not None else implemented_layers(layers, implementation, model.family)
+    if model.captured is not None:
+        return compiled_blocks(layers, model.captured.computed_in) if implementation.compiled else layers
+    return implemented_layers(layers, implementation, model.family)

@@ -73,7 +73,9 @@ def test_refused_by_name(changes: Any, training: Any, plan: Any, wanted: str) ->
 
 
 def test_families_without_adapters_say_so() -> None:
-    with pytest.raises(ValueError, match="is for models of family gpt, llama, mpt, gemma2 or neox, and family = bert"):
+    with pytest.raises(
+        ValueError, match="is for models of family gpt, llama, mpt, gemma2, neox or captured, and family = bert"
+    ):
         ModelSpec(family="bert", vocab_size=100, lora_rank=4, **SIZES)
     bert = ModelSpec(family="bert", vocab_size=100, **SIZES)
     assert any("those of family bert are not modeled yet" in found for found in problems(bert, task="lora"))

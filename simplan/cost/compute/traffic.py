@@ -69,7 +69,8 @@ def layer_traffic(
     """
     found = [KernelTraffic()] * len(layer.kernels)
     widths = _Widths(layer, activation_bytes, residual_bytes)
-    for place, traffic in _fused(layer, widths) if kernels == "compiled" else _eager(layer, widths, kernels):
+    fuses = kernels == "compiled" and not layer.in_root  # what is outside of modules is not compiled
+    for place, traffic in _fused(layer, widths) if fuses else _eager(layer, widths, kernels):
         found[place] = found[place].plus(traffic)
     for place, operator in zip(layer.places, layer.operators, strict=True):
         if isinstance(operator.kernel, Gemm) and len(operator.parameters) > 1:
@@ -200,11 +201,17 @@ def _fused(layer: LayerSpec, widths: _Widths) -> Iterator[tuple[int, KernelTraff
     for index, operator in enumerate(layer.operators):
         kernel = operator.kernel
         within = isinstance(kernel, Attention) and kernel.eager if kernel is not None else within
-        if isinstance(kernel, Pointwise) or (kernel is None and not within):
+        is_alone = isinstance(kernel, Pointwise) and kernel.fusion == "none"
+        if isinstance(kernel, Pointwise) and kernel.fusion == "results":  # its statistics read the group's inputs first
+            num_bytes = widths.num_bytes(operator.reads[:1])
+            yield layer.places[index], KernelTraffic(num_bytes, 2 * num_bytes, 0.0, 1, 1)
+        if not is_alone and (isinstance(kernel, Pointwise) or (kernel is None and not within)):
             group.append(index)
             continue
         yield from _of_group(layer, group, widths)
         group = []
+        if is_alone:
+            yield from _of_group(layer, [index], widths)
     yield from _of_group(layer, group, widths)
 
 

@@ -157,6 +157,7 @@ class CapturedModel(Spec):
         software: Versions of the packages that were used, by name.
         inputs: Tensors of the batch.
         modules: Paths of the modules that became layers, by layer; empty for code between modules.
+        classes: Names of the classes of these modules; none in files of earlier versions.
         starts: By layer, how it starts: ``enter PATH`` or ``leave PATH`` of a module, of its first call where it is
             left, and of its last one where it is entered. Empty for the beginning of forward, and where no module
             tells.
@@ -176,6 +177,7 @@ class CapturedModel(Spec):
     software: dict[str, Line] = Field(default_factory=dict)
     inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(_to_tuple)] = ()
     modules: Names = ()
+    classes: Names = ()
     starts: Names = ()
     unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
     graphs: dict[ComputedIn, CapturedGraph]
@@ -190,6 +192,10 @@ class CapturedModel(Spec):
     def module_of(self, layer: int) -> str:
         """Path of the module that a layer is; empty for code between modules."""
         return self.modules[layer] if layer < len(self.modules) else ""
+
+    def class_of(self, layer: int) -> str:
+        """Name of the class of the module that a layer is; empty for code between modules, or if it is unknown."""
+        return self.classes[layer] if layer < len(self.classes) else ""
 
     @property
     def tokens(self) -> int:

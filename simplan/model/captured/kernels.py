@@ -13,7 +13,8 @@ from typing import NamedTuple
 from simplan.model.captured.facts import CapturedOperator, Shape
 from simplan.model.kernel import Attention, Gemm, Kernel, Lookup, Pointwise, PointwiseFunction
 
-_MATMULS = frozenset({"mm", "addmm", "_addmm_activation"})
+MATMULS = frozenset({"mm", "addmm", "_addmm_activation"})
+"""Products of one matrix of activations and another matrix, which may be a weight."""
 _BATCHED = frozenset({"bmm", "baddbmm"})
 _LOOKUPS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only"})
 _MOVES = frozenset({
@@ -33,6 +34,9 @@ _LIKE: dict[str, PointwiseFunction] = {
     "_softmax": "cross_entropy",
     "nll_loss_forward": "cross_entropy",
 }
+
+_OF_IMAGES = frozenset({"native_group_norm", "native_batch_norm", "cudnn_batch_norm"})
+"""Norms whose statistics are of more than a row."""
 
 
 class _Kind(NamedTuple):
@@ -82,6 +86,10 @@ SUMS = frozenset({"add", "add_"})
 """Operators whose gradient is the gradient of everything that they read."""
 
 
+PRODUCTS = MATMULS | _BATCHED | {"_grouped_mm", "mul", "mul_", "div"}
+"""Operators with two operands, of which each is saved for the gradient of the other."""
+
+
 def word(operator: CapturedOperator) -> str:
     """Name of an operator without its namespace."""
     return operator.op.rpartition(".")[2]
@@ -99,7 +107,7 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         name: Name of the kernel, unique in its layer.
     """
     kind = word(operator)
-    if kind in _MATMULS or kind in _BATCHED or kind == "_grouped_mm":
+    if kind in MATMULS or kind in _BATCHED or kind == "_grouped_mm":
         return _matmul(operator, name)
     if kind == "convolution":
         return _convolution(operator, name)
@@ -116,6 +124,7 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         moves=kind in _MOVES,
         like=_LIKE.get(kind, "add"),
         passes=passes,
+        fusion="none" if passes != 1 else "results" if kind in _OF_IMAGES else "all",
         relative_std=relative_std,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 
 from simplan.model.captured.facts import (
@@ -15,43 +15,58 @@ from simplan.model.captured.facts import (
     Width,
 )
 from simplan.model.captured.kernels import SUMS, kernel_of, word
-from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
+from simplan.model.captured.linear import linear_calls
+from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 
 CAPTURED = "captured-"
 """Begin of the keys of captured layers."""
 _WEIGHT = ".weight"
+_UNQUANTIZED = frozenset({Role.UNQUANTIZED})
 
 
 @lru_cache(maxsize=64)
 def captured_layers(model: CapturedModel) -> tuple[LayerSpec, ...]:
     """All layers in order; equal layers are one object."""
     order = model.graph.order
-    made: dict[tuple[int, LayerKind, bool], LayerSpec] = {}
+    made: dict[tuple[int, LayerKind, bool, bool], LayerSpec] = {}
     found = []
+    flowing: tuple[bool, ...] = ()
     for place, number in enumerate(order):
         is_last = place == len(order) - 1
         kind = LayerKind.HEAD if is_last else LayerKind.BLOCK if place else LayerKind.EMBEDDING
-        in_root = not model.module_of(place)
-        key = number, kind, in_root
+        in_root, needs_gradient = not model.module_of(place), any(flowing)
+        key = number, kind, in_root, needs_gradient
         if key not in made:
             unused = model.unused if is_last else ()
-            made[key] = _layer(model.graph.layers[number], kind, unused, is_first=not place, in_root=in_root)
+            calls = () if in_root else linear_calls(model)[place]
+            linears = frozenset(linear.place for linear in calls if linear.has_low_precision)
+            captured = model.graph.layers[number]
+            made[key] = _layer(captured, kind, unused, linears, needs_gradient=needs_gradient, in_root=in_root)
+        flowing = _outputs_with_gradients(model.graph.layers[number], flowing)
         found.append(made[key])
     return tuple(found)
+
+
+def _outputs_with_gradients(layer: CapturedLayer, flowing: Sequence[bool]) -> tuple[bool, ...]:
+    """By output of a layer, whether a trained weight is in it or before it; ``flowing`` says so of its inputs."""
+    names = {tensor.name for tensor, flows in zip(layer.inputs, flowing, strict=False) if flows}
+    names |= {t.name for each in layer.operators if each.trains or each.propagates for t in each.makes}
+    return tuple(name in names for name in layer.outputs)
 
 
 def _layer(
     captured: CapturedLayer,
     kind: LayerKind,
     unused: tuple[CapturedParameter, ...],
+    linears: Set[int],
     *,
-    is_first: bool,
+    needs_gradient: bool,
     in_root: bool,
 ) -> LayerSpec:
     outputs = () if kind is LayerKind.HEAD else captured.outputs
     tensors = {tensor.name: tensor for tensor in (*captured.inputs, *(t for o in captured.operators for t in o.makes))}
     words = captured.model_dump_json() + "".join(parameter.model_dump_json() for parameter in unused)
-    where = "-root" if in_root else ""
+    where = "-root" * in_root + "-frozen inputs" * (kind is not LayerKind.EMBEDDING and not needs_gradient)
     return LayerSpec(
         key=f"{CAPTURED}{kind}{where}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
         kind=kind,
@@ -59,7 +74,7 @@ def _layer(
             ParameterSpec(p.name, p.shape, frozen=p.frozen, in_root=p.elsewhere)
             for p in (*captured.parameters, *(p.model_copy(update={"frozen": True}) for p in unused))
         ),
-        operators=tuple(_operators(captured)),
+        operators=tuple(_operators(captured, linears)),
         inputs=tuple(_tensor(tensor, elsewhere=tensor.name in captured.elsewhere) for tensor in captured.inputs),
         outputs=outputs,
         output_shapes=captured.output_shapes if outputs else ((1,),),
@@ -67,18 +82,20 @@ def _layer(
         matmul_dtype_outputs=tuple(i for i, name in enumerate(outputs) if tensors[name].width == "compute"),
         buffers=tuple(map(_tensor, captured.buffers)),
         tied=captured.tied,
-        needs_input_gradient=not is_first,
+        needs_input_gradient=needs_gradient,
         in_root=in_root,
     )
 
 
-def _operators(layer: CapturedLayer) -> Iterator[Operator]:
+def _operators(layer: CapturedLayer, linears: Set[int]) -> Iterator[Operator]:
+    """Operators of a layer; ``linears`` are the places of linear layers that low precision has kernels for."""
     taken: set[str] = set()
     for number, operator in enumerate(layer.operators):
         name = _kernel_name(operator, number, taken)
         taken.add(name)
+        kernel = None if operator.is_cast else kernel_of(operator, name)
         yield Operator(
-            kernel=None if operator.is_cast else kernel_of(operator, name),
+            kernel=kernel,
             reads=operator.reads,
             makes=tuple(_tensor(tensor, forwarded=tensor.name in layer.forwarded) for tensor in operator.makes),
             saves=operator.saves,
@@ -87,6 +104,7 @@ def _operators(layer: CapturedLayer) -> Iterator[Operator]:
             in_place=operator.in_place,
             passes=word(operator) in SUMS,
             detached=not (operator.trains or operator.propagates),
+            roles=_UNQUANTIZED if isinstance(kernel, Gemm) and number not in linears else frozenset(),
         )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from simplan.model.captured.adapters import with_adapters
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.layers import captured_layers
-from simplan.model.families.family import Family
+from simplan.model.families.family import LORA, Family
 from simplan.model.layer import LayerSpec
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     assert shard.tp == shard.cp == 1, "nothing is split"
     assert model.captured is not None, "a field of the family"
-    return captured_layers(model.captured)
+    rank, captured = model.lora_rank, model.captured
+    return captured_layers(with_adapters(captured, rank, model.lora_targets) if rank else captured)
 
 
 def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 CAPTURED = Family(
     layers=_layers,
-    fields=frozenset({"captured", "num_hidden_layers", "seq_len"}),
+    fields=frozenset({"captured", "num_hidden_layers", "seq_len"}) | LORA,
     defaults=_sizes,
     inputs="captured",
     task="own",

@@ -62,6 +62,7 @@ def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     # heads that autocast downcast to 16 bits are downcast again after normalization
     normed = Tensor(f"{name} normalized", size, residual=result.residual)
     scratch = Tensor(f"{name} scratch", size, FP32_BYTES)
+    trains = bool(operator.parameters)  # a frozen weight needs no product of gradient and normalized input
     yield cast(source, wide)
     yield Operator(
         kernel=replace(kernel, reads=4 * size, writes=3 * size, launches=_NORM_LAUNCHES),
@@ -76,9 +77,9 @@ def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     yield Operator(
         reads=(normed.name,),
         makes=(replace(result, residual=True),),  # multiplied by weights in FP32
-        saves=(normed.name,),
+        saves=(normed.name,) if trains else (),
         parameters=operator.parameters,
-        backward_scratch=(replace(result, name=f"{name} weight scratch", residual=True),),
+        backward_scratch=(replace(result, name=f"{name} weight scratch", residual=True),) if trains else (),
         roles=operator.roles,
     )
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from simplan.job import Job
 from simplan.model.captured.layers import CAPTURED
+from simplan.model.captured.units import blocks_in_root
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
 from simplan.model.recompute import Recomputation, recomputation, recompute_of
 from simplan.plan.plan import RankMapping, Recompute, StageAssignment
@@ -101,12 +102,18 @@ class Stages:
         self.owned = self._elements(lambda parameter: True)
         self.trained = self._elements(lambda parameter: not parameter.frozen)
         self.experts = self._elements(lambda parameter: parameter.expert)
-        num_shards = plan.dp_shard * plan.cp
+        in_root = blocks_in_root(model.captured, model_layers, plan.fsdp_units) if model.captured is not None else ()
         self.units: list[tuple[Unit, ...]] = [
-            fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
+            fsdp_units(
+                layers,
+                plan.dp_shard * plan.cp,
+                keep_last=plan.pp == 1,
+                expert_shards=plan.expert_shards,
+                others_in_root=[index - assignment.boundaries[stage] for index in in_root],
+            )
             if plan.shards_parameters
             else ()
-            for layers in self.layers
+            for stage, layers in enumerate(self.layers)
         ]
         self.scatter_gather_p2p = software.scatter_gather_p2p and plan.tp > 1 and not plan.sequence_parallel
         self.crossings = [self.leaving(layers) for layers in self.layers]
@@ -169,10 +176,12 @@ class Stages:
         return sorted(stage for stage, rank in self.placement.items() if rank == pp_rank)
 
     def constant_bytes(self, stage: int) -> int:
-        """Returns bytes of constant tables, shared by layers of a stage or per layer."""
+        """Returns bytes of constant tables, shared by layers of a stage, and of buffers, which weights' dtypes have."""
         shared = {table for layer in self.layers[stage] for table in layer.constants}
-        tables = [*shared, *(table for layer in self.layers[stage] for table in layer.buffers)]
-        return sum(table.num_bytes(self.state.activation, self.state.residual) for table in tables)
+        buffers = [table for layer in self.layers[stage] for table in layer.buffers]
+        return sum(table.num_bytes(self.state.activation, self.state.residual) for table in shared) + sum(
+            table.elements * (table.bytes_per_element or self.state.frozen) for table in buffers
+        )
 
     def quantized_weight_bytes(self, stages: Iterable[int]) -> int:
         """Returns bytes of quantized weights between steps minus those of BF16 or FP16 weights; may be negative.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class Unit(NamedTuple):
         stays: True if the unit is not resharded between forward and backward, regardless of the plan.
         trained, trained_padded: ``elements`` and ``padded`` without frozen weights.
         matrices: Elements of each trained parameter that is not a vector, in the order of forward.
-        has_backward: True unless the unit is a frozen embedding, which backward does not reach.
+        has_backward: True unless backward does not reach the unit: all weights in it and before it are frozen.
         experts: True for the expert-parallel experts of a layer, sharded over the ranks that hold the same experts.
     """
 
@@ -37,7 +37,12 @@ class Unit(NamedTuple):
 
 
 def fsdp_units(
-    layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool, expert_shards: int = 1
+    layers: Sequence[LayerSpec],
+    num_shards: int,
+    *,
+    keep_last: bool,
+    expert_shards: int = 1,
+    others_in_root: Collection[int] = (),
 ) -> tuple[Unit, ...]:
     """Returns the units of a stage in the order in which their forward ends in FSDP.
 
@@ -50,10 +55,12 @@ def fsdp_units(
         num_shards: Ranks over which parameters are sharded.
         keep_last: True if the unit with which backward begins stays unsharded.
         expert_shards: Ranks over which expert-parallel experts are sharded; 1 for no sharding.
+        others_in_root: Positions of further layers in the root unit.
     """
     head = len(layers) - 1
     tied = layers[0].kind is LayerKind.EMBEDDING and bool(layers[head].tied)
-    in_root = {position for position, layer in enumerate(layers) if layer.in_root} | ({0, head} if tied else set())
+    in_root = {position for position, layer in enumerate(layers) if layer.in_root or position in others_in_root}
+    in_root |= {0, head} if tied else set()
     groups: list[tuple[int, ...]] = [(position,) for position in range(len(layers)) if position not in in_root]
     if in_root:
         groups.append(tuple(sorted(in_root)))
@@ -95,7 +102,7 @@ def _unit(owned: Sequence[ParameterSpec], last: LayerSpec, num_shards: int) -> U
         trained=sum(parameter.num_elements for parameter in trained),
         trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
         matrices=tuple(parameter.num_elements for parameter in trained if len(parameter.shape) > 1),
-        has_backward=bool(trained) or last.kind is not LayerKind.EMBEDDING,
+        has_backward=bool(trained) or last.kind is LayerKind.HEAD or not last.needed.isdisjoint(last.outputs),
     )
 
 

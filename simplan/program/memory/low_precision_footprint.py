@@ -99,7 +99,7 @@ def forward_scratch_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateByte
     result = rows * gemm.n * state.activation
     input_cast = both - weight + _EAGER_BYTES * rows * gemm.k
     weight_cast = both + _EAGER_BYTES * gemm.weight_elements
-    has_bias = any(parameter.name.split(".")[-2:] == [gemm.name, "bias"] for parameter in layer.parameters)
+    has_bias = any(f".{parameter.name}".endswith(f".{gemm.name}.bias") for parameter in layer.parameters)
     return max(both, input_cast - result, weight_cast - result, result if has_bias else 0)
 
 

@@ -202,6 +202,53 @@ class Scaled(nn.Module):
         return out
 
 
+class Alternating(nn.Module):
+    """Blocks of two classes, of which one is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, 32), nn.Linear(32, 1)
+        pairs = [(DiffusionBlock(32, 4), SmallBlock()) for _ in range(3)]
+        self.blocks = nn.ModuleList(block for pair in pairs for block in pair)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h, h.mean(1)) if isinstance(block, DiffusionBlock) else block(h)
+        out: Tensor = self.head(h).square().mean()
+        return out
+
+
+class SmallBlock(nn.Module):
+    """A residual branch of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + functional.silu(self.linear(x))
+        return out
+
+
+class Tabled(nn.Module):
+    """Blocks that read a table, which is no weight and larger than all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(32, 6250))
+        self.stem, self.head = nn.Linear(16, 32), nn.Linear(32, 1)
+        self.blocks = nn.ModuleList(DiffusionBlock(32, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.table, Tensor)
+        h = self.stem(x) + self.table[:, 0]
+        for block in self.blocks:
+            h = block(h, h.mean(1))
+        out: Tensor = self.head(h).square().mean()
+        return out
+
+
 def scaled_batch(number: int) -> tuple[Tensor, ...]:
     return (torch.randn(number, 4, 16),)
 

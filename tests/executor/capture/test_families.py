@@ -11,6 +11,7 @@ from benchmarks.architectures import small_config
 from executor.capture.capture import model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
 from simplan.interop.huggingface import model_fields_from_config, model_types
+from simplan.model.captured.adapters import with_adapters
 from simplan.model.captured.layers import captured_layers
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.layer import Gemm, LayerSpec
@@ -59,3 +60,18 @@ def test_a_family_is_the_model_of_transformers(kind: str) -> None:
     if kind in AS_TRANSFORMERS:
         block = implemented_layers(spec.layers, TRANSFORMERS, spec.family)[1]
         assert sum(block.saved_bytes(4)) == sum(captured[1].saved_bytes(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_adapters_of_a_family_are_those_of_the_module_of_transformers(kind: str) -> None:
+    """Linear layers of GPT-2 are Conv1D, whose matrices are transposed."""
+    module, config = module_of_config(small_config(kind))
+    fields = model_fields_from_config(config.to_dict(), name=kind, seq_len=SEQ_LEN)
+    plain = model_from_module(module, batch_of(module, config, SEQ_LEN), precisions=("fp32",))
+    theirs = captured_layers(with_adapters(plain, 4, ("all",)))
+    spec = ModelSpec(**fields, lora_rank=4)
+    ours = implemented_layers(spec.layers, TRANSFORMERS, spec.family)
+    assert flops_of(ours) == flops_of(theirs)
+    assert ours[2].num_trained == theirs[2].num_trained
+    assert sum(ours[2].saved_bytes(4)) == sum(theirs[2].saved_bytes(4))

@@ -46,6 +46,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "DiT": (modules.DiT, modules.dit_batch),
     "AdaptedDiT": (modules.AdaptedDiT, modules.dit_batch),
     "Scaled": (modules.Scaled, modules.scaled_batch),
+    "Tabled": (modules.Tabled, modules.scaled_batch),
+    "Alternating": (modules.Alternating, modules.scaled_batch),
     "StateSpaceModel": (modules.StateSpaceModel, modules.token_batch),
     "Recommender": (modules.Recommender, modules.recommender_batch),
 }
@@ -84,11 +86,17 @@ def job_of(prediction: Prediction, **fields: Any) -> RunSpec:
     return run_spec_of(prediction).model_copy(update=usual | fields)
 
 
-def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses and gradients of a plain loop over all microbatches, whose samples have the seeds of the run."""
+def one_process(
+    job: RunSpec, num_steps: int, change: Callable[[nn.Module], nn.Module] = lambda module: module
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of a plain loop over all microbatches, whose samples have the seeds of the run.
+
+    Args:
+        change: Gives the module that is trained, from that of the factory.
+    """
     make, batch = MODULES[job.model.name]
     torch.manual_seed(SEED)
-    module = make().double()
+    module = change(make()).double()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     losses, gradients = [], []
     number = job.training.global_batch_size // SIZE
@@ -148,6 +156,34 @@ def test_ranks_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> 
     assert issued_as_predicted(run_job(job_of(prediction_of(name, PLANS[plan])), tmp_path))
 
 
+BY_CLASS: dict[str, Any] = {"dp_shard": 2, "fsdp_units": ["DiffusionBlock"]}
+
+
+def test_units_by_class_and_by_size_are_those_of_torch(tmp_path: Path) -> None:
+    """Small blocks are in the root unit; both ways name the same blocks here, which have 12,672 parameters."""
+    prediction = prediction_of("Alternating", BY_CLASS)
+    issued = run_job(job_of(prediction), tmp_path)
+    assert issued_as_predicted(issued)
+    assert prediction.memory[0].allocated_bytes == pytest.approx(account(job_of(prediction), 0).total_bytes, rel=0.055)
+    by_size, all_blocks = ({"dp_shard": 2, "fsdp_units": units} for units in (10_000, None))
+    assert prediction_of("Alternating", by_size).step_time_s == prediction.step_time_s
+    assert prediction_of("Alternating", all_blocks).step_time_s != prediction.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"dp_shard": 2, "fsdp_units": ["Other"]}, "fsdp_units = Other: is no class of a block of Alternating; use "
+         "DiffusionBlock or SmallBlock"),
+        ({"dp_replicate": 2, "fsdp_units": ["SmallBlock"]}, "is about sharded parameters, and there are none"),
+        ({"dp_shard": 2, "fsdp_units": 4_000}, r"a unit that is no block \(blocks\.0\.condition has as many "),
+    ],
+)  # fmt: skip
+def test_units_that_there_are_not_are_refused(plan: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        prediction_of("Alternating", plan)
+
+
 PEAKS = [
     (name, plan, precision)
     for (name, plan), precision in product([*CASES, *((name, "one") for name in MODULES)], ("fp32", "bf16"))
@@ -161,6 +197,7 @@ PEAKS = [
             ("UNet", "one", "fp32"),
             ("AdaptedDiT", "ddp", "bf16"),
             ("DiT", "zero3", "bf16"),
+            ("Tabled", "zero3", "bf16"),
             ("StateSpaceModel", "zero3", "fp32"),
         ],
         PEAKS,

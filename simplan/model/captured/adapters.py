@@ -1,0 +1,219 @@
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers of a captured model, all other weights frozen.
+
+The result is what a capture of the module with adapters in its code gives: y = x W^T + b + (x A^T) B^T scale, as PEFT's
+``lora.Linear`` runs it without dropout. What torch saves changes with what is trained: a frozen matrix saves no input,
+and of a product of two tensors each is saved for the gradient of the other. Operators below the first adapter have no
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from simplan.model.captured.facts import (
+    CapturedGraph,
+    CapturedLayer,
+    CapturedModel,
+    CapturedOperator,
+    CapturedParameter,
+    CapturedTensor,
+    Shape,
+)
+from simplan.model.captured.kernels import PRODUCTS, word
+from simplan.model.captured.linear import Linear, linear_calls, linear_layers
+
+ALL = "all"
+"""Target that means every linear layer except the output head."""
+
+
+class _Given(NamedTuple):
+    """Facts about the inputs of a layer, from the layers before.
+
+    Attributes:
+        flowing: By input, whether it has a gradient.
+        saved: By input, whether the layer that made it saves it.
+    """
+
+    flowing: tuple[bool, ...] = ()
+    saved: tuple[bool, ...] = ()
+
+
+def targets_of(model: CapturedModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Linear layers that each target names: by their path, or by its end, as PEFT's ``target_modules``.
+
+    ``all`` means every linear layer, except the model's last one if it is outside of blocks (PEFT's ``all-linear``
+    leaves out the output head).
+    """
+    paths, head = linear_layers(model), _output_head(model)
+    others = tuple(path for path in paths if path != head)
+    return {
+        target: others if target == ALL else tuple(p for p in paths if p == target or p.endswith(f".{target}"))
+        for target in targets
+    }
+
+
+def _output_head(model: CapturedModel) -> str:
+    """Name of the model's last linear layer if it is outside of blocks; else empty."""
+    calls = [
+        (linear, path) for linears, path in zip(linear_calls(model), model.modules, strict=True) for linear in linears
+    ]
+    return next((linear.path for linear, path in calls[-1:] if linear.elsewhere or not path), "")
+
+
+@lru_cache(maxsize=64)
+def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> CapturedModel:
+    """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant."""
+    chosen = frozenset(path for paths in targets_of(model, targets).values() for path in paths)
+    made: dict[tuple[int, tuple[Linear, ...], _Given], tuple[CapturedLayer, _Given]] = {}
+    layers: dict[CapturedLayer, int] = {}
+    order, given = [], _Given()
+    for number, linears in zip(model.graph.order, linear_calls(model), strict=True):
+        here = tuple(linear._replace(path="") for linear in linears if linear.path in chosen)
+        key = number, here, given
+        if key not in made:
+            made[key] = _Adapting(model.graph.layers[number], here, rank, given).layer()
+        layer, given = made[key]
+        order.append(layers.setdefault(layer, len(layers)))
+    graph = CapturedGraph(layers=tuple(layers), order=tuple(order), shared=model.graph.shared)
+    return model.model_copy(update={"graphs": {**model.graphs, model.computed_in: graph}})
+
+
+class _Adapting:
+    """One layer of which some linear layers get adapters."""
+
+    def __init__(self, layer: CapturedLayer, linears: Sequence[Linear], rank: int, given: _Given) -> None:
+        self._layer, self._rank = layer, rank
+        self._linears = {linear.place: linear for linear in linears}
+        names = [tensor.name for tensor in layer.inputs]
+        self._flowing = {name for name, flows in zip(names, given.flowing, strict=False) if flows}
+        self._kept = {name for name, saved in zip(names, given.saved, strict=False) if saved}
+        self._adapters: dict[str, tuple[CapturedParameter, ...]] = {}  # by the weight that they are next to
+
+    def layer(self) -> tuple[CapturedLayer, _Given]:
+        """The layer with adapters, and what the next layer gets."""
+        layer = self._layer
+        operators = tuple(made for place, each in enumerate(layer.operators) for made in self._operators(place, each))
+        found = layer.model_copy(update={"operators": operators, "parameters": tuple(self._parameters())})
+        saved = {name for operator in operators for name in operator.saves}
+        own = {tensor.name for operator in operators for tensor in operator.makes}
+        flowing = tuple(name in self._flowing for name in layer.outputs)
+        return found, _Given(flowing, tuple(name in saved & own for name in layer.outputs))
+
+    def _parameters(self) -> Iterator[CapturedParameter]:
+        waiting: tuple[CapturedParameter, ...] = ()
+        for parameter in self._layer.parameters:
+            name = parameter.name.rpartition(".")[0]
+            if waiting and parameter.name != f"{waiting[0].name.removesuffix('.lora_a.weight')}.bias":
+                yield from waiting
+                waiting = ()
+            yield parameter.model_copy(update={"frozen": True})
+            if f"{name}.weight" == parameter.name or f"{name}.bias" == parameter.name:
+                waiting = self._adapters.pop(name, waiting)
+        yield from waiting
+
+    def _operators(self, place: int, operator: CapturedOperator) -> Iterator[CapturedOperator]:
+        linear = self._linears.get(place)
+        frozen = self._frozen(operator)
+        if linear is None:
+            yield frozen
+        else:
+            yield from self._adapted(operator, frozen, linear)
+            self._flowing.add(operator.makes[0].name)
+        if frozen.propagates:
+            self._flowing.update(tensor.name for tensor in operator.makes)
+
+    def _frozen(self, operator: CapturedOperator) -> CapturedOperator:
+        """An operator all of whose weights are frozen."""
+        flowing = [name for name in operator.reads if name in self._flowing]
+        flows = bool(flowing) and (operator.trains or operator.propagates)
+        several = len(flowing) > 1 or (len(operator.reads) == 1 and not operator.weights)
+        saves = tuple(name for name in operator.saves if name in self._kept or (flows and self._saves(operator, name)))
+        return operator.model_copy(
+            update={"trains": operator.trains and flows and several, "propagates": flows, "saves": saves}
+        )
+
+    def _saves(self, operator: CapturedOperator, name: str) -> bool:
+        """True if a gradient needs a tensor that the operator saves as long as all of its operands are trained."""
+        others = [each for each in operator.reads if each != name]
+        if name not in operator.reads or word(operator) not in PRODUCTS or not (others or operator.weights):
+            return True
+        divides = word(operator) == "div" and name == operator.reads[-1] and not operator.weights
+        return divides or not self._flowing.isdisjoint(others)
+
+    def _adapted(
+        self, operator: CapturedOperator, frozen: CapturedOperator, linear: Linear
+    ) -> Iterator[CapturedOperator]:
+        """The frozen linear layer, A, B, the scaling of its result, and the sum."""
+        (result,), rank, name = operator.makes, self._rank, linear.name
+        rows, (k, n) = operator.operands[-2][:-1], operator.operands[-1]
+        source = operator.reads[:1]
+        flows = not self._flowing.isdisjoint(source)
+        weights = _adapter_weights(linear, operator.operands[-1], rank)
+        is_first = f"{name}.weight" in operator.parameters
+        if is_first:
+            self._adapters[name] = weights
+
+        def made(what: str, columns: int) -> CapturedTensor:
+            return result.model_copy(
+                update={"name": f"{result.name}, {what}", "elements": result.elements // n * columns}
+            )
+
+        base, low, high, scaled = made("base", n), made("lora_a", rank), made("lora_b", n), made("scaled", n)
+        yield frozen.model_copy(update={"makes": (base,)})
+        matmul = CapturedOperator(op="aten.mm", weights=(1,), trains=True)
+        yield matmul.model_copy(
+            update={
+                "module": f"{operator.module}.lora_a",
+                "operands": ((*rows, k), (k, rank)),
+                "results": ((*rows, rank),),
+                "reads": source,
+                "makes": (low,),
+                "saves": source,
+                "parameters": (weights[0].name,) if is_first else (),
+                "propagates": flows,
+                "weights": (1,) if source else (0, 1),
+            }
+        )
+        yield matmul.model_copy(
+            update={
+                "module": f"{operator.module}.lora_b",
+                "operands": ((*rows, rank), (rank, n)),
+                "results": ((*rows, n),),
+                "reads": (low.name,),
+                "makes": (high,),
+                "saves": (low.name,),
+                "parameters": (weights[1].name,) if is_first else (),
+                "propagates": True,
+            }
+        )
+        whole = (*rows, n)
+        yield CapturedOperator(
+            op="aten.mul",
+            module=operator.module,
+            operands=(whole,),
+            results=(whole,),
+            reads=(high.name,),
+            makes=(scaled,),
+            propagates=True,
+        )
+        yield CapturedOperator(
+            op="aten.add",
+            module=operator.module,
+            operands=(whole, whole),
+            results=(whole,),
+            reads=(base.name, scaled.name),
+            makes=(result,),
+            trains=flows,
+            propagates=True,
+        )
+
+
+def _adapter_weights(linear: Linear, shape: Shape, rank: int) -> tuple[CapturedParameter, CapturedParameter]:
+    k, n = shape
+    a, b = (f"{linear.name}.lora_{letter}.weight" for letter in "ab")
+    return (
+        CapturedParameter(name=a, shape=(rank, k), elsewhere=linear.elsewhere),
+        CapturedParameter(name=b, shape=(n, rank), elsewhere=linear.elsewhere),
+    )

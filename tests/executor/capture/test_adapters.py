@@ -1,0 +1,147 @@
+"""Adapters of captured modules (``model.lora_rank``), against modules that have them in their code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor.capture.capture import model_from_module
+from executor.run import run_job
+from simplan import catalog
+from simplan.job import Job
+from simplan.model.captured.adapters import targets_of, with_adapters
+from simplan.model.captured.layers import captured_layers
+from simplan.model.layer import LayerSpec
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
+from simplan.prediction import Prediction
+from simplan.training import Precision, TrainingSpec
+from simplan.validate.compare import issued_as_predicted
+from tests.executor.capture.test_capture import MODULES, saved
+from tests.executor.capture.test_running import NUM_MICROBATCHES, PLANS, SIZE, captured, job_of, one_process
+from tests.executor.conftest import slow_except
+from tests.executor.dry_run.accounting import account
+from tests.executor.train.test_equality import RELATIVE, run_in_float64
+from tests.jobs import problems
+
+RANK, SCALE, STD = 4, 2.0, 0.02
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, as PEFT writes it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        (n, k), self.base = base.weight.shape, base
+        self.lora_a = nn.Linear(k, RANK, bias=False, device="meta")
+        self.lora_b = nn.Linear(RANK, n, bias=False, device="meta")
+        for factor in (self.lora_a, self.lora_b):
+            factor.weight = nn.Parameter(torch.empty(factor.weight.shape).normal_(0.0, STD))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.lora_b(self.lora_a(x)) * SCALE
+        return out
+
+
+def adapted(module: nn.Module, paths: Sequence[str]) -> nn.Module:
+    """The module, frozen, with adapters at linear layers."""
+    module.requires_grad_(requires_grad=False)
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        linear = module.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        setattr(module.get_submodule(parent), name, Adapted(linear))
+    return module
+
+
+def totals(layers: tuple[LayerSpec, ...]) -> tuple[object, ...]:
+    """Parameters, FLOPs, saved bytes, and all kernels with what backward computes of them."""
+    kernels = Counter(
+        (type(k).__name__, getattr(k, "trained", None), getattr(k, "propagates", None))
+        for layer in layers
+        for k in layer.kernels
+    )
+    passes = sum(layer.flops() for layer in layers), sum(layer.backward_flops() for layer in layers)
+    weights = sum(layer.num_parameters for layer in layers), sum(layer.num_trained for layer in layers)
+    return weights, passes, saved(layers, "fp32"), kernels
+
+
+TARGETS = [
+    ("dit", ("qkv", "up")),
+    ("dit", ("all",)),
+    ("dit", ("blocks.1.down",)),
+    ("scan", ("all",)),
+    ("unet", ("time",)),
+    ("recommender", ("all",)),
+]
+
+
+@pytest.mark.parametrize(("name", "targets"), slow_except([TARGETS[0], TARGETS[2], TARGETS[4]], TARGETS))
+def test_adapters_are_those_of_a_capture_with_adapters_in_the_code(name: str, targets: tuple[str, ...]) -> None:
+    make, batch = MODULES[name]
+    plain = model_from_module(make(), batch, precisions=("fp32",))
+    paths = [path for found in targets_of(plain, targets).values() for path in found]
+    written = model_from_module(adapted(make(), paths), batch, precisions=("fp32",))
+    ours = captured_layers(with_adapters(plain, RANK, targets))
+    assert totals(ours) == totals(captured_layers(written))
+
+
+def prediction_of(name: str, plan: str, precision: Precision, targets: Sequence[str] = ("all",)) -> Prediction:
+    made = ParallelPlan(microbatch_size=SIZE, **PLANS[plan])
+    size = NUM_MICROBATCHES * SIZE * made.dp
+    training = TrainingSpec(global_batch_size=size, precision=precision, task="lora")
+    model = ModelSpec(
+        name=name, family="captured", captured=captured(name), lora_rank=RANK, lora_targets=tuple(targets)
+    )
+    return predict(Job(model, catalog.cluster("dgx-h100", made.num_devices), training, made, catalog.software("torch")))
+
+
+RUNS = [("UNet", "ddp"), ("DiT", "zero1"), ("DiT", "zero3, recomputed"), ("StateSpaceModel", "zero3")]
+
+
+@pytest.mark.parametrize(("name", "plan"), slow_except(RUNS[2:3], RUNS))
+def test_ranks_with_adapters_equal_one_process(name: str, plan: str, tmp_path: Path) -> None:
+    job = job_of(prediction_of(name, plan, "fp32"), dtype="fp64")
+    assert job.model.captured is not None
+    paths = targets_of(job.model.captured, ["all"])["all"]
+    losses, gradients = one_process(job, job.num_all_steps, lambda module: adapted(module, paths))
+    run = run_in_float64(job, tmp_path)
+    assert run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
+    for step, wanted in enumerate(gradients):
+        for rank in range(job.plan.num_devices):
+            found = torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt")
+            assert {key.removeprefix("module.") for key in found} == set(wanted)
+            for key, gradient in found.items():
+                assert torch.allclose(gradient, wanted[key.removeprefix("module.")], rtol=1e-8, atol=1e-12), key
+
+
+@pytest.mark.parametrize("plan", slow_except([], ["ddp", "zero3", "zero3, recomputed"]))
+def test_ranks_issue_what_is_predicted_below_the_first_adapter(plan: str, tmp_path: Path) -> None:
+    """FSDP gathers no block again that has no backward, except one ahead."""
+    prediction = prediction_of("DiT", plan, "fp32", ["blocks.2.down"])
+    assert issued_as_predicted(run_job(job_of(prediction), tmp_path))
+
+
+PEAKS = [(name, plan, precision) for name, plan in RUNS for precision in ("fp32", "bf16")][:-1]
+
+
+@pytest.mark.parametrize(("name", "plan", "precision"), slow_except(PEAKS[3:4], PEAKS))
+def test_the_peak_with_adapters_is_that_of_torchs_tracker(name: str, plan: str, precision: Precision) -> None:
+    prediction = prediction_of(name, plan, precision)
+    assert prediction.memory[0].allocated_bytes == pytest.approx(account(job_of(prediction), 0).total_bytes, rel=0.05)
+
+
+def test_targets_that_name_no_linear_layer_are_refused() -> None:
+    plain = model_from_module(MODULES["dit"][0](), MODULES["dit"][1], precisions=("fp32",))
+    model = ModelSpec(family="captured", captured=plain, lora_rank=RANK, lora_targets=("q_proj",))
+    [said] = problems(model, precision="fp32", task="lora")
+    assert said == (
+        "model.lora_targets = q_proj: is no linear layer of DiT, and no end of the name of one; use all, condition, "
+        "qkv, out, up, down or head"
+    )
