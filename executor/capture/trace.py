@@ -285,8 +285,7 @@ def as_on_gpus() -> Iterator[None]:
         return result.to(left.dtype)
 
     with (
-        patch.dict(environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}),
-        _without_masks(),
+        without_checks_of_values(),
         patch.object(functional, "dropout", dropped),
         patch.object(torch, "dropout", dropped),
         patch.object(functional, "scaled_dot_product_attention", attended),
@@ -296,20 +295,24 @@ def as_on_gpus() -> Iterator[None]:
 
 
 @contextmanager
-def _without_masks() -> Iterator[None]:
-    """A sample of transformers is one document without padding, as it finds by values where it has them.
+def without_checks_of_values() -> Iterator[None]:
+    """Transformers without its checks of values.
 
-    With tensors without data it would make masks that no run makes, and attention would not be causal.
+    A sample is one document without padding, as transformers finds by values where it has them. With tensors without
+    data it would make masks that no run makes, and attention would not be causal.
     """
     masking = sys.modules.get("transformers.masking_utils")
+    unchecked = patch.dict(environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"})
     if masking is None:
-        yield
+        with unchecked:
+            yield
         return
 
     def without_padding(function: Callable[..., bool]) -> Callable[..., bool]:
         return lambda padding_mask, *args, **kwargs: function(None, *args, **kwargs)
 
     with (
+        unchecked,
         patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None),
         patch.object(masking, _CAUSAL, without_padding(getattr(masking, _CAUSAL))),
         patch.object(masking, _BIDIRECTIONAL, without_padding(getattr(masking, _BIDIRECTIONAL))),
