@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from executor.capture.capture import Loss, fake_module, fake_tensor, loss_of
-from executor.capture.trace import without_checks_of_values
+from executor.capture.trace import without_data
 from simplan.errors import NotModelledError, Problem
 
 _EFFECTS = frozenset({"__set__", "register_hook", "retain_grad"})
@@ -50,13 +50,22 @@ class Given(NamedTuple):
     place: int
 
 
+class Unread(NamedTuple):
+    """An argument of a block: a tensor of which the block reads no element."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
 @dataclass(slots=True)
 class Call:
     """One call.
 
     Attributes:
         target: The function, or the path of a block.
-        arguments: Leaves of positional and keyword arguments: a Value, a Weight, a Given, or any Python object.
+        arguments: Leaves of positional and keyword arguments: a Value, a Weight, a Given, an Unread, or any Python
+            object.
         structure: Structure of ``arguments``.
         results: Numbers of the tensors returned, in order.
         has_gradients: Autograd records the call.
@@ -199,6 +208,8 @@ def _run(call: Call, module: nn.Module, values: dict[int, Tensor], given: Sequen
                 return getattr(module.get_submodule(owner), attribute)
             case Given(place):
                 return given[place]
+            case Unread(shape, dtype, device_type):
+                return torch.zeros((), dtype=dtype, device=device_type).expand(shape)
             case _:
                 return leaf
 
@@ -348,7 +359,7 @@ def record_calls(
         args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
         with (
             recorder.watching(fake, blocks),
-            without_checks_of_values(),
+            without_data(),
             torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None),
             recorder,
         ):
@@ -378,6 +389,7 @@ class _Recorder(TorchFunctionMode):
         self._kept: list[Tensor] = [*(tensor for _, tensor in named), *(x for x in leaves if isinstance(x, Tensor))]
         self._inside: str | None = None  # block, whose calls are not recorded
         self._own: set[int] = set()  # ids of the tensors that it was given
+        self._read: set[int] = set()  # storages that it has read
         self._outside: set[str] = set()  # see Call.outside
         self._entered: dict[str, int] = {}
         self._left: dict[str, int] = {}
@@ -415,10 +427,11 @@ class _Recorder(TorchFunctionMode):
         has_effect = getattr(target, "__name__", "") in _EFFECTS
         if not (returned or writes or has_effect):
             return
-        arguments = [self._argument(leaf, _name(target)) for leaf in begun.leaves]
-        storages = map(self._storage, returned)
-        makes = frozenset(storage for storage in storages if storage >= begun.num_storages)
         is_block = isinstance(target, str)
+        storages = frozenset(map(self._storage, returned))
+        makes = frozenset(storage for storage in storages if storage >= begun.num_storages)
+        reads = frozenset(begun.reads) & (self._read | writes | storages) if is_block else frozenset(begun.reads)
+        arguments = [self._argument(leaf, _name(target), reads) for leaf in begun.leaves]
         self.calls.append(
             Call(
                 target,
@@ -427,7 +440,7 @@ class _Recorder(TorchFunctionMode):
                 tuple(map(self._number, returned)),
                 begun.has_gradients,
                 (self._device_type, begun.autocast),
-                frozenset(begun.reads),
+                reads,
                 makes,
                 writes,
                 is_view=not (is_block or makes or writes or has_effect),
@@ -446,14 +459,19 @@ class _Recorder(TorchFunctionMode):
             name = self._weights.get(id(leaf))
             if name is not None and not name.startswith(f"{self._inside}."):
                 self._outside.add(name)
+        begun = self._begin(args, kwargs)
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
-            self._storage(tensor)  # their age
+        made = {self._storage(tensor) for tensor in _tensors(result)}  # numbered here by their age
+        writes = any(x._version != version for x, version in zip(begun.tensors, begun.versions, strict=True))
+        if writes or not made <= {*begun.reads}:  # else a view, or a shape
+            self._read.update(begun.reads)
         return result
 
-    def _argument(self, leaf: Any, reader: str) -> Any:
+    def _argument(self, leaf: Any, reader: str, reads: frozenset[int]) -> Any:
         if not isinstance(leaf, Tensor):
             return _checked(leaf, reader)
+        if self._storage(leaf) not in reads:
+            return Unread(tuple(leaf.shape), leaf.dtype, self._device_type)
         if id(leaf) in self._numbers:
             return Value(self._numbers[id(leaf)])
         if id(leaf) in self._weights:
@@ -490,7 +508,8 @@ class _Recorder(TorchFunctionMode):
             self._entered[name] = len(self.calls)
             if name in blocks:
                 begun[name] = self._begin(args, kwargs)
-                self._inside, self._outside, self._own = name, set(), {*map(id, begun[name].tensors)}
+                self._inside, self._own = name, {*map(id, begun[name].tensors)}
+                self._read, self._outside = set(), set()
 
         def leaves(name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if name in blocks:

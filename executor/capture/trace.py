@@ -258,13 +258,11 @@ def _too_many(seen: Seen) -> Problem:
 
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Operators as GPUs run them, and without transformers' checks of values.
+    """Operators as GPUs run them, on tensors without data.
 
-    Dropout is one kernel with a mask of bools; attention drops out inside of its kernel; grouped matmuls have any
-    precision, where torch tells their shapes for BF16 alone.
+    Dropout is one kernel with a mask of bools; attention drops out inside of its kernel.
     """
     attention = functional.scaled_dot_product_attention
-    grouped_shape = _meta_registrations._meta_grouped_mm_common
 
     def dropped(*args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
@@ -278,41 +276,52 @@ def as_on_gpus() -> Iterator[None]:
             args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
         return attention(*args, **({**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
+    with (
+        without_data(),
+        patch.object(functional, "dropout", dropped),
+        patch.object(torch, "dropout", dropped),
+        patch.object(functional, "scaled_dot_product_attention", attended),
+    ):
+        yield
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Context in which modules run on tensors without data as on others.
+
+    Grouped matmuls have any precision, where torch tells their shapes for BF16 alone. Transformers checks no values.
+    """
+    grouped_shape = _meta_registrations._meta_grouped_mm_common
+
     def grouped(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
-        if left.dtype not in (torch.float32, torch.float16):
+        if left.dtype is torch.bfloat16:
             return grouped_shape(left, right, **kwargs)  # type: ignore[no-any-return]
         result: Tensor = grouped_shape(left.bfloat16(), right.bfloat16(), **kwargs)
         return result.to(left.dtype)
 
     with (
-        without_checks_of_values(),
-        patch.object(functional, "dropout", dropped),
-        patch.object(torch, "dropout", dropped),
-        patch.object(functional, "scaled_dot_product_attention", attended),
+        patch.dict(environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}),
+        _without_masks(),
         patch.object(_meta_registrations, "_meta_grouped_mm_common", grouped),
     ):
         yield
 
 
 @contextmanager
-def without_checks_of_values() -> Iterator[None]:
-    """Transformers without its checks of values.
+def _without_masks() -> Iterator[None]:
+    """A sample of transformers is one document without padding, as it finds by values where it has them.
 
-    A sample is one document without padding, as transformers finds by values where it has them. With tensors without
-    data it would make masks that no run makes, and attention would not be causal.
+    With tensors without data it would make masks that no run makes, and attention would not be causal.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    unchecked = patch.dict(environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"})
     if masking is None:
-        with unchecked:
-            yield
+        yield
         return
 
     def without_padding(function: Callable[..., bool]) -> Callable[..., bool]:
         return lambda padding_mask, *args, **kwargs: function(None, *args, **kwargs)
 
     with (
-        unchecked,
         patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None),
         patch.object(masking, _CAUSAL, without_padding(getattr(masking, _CAUSAL))),
         patch.object(masking, _BIDIRECTIONAL, without_padding(getattr(masking, _BIDIRECTIONAL))),
