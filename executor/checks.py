@@ -162,7 +162,6 @@ def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
         return
     has_blocks, wholes = any(model.modules), ("none", "selective_op", "selective_layer", "full")
     limits = {
-        "pp": (plan.pp > 1, "the executor does not cut a captured module into stages; use 1"),
         "offload_activations": (plan.offload_activations, "the executor moves activations of families only; use false"),
         "recompute": (
             plan.recompute not in (wholes if has_blocks else wholes[:1]),

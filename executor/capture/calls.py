@@ -136,7 +136,14 @@ class SentTensor(NamedTuple):
     is_changed: bool
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """The tensor as it is sent: contiguous."""
+        """The tensor as it is sent: contiguous.
+
+        Raises:
+            ValueError: It is not like the one that was recorded.
+        """
+        shape = tuple(tensor.shape[dim] for dim in self.order)
+        if (shape, tensor.dtype) != (self.shape, self.dtype):
+            raise ValueError(f"a tensor between stages is {tensor.dtype} {shape}, and was {self.dtype} {self.shape}")
         return tensor if self.order == tuple(range(tensor.dim())) else tensor.permute(self.order)
 
     def unpacked(self, tensor: Tensor) -> Tensor:
@@ -182,7 +189,7 @@ class CallsPart:
             _run(call, module, values, given)
             for number in gone:
                 del values[number]
-        return tuple(sent.packed(values[sent.value]) for sent in self.sent)
+        return tuple(map(SentTensor.packed, self.sent, (values[sent.value] for sent in self.sent)))
 
     @property
     def _gone(self) -> list[tuple[int, ...]]:
@@ -336,6 +343,7 @@ def record_calls(
     dtype: torch.dtype,
     device: torch.device,
     autocast: torch.dtype | None = None,
+    casts_inputs: bool = False,
 ) -> Recording:
     """Records one forward pass and the loss, on tensors without data.
 
@@ -347,6 +355,7 @@ def record_calls(
         dtype: Dtype of weights, and of numbers in floating point of the batch.
         device: Device on which the calls will run.
         autocast: Dtype of autocast; None without.
+        casts_inputs: Blocks cast their inputs to ``dtype``, as FSDP does.
 
     Raises:
         NotModelledError: A layer starts nowhere, or a tensor comes from somewhere else than the calls.
@@ -358,7 +367,7 @@ def record_calls(
         recorder = _Recorder(fake, given, originals, device.type)
         args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
         with (
-            recorder.watching(fake, blocks),
+            recorder.watching(fake, blocks, dtype if casts_inputs else None),
             without_data(),
             torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None),
             recorder,
@@ -500,8 +509,12 @@ class _Recorder(TorchFunctionMode):
         return self._storages.setdefault(address, len(self._storages))
 
     @contextmanager
-    def watching(self, module: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-        """Context in which the recorder knows where blocks and other modules begin and end, and autograd functions."""
+    def watching(self, module: nn.Module, blocks: Sequence[str], dtype: torch.dtype | None) -> Iterator[None]:
+        """Context in which the recorder knows where blocks and other modules begin and end, and autograd functions.
+
+        Args:
+            dtype: Blocks cast their inputs to it; None for as they are.
+        """
         begun: dict[str, _Begun] = {}
 
         def enters(name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
@@ -520,6 +533,8 @@ class _Recorder(TorchFunctionMode):
         for name, part in module.named_modules():
             part.register_forward_pre_hook(_unseen(partial(enters, name)), with_kwargs=True)
             part.register_forward_hook(_unseen(partial(leaves, name)), with_kwargs=True)
+            if name in blocks and dtype is not None:
+                part.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
         original = torch.autograd.Function.__dict__["apply"].__func__
 
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -555,7 +570,9 @@ class _Recorder(TorchFunctionMode):
         return places[path]
 
     def _facts(self, tensor: Tensor) -> ValueFacts:
-        order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), -tensor.shape[dim])))
+        order = tuple(
+            sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True)
+        )
         num_bytes = tensor.numel() * tensor.element_size()
         is_whole = tensor.untyped_storage().nbytes() == num_bytes and tensor.permute(order).is_contiguous()
         return ValueFacts(
@@ -591,6 +608,11 @@ def _checked(leaf: Any, reader: str) -> Any:
 def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Result of an autograd function."""
     return function.apply(*args, **kwargs)
+
+
+def _cast(dtype: torch.dtype, part: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Inputs of a block, numbers in floating point in a dtype."""
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
 
 
 def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
