@@ -3,7 +3,7 @@
 torch's ``_PipelineScheduleRuntime`` executes a list of actions loaded as ``compute_comms``. Private names used, with
 the same meaning in torch 2.11 and 2.13 (``tests/executor/distributed/test_pipeline.py`` pins them): the runtime class
 and its ``_prepare_schedule_with_comms``, ``_split_inputs``, ``_maybe_compute_loss``, ``_maybe_get_loss``,
-``_update_losses``; ``_Action``; the stage's ``fwd_cache``; and, of 2.13 only, ``_warmup_forward_vote`` and
+``_update_losses``; ``_Action``; the stage's ``fwd_cache`` and ``bwd_cache``; and, of 2.13 only, ``_warmup_forward_vote`` and
 ``_warmup_backward_result``.
 """
 
@@ -183,6 +183,8 @@ class _RecordedStage(PipelineStage):
         return self._p2p_ops(ActionKind.SEND_F, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        gradients = self.bwd_cache[bwd_chunk_id]  # of a split backward, as autograd made them
+        self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
         return self._p2p_ops(ActionKind.SEND_B, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def complete_sends(self) -> None:
