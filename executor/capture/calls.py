@@ -175,8 +175,13 @@ class CallsPart:
         """Names of the parameters and buffers read, those that a block holds excepted."""
         return frozenset(name for call in self.calls for name in call.weights)
 
-    def run(self, module: nn.Module, received: Sequence[Tensor], batch: Any) -> tuple[Tensor, ...]:
+    def run(
+        self, module: nn.Module, received: Sequence[Tensor], batch: Any, *, copies_views: bool = False
+    ) -> tuple[Tensor, ...]:
         """The tensors for the next part.
+
+        Args:
+            copies_views: Copy those that are views.
 
         Raises:
             ValueError: The batch is not like the one of the capture.
@@ -189,7 +194,8 @@ class CallsPart:
             _run(call, module, values, given)
             for number in gone:
                 del values[number]
-        return tuple(map(SentTensor.packed, self.sent, (values[sent.value] for sent in self.sent)))
+        packed = map(SentTensor.packed, self.sent, (values[sent.value] for sent in self.sent))
+        return tuple(x.clone() if copies_views and x._is_view() else x for x in packed)
 
     @property
     def _gone(self) -> list[tuple[int, ...]]:

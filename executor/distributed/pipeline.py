@@ -3,8 +3,8 @@
 torch's ``_PipelineScheduleRuntime`` executes a list of actions loaded as ``compute_comms``. Private names used, with
 the same meaning in torch 2.11 and 2.13 (``tests/executor/distributed/test_pipeline.py`` pins them): the runtime class
 and its ``_prepare_schedule_with_comms``, ``_split_inputs``, ``_maybe_compute_loss``, ``_maybe_get_loss``,
-``_update_losses``; ``_Action``; the stage's ``fwd_cache`` and ``bwd_cache``; and, of 2.13 only, ``_warmup_forward_vote`` and
-``_warmup_backward_result``.
+``_update_losses``; ``_Action``; the stage's ``fwd_cache`` and ``bwd_cache``; and, of 2.13 only,
+``_warmup_forward_vote`` and ``_warmup_backward_result``.
 """
 
 from __future__ import annotations

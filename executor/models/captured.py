@@ -72,13 +72,18 @@ class CapturedStage(Stage):
 class CapturedPart(CapturedStage):
     """A stage of a pipeline, whose forward gives the tensors for the next stage, and at last the loss.
 
+    Args:
+        splits_backward: Backward is split, for which torch takes no views.
+
     Attributes:
         calls: The calls of its layers.
     """
 
-    def __init__(self, whole: CapturedStage, calls: CallsPart, layer_range: range) -> None:
+    def __init__(
+        self, whole: CapturedStage, calls: CallsPart, layer_range: range, *, splits_backward: bool = False
+    ) -> None:
         super().__init__(whole.module, whole._model, whole._loss, layer_range)
-        self.calls = calls
+        self.calls, self._splits_backward = calls, splits_backward
 
     @property
     def received(self) -> tuple[SentTensor, ...]:
@@ -99,7 +104,7 @@ class CapturedPart(CapturedStage):
             inputs: Tensors from the stage before.
             batch: The batch, which all stages have.
         """
-        sent = self.calls.run(self.module, inputs, batch)
+        sent = self.calls.run(self.module, inputs, batch, copies_views=self._splits_backward)
         return sent if len(sent) > 1 else sent[0]
 
     def drop_others(self, layers: Sequence[LayerSpec]) -> None:
@@ -122,6 +127,7 @@ class StageCut(NamedTuple):
         dtype: Dtype of compute.
         autocast: Compute under autocast, with weights in FP32.
         casts_inputs: Blocks cast their inputs to the dtype of compute, as FSDP does.
+        splits_backward: See ``CapturedPart``.
     """
 
     stage: int
@@ -130,6 +136,7 @@ class StageCut(NamedTuple):
     dtype: torch.dtype
     autocast: bool
     casts_inputs: bool
+    splits_backward: bool
 
 
 def build_captured(
@@ -201,7 +208,8 @@ def _part(
     parts = recording.parts(cut.boundaries)
     for part, after in zip(parts, cut.boundaries[1:-1], strict=False):
         _check_sent(part, model, layers[after - 1], after, cut)
-    own = CapturedPart(whole, parts[cut.stage], range(*cut.boundaries[cut.stage : cut.stage + 2]))
+    layer_range = range(*cut.boundaries[cut.stage : cut.stage + 2])
+    own = CapturedPart(whole, parts[cut.stage], layer_range, splits_backward=cut.splits_backward)
     own.drop_others(layers)
     return own
 

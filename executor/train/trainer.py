@@ -363,6 +363,7 @@ class Trainer:
             dtype or weight_dtype(job),
             autocast=dtype is not None and not shards,
             casts_inputs=dtype is not None and shards,
+            splits_backward=any(a.kind is ActionKind.BACKWARD_INPUT for row in job.parsed_table() for a in row),
         )
 
     def _sharding(self, index: int) -> StageSharding:
