@@ -328,9 +328,6 @@ def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
         field = "training.backup_workers" if job.training.backup_workers else "cluster.stragglers"
         rule, fix = "is about ranks that others wait for, and a rehearsal has one rank", "remove it, or `simplan run`"
         yield Problem(field=field, rule=rule, fix=fix)
-    if job.model.captured is not None:
-        rule = "is a captured module, whose tensors a rehearsal cannot tell apart"
-        yield Problem(field="model.file", value=job.model.name, rule=rule, fix="`simplan run` it")
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"
         yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")
