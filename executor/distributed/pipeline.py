@@ -212,12 +212,13 @@ class _RecordedStage(PipelineStage):
 
 
 class _AloneStage(_RecordedStage):
-    """Stage of a rank without peers: received tensors are random, and the warmup vote on known shapes is skipped."""
+    """Stage of a rank without peers: received numbers are random, and the warmup vote on known shapes is skipped."""
 
     def _p2p_ops(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
-            if kind in (ActionKind.RECV_F, ActionKind.RECV_B) and op.tensor.is_floating_point():
-                op.tensor.detach().normal_()
+            if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+                received = op.tensor.detach()
+                received.normal_() if received.is_floating_point() else received.zero_()  # an index is valid
         return super()._p2p_ops(kind, microbatch, ops)
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
