@@ -107,6 +107,28 @@ class CapturedPart(CapturedStage):
         sent = self.calls.run(self.module, inputs, batch, copies_views=self._splits_backward)
         return sent if len(sent) > 1 else sent[0]
 
+    def joined(self, others: Sequence[Stage]) -> Stage:
+        """See ``Stage.joined``; a second copy of a weight that two stages share has a name of its own."""
+        if not others:
+            return self
+        found = Stage(())
+        for stage in (self, *others):
+            for name, tensor in _named_tensors(stage):
+                *path, attribute = name.split(".")
+                owner: nn.Module = found
+                for word in path:
+                    if word not in owner._modules:
+                        owner.add_module(word, nn.Module())
+                    owner = owner.get_submodule(word)
+                if not isinstance(tensor, nn.Parameter):
+                    is_kept = attribute not in stage.get_submodule(".".join(path))._non_persistent_buffers_set
+                    owner.register_buffer(attribute, tensor, persistent=is_kept)
+                elif attribute in owner._parameters:
+                    owner.register_parameter(f"{attribute}_of_last_stage", tensor)
+                else:
+                    owner.register_parameter(attribute, tensor)
+        return found
+
     def drop_others(self, layers: Sequence[LayerSpec]) -> None:
         """Drops the weights and buffers of other stages."""
         names = {name.removeprefix("module.") for name, _, _ in self.with_specs(layers)} | self.calls.weights
