@@ -484,7 +484,9 @@ class _Recorder(TorchFunctionMode):
 
     def _argument(self, leaf: Any, reader: str, reads: frozenset[int]) -> Any:
         if not isinstance(leaf, Tensor):
-            return _checked(leaf, reader)
+            if _holds_tensors(leaf):  # it may also keep some for the next call
+                raise _refused(f"{reader} takes a {type(leaf).__name__} with tensors inside", "give it the tensors")
+            return leaf
         if self._storage(leaf) not in reads:
             return Unread(tuple(leaf.shape), leaf.dtype, self._device_type)
         if id(leaf) in self._numbers:
@@ -571,7 +573,7 @@ class _Recorder(TorchFunctionMode):
         """Number of the first call of a layer."""
         how, _, path = start.partition(" ")
         places = self._entered if how == "enter" else self._left
-        if path not in places:
+        if not start or path not in places:
             raise _refused(f"no module begins or ends where layer {layer} begins", "put the layers into modules")
         return places[path]
 
@@ -599,16 +601,15 @@ class _Begun(NamedTuple):
     autocast: torch.dtype | None
 
 
-def _checked(leaf: Any, reader: str) -> Any:
-    """A Python object, in which no tensors may be hidden."""
-    parts: Any = ()
-    if isinstance(leaf, slice):
-        parts = leaf.start, leaf.stop, leaf.step
-    elif not callable(leaf) and hasattr(leaf, "__dict__"):
-        parts = tuple(vars(leaf).values())
-    if _tensors(parts):
-        raise _refused(f"{reader} takes a {type(leaf).__name__} with tensors inside", "give it the tensors")
-    return leaf
+def _holds_tensors(held: Any, depth: int = 3) -> bool:
+    """True for a tensor, a module, and an object with tensors or modules inside."""
+    if isinstance(held, Tensor):
+        return True
+    if isinstance(held, nn.Module):
+        return any(True for _ in (*held.parameters(), *held.buffers()))
+    if depth == 0 or callable(held) or not hasattr(held, "__dict__"):
+        return False
+    return any(_holds_tensors(leaf, depth - 1) for leaf in tree_leaves([*vars(held).values()]))
 
 
 def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -81,7 +81,7 @@ class TiedWeights:
     def __init__(self, job: RunSpec, stages: Mapping[int, Stage], ends: Peers) -> None:
         model, last = job.model, job.plan.num_stages - 1
         names: tuple[str, ...] = ()
-        if last > 0 and model.layers[-1].tied:
+        if last > 0 and model.shared_by_ends:
             names = _TIED_NAMES if model.captured is None else tuple(_captured_ties(model))
         self._copies = [
             [p for name, p in stages[index].named_parameters() if name.endswith(names) and p.requires_grad]

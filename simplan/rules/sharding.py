@@ -133,8 +133,9 @@ def tied_embeddings_sharded(job: Job) -> Iterator[Problem]:
         what = "sharding of an embedding whose two copies are on different stages"
         fix = "use model.tied_embeddings = false, or plan.zero_stage = 1"
         yield not_modelled(job, "model.tied_embeddings", what, fix)
-    elif job.model.captured is not None and (names := job.model.layers[-1].tied):
-        what = f"sharding of a weight whose two copies are on different stages ({', '.join(names)})"
+    elif job.model.shared_by_ends:
+        names = ", ".join(job.model.layers[-1].tied)
+        what = f"sharding of a weight whose two copies are on different stages ({names})"
         yield not_modelled(job, "plan.zero_stage", what, "use 1, or plan.pp = 1")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from executor.run import run_job
 from simplan.validate.compare import issued_as_predicted
