@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.architectures import small_config
+from benchmarks.captured.modules import CONFIGS
 from executor.capture.calls import CallsPart, Recording, record_calls
 from executor.capture.capture import loss_of, model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
@@ -22,7 +22,6 @@ from simplan.model.captured.layers import captured_layers
 from simplan.program.lowering.stage import gradients_between
 from tests.executor.capture import modules
 from tests.executor.capture.test_capture import Masked
-from tests.executor.capture.test_hugging_face import KINDS
 from tests.executor.conftest import slow_except
 
 Batch = Callable[[int], Any]
@@ -225,16 +224,52 @@ def test_a_batch_of_another_shape_is_refused() -> None:
         part.run(module, (), tokens(3))
 
 
+_WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 3}
+ARCHITECTURES: dict[str, tuple[dict[str, Any], int]] = CONFIGS | {
+    "llama": ({"model_type": "llama", **_WIDTHS, "vocab_size": 200}, 32),
+    "bert": ({"model_type": "bert", **_WIDTHS, "vocab_size": 200}, 32),
+    "gpt2": ({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 200}, 32),
+    "mamba": ({"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 200}, 16),
+    "swin": (
+        {
+            "model_type": "swin",
+            "architectures": ["SwinForImageClassification"],
+            "image_size": 32,
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
+        1,
+    ),
+    "t5": (
+        {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "d_model": 64,
+            "d_ff": 128,
+            "d_kv": 16,
+            "num_heads": 4,
+            "num_layers": 3,
+            "vocab_size": 200,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+        },
+        32,
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_architectures_in_parts_equal_the_whole(kind: str) -> None:
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_in_parts_equal_the_whole(name: str) -> None:
     """With the dropout of their configuration."""
     pytest.importorskip("transformers")
-    config = small_config(kind)
+    config, seq_len = ARCHITECTURES[name]
     module, read = module_of_config(config)
 
     def make() -> nn.Module:
         torch.manual_seed(0)
         return module_of_config(config, "cpu")[0]
 
-    assert_parts_equal_the_whole(make, batch_of(module, read, 16))
+    assert_parts_equal_the_whole(make, batch_of(module, read, seq_len))
