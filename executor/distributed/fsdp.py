@@ -88,6 +88,8 @@ class StageSharding:
         Args:
             casts_inputs: Cast what the stage receives to the dtype of compute.
         """
+        # what a stage gives is sent, and nothing changes it in place
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .FSDPCapturedPart. returned a view tensor")
         self._units.make([stage], reshards=False, casts_inputs=casts_inputs)
 
 
