@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from executor.capture.calls import CallsPart, SentTensor, record_calls
+from executor.capture.calls import CallsPart, SentTensor
 from executor.capture.capture import Loss, loss_of, source_hash
 from executor.capture.hugging_face import module_of_config
+from executor.capture.recording import record_calls
 from executor.capture.user_code import built_with_weights, called, function_of
 from executor.distributed.recompute import Around, of_block, recompute_block
 from executor.models.model import Stage

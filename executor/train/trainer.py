@@ -350,7 +350,7 @@ class Trainer:
         return lambda step, number: moved(data.batch(step, number, num_samples), self._device, dtype)
 
     def _cut(self, index: int) -> StageCut:
-        """How a stage is cut out of a captured module."""
+        """Cut of a stage out of a captured module."""
         from executor.models.captured import StageCut
 
         job, shards = self._job, self._job.plan.shards_parameters

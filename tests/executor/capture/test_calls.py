@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.captured.modules import CONFIGS
-from executor.capture.calls import CallsPart, Recording, record_calls
+from executor.capture.calls import CallsPart, Recording
 from executor.capture.capture import loss_of, model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
+from executor.capture.recording import record_calls
 from simplan.errors import NotModelledError
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.layers import captured_layers
