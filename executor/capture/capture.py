@@ -154,18 +154,23 @@ def _problem(error: Exception) -> Problem:
 
 
 def fake_module(
-    module: nn.Module, dtype: torch.dtype, device: torch.device = _CPU, originals: dict[int, Tensor] | None = None
+    module: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    originals: dict[int, Tensor] | None = None,
+    buffer_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """A copy of a module whose tensors have no memory, with weights in the given dtype.
 
     Args:
         originals: Filled with the tensors of the module that are no parameters, by the ``id`` of their copies.
+        buffer_dtype: Dtype of these tensors; None for ``dtype``.
     """
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(fake_tensor(parameter, dtype, device), requires_grad=parameter.requires_grad)
         for parameter in module.parameters()
     }
-    with _CopiesWithoutData(dtype, device, {} if originals is None else originals):
+    with _CopiesWithoutData(buffer_dtype or dtype, device, {} if originals is None else originals):
         return copy.deepcopy(module, memo)
 
 

@@ -49,6 +49,7 @@ def record_calls(
     blocks: Sequence[str],
     starts: Sequence[str],
     dtype: torch.dtype,
+    buffer_dtype: torch.dtype | None = None,
     device: torch.device,
     autocast: torch.dtype | None = None,
     casts_inputs: bool = False,
@@ -61,6 +62,7 @@ def record_calls(
         blocks: Paths of blocks.
         starts: By layer, how it starts (``CapturedModel.starts``).
         dtype: Dtype of weights, and of numbers in floating point of the batch.
+        buffer_dtype: Dtype of buffers; None for ``dtype``.
         device: Device on which the calls will run.
         autocast: Dtype of autocast; None without.
         casts_inputs: Blocks cast their inputs to ``dtype``, as FSDP does.
@@ -70,7 +72,7 @@ def record_calls(
     """
     originals: dict[int, Tensor] = {}
     with active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True):
-        fake = fake_module(module, dtype, device, originals)
+        fake = fake_module(module, dtype, device, originals, buffer_dtype)
         given = tree_map(lambda leaf: fake_tensor(leaf, dtype, device) if isinstance(leaf, Tensor) else leaf, batch)
         recorder = _Recorder(fake, given, originals, device.type)
         args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from executor.capture.calls import CallsPart, SentTensor
 from executor.capture.capture import Loss, loss_of, source_hash
@@ -146,9 +146,10 @@ class StageCut(NamedTuple):
     Attributes:
         stage: Number of the stage.
         boundaries: First layer of each stage, and the number of layers.
-        batch: A batch, of as many samples as a microbatch.
+        batch, num_samples: Batch of a microbatch, and its samples.
         dtype: Dtype of compute.
-        autocast: Compute under autocast, with weights in FP32.
+        kept_dtype: Dtype of weights, and of buffers.
+        autocast: Compute under autocast.
         casts_inputs: Blocks cast their inputs to the dtype of compute, as FSDP does.
         splits_backward: See ``CapturedPart``.
     """
@@ -156,7 +157,9 @@ class StageCut(NamedTuple):
     stage: int
     boundaries: tuple[int, ...]
     batch: Any
+    num_samples: int
     dtype: torch.dtype
+    kept_dtype: torch.dtype
     autocast: bool
     casts_inputs: bool
     splits_backward: bool
@@ -199,8 +202,9 @@ def build_captured(
         parameter.requires_grad_(not said.frozen)
     if cut is not None:
         stage = _part(stage, layers, cut, device, seed)
-    if any((x.device, x.dtype) != (device, dtype) for x in module.parameters()):  # torch swaps no fake tensors
-        module.to(device, dtype)
+    tensors = (x for _, x in _named_tensors(module))
+    if any(x.device != device or (x.is_floating_point() and x.dtype != dtype) for x in tensors):
+        module.to(device, dtype)  # torch swaps no fake tensors
     numbers = {str(i): number for number, i in enumerate(i for i, path in enumerate(model.modules) if path)}
     for place, (index, layer) in enumerate(stage.layers.items()):
         mode = of_block(recompute, numbers[index])
@@ -223,7 +227,8 @@ def _part(
             whole._loss,
             blocks=[path for path in model.modules if path],
             starts=model.starts,
-            dtype=torch.float32 if cut.autocast else cut.dtype,
+            dtype=cut.kept_dtype if cut.autocast else cut.dtype,
+            buffer_dtype=cut.kept_dtype,
             device=device,
             autocast=cut.dtype if cut.autocast else None,
             casts_inputs=cut.casts_inputs,
@@ -241,14 +246,10 @@ def _check_sent(part: CallsPart, model: CapturedModel, before: LayerSpec, layer:
     """Raises a NotModelledError unless the tensors between two stages are those of the capture."""
     found = [math.prod(sent.shape) for sent in part.sent]
     tensors = [before.tensors[name] for name in before.outputs]
-    num_samples = next(leaf.shape[0] for leaf in tree_leaves(cut.batch) if isinstance(leaf, Tensor))
-    wanted = [tensor.elements * (1 if tensor.per_microbatch else num_samples) for tensor in tensors]
+    wanted = [tensor.elements * (1 if tensor.per_microbatch else cut.num_samples) for tensor in tensors]
     if found != wanted:
-        place = model.starts[layer]
-        rule = (
-            f"cut where forward comes to {place!r}, the module hands on tensors of {found} elements, and the capture "
-        )
-        rule += f"has {wanted}"
+        place = f"where it comes to {model.starts[layer]!r}"
+        rule = f"cut {place}, the module hands on tensors of {found} elements, and its capture has {wanted}"
         raise NotModelledError(Problem(field="plan.pp", rule=rule, fix="capture the module again, or use 1"))
 
 
