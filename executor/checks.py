@@ -161,8 +161,15 @@ def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
     if model is None:
         return
     has_blocks, wholes = any(model.modules), ("none", "selective_op", "selective_layer", "full")
+    changed = [
+        ("adapters", bool(job.model.lora_rank)),
+        ("matmuls in low precision", job.training.precision in job.software.low_precision),
+        ("compiled blocks", job.software.compiled),
+        ("units of FSDP by name or size", plan.fsdp_units is not None),
+    ]
+    whats = [what for what, is_so in changed if is_so]
     limits = {
-        "pp": (plan.pp > 1, "the executor does not cut a captured module into stages; use 1"),
+        "pp": (plan.pp > 1 and bool(whats), f"the executor cuts no captured module with {', '.join(whats)}; use 1"),
         "offload_activations": (plan.offload_activations, "the executor moves activations of families only; use false"),
         "recompute": (
             plan.recompute not in (wholes if has_blocks else wholes[:1]),
@@ -329,9 +336,6 @@ def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
         field = "training.backup_workers" if job.training.backup_workers else "cluster.stragglers"
         rule, fix = "is about ranks that others wait for, and a rehearsal has one rank", "remove it, or `simplan run`"
         yield Problem(field=field, rule=rule, fix=fix)
-    if job.model.captured is not None:
-        rule = "is a captured module, whose tensors a rehearsal cannot tell apart"
-        yield Problem(field="model.file", value=job.model.name, rule=rule, fix="`simplan run` it")
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"
         yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")

@@ -39,7 +39,7 @@ from executor.launch.rank import (
     live_as_rank,
 )
 from executor.launch.watchdog import Heartbeat, RankState
-from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory, without_bytes
+from executor.profiling.memory import forget_peaks, forget_traced_peak, peak_allocated_bytes, peak_memory, without_bytes
 from executor.profiling.recorder import Recorder, make_clock
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
@@ -421,6 +421,7 @@ def _traced_steps(build: Callable[[], Trainer], recorder: Recorder, steps: Seque
     States of the optimizer, and of compressed gradients, exist from the second step on in which they are used.
     """
     trainer = build()
+    forget_traced_peak()
     for step in steps:
         batch = trainer.batch(step)
         recorder.begin_step(step)

@@ -33,6 +33,7 @@ Loss = Callable[[Any], Tensor]
 
 _PRECISIONS: tuple[ComputedIn, ...] = ("fp32", "bf16", "autocast")
 _SAMPLES = 2, 3
+_CPU = torch.device("cpu")
 _NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 
 
@@ -153,22 +154,33 @@ def _problem(error: Exception) -> Problem:
     return Problem(field=place, rule=rule, fix=fix)
 
 
-def fake_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a module whose tensors have no memory, with weights in the given dtype."""
+def fake_module(
+    module: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    originals: dict[int, Tensor] | None = None,
+    buffer_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """A copy of a module whose tensors have no memory, with weights in the given dtype.
+
+    Args:
+        originals: Filled with the tensors of the module that are no parameters, by the ``id`` of their copies.
+        buffer_dtype: Dtype of these tensors; None for ``dtype``.
+    """
     memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(fake_tensor(parameter, dtype), requires_grad=parameter.requires_grad)
+        id(parameter): nn.Parameter(fake_tensor(parameter, dtype, device), requires_grad=parameter.requires_grad)
         for parameter in module.parameters()
     }
-    with _CopiesWithoutData(dtype):
+    with _CopiesWithoutData(buffer_dtype or dtype, device, {} if originals is None else originals):
         return copy.deepcopy(module, memo)
 
 
 class _CopiesWithoutData(TorchFunctionMode):
     """Deep copies of tensors, wherever a module keeps them, have no memory."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, originals: dict[int, Tensor]) -> None:
         super().__init__()
-        self._dtype = dtype
+        self._dtype, self._device, self._originals = dtype, device, originals
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,14 +189,15 @@ class _CopiesWithoutData(TorchFunctionMode):
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
-        memo[id(tensor)] = fake_tensor(tensor, self._dtype)
-        return memo[id(tensor)]
+        memo[id(tensor)] = made = fake_tensor(tensor, self._dtype, self._device)
+        self._originals[id(made)] = tensor
+        return made
 
 
-def fake_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def fake_tensor(tensor: Tensor, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
     """A tensor of the same shape without memory; numbers in floating point have the given dtype."""
     made = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty_like(tensor, device="cpu", dtype=made, requires_grad=False)
+    return torch.empty_like(tensor, device=device, dtype=made, requires_grad=False)
 
 
 def loss_of(output: Any, loss: Loss | None) -> Tensor:

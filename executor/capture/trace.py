@@ -258,13 +258,11 @@ def _too_many(seen: Seen) -> Problem:
 
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Operators as GPUs run them, and without transformers' checks of values.
+    """Operators as GPUs run them, on tensors without data.
 
-    Dropout is one kernel with a mask of bools; attention drops out inside of its kernel; grouped matmuls have any
-    precision, where torch tells their shapes for BF16 alone.
+    Dropout is one kernel with a mask of bools; attention drops out inside of its kernel.
     """
     attention = functional.scaled_dot_product_attention
-    grouped_shape = _meta_registrations._meta_grouped_mm_common
 
     def dropped(*args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
@@ -278,8 +276,25 @@ def as_on_gpus() -> Iterator[None]:
             args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
         return attention(*args, **({**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
+    with (
+        without_data(),
+        patch.object(functional, "dropout", dropped),
+        patch.object(torch, "dropout", dropped),
+        patch.object(functional, "scaled_dot_product_attention", attended),
+    ):
+        yield
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Context in which modules run on tensors without data as on others.
+
+    Grouped matmuls have any precision, where torch tells their shapes for BF16 alone. Transformers checks no values.
+    """
+    grouped_shape = _meta_registrations._meta_grouped_mm_common
+
     def grouped(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
-        if left.dtype not in (torch.float32, torch.float16):
+        if left.dtype is torch.bfloat16:
             return grouped_shape(left, right, **kwargs)  # type: ignore[no-any-return]
         result: Tensor = grouped_shape(left.bfloat16(), right.bfloat16(), **kwargs)
         return result.to(left.dtype)
@@ -287,9 +302,6 @@ def as_on_gpus() -> Iterator[None]:
     with (
         patch.dict(environ, {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}),
         _without_masks(),
-        patch.object(functional, "dropout", dropped),
-        patch.object(torch, "dropout", dropped),
-        patch.object(functional, "scaled_dot_product_attention", attended),
         patch.object(_meta_registrations, "_meta_grouped_mm_common", grouped),
     ):
         yield

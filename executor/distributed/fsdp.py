@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,9 +82,15 @@ class StageSharding:
             hide_hooks(matrices)
             outer.set_modules_to_forward_prefetch([inner])
 
-    def finish(self, stage: Stage) -> None:
-        """Shards the remaining parameters: layers that share a weight."""
-        self._units.make([stage], reshards=False)
+    def finish(self, stage: Stage, *, casts_inputs: bool = True) -> None:
+        """Shards the remaining parameters: layers that share a weight.
+
+        Args:
+            casts_inputs: Cast what the stage receives to the dtype of compute.
+        """
+        # what a stage gives is sent, and nothing changes it in place
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .FSDPCapturedPart. returned a view tensor")
+        self._units.make([stage], reshards=False, casts_inputs=casts_inputs)
 
 
 class _Units:
@@ -113,13 +120,13 @@ class _Units:
         self._divides_by = dims.fsdp.size * dims.replicate.size if experts else None
         self._mesh = dims.fsdp_mesh(device_type, experts=experts)
 
-    def make(self, modules: list[nn.Module], *, reshards: bool) -> FSDPModule:
+    def make(self, modules: list[nn.Module], *, reshards: bool, casts_inputs: bool = True) -> FSDPModule:
         """Makes one unit of modules, without parameters that are in other units."""
         fully_shard(
             modules,
             mesh=self._mesh,
             reshard_after_forward=reshards,
-            mp_policy=self._policies[0],
+            mp_policy=replace(self._policies[0], cast_forward_inputs=casts_inputs),
             offload_policy=self._policies[1],
             ignored_params=self.ignored,
             shard_placement_fn=lambda parameter: Shard(shard_dimension(local(parameter).shape, self._peers.size)),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from executor.distributed.mesh import Peers
 from executor.models.model import Stage
 from executor.train.optimizers import ShardGroups, local
 from simplan.model.layer import LayerSpec
+from simplan.model.model import ModelSpec
 from simplan.runs.run_spec import RunSpec
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -44,9 +45,13 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], tp: Peers) -> None
     for parameter in parameters:
         assert parameter.grad is not None
         gradients.append(local(parameter.grad))
-    if not gradients or tp.size == 1:
-        return
-    summed = tp.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+    if gradients and tp.size > 1:
+        _sum_together(gradients, tp)
+
+
+def _sum_together(gradients: Sequence[Tensor], peers: Peers) -> None:
+    """Sums gradients over ranks in one all-reduce."""
+    summed = peers.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
     for gradient, total in zip(gradients, torch.split(summed, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
 
@@ -67,35 +72,51 @@ def average_expert_gradients(parameters: Sequence[nn.Parameter], num_ranks: int,
 
 
 class TiedWeights:
-    """Tied embedding that the first and the last stage share: each has a copy, and the gradients are summed.
+    """Weights that the first and the last stage share: each has a copy, and the gradients are summed.
 
     Args:
-        ends: Ranks with the embedding and the head; this rank alone if it has both.
+        ends: Ranks with the first and the last stage; this rank alone if it has both.
     """
 
     def __init__(self, job: RunSpec, stages: Mapping[int, Stage], ends: Peers) -> None:
-        last = job.plan.num_stages - 1
-        there = job.model.tied_embeddings and not job.model.lora_rank and last > 0
-        held = [stage for index, stage in stages.items() if there and index in (0, last)]
-        self._copies = [p for stage in held for name, p in stage.named_parameters() if name.endswith(_TIED_NAMES)]
+        model, last = job.model, job.plan.num_stages - 1
+        names: tuple[str, ...] = ()
+        if last > 0 and model.shared_by_ends:
+            names = _TIED_NAMES if model.captured is None else tuple(_captured_ties(model))
+        self._copies = [
+            [p for name, p in stages[index].named_parameters() if name.endswith(names) and p.requires_grad]
+            for index in (0, last)
+            if names and index in stages
+        ]
         self._has_last, self._ends = last in stages, ends
 
     @property
     def second_copies(self) -> list[nn.Parameter]:
-        """The copy of the last stage, which a norm over all weights must not count again."""
-        return self._copies[-1:] if self._has_last else []
+        """The copies of the last stage, which a norm over all weights must not count again."""
+        return self._copies[-1] if self._copies and self._has_last else []
 
     def sum_gradients(self) -> None:
         """Each end has computed a part of the gradient."""
-        if not self._copies:
-            return
-        gradients = [local(weight.grad) for weight in self._copies if weight.grad is not None]
-        assert len(gradients) == len(self._copies)
-        if self._ends.size == 1:  # both ends are on this rank
-            gradients[0].add_(gradients[1])
-            gradients[1].copy_(gradients[0])
-        else:
-            self._ends.all_reduce(gradients[0])
+        ends = [[local(weight.grad) for weight in held if weight.grad is not None] for held in self._copies]
+        assert [*map(len, ends)] == [*map(len, self._copies)]
+        match ends:
+            case [first, second]:  # both ends are on this rank
+                for own, other in zip(first, second, strict=True):
+                    own.add_(other)
+                    other.copy_(own)
+            case [[gradient]]:
+                self._ends.all_reduce(gradient)
+            case [gradients] if gradients:
+                _sum_together(gradients, self._ends)
+
+
+def _captured_ties(model: ModelSpec) -> Iterator[str]:
+    """Names in a captured stage of the weights that the first and the last layer share."""
+    assert model.captured is not None, "a captured model"
+    head, path = model.layers[-1], model.captured.module_of(len(model.layers) - 1)
+    for parameter in head.parameters:
+        if parameter.name in head.tied:
+            yield f"module.{path}.{parameter.name}" if path and not parameter.in_root else f"module.{parameter.name}"
 
 
 class GradientClipper:

@@ -198,7 +198,7 @@ class ParallelDims:
                 "expert_shard" if sharded_experts else "expert",
                 job.model.num_experts > 0 and plan.shard.experts_apart,
             ),
-            tied=_peers(world, rank, recorder, ends, job.model.tied_embeddings and first != last),
+            tied=_peers(world, rank, recorder, ends, job.model.shared_by_ends and first != last),
             members=members,
             alone=alone,
         )

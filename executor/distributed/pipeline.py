@@ -2,8 +2,9 @@
 
 torch's ``_PipelineScheduleRuntime`` executes a list of actions loaded as ``compute_comms``. Private names used, with
 the same meaning in torch 2.11 and 2.13 (``tests/executor/distributed/test_pipeline.py`` pins them): the runtime class
-and its ``_prepare_schedule_with_comms``, ``_maybe_compute_loss``, ``_maybe_get_loss``, ``_update_losses``; ``_Action``;
-the stage's ``fwd_cache``; and, of 2.13 only, ``_warmup_forward_vote`` and ``_warmup_backward_result``.
+and its ``_prepare_schedule_with_comms``, ``_split_inputs``, ``_maybe_compute_loss``, ``_maybe_get_loss``,
+``_update_losses``; ``_Action``; the stage's ``fwd_cache`` and ``bwd_cache``; and, of 2.13 only,
+``_warmup_forward_vote`` and ``_warmup_backward_result``.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ from simplan.program.tables.complete import stage_to_rank
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A tensor that enters or leaves a stage, for one microbatch."""
+    """A tensor that enters or leaves a stage, for one microbatch.
+
+    Attributes:
+        returns: Backward returns a gradient, if the tensor has numbers in floating point.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    returns: bool = True
 
     def example(self) -> Tensor:
         """Tensor on the meta device with shape and dtype, so that torch needs no trial run to find them."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
+        has_gradient = self.returns and self.dtype.is_floating_point
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=has_gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class PipelineEngine:
         peers: Peers,
         *,
         num_microbatches: int,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Callable[[Tensor, Any], Tensor],
         device: torch.device,
         recorder: Recorder,
         alone: bool = False,
@@ -107,13 +114,13 @@ class PipelineEngine:
         """One step up to and including REDUCE_GRAD.
 
         Args:
-            tokens: (num_microbatches * microbatch_size, seq_len) int64.
-            targets: The tokens that follow them.
+            tokens: (num_microbatches * microbatch_size, seq_len) int64, or a list of the batches of all stages.
+            targets: The tokens that follow them; None where the module gives the loss.
 
         Returns:
             Loss of every microbatch in order, detached; empty on ranks without the last stage.
         """
-        inputs = (tokens,) if any(stage.is_first for stage in self._stages) else ()
+        inputs = (tokens,) if isinstance(tokens, list) or any(stage.is_first for stage in self._stages) else ()
         has_last = any(stage.is_last for stage in self._stages)
         self._runtime.step(*inputs, target=targets if has_last else None, return_outputs=False)
         for stage in self._stages:
@@ -176,6 +183,8 @@ class _RecordedStage(PipelineStage):
         return self._p2p_ops(ActionKind.SEND_F, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        gradients = self.bwd_cache[bwd_chunk_id]  # of a split backward, as autograd made them
+        self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in gradients)
         return self._p2p_ops(ActionKind.SEND_B, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def complete_sends(self) -> None:
@@ -203,12 +212,13 @@ class _RecordedStage(PipelineStage):
 
 
 class _AloneStage(_RecordedStage):
-    """Stage of a rank without peers: received tensors are random, and the warmup vote on known shapes is skipped."""
+    """Stage of a rank without peers: received numbers are random, and the warmup vote on known shapes is skipped."""
 
     def _p2p_ops(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
-            if kind in (ActionKind.RECV_F, ActionKind.RECV_B) and op.tensor.is_floating_point():
-                op.tensor.detach().normal_()
+            if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+                received = op.tensor.detach()
+                received.normal_() if received.is_floating_point() else received.zero_()  # an index is valid
         return super()._p2p_ops(kind, microbatch, ops)
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -232,12 +242,18 @@ class _Runtime(_PipelineScheduleRuntime):
         self._losses.clear()
         return losses
 
+    def _split_inputs(self, args: Any, kwargs: Any = None) -> Any:
+        """As torch's, of tensors; batches in a list are given to every stage by name."""
+        if args and isinstance(args[0], list):
+            return [()] * len(args[0]), [{"batch": batch} for batch in args[0]]
+        return super()._split_inputs(args, kwargs)
+
     def _maybe_compute_loss(self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *loss_kwargs: Any) -> None:
         # loss_kwargs is new in torch 2.13; we pass none.
         if not stage.is_last:
             return
         assert self._loss_fn is not None
-        loss = self._loss_fn(output, target_mbs[mb_index])
+        loss = self._loss_fn(output, None if target_mbs is None else target_mbs[mb_index])
         self._graphs[mb_index] = loss
         self._losses[mb_index] = loss.detach()
         # torch keeps the logits until backward, which needs only the loss.

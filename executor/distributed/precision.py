@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,10 @@ class Autocast(nn.Module):
         self.module = module
         self._dtype, self._device_type, self._keeps_copies = dtype, device_type, keeps_copies
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         """The module's output."""
         with torch.autocast(self._device_type, self._dtype, cache_enabled=self._keeps_copies):
-            out: Tensor | tuple[Tensor, ...] = self.module(*inputs)
+            out: Tensor | tuple[Tensor, ...] = self.module(*inputs, **named)
         return out
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from executor.launch.watchdog import Unwatched
+from executor.models.model import Stage
 from executor.profiling.recorder import Recorder, make_clock
 from executor.train.optimizers import local
 from executor.train.trainer import Trainer
@@ -62,6 +63,7 @@ class Allocation:
         shape: Shape of the tensor that the storage was allocated for.
         callers: Code of the functions that allocated the storage, innermost first.
         born, died: ``StorageTracker.period`` of the allocation and of the release; None while the storage is alive.
+        is_gradient: The storage was found to be a gradient of a weight.
     """
 
     num_bytes: int
@@ -69,6 +71,7 @@ class Allocation:
     callers: tuple[CodeType, ...]
     born: int
     died: int | None = None
+    is_gradient: bool = False
 
     @property
     def made_in(self) -> Iterator[tuple[str, str]]:
@@ -221,6 +224,8 @@ class MemoryTracker(Recorder):
             actions[:] = [self.current]
 
         for step in range(NUM_STEPS):
+            if step and job.model.captured is not None:  # the first step has made FSDP's unsharded parameters
+                self._watch_gradients(trainer)
             batch = trainer.batch(step)
             storages.peak_bytes, storages.on_peak = 0, on_peak if step else None
             self.begin_step(step)
@@ -231,6 +236,19 @@ class MemoryTracker(Recorder):
         for held, num_bytes, category in worst:
             by_category[category or shapes.category(held)] += num_bytes
         return MeasuredPeak(storages.peak_bytes, dict(by_category), str(actions[0]))
+
+    def _watch_gradients(self, trainer: Trainer) -> None:
+        """Notes each gradient of a weight before it is added to those of other microbatches."""
+
+        def comes(gradient: Tensor) -> None:
+            if (held := self.storages.alive.get(_storage_key(gradient))) is not None:
+                held.is_gradient = True
+
+        for stage in trainer.stages.values():
+            unsharded = (getattr(held, "_unsharded_param", None) for held in _fsdp_parameters(stage))
+            for parameter in (*stage.parameters(), *unsharded):
+                if parameter is not None and parameter.requires_grad:
+                    parameter.register_hook(comes)
 
 
 def _known(trainer: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
@@ -249,9 +267,8 @@ def _known(trainer: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
     for optimizer in trainer.local_optimizers:
         note(states, *(value for state in optimizer.state.values() for value in state.values()))
     for stage in trainer.stages.values():
-        sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         gathered = set()
-        for held in (held for module in sharded for group in _parameter_groups(module) for held in group.fsdp_params):
+        for held in _fsdp_parameters(stage):
             whole = getattr(held, "_unsharded_param", None)
             gathered.add(id(whole))
             gathered.add(id(held.sharded_param))
@@ -265,6 +282,13 @@ def _known(trainer: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
     return found
 
 
+def _fsdp_parameters(stage: Stage) -> Iterator[Any]:
+    """FSDP's own objects for the parameters of a stage."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            yield from (held for group in _parameter_groups(module) for held in group.fsdp_params)
+
+
 def _parameter_groups(module: Any) -> list[Any]:
     """FSDP's own, of which a module has one up to torch 2.12 and a list from 2.13 on."""
     state = module._get_fsdp_state()
@@ -275,13 +299,15 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Shapes that identify gradients of matrices, and tensors over the vocabulary."""
+    """Shapes that identify gradients of matrices, and tensors over the vocabulary; none of a captured module."""
 
-    matrices: frozenset[tuple[int, ...]]
-    vocab: int
+    matrices: frozenset[tuple[int, ...]] = frozenset()
+    vocab: int = -1
 
     @classmethod
     def of(cls, job: RunSpec) -> _Shapes:
+        if job.model.captured is not None:
+            return cls()
         layers = job.model.layers_of(job.plan.shard)
         shapes = {p.shape for layer in layers for p in layer.parameters if len(p.shape) > 1}
         vocab = next((p.shape[0] for p in reversed(layers[-1].parameters) if p.shape), 0)
@@ -292,7 +318,7 @@ class _Shapes:
         for function in held.made_in:
             if function in _MADE_IN:
                 return _MADE_IN[function]
-        if held.shape in self.matrices and not held.outlives_its_period:
+        if held.is_gradient or (held.shape in self.matrices and not held.outlives_its_period):
             return _C.GRADIENTS
         if held.shape and held.shape[-1] == self.vocab and held.shape not in self.matrices:
             return _C.LOGITS

@@ -105,12 +105,15 @@ class Stage(nn.Module):
             for (name, parameter), said in zip(layer.named_parameters(), layers[int(index)].parameters, strict=True):
                 yield f"layers.{index}.{name}", parameter, said
 
-    @staticmethod
-    def joined(stages: Sequence[Stage]) -> Stage:
-        """All stages of a rank as one module, whose parameters have the names of the whole model."""
-        if len(stages) == 1:
-            return stages[0]
-        return Stage((int(index), layer) for stage in stages for index, layer in stage.layers.items())
+    def joined(self, others: Sequence[Stage]) -> Stage:
+        """All stages of a rank as one module, whose parameters have the names of the whole model.
+
+        Args:
+            others: The other stages of the rank.
+        """
+        if not others:
+            return self
+        return Stage((int(index), layer) for stage in (self, *others) for index, layer in stage.layers.items())
 
 
 def build_stage(

@@ -12,9 +12,11 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from simplan.runs.measurement import PeakMemory
+
+_FORGET = "simplan: forget the peak"
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
@@ -94,10 +96,19 @@ def process_bytes(name: str) -> int:
 
 
 def peak_allocated_bytes(run: Callable[[], None]) -> int:
-    """Peak of the bytes of all tensors that ``run`` makes on the CPU, by torch's trace of allocations."""
+    """Peak of the bytes of all tensors that ``run`` makes on the CPU, by torch's trace of allocations.
+
+    ``forget_traced_peak`` begins the peak again.
+    """
     with AllocationTrace() as trace:
         run()
     return trace.peak_bytes()
+
+
+def forget_traced_peak() -> None:
+    """Of what was allocated before in a trace, only what is still there counts, as after ``forget_peaks``."""
+    with record_function(_FORGET):
+        pass
 
 
 class AllocationTrace:
@@ -113,8 +124,10 @@ class AllocationTrace:
 
     def peak_bytes(self) -> int:
         """Peak of their bytes, once the context is closed; tensors of before do not count."""
-        allocated, events = _Allocated(), _memory_events(self._profile)
-        return max((allocated.change(address, num_bytes) for address, num_bytes in events), default=0)
+        allocated, peak = _Allocated(), 0
+        for change in _memory_events(self._profile):
+            peak = allocated.total if change is None else max(peak, allocated.change(*change))
+        return peak
 
 
 class _Allocated:
@@ -125,7 +138,7 @@ class _Allocated:
     """
 
     def __init__(self) -> None:
-        self._total = 0
+        self.total = 0
         self._starts: list[int] = []
         self._sizes: dict[int, int] = {}
 
@@ -134,7 +147,7 @@ class _Allocated:
         if num_bytes < 0:
             if address in self._sizes:
                 self._forget(bisect_left(self._starts, address))
-            return self._total
+            return self.total
         index = bisect_left(self._starts, address)
         if index and self._starts[index - 1] + self._sizes[self._starts[index - 1]] > address:
             index -= 1
@@ -142,22 +155,27 @@ class _Allocated:
             self._forget(index)
         self._starts.insert(index, address)
         self._sizes[address] = num_bytes
-        self._total += num_bytes
-        return self._total
+        self.total += num_bytes
+        return self.total
 
     def _forget(self, index: int) -> None:
-        self._total -= self._sizes.pop(self._starts.pop(index))
+        self.total -= self._sizes.pop(self._starts.pop(index))
 
 
-def _memory_events(trace: profile) -> list[tuple[int, int]]:
-    """Address and bytes of every allocation (positive) and release (negative), in order of time."""
+def _memory_events(trace: profile) -> list[tuple[int, int] | None]:
+    """Address and bytes of every allocation (positive) and release (negative), in order of time.
+
+    None where ``forget_traced_peak`` was called.
+    """
     assert trace.profiler is not None
     results: Any = trace.profiler.kineto_results
     pending, events = list(results.experimental_event_tree()), []
     while pending:
         event = pending.pop()
         pending.extend(event.children)
-        if event.name == "[memory]":
+        if event.name in ("[memory]", _FORGET):
             events.append(event)
     events.sort(key=lambda event: event.start_time_ns)
-    return [(event.extra_fields.ptr, event.extra_fields.alloc_size) for event in events]
+    return [
+        None if event.name == _FORGET else (event.extra_fields.ptr, event.extra_fields.alloc_size) for event in events
+    ]

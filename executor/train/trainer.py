@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from executor.distributed.replicas.membership import Meeting
     from executor.distributed.replicas.outer import OuterSteps
     from executor.distributed.zero import ShardedOptimizer
+    from executor.models.captured import CapturedPart, StageCut
     from executor.train.boundaries import LayerBoundaries
     from executor.train.training_state import TrainingState
 
@@ -303,6 +304,7 @@ class Trainer:
         if model.captured is not None:
             from executor.models.captured import build_captured
 
+            cut = self._cut(index) if plan.pp > 1 else None
             own: Stage = build_captured(
                 model.captured,
                 self._layers,
@@ -314,10 +316,11 @@ class Trainer:
                 around_rerun=self._recorder.rerun,
                 frozen_dtype=compute_dtype(job),
                 fp8_recipe=fp8_recipe(job),
+                cut=cut,
                 finish=finish,
             )
             if sharding is not None:
-                sharding.finish(own)
+                sharding.finish(own, casts_inputs=cut is None)
             return own
         stage = build_stage(
             model,
@@ -346,9 +349,29 @@ class Trainer:
         from executor.models.captured import CapturedData, moved
 
         data, num_samples = CapturedData(job.model.captured, job.seed), job.plan.microbatch_size
-        frozen_dtype = compute_dtype(job) if job.model.lora_rank else None
-        dtype = frozen_dtype or weight_dtype(job)
+        # FSDP casts the batch of a whole module; between stages, tensors keep their dtypes
+        in_stages = job.plan.pp > 1 and job.plan.shards_parameters
+        dtype = (compute_dtype(job) if in_stages or job.model.lora_rank else None) or weight_dtype(job)
         return lambda step, number: moved(data.batch(step, number, num_samples), self._device, dtype)
+
+    def _cut(self, index: int) -> StageCut:
+        """Cut of a stage out of a captured module."""
+        from executor.models.captured import StageCut
+
+        job, shards = self._job, self._job.plan.shards_parameters
+        assert self._captured_data is not None, "a captured model"
+        dtype = compute_dtype(job)
+        return StageCut(
+            index,
+            job.boundaries,
+            self._captured_data(0, 0),
+            job.plan.microbatch_size,
+            dtype or weight_dtype(job),
+            weight_dtype(job),
+            autocast=dtype is not None and not shards,
+            casts_inputs=dtype is not None and shards,
+            splits_backward=any(a.kind is ActionKind.BACKWARD_INPUT for row in job.parsed_table() for a in row),
+        )
 
     def _sharding(self, index: int) -> StageSharding:
         from executor.distributed.fsdp import StageSharding
@@ -497,6 +520,13 @@ class Trainer:
         from executor.distributed.pipeline import Boundary, StageModule
 
         job, plan, model = self._job, self._job.plan, self._job.model
+        if model.captured is not None:
+            part = cast("CapturedPart", self.stages[index])
+            inputs, outputs = (
+                [Boundary(sent.shape, sent.dtype, sent.requires_grad) for sent in tensors]
+                for tensors in (part.received, part.sent)
+            )
+            return StageModule(index, module, inputs, outputs, self._completion(index))
         computed, kept = compute_dtype(job) or weight_dtype(job), weight_dtype(job)
         # autocast keeps the residual stream in FP32, except after a frozen embedding
         residual = computed if plan.shards_parameters or model.lora_rank else kept

@@ -54,7 +54,7 @@ class TrainingState:
     ) -> None:
         self._optimizers, self._device, self._outer, self._compression = optimizers, device, outer, compression
         self._replica = "" if outer is None else f".replica{dims.outer.rank}"
-        self._model = Stage.joined(stages)
+        self._model = stages[0].joined(stages[1:])
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         self._second_names = parameters.keys() - dict(self._model.named_parameters()).keys()
         self._split, self._tp = split, dims.tp

@@ -297,6 +297,11 @@ class ModelSpec(Spec):
         adapts_itself = self.captured is not None
         return adapted_layers(layers, self, shard) if self.lora_rank and not adapts_itself else layers
 
+    @property
+    def shared_by_ends(self) -> bool:
+        """The first and the last layer share a weight, of which a pipeline has two copies."""
+        return self.tied_embeddings if self.captured is None else bool(self.layers[-1].tied)
+
     def padded(self, multiple: int) -> ModelSpec:
         """The model with its vocabulary padded to a multiple; unchanged if it has none or the result is too large."""
         size = -(-self.vocab_size // multiple) * multiple

@@ -96,7 +96,7 @@ def _reducing(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> 
     pipeline = mapping.group("pp", rank)
     if job.training.clip_grad_norm is not None:
         yield "pipeline", pipeline
-    if job.model.tied_embeddings and plan.pp > 1:
+    if job.model.shared_by_ends and plan.pp > 1:
         yield "first and last pipeline", (pipeline[0], pipeline[-1])
 
 

@@ -158,10 +158,16 @@ def broadcasts_modelled(job: Job) -> Iterator[Problem]:
 
 @unmodelled("sharding embeddings tied over two pipeline ranks is not modeled", reads="shards_parameters pp")
 def tied_embeddings_sharded(job: Job) -> Iterator[Problem]:
-    if job.plan.shards_parameters and job.plan.pp > 1 and job.model.tied_embeddings:
+    if not job.plan.shards_parameters or job.plan.pp == 1:
+        return
+    if job.model.tied_embeddings:
         what = "sharding of an embedding whose two copies are on different stages"
         fix = "use model.tied_embeddings = false, or plan.zero_stage = 1"
         yield not_modelled(job, "model.tied_embeddings", what, fix)
+    elif job.model.shared_by_ends:
+        names = ", ".join(job.model.layers[-1].tied)
+        what = f"sharding of a weight whose two copies are on different stages ({names})"
+        yield not_modelled(job, "plan.zero_stage", what, "use 1, or plan.pp = 1")
 
 
 @unmodelled("sharding batch norms in half precision is not modeled", reads="shards_parameters")

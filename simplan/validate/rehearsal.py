@@ -111,6 +111,11 @@ def _peaks(memory: RankMemory, rehearsal: Rehearsal, categories: dict[MemoryCate
 
 def _notes(prediction: Prediction, rehearsal: Rehearsal) -> Iterator[str]:
     plan = prediction.job.plan
+    if prediction.job.model.captured is not None:
+        yield (
+            "of a captured module, activations are tensors that outlive the action that makes them; what is neither "
+            "that nor a gradient of a weight counts as workspace"
+        )
     if rehearsal.fake:
         yield "tensors had no data: bytes are those that torch asks its allocator for, and no time was measured"
         if plan.offload_optimizer or plan.offload_activations:

@@ -99,7 +99,7 @@ def kinds_needed(plan: ParallelPlan, model: ModelSpec, training: TrainingSpec) -
         kinds.add(CollectiveKind.ALL_REDUCE)
     if plan.pp > 1:
         kinds.add(CollectiveKind.SEND)
-        if model.tied_embeddings and not model.lora_rank:
+        if model.shared_by_ends and not model.lora_rank:
             kinds.add(CollectiveKind.ALL_REDUCE)
     split = plan.shards_parameters or plan.tp > 1
     if (training.clip_grad_norm is not None and (split or plan.pp > 1)) or (training.optimizer in LAYERWISE and split):

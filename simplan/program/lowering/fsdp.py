@@ -286,8 +286,10 @@ class FsdpHooks(Hooks):
         self._gathered.add(index)
 
     def _in_order_of_modules(self, action: Action) -> list[int]:
-        """Returns all units of a stage, layer by layer; a nested unit comes after its layer's unit."""
-        return self._beginning(action, range(len(self.stages.layers[action.stage])))
+        """Returns all units of a stage: that of code between modules, then layer by layer, nested ones after theirs."""
+        layers, units = self.stages.layers[action.stage], self.units[action.stage]
+        found = self._beginning(action, range(len(layers)))
+        return sorted(found, key=lambda index: not layers[units[index].layers[0]].in_root)
 
     def _beginning(self, action: Action, part: range) -> list[int]:
         """Returns the units whose first layer is in ``part``."""

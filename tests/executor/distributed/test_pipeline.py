@@ -18,6 +18,7 @@ GATHER, SCATTER = _fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultR
     ("function", "parameters"),
     [
         (RUNTIME._prepare_schedule_with_comms, "actions format"),
+        (RUNTIME._split_inputs, "args kwargs"),
         (RUNTIME._maybe_compute_loss, "stage output target_mbs mb_index"),
         (RUNTIME._maybe_get_loss, "stage mb_index"),
         (RUNTIME._update_losses, "stages losses"),
@@ -53,6 +54,7 @@ def test_the_runtime_takes_targets_and_need_not_return_outputs() -> None:
 def test_the_cache_holds_outputs_and_inputs_and_the_last_stage_needs_no_outputs() -> None:
     """The adapter empties the outputs of the last stage: backward there starts from the loss."""
     assert "self.fwd_cache[fwd_chunk_id] = (" in inspect.getsource(PipelineStage.forward_one_chunk)
+    assert "self.bwd_cache[bwd_chunk_id] = " in inspect.getsource(PipelineStage.backward_one_chunk)
     assert '"stage_output": loss,' in inspect.getsource(PipelineStage.backward_one_chunk)
 
 

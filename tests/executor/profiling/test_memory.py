@@ -7,7 +7,7 @@ from threading import Thread
 
 import torch
 
-from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory
+from executor.profiling.memory import forget_peaks, forget_traced_peak, peak_allocated_bytes, peak_memory
 
 
 def test_peak_of_known_allocations() -> None:
@@ -23,6 +23,21 @@ def test_peak_of_known_allocations() -> None:
 
     gc.collect()
     assert peak_allocated_bytes(run) == 4 * (2000 + 500 + 1500)
+
+
+def test_a_peak_that_is_forgotten_leaves_what_is_still_there() -> None:
+    """8 kB and 4 kB, of which the 4 kB stay; then 2 kB come."""
+
+    def run() -> None:
+        first = torch.empty(2000, dtype=torch.float32)
+        second = torch.empty(1000, dtype=torch.float32)
+        del first
+        forget_traced_peak()
+        third = torch.empty(500, dtype=torch.float32)
+        del second, third
+
+    gc.collect()
+    assert peak_allocated_bytes(run) == 4 * (1000 + 500)
 
 
 def test_what_other_threads_release_is_not_counted_for_ever() -> None:

@@ -1,0 +1,138 @@
+"""Pipelines of captured modules on real ranks and alone: against one process, the Program, and torch's account."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.dry_run.rehearse import rehearse
+from executor.run import run_job
+from simplan.errors import NotModelledError
+from simplan.program.program import MemoryCategory
+from simplan.runs.run_spec import RunSpec
+from simplan.training import Precision
+from simplan.validate.compare import issued_as_predicted, predicted_communications
+from tests.executor.capture import test_running
+from tests.executor.capture.test_running import assert_equal_to_one_process, job_of, prediction_of
+from tests.executor.conftest import slow_except
+from tests.executor.dry_run.accounting import predicted_peak
+from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
+from tests.executor.train.test_equality import run_in_float64
+
+_1F1B: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}
+_FOUR: dict[str, Any] = {"pp": 2, "virtual_stages": 2, "stage_layers": (0, 1, 1, 1)}
+PLANS: dict[str, dict[str, Any]] = {
+    "gpipe": {"pp": 2, "schedule": "gpipe"},
+    "1f1b": _1F1B,
+    "early": _1F1B | {"stage_layers": (0, 1)},
+    "interleaved": _FOUR | {"schedule": "interleaved_1f1b"},
+    "ddp": _1F1B | {"dp_replicate": 2},
+    "zero1": _1F1B | {"dp_shard": 2, "zero_stage": 1},
+    "zero3": _1F1B | {"dp_shard": 2},
+    "recomputed": _1F1B | {"recompute": "full"},
+    "zb-h1": _1F1B | {"schedule": "zb-h1"},
+    "zb-v": _FOUR | {"schedule": "zb-v"},
+}
+CASES = [
+    ("UNet", "early"),
+    ("Recommender", "early"),
+    *(("DiT", plan) for plan in PLANS if plan != "early"),
+    ("AdaptedDiT", "1f1b"),
+    ("AdaptedDiT", "zero3"),
+    ("Scaled", "ddp"),
+    ("StateSpaceModel", "1f1b"),
+    ("StateSpaceModel", "zero1"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), slow_except([("StateSpaceModel", "1f1b")], CASES))
+def test_pipelines_equal_one_process(name: str, plan: str, tmp_path: Path) -> None:
+    """Losses and all gradients; the ends of the state-space model share a weight."""
+    job = job_of(prediction_of(name, PLANS[plan]), dtype="fp64")
+    run = run_in_float64(job, tmp_path)
+    assert_equal_to_one_process(job, run.measurement.losses, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "plan", "precision"), [*((*case, "fp32") for case in CASES), ("DiT", "zero3", "bf16")]
+)
+def test_pipelines_issue_what_is_predicted(name: str, plan: str, precision: Precision, tmp_path: Path) -> None:
+    """Tensors between stages, their gradients, and all collectives: kinds, groups, bytes and order."""
+    assert issued_as_predicted(run_job(job_of(prediction_of(name, PLANS[plan], precision)), tmp_path))
+
+
+def issued(job: RunSpec, rank: int, *, fake: bool) -> bool:
+    """True if a rank alone issues what is predicted."""
+    found = [(c.kind, c.ranks, c.num_bytes, c.action) for c in rehearse(job, rank, fake=fake).collectives]
+    return found == predicted_communications(job)[rank]
+
+
+REHEARSED = [
+    (name, plan, precision)
+    for (name, plan), precision in product([*CASES, ("DiT", "whole zero3"), ("UNet", "whole")], ("fp32", "bf16"))
+    if plan != "early"
+]
+WHOLE: dict[str, dict[str, Any]] = {"whole": {}, "whole zero3": test_running.PLANS["zero3"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "precision"), slow_except([("DiT", "zero3", "bf16"), ("UNet", "whole", "fp32")], REHEARSED)
+)
+def test_a_rank_is_rehearsed_alone(name: str, plan: str, precision: Precision) -> None:
+    """Of the first and the last stage: what it issues, its peak, and the categories that torch tells apart."""
+    job = job_of(prediction_of(name, (PLANS | WHOLE)[plan], precision))
+    for rank in {0, job.plan.num_devices - 1}:
+        rehearsal, predicted = rehearse(job, rank, fake=True), predicted_peak(job, rank)
+        if "ddp" not in plan and "zero1" not in plan:  # without data DDP keeps its first buckets
+            assert issued(job, rank, fake=True)
+        assert predicted.total_bytes == pytest.approx(rehearsal.peak_memory.allocated_bytes, rel=0.065)
+        found = rehearsal.peak_by_category
+        assert sum(found.values()) == rehearsal.peak_memory.allocated_bytes
+        assert found[MemoryCategory.PARAMETERS] == predicted.by_category[MemoryCategory.PARAMETERS]
+        for category in (MemoryCategory.OPTIMIZER, MemoryCategory.BUFFERS):
+            assert found.get(category, 0) == pytest.approx(predicted.by_category[category], rel=0.01, abs=200)
+
+
+@pytest.mark.parametrize("name", slow_except(["Recommender"], test_running.MODULES))
+def test_gradients_in_flight_are_told_from_other_tensors(name: str) -> None:
+    """Gradients of weights not yet added to those of other microbatches, which are as large as the largest weight."""
+    job = job_of(prediction_of(name, {}))
+    found = rehearse(job, 0, fake=True).peak_by_category
+    held = sum(parameter.num_elements * 4 for layer in job.model.layers for parameter in layer.parameters)
+    largest = max(parameter.num_elements * 4 for layer in job.model.layers for parameter in layer.parameters)
+    if not job.model.shared_by_ends:
+        assert (
+            held - 4 * sum(p.num_elements for x in job.model.layers for p in x.parameters if p.frozen)
+            <= (found[MemoryCategory.GRADIENTS])
+        )
+    assert found[MemoryCategory.GRADIENTS] <= held + 2 * largest
+
+
+@pytest.mark.slow
+def test_a_rehearsal_on_this_machine_measures_all_actions() -> None:
+    """With data: indices among the received tensors are valid."""
+    job = job_of(prediction_of("DiT", PLANS["zb-v"]))
+    for rank in (0, 1):
+        rehearsal = rehearse(job, rank, fake=False)
+        assert issued(job, rank, fake=False)
+        assert all(time.median_s > 0 for time in rehearsal.actions if "REDUCE_GRAD" not in time.action)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["1f1b", "interleaved"])
+def test_pipelines_go_on_from_checkpoints_as_other_pipelines_do(plan: str, tmp_path: Path) -> None:
+    """The same samples on one rank after four steps on two."""
+    first, after = (job_of(prediction_of("DiT", each), dtype="fp64") for each in (PLANS[plan], {}))
+    whole = undisturbed(first, tmp_path / "whole")
+    _, second = in_two_parts(first, after, tmp_path)
+    assert second.losses == pytest.approx(whole.losses[4:], rel=1e-9)
+
+
+def test_shards_of_a_weight_that_both_ends_share_are_refused() -> None:
+    rule = r"plan\.zero_stage = 3: sharding of a weight whose two copies are on different stages \(embedding\.weight\)"
+    with pytest.raises(NotModelledError, match=rule):
+        prediction_of("StateSpaceModel", PLANS["zero3"])
