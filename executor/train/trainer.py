@@ -308,6 +308,7 @@ class Trainer:
                 job.seed,
                 plan.recompute,
                 recompute_layers=plan.recompute_layers,
+                tp=self._dims.tp.mesh,
                 around_rerun=self._recorder.rerun,
                 finish=finish,
             )

@@ -65,7 +65,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     compression.powersgd_of_matrices, compression.compression_alone, compression.one_bit_adam_of_momentum,
     replication.replication_of_replicas, replication.min_replicas_of_replicas, replication.replication_alone,
     replication.start_step_of_ddp, replication.workers_on_nodes, model.precision_of_capture,
-    model.unused_weights_in_ddp, model.scalar_weights_in_fsdp,
+    model.degree_of_capture, model.unused_weights_in_ddp, model.scalar_weights_in_fsdp,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (

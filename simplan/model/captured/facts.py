@@ -52,12 +52,34 @@ class CapturedParameter(Spec):
         name: Name inside of its layer.
         frozen: The weight has no gradient.
         elsewhere: The weight is outside of the layer's module, and its name is that in the whole module.
+        partial: Each tensor-parallel rank has a part of the gradient: that of its own tokens or heads.
     """
 
     name: Line
     shape: Shape
     frozen: bool = False
     elsewhere: bool = False
+    partial: bool = False
+
+
+Communication = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+class CapturedCollective(Spec):
+    """A collective over tensor-parallel ranks.
+
+    Attributes:
+        forward, backward: Its kind in each direction; None for none.
+        elements: Elements of the buffer for one sample (``simplan.model.kernel.CollectiveKind`` says which buffer).
+        width: See ``Width``.
+        reorders: The parts of the ranks are copied to be in order along another dimension than the first.
+    """
+
+    forward: Communication | None = None
+    backward: Communication | None = None
+    elements: Natural
+    width: Width = "compute"
+    reorders: bool = False
 
 
 class CapturedOperator(Spec):
@@ -78,6 +100,10 @@ class CapturedOperator(Spec):
         propagates: Backward computes gradients of tensors read.
         is_cast: Only the dtype changes.
         in_place: The result overwrites the first tensor read.
+        passes: The gradient of the result is that of the tensors read, and backward runs no kernel.
+        gradient_scratch: Elements that backward makes besides the gradients: the part of other tensor-parallel ranks
+            in the gradient of an embedding.
+        collective: The communication that the operator is; None for all others.
     """
 
     op: Line
@@ -94,6 +120,9 @@ class CapturedOperator(Spec):
     propagates: bool = False
     is_cast: bool = False
     in_place: bool = False
+    passes: bool = False
+    gradient_scratch: Natural = 0
+    collective: CapturedCollective | None = None
 
 
 class CapturedLayer(Spec):
@@ -138,6 +167,19 @@ class CapturedGraph(Spec):
     shared: Names = ()
 
 
+class CapturedSplit(Spec):
+    """The part of a model that one tensor-parallel rank has and computes, of a degree.
+
+    Attributes:
+        unused, graphs, refused: As of the whole model.
+    """
+
+    degree: Count
+    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
+    graphs: dict[ComputedIn, CapturedGraph]
+    refused: dict[ComputedIn, Line] = Field(default_factory=dict)
+
+
 class CapturedInput(Spec):
     """A tensor of the batch, of one sample."""
 
@@ -164,6 +206,8 @@ class CapturedModel(Spec):
         graphs: Layers by precision.
         refused: By precision, why forward does not run in it.
         computed_in: Precision whose layers are meant; a job sets it.
+        tp_plan: ``module:function`` of the tensor-parallel plan; empty for the plan that transformers has for the model.
+        splits: Parts by tensor-parallel degree, ascending.
     """
 
     format: Literal["simplan-captured-model"]
@@ -181,11 +225,26 @@ class CapturedModel(Spec):
     graphs: dict[ComputedIn, CapturedGraph]
     refused: dict[ComputedIn, Line] = Field(default_factory=dict)
     computed_in: ComputedIn = "fp32"
+    tp_plan: Line = ""
+    splits: Annotated[tuple[CapturedSplit, ...], BeforeValidator(_to_tuple)] = ()
 
     @property
     def graph(self) -> CapturedGraph:
         """Layers in the precision that is meant."""
         return self.graphs.get(self.computed_in) or next(iter(self.graphs.values()))
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that were captured, 1 for the whole model among them."""
+        return (1, *(split.degree for split in self.splits))
+
+    def of_degree(self, degree: int) -> CapturedModel:
+        """The model that one rank of a tensor-parallel degree has, which must have been captured."""
+        if degree == 1:
+            return self
+        split = next(split for split in self.splits if split.degree == degree)
+        own = {"graphs": split.graphs, "refused": split.refused, "unused": split.unused, "splits": ()}
+        return self.model_copy(update=own)
 
     def module_of(self, layer: int) -> str:
         """Path of the module that a layer is; empty for code between modules."""

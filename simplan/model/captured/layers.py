@@ -15,6 +15,7 @@ from simplan.model.captured.facts import (
     Width,
 )
 from simplan.model.captured.kernels import SUMS, kernel_of, word
+from simplan.model.kernel import CollectiveKind, Kernel, LayerCollective
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
 
 CAPTURED = "captured-"
@@ -56,7 +57,7 @@ def _layer(
         key=f"{CAPTURED}{kind}{where}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
         kind=kind,
         parameters=tuple(
-            ParameterSpec(p.name, p.shape, frozen=p.frozen, in_root=p.elsewhere)
+            ParameterSpec(p.name, p.shape, partial_gradient=p.partial, frozen=p.frozen, in_root=p.elsewhere)
             for p in (*captured.parameters, *(p.model_copy(update={"frozen": True}) for p in unused))
         ),
         operators=tuple(_operators(captured)),
@@ -78,16 +79,40 @@ def _operators(layer: CapturedLayer) -> Iterator[Operator]:
         name = _kernel_name(operator, number, taken)
         taken.add(name)
         yield Operator(
-            kernel=None if operator.is_cast else kernel_of(operator, name),
+            kernel=_kernel(operator, name),
             reads=operator.reads,
             makes=tuple(_tensor(tensor, forwarded=tensor.name in layer.forwarded) for tensor in operator.makes),
             saves=operator.saves,
             parameters=operator.parameters,
             is_cast=operator.is_cast,
             in_place=operator.in_place,
-            passes=word(operator) in SUMS,
+            passes=operator.passes or word(operator) in SUMS,
+            backward_scratch=tuple(_scratch(operator)),
             detached=not (operator.trains or operator.propagates),
         )
+
+
+def _kernel(operator: CapturedOperator, name: str) -> Kernel | None:
+    said = operator.collective
+    if said is None:
+        return None if operator.is_cast else kernel_of(operator, name)
+    forward, backward = (None if kind is None else CollectiveKind(kind) for kind in (said.forward, said.backward))
+    return LayerCollective(
+        name,
+        "tp",
+        forward,
+        backward,
+        said.elements,
+        _bytes(said.width),
+        residual=said.width == "wide",
+        reorders=said.reorders,
+    )
+
+
+def _scratch(operator: CapturedOperator) -> Iterator[Tensor]:
+    """What backward makes of the gradient of an embedding for other tensor-parallel ranks."""
+    if operator.gradient_scratch:
+        yield Tensor("gradient of other ranks", operator.gradient_scratch, residual=True, per_microbatch=True)
 
 
 def _kernel_name(operator: CapturedOperator, number: int, taken: set[str]) -> str:

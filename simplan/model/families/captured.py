@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    assert shard.tp == shard.cp == 1, "nothing is split"
+    assert shard.cp == 1, "no sequence is split"
     assert model.captured is not None, "a field of the family"
-    return captured_layers(model.captured)
+    return captured_layers(model.captured.of_degree(shard.tp))
 
 
 def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
