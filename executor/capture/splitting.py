@@ -11,14 +11,16 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _api, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module, style
 
 from simplan.errors import NotModelledError, Problem, SpecError
 
@@ -80,30 +82,42 @@ def _split_by_user(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     if len(required) > len((module, mesh)):
         rule, fix = f"takes {len(required)} arguments", "take none, the module, or the module and the mesh"
         raise SpecError(Problem(field=_FIELD, value=name, rule=rule, fix=fix))
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, _own_weights():
         warnings.simplefilter("always")
         given = plan(*(module, mesh)[: len(required)])
     _check_resolved(name, caught)
     if isinstance(given, Mapping):
-        for key, style in given.items():
-            _apply(module, mesh, key, style)
+        for key, each in given.items():
+            _apply(module, mesh, key, each)
     elif len(required) < len((module, mesh)):
         rule = f"gives {type(given).__name__}, and must give a dictionary of parallel styles by name of a module"
         raise SpecError(Problem(field=_FIELD, value=name, rule=rule, fix="return the plan for parallelize_module"))
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, key: Any, style: Any) -> None:
+@contextmanager
+def _own_weights() -> Iterator[None]:
+    """Each rank takes its part of its own weights, which are those of all ranks; torch would send those of the first."""
+    distribute = distribute_tensor
+
+    def of_own(tensor: Tensor, *args: Any, **kwargs: Any) -> DTensor:
+        return distribute(tensor, *args, **{**kwargs, "src_data_rank": None})
+
+    with patch.object(_api, "distribute_tensor", of_own), patch.object(style, "distribute_tensor", of_own):
+        yield
+
+
+def _apply(module: nn.Module, mesh: DeviceMesh, key: Any, given: Any) -> None:
     """Applies one entry of a plan."""
-    if not isinstance(key, str) or not isinstance(style, ParallelStyle):
-        rule = f"is {style!r}, and must be a style of torch.distributed.tensor.parallel"
+    if not isinstance(key, str) or not isinstance(given, ParallelStyle):
+        rule = f"is {given!r}, and must be a style of torch.distributed.tensor.parallel"
         raise SpecError(Problem(field=_FIELD, value=str(key), rule=rule, fix="use ColwiseParallel() or another one"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            parallelize_module(module, mesh, {key: style}, src_data_rank=None)
+            parallelize_module(module, mesh, {key: given}, src_data_rank=None)
         except (NotImplementedError, ValueError, RuntimeError, AssertionError, TypeError) as error:
             said = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-            rule = f"{type(style).__name__} does not go with it ({said})"
+            rule = f"{type(given).__name__} does not go with it ({said})"
             raise SpecError(Problem(field=_FIELD, value=key, rule=rule, fix="use another style, or module")) from error
     _check_resolved(key, caught)
 
@@ -140,13 +154,13 @@ def _split_by_transformers(module: nn.Module, mesh: DeviceMesh) -> frozenset[str
     except ValueError as error:
         rule, fix = f"is missing, and transformers has none ({error})", "name a function that gives your plan"
         raise SpecError(Problem(field=_FIELD, rule=rule, fix=fix)) from error
-    for name, style in plan.items():
-        if style not in _STYLES:
-            rule = f"{style}, a style of transformers' plan, is not modeled yet"
+    for name, word in plan.items():
+        if word not in _STYLES:
+            rule = f"{word}, a style of transformers' plan, is not modeled yet"
             fix = "name a function with a plan of your own, or leave --tensor-parallel out"
             raise NotModelledError(Problem(field=_FIELD, value=name, rule=rule, fix=fix))
     parts = frozenset(name for name, _ in module.named_parameters() if plan.get(name) == _PARTIAL_STYLE)
-    apply_tensor_parallelism(module, mesh, {name: s for name, s in plan.items() if s != _PARTIAL_STYLE})
+    apply_tensor_parallelism(module, mesh, {name: word for name, word in plan.items() if word != _PARTIAL_STYLE})
     tie: Callable[[], object] = getattr(module, "tie_weights", lambda: None)
     tie()
     return parts
