@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -57,7 +57,7 @@ def split_module(
     tied = _tied(module)
     told = frozenset[str]()
     if plan is None:
-        told = _split_by_transformers(module, mesh)
+        told = _split_by_transformers(module, mesh, tied)
     else:
         _split_by_user(module, mesh, plan)
     _check_tied(module, tied)
@@ -135,8 +135,11 @@ def _check_resolved(name: str, caught: list[warnings.WarningMessage]) -> None:
 # the plan of transformers
 
 
-def _split_by_transformers(module: nn.Module, mesh: DeviceMesh) -> frozenset[str]:
+def _split_by_transformers(module: nn.Module, mesh: DeviceMesh, tied: Sequence[Sequence[str]]) -> frozenset[str]:
     """Splits a model as ``from_pretrained(tp_plan="auto")`` of transformers 5.23 does: by its own classes of DTensors.
+
+    Args:
+        tied: Names of weights that are one tensor. Each is split apart, as before transformers ties them.
 
     Returns:
         Names of the weights whose gradients are parts. transformers sums these in a hook after every backward, which
@@ -159,6 +162,11 @@ def _split_by_transformers(module: nn.Module, mesh: DeviceMesh) -> frozenset[str
             rule = f"{word}, a style of transformers' plan, is not modeled yet"
             fix = "name a function with a plan of your own, or leave --tensor-parallel out"
             raise NotModelledError(Problem(field=_FIELD, value=name, rule=rule, fix=fix))
+    for name in (name for names in tied for name in names[1:]):
+        owner, _, leaf = name.rpartition(".")
+        weight = module.get_parameter(name)
+        apart = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+        module.get_submodule(owner).register_parameter(leaf, apart)
     parts = frozenset(name for name, _ in module.named_parameters() if plan.get(name) == _PARTIAL_STYLE)
     apply_tensor_parallelism(module, mesh, {name: word for name, word in plan.items() if word != _PARTIAL_STYLE})
     tie: Callable[[], object] = getattr(module, "tie_weights", lambda: None)
@@ -177,7 +185,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
     return [found for found in names.values() if len(found) > 1]
 
 
-def _check_tied(module: nn.Module, tied: list[list[str]]) -> None:
+def _check_tied(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for names in tied:
         if len({id(parameters[name]) for name in names}) > 1:
