@@ -9,10 +9,12 @@ once per step, where a DTensor would be summed alone in every microbatch.
 from __future__ import annotations
 
 import inspect
+import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +31,7 @@ Plan = Callable[..., Any]
 module and the mesh, it may also split the module itself."""
 
 _FIELD = "--tp-plan"
+_NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _UNRESOLVED = "could not be resolved"
 _PARTIAL_STYLE = "replicated_with_grad_allreduce"
 _STYLES = frozenset({
@@ -84,7 +87,10 @@ def _split_by_user(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         raise SpecError(Problem(field=_FIELD, value=name, rule=rule, fix=fix))
     with warnings.catch_warnings(record=True) as caught, _own_weights():
         warnings.simplefilter("always")
-        given = plan(*(module, mesh)[: len(required)])
+        try:
+            given = plan(*(module, mesh)[: len(required)])
+        except Exception as error:
+            raise SpecError(_failed(name, error)) from error
     _check_resolved(name, caught)
     if isinstance(given, Mapping):
         for key, each in given.items():
@@ -94,9 +100,22 @@ def _split_by_user(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         raise SpecError(Problem(field=_FIELD, value=name, rule=rule, fix="return the plan for parallelize_module"))
 
 
+def _failed(name: str, error: Exception) -> Problem:
+    """Sentence on a function that fails, with the line of the user's code."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_USERS)]
+    place = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    rule = f"fails{place}: {type(error).__name__}: {_first_line(error)}"
+    return Problem(field=_FIELD, value=name, rule=rule, fix="make it work in Python, on any rank")
+
+
+def _first_line(error: Exception) -> str:
+    said = str(error).strip()
+    return said.splitlines()[0][:200] if said else type(error).__name__
+
+
 @contextmanager
 def _own_weights() -> Iterator[None]:
-    """Each rank takes its part of its own weights, which are those of all ranks; torch would send those of the first."""
+    """Each rank takes its part of its own weights, as all have the same; torch would send those of the first rank."""
     distribute = distribute_tensor
 
     def of_own(tensor: Tensor, *args: Any, **kwargs: Any) -> DTensor:
@@ -116,8 +135,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, key: Any, given: Any) -> None:
         try:
             parallelize_module(module, mesh, {key: given}, src_data_rank=None)
         except (NotImplementedError, ValueError, RuntimeError, AssertionError, TypeError) as error:
-            said = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-            rule = f"{type(given).__name__} does not go with it ({said})"
+            rule = f"{type(given).__name__} does not go with it ({_first_line(error)})"
             raise SpecError(Problem(field=_FIELD, value=key, rule=rule, fix="use another style, or module")) from error
     _check_resolved(key, caught)
 
@@ -128,7 +146,10 @@ def _check_resolved(name: str, caught: list[warnings.WarningMessage]) -> None:
         said = str(warning.message)
         if _UNRESOLVED in said:
             key = said.split("'")[1] if "'" in said else name
-            rule, fix = "matches no module", "use names as module.named_modules() has them; * matches one part of a name"
+            rule, fix = (
+                "matches no module",
+                "use names of module.named_modules(); * stands for one part of a name",
+            )
             raise SpecError(Problem(field=_FIELD, value=key, rule=rule, fix=fix))
 
 
@@ -238,7 +259,9 @@ def _reader(name: str, mesh: DeviceMesh, placement: Placement, *, is_part: bool)
         assert own is not None
         if isinstance(own, DTensor):  # a shard of FSDP, outside of forward
             return own
-        placed: Tensor = _PartOfGradient.apply(own, mesh) if is_part else _from_local(own, mesh, placement)
+        if not is_part:
+            return _from_local(own, mesh, placement)
+        placed: Tensor = _PartOfGradient.apply(own, mesh)  # type: ignore[no-untyped-call]
         return placed
 
     return read
@@ -267,4 +290,3 @@ class _PartOfGradient(torch.autograd.Function):
         del ctx
         (gradient,) = gradients
         return gradient.redistribute(placements=(Partial(),)).to_local(), None
-

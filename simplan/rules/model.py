@@ -381,7 +381,8 @@ def degree_of_capture(job: Job) -> Iterator[Problem]:
     fix = f"use one of them, or capture it again with --tensor-parallel {','.join(degrees)}"
     if len(captured.degrees) == 1:
         sentence = f"was not captured: {captured.name} is captured without tensor parallelism"
-        fix = f"use 1, or capture it again with --tensor-parallel {tp} and your --tp-plan MODULE:FUNCTION"
+        plan = "" if captured.factory.endswith(".json") else " and your --tp-plan MODULE:FUNCTION"
+        fix = f"use 1, or capture it again with --tensor-parallel {tp}{plan}"
     yield problem_of(job, "plan.tp", sentence, fix)
 
 

@@ -20,14 +20,15 @@ Width = Literal["compute", "wide"] | Count
 """Bytes per element: ``compute`` for the width of matmuls' results, ``wide`` for FP32 under autocast, else a number."""
 
 
-def _to_tuple(value: object) -> object:
-    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value
+def to_tuple(value: object) -> object:
+    """A list as JSON has it, as a tuple."""
+    return tuple(map(to_tuple, value)) if isinstance(value, list) else value
 
 
-Shape = Annotated[tuple[Natural, ...], BeforeValidator(_to_tuple)]
-Shapes = Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)]
-Names = Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)]
-Setting = Annotated[bool | Natural | Line, BeforeValidator(_to_tuple)]
+Shape = Annotated[tuple[Natural, ...], BeforeValidator(to_tuple)]
+Shapes = Annotated[tuple[Shape, ...], BeforeValidator(to_tuple)]
+Names = Annotated[tuple[Line, ...], BeforeValidator(to_tuple)]
+Setting = Annotated[bool | Natural | Line, BeforeValidator(to_tuple)]
 
 
 class CapturedTensor(Spec):
@@ -113,7 +114,7 @@ class CapturedOperator(Spec):
     weights: Shape = ()
     settings: dict[str, Setting] = Field(default_factory=dict)
     reads: Names = ()
-    makes: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+    makes: Annotated[tuple[CapturedTensor, ...], BeforeValidator(to_tuple)] = ()
     saves: Names = ()
     parameters: Names = ()
     trains: bool = False
@@ -140,16 +141,16 @@ class CapturedLayer(Spec):
         buffers: Tables that are neither weights nor saved.
     """
 
-    parameters: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
-    inputs: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+    parameters: Annotated[tuple[CapturedParameter, ...], BeforeValidator(to_tuple)] = ()
+    inputs: Annotated[tuple[CapturedTensor, ...], BeforeValidator(to_tuple)] = ()
     elsewhere: Names = ()
-    operators: Annotated[tuple[CapturedOperator, ...], BeforeValidator(_to_tuple)]
+    operators: Annotated[tuple[CapturedOperator, ...], BeforeValidator(to_tuple)]
     outputs: Names = ()
     output_shapes: Shapes = ()
     passed: Shape = ()
     forwarded: Names = ()
     tied: Names = ()
-    buffers: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+    buffers: Annotated[tuple[CapturedTensor, ...], BeforeValidator(to_tuple)] = ()
 
 
 class CapturedGraph(Spec):
@@ -162,7 +163,7 @@ class CapturedGraph(Spec):
             these layers has them.
     """
 
-    layers: Annotated[tuple[CapturedLayer, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
+    layers: Annotated[tuple[CapturedLayer, ...], BeforeValidator(to_tuple), Field(min_length=1)]
     order: Annotated[Shape, Field(min_length=1, max_length=2_002)]
     shared: Names = ()
 
@@ -175,7 +176,7 @@ class CapturedSplit(Spec):
     """
 
     degree: Count
-    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
+    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(to_tuple)] = ()
     graphs: dict[ComputedIn, CapturedGraph]
     refused: dict[ComputedIn, Line] = Field(default_factory=dict)
 
@@ -206,7 +207,7 @@ class CapturedModel(Spec):
         graphs: Layers by precision.
         refused: By precision, why forward does not run in it.
         computed_in: Precision whose layers are meant; a job sets it.
-        tp_plan: ``module:function`` of the tensor-parallel plan; empty for the plan that transformers has for the model.
+        tp_plan: ``module:function`` of the tensor-parallel plan; empty for the one that transformers has.
         splits: Parts by tensor-parallel degree, ascending.
     """
 
@@ -218,15 +219,15 @@ class CapturedModel(Spec):
     loss: Line = ""
     source_sha256: Line = ""
     software: dict[str, Line] = Field(default_factory=dict)
-    inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(_to_tuple)] = ()
+    inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(to_tuple)] = ()
     modules: Names = ()
     starts: Names = ()
-    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
+    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(to_tuple)] = ()
     graphs: dict[ComputedIn, CapturedGraph]
     refused: dict[ComputedIn, Line] = Field(default_factory=dict)
     computed_in: ComputedIn = "fp32"
     tp_plan: Line = ""
-    splits: Annotated[tuple[CapturedSplit, ...], BeforeValidator(_to_tuple)] = ()
+    splits: Annotated[tuple[CapturedSplit, ...], BeforeValidator(to_tuple)] = ()
 
     @property
     def graph(self) -> CapturedGraph:
