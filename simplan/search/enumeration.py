@@ -260,8 +260,9 @@ class Enumeration:
         """Pairs of ``sequence_parallel`` and ``cp_comm``."""
         default = "all_gather" if self._job.cluster.device.kind == "cpu" else "ring"
         splits = (_unique(self._space.sequence_parallel) or (True, False)) if mesh.tp > 1 else (False,)
-        if self._job.model.captured is not None:  # the captured plan says what it splits
-            splits = splits[:1]
+        captured = self._job.model.captured
+        if captured is not None and mesh.tp in captured.degrees[1:]:  # its plan says what it splits
+            splits = (captured.splits_tokens(mesh.tp),)
         ways = (_unique(self._space.cp_comm) or (default,)) if mesh.cp > 1 else ("ring",)
         return list(product(splits, ways))
 

@@ -239,6 +239,11 @@ class CapturedModel(Spec):
         """Tensor-parallel degrees that were captured, 1 for the whole model among them."""
         return (1, *(split.degree for split in self.splits))
 
+    def splits_tokens(self, degree: int) -> bool:
+        """True if ranks of a degree have parts of the tokens between matrices (sequence parallelism)."""
+        operators = (operator for layer in self.of_degree(degree).graph.layers for operator in layer.operators)
+        return any(o.collective is not None and o.collective.forward == "reduce_scatter" for o in operators)
+
     def of_degree(self, degree: int) -> CapturedModel:
         """The model that one rank of a tensor-parallel degree has, which must have been captured."""
         if degree == 1:
