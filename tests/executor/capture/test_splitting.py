@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -46,6 +47,7 @@ from tests.executor.capture.test_capture import NUM_SAMPLES, call, saved
 from tests.executor.capture.test_running import doubled
 from tests.executor.conftest import slow_except
 from tests.executor.dry_run.accounting import account
+from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Any]]] = {
@@ -169,9 +171,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp 2, zero1": {"tp": 2, "dp_shard": 2, "zero_stage": 1},
     "tp 2, zero3": {"tp": 2, "dp_shard": 2},
     "tp 2, zero3, recomputed": {"tp": 2, "dp_shard": 2, "recompute": "full"},
+    "tp 2, diloco": {"tp": 2, "dp_replicate": 2, "replication": {"kind": "diloco", "inner_steps": 2}},
     "tp 2, ddp, recomputed": {"tp": 2, "dp_replicate": 2, "recompute": "full"},
 }
-CASES = [(name, plan) for name in MODULES for plan in PLANS if not (name == "perceptron" and "recomputed" in plan)]
+CASES = [
+    (name, plan)
+    for name, plan in product(MODULES, PLANS)
+    if plan != "tp 2, diloco" and not (name == "perceptron" and "recomputed" in plan)
+]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +192,21 @@ def test_the_peak_of_a_rank_is_that_of_torchs_tracker(name: str, plan: str, prec
     """On tensors without data, which have no scratch inside of kernels."""
     prediction = predict(job_of(name, PLANS[plan], precision))
     assert prediction.memory[0].allocated_bytes == pytest.approx(account(run_of(prediction), 0).total_bytes, rel=0.035)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp 2", "tp 2, zero3"])
+def test_a_run_goes_on_from_a_checkpoint_with_other_shards(plan: str, tmp_path: Path) -> None:
+    """Weights of all ranks are stored with the dimension along which they are split."""
+    jobs = []
+    for way in (PLANS[plan], PLANS["tp 2, ddp"]):
+        job = job_of("by tokens", way)
+        training = job.training.model_copy(update={"global_batch_size": 8})
+        jobs.append(run_of(predict(replace(job, training=training)), dtype="fp64", num_warmup_steps=1))
+    whole = undisturbed(jobs[1], tmp_path / "whole")
+    first, second = in_two_parts(jobs[0], jobs[1], tmp_path)
+    assert first.losses == pytest.approx(whole.losses[:4], rel=RELATIVE)
+    assert second.losses == pytest.approx(whole.losses[4:], rel=RELATIVE)
 
 
 def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
@@ -204,6 +226,8 @@ def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[st
             total += loss.item()
         losses.append(total)
         gradients.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
+        if job.training.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), job.training.clip_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
     return losses, gradients
@@ -232,7 +256,18 @@ def test_ranks_equal_one_process(name: str, plan: str, tmp_path: Path) -> None:
                 assert torch.allclose(gradient, expected, rtol=1e-8, atol=1e-12), (step, rank, key)
 
 
-@pytest.mark.parametrize(("name", "plan"), slow_except([], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp 2", "tp 2, ddp", "tp 2, zero3"])
+def test_gradients_are_clipped_by_the_norm_of_all_parts(plan: str, tmp_path: Path) -> None:
+    """Weights that all ranks have count once."""
+    job = job_of("by tokens", PLANS[plan])
+    training = job.training.model_copy(update={"clip_grad_norm": 0.05})
+    asked = run_of(predict(replace(job, training=training)), dtype="fp64", num_steps=4)
+    losses, _ = one_process(asked, asked.num_all_steps)
+    assert run_job(asked, tmp_path).losses == pytest.approx(losses, rel=1e-8)
+
+
+@pytest.mark.parametrize(("name", "plan"), slow_except([], [*CASES, ("by tokens", "tp 2, diloco")]))
 def test_ranks_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> None:
     """Kinds, groups, bytes and order of collectives."""
     assert issued_as_predicted(run_job(run_of(predict(job_of(name, PLANS[plan]))), tmp_path))
