@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -23,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.architectures import small_config
 from executor.capture.capture import model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
+from executor.models.captured import CapturedData
 from executor.run import run_job
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
@@ -209,20 +211,24 @@ def test_a_run_goes_on_from_a_checkpoint_with_other_shards(plan: str, tmp_path: 
     assert second.losses == pytest.approx(whole.losses[4:], rel=RELATIVE)
 
 
-def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses and gradients of a plain loop over all microbatches with the whole module."""
-    make, batch, _ = MODULES[job.model.name]
-    torch.manual_seed(SEED)
-    module = make().double()
+def plain_loop(
+    module: nn.Module, job: RunSpec, batch: Callable[[int, int], Any]
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of a loop of one process over all microbatches.
+
+    Args:
+        batch: Arguments of forward, by the number of the step and of the microbatch in it.
+    """
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     losses, gradients = [], []
     number = job.training.global_batch_size // SIZE
-    for step in range(num_steps):
+    for step in range(job.num_all_steps):
         total = 0.0
         for microbatch in range(number):
-            torch.manual_seed((SEED * 100_003 + step) * 1_000_003 + microbatch)
-            loss = call(module, torch.utils._pytree.tree_map(doubled, batch(SIZE))) / number
-            loss.backward()  # type: ignore[no-untyped-call]
+            inputs = torch.utils._pytree.tree_map(doubled, batch(step, microbatch))
+            out = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+            loss = getattr(out, "loss", out) / number
+            loss.backward()
             total += loss.item()
         losses.append(total)
         gradients.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
@@ -231,6 +237,36 @@ def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[st
         optimizer.step()
         optimizer.zero_grad()
     return losses, gradients
+
+
+def one_process(job: RunSpec) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of the whole module."""
+    make, batch, _ = MODULES[job.model.name]
+    torch.manual_seed(SEED)
+
+    def seeded(step: int, microbatch: int) -> Any:
+        torch.manual_seed((SEED * 100_003 + step) * 1_000_003 + microbatch)
+        return batch(SIZE)
+
+    return plain_loop(make().double(), job, seeded)
+
+
+def assert_equal(
+    job: RunSpec,
+    folder: Path,
+    losses: Sequence[float],
+    wanted_losses: Sequence[float],
+    wanted: Sequence[Mapping[str, torch.Tensor]],
+) -> None:
+    """Losses and all gradients of a run, of which each rank has parts."""
+    assert losses == pytest.approx(wanted_losses, rel=RELATIVE)
+    for step, whole in enumerate(wanted):
+        for rank in range(job.plan.num_devices):
+            found = torch.load(folder / f"gradients.rank{rank}.step{step}.pt")
+            assert {name.removeprefix("module.") for name in found} == set(whole)
+            for key, gradient in found.items():
+                expected = own_part(whole[key.removeprefix("module.")], gradient, rank % job.plan.tp, job.plan.tp)
+                assert torch.allclose(gradient, expected, rtol=1e-8, atol=1e-12), (step, rank, key)
 
 
 def own_part(whole: torch.Tensor, own: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
@@ -245,15 +281,35 @@ def test_ranks_equal_one_process(name: str, plan: str, tmp_path: Path) -> None:
     """Losses and all gradients of the whole module, of a loop without simplan; collectives are those predicted."""
     job = run_of(predict(job_of(name, PLANS[plan])), dtype="fp64")
     run = run_in_float64(job, tmp_path)
-    losses, gradients = one_process(job, job.num_all_steps)
-    assert run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
-    for step, wanted in enumerate(gradients):
-        for rank in range(job.plan.num_devices):
-            found = torch.load(tmp_path / f"gradients.rank{rank}.step{step}.pt")
-            assert {name.removeprefix("module.") for name in found} == set(wanted)
-            for key, gradient in found.items():
-                expected = own_part(wanted[key.removeprefix("module.")], gradient, rank % job.plan.tp, job.plan.tp)
-                assert torch.allclose(gradient, expected, rtol=1e-8, atol=1e-12), (step, rank, key)
+    assert_equal(job, tmp_path, run.measurement.losses, *one_process(job))
+
+
+QWEN3 = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 96, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "tie_word_embeddings": True, "pad_token_id": 0,
+}  # fmt: skip
+"""Its norms of queries and keys see the heads of one rank, and its head has the weight of the embedding."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp 2", "tp 2, ddp", "tp 2, zero3, recomputed"])
+def test_ranks_of_transformers_equal_one_process(plan: str, tmp_path: Path) -> None:
+    """Split by transformers' own plan."""
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3))
+    module, config = module_of_config(QWEN3)
+    model = model_from_module(module, batch_of(module, config, 16), precisions=("fp32",), tensor_parallel=(2,))
+    model = model.model_copy(update={"factory": str(file)})
+    job = run_of(predict(job_of("qwen3", PLANS[plan], model=model)), dtype="fp64")
+    run = run_in_float64(job, tmp_path)
+    torch.manual_seed(SEED)
+    whole = module_of_config(QWEN3, "cpu")[0].double()
+    data = CapturedData(model, SEED)
+    losses, gradients = plain_loop(whole, job, lambda step, number: data.batch(step, number, SIZE))
+    assert_equal(job, tmp_path, run.measurement.losses, losses, gradients)
+    assert issued_as_predicted(run_job(job.model_copy(update={"dtype": "fp32"}), tmp_path / "fp32"))
 
 
 @pytest.mark.slow
@@ -263,7 +319,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_parts(plan: str, tmp_path: Pat
     job = job_of("by tokens", PLANS[plan])
     training = job.training.model_copy(update={"clip_grad_norm": 0.05})
     asked = run_of(predict(replace(job, training=training)), dtype="fp64", num_steps=4)
-    losses, _ = one_process(asked, asked.num_all_steps)
+    losses, _ = one_process(asked)
     assert run_job(asked, tmp_path).losses == pytest.approx(losses, rel=1e-8)
 
 
