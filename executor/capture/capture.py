@@ -156,14 +156,16 @@ def _captured_of_rank(
         mesh = DeviceMesh("cpu", list(range(degree)))
         return _captured(module, batches, loss, precisions, lambda fake: split_module(fake, mesh, plan))
     except SpecError as error:
-        fixes = {False: f"leave {degree} out, or change the plan: a rank has 1/{degree} of what it splits"}
-        problems = [
-            replace(p, fix=fixes.get(p.field.startswith("--"), p.fix), rule=f"{p.rule} (--tensor-parallel {degree})")
-            for p in error.problems
-        ]
-        raise type(error)(problems) from error
+        raise type(error)(_with_degree(problem, degree) for problem in error.problems) from error
     finally:
         dist.destroy_process_group()
+
+
+def _with_degree(problem: Problem, degree: int) -> Problem:
+    """A problem that one tensor-parallel degree has; what is wrong in the plan has its own fix."""
+    of_plan = problem.field.startswith("--")
+    fix = problem.fix if of_plan else f"leave {degree} out, or change the plan: a rank has 1/{degree} of what it splits"
+    return replace(problem, rule=f"{problem.rule} (--tensor-parallel {degree})", fix=fix)
 
 
 def source_hash(module: nn.Module) -> str:

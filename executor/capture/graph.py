@@ -261,21 +261,21 @@ class _Graph:
         )
 
     def _collective(self, place: int) -> CapturedCollective | None:
-        exchange, other = self._two.operators[place].exchange, self._three.operators[place].exchange
-        if exchange is None or other is None:
+        seen, other = self._two.operators[place].collective, self._three.operators[place].collective
+        if seen is None or other is None:
             return None
-        less, more = prod(exchange.buffer.shape), prod(other.buffer.shape)
+        less, more = prod(seen.buffer.shape), prod(other.buffer.shape)
         if less == more:
-            what = f"{exchange.forward or exchange.backward} of a tensor that does not grow with the batch"
+            what = f"{seen.forward or seen.backward} of a tensor that does not grow with the batch"
             rule, fix = f"runs an {what}, which is not modeled yet", "split its operands by other styles"
             where = self._two.operators[place].module or "the model"
             raise NotModelledError(Problem(field="--tp-plan", value=where, rule=rule, fix=fix))
         return CapturedCollective(
-            forward=cast("Communication | None", exchange.forward or None),
-            backward=cast("Communication | None", exchange.backward or None),
+            forward=cast("Communication | None", seen.forward or None),
+            backward=cast("Communication | None", seen.backward or None),
             elements=more - less,
-            width=self._width(exchange.buffer.dtype),
-            reorders=exchange.reorders,
+            width=self._width(seen.buffer.dtype),
+            reorders=seen.reorders,
         )
 
     def _owns(self, name: str, number: int) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_leaves
 
-from executor.capture.trace import Exchange, Seen, Trace, Tracer, as_on_gpus, modules_named
+from executor.capture.trace import Seen, SeenCollective, Trace, Tracer, as_on_gpus, modules_named
 from simplan.errors import NotModelledError, Problem
 from simplan.model.captured.facts import Communication
 
@@ -29,6 +29,7 @@ _KINDS: dict[str, Communication] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
+_COMMUNICATION = "c10d.", "_c10d_functional", "symm_mem."
 _COPY, _WAIT = "aten.cat", "_c10d_functional.wait_tensor"
 _EMBEDDING_BACKWARD = "aten.embedding_dense_backward"
 
@@ -78,6 +79,9 @@ class _SplitTracer(Tracer):
             loss.backward()  # type: ignore[no-untyped-call]
         for first, end, final in self._groups:
             self._complete(self.trace.operators[first:end], final)
+        for seen in self.trace.operators:
+            if seen.name.startswith(_COMMUNICATION) and seen.collective is None and not seen.is_left_out:
+                raise NotModelledError(_unmodelled(seen.module or "the model", seen.name))
         self.leave_out_dead(loss)
 
     def __torch_dispatch__(
@@ -105,8 +109,8 @@ class _SplitTracer(Tracer):
         self._group(first, out)
         return out
 
-    def _group(self, first: int, out: Any) -> Seen | None:
-        """Notes that operators from ``first`` on are one for autograd; gives the one that makes the result."""
+    def _group(self, first: int, out: Any) -> None:
+        """Notes that operators from ``first`` on are one for autograd, whose node is that of a result."""
         operators, final = self.trace.operators, None
         for leaf in tree_leaves(out):
             if isinstance(leaf, DTensor):
@@ -117,7 +121,6 @@ class _SplitTracer(Tracer):
                     self.open(final, (leaf,))
         if final is not None:
             self._groups.append((first, len(operators), final))
-        return final
 
     def number(self, tensor: Tensor) -> int:
         """See ``Tracer.number``."""
@@ -192,7 +195,7 @@ class _SplitTracer(Tracer):
                 seen.has_gradient, seen.num_gradients, seen.passes = True, 1, True
                 gradients.update(seen.makes)
         final.function = ""  # the node is that of a change of layout, which saves nothing
-        final.passes = final.exchange is not None and not final.exchange.backward
+        final.passes = final.collective is not None and not final.collective.backward
 
     # backward
 
@@ -202,11 +205,18 @@ class _SplitTracer(Tracer):
         kind = _KINDS.get(func.overloadpacket.__name__) if func.namespace == "_c10d_functional" else None
         if kind is not None:
             self._communicates(kind, out if kind == "all_gather" else args[0])
+        elif name.startswith(_COMMUNICATION) and name != _WAIT:
+            raise NotModelledError(_unmodelled("the model", f"{name} in backward"))
         elif name == _EMBEDDING_BACKWARD:
             owner = self._owners.get(id(torch._C._current_autograd_node()))
             if isinstance(owner, Seen):
                 owner.backward_elements = out.numel()
         return out
+
+    def _is_layout(self, seen: Seen) -> bool:
+        """True for an operator that is a change of layout, without a collective in backward so far."""
+        is_final = any(final is seen for _, _, final in self._groups)
+        return seen.collective is None and (seen.is_alias or is_final)
 
     def _communicates(self, kind: Communication, buffer: Tensor) -> None:
         node = torch._C._current_autograd_node()
@@ -215,21 +225,23 @@ class _SplitTracer(Tracer):
         if leaf is not None and id(leaf) in self._names and kind == "all_reduce" and owner is None:
             self.trace.partial.add(self._names[id(leaf)])
             return
-        if owner is None or (isinstance(owner, Seen) and owner.exchange is not None):
-            what = f"{kind} in the backward of {node.name()}"
-            of = "the model" if leaf is None else self._names.get(id(leaf), "the model")
-            rule, fix = f"needs {what}, which is not modeled yet", "declare the layout by a style of the plan"
-            raise NotModelledError(Problem(field="--tp-plan", value=of, rule=rule, fix=fix))
+        if owner is None or (isinstance(owner, Seen) and not self._is_layout(owner)):
+            where = "the model" if leaf is None else self._names.get(id(leaf), "the model")
+            raise NotModelledError(_unmodelled(where, f"{kind} in the backward of {node.name()}"))
         if isinstance(owner, int):
             self.calls_that_communicate |= {owner}
             return
-        operand = self.operand(buffer)
-        owner.exchange = Exchange("", kind, operand)
+        owner.collective = SeenCollective("", kind, self.operand(buffer))
+
+
+def _unmodelled(where: str, what: str) -> Problem:
+    rule, fix = f"communicates by {what}, which is not modeled yet", "declare layouts by styles of the plan"
+    return Problem(field="--tp-plan", value=where, rule=rule, fix=fix)
 
 
 def _joined(kind: Communication, seen: Seen, before: Sequence[Seen], after: Sequence[Seen]) -> frozenset[int]:
     """Joins a collective with the wait for it, and with copies that put parts of ranks in order; gives ids of these."""
-    joined, reorders, backward = {id(seen)}, False, "" if seen.exchange is None else seen.exchange.backward
+    joined, reorders, backward = {id(seen)}, False, "" if seen.collective is None else seen.collective.backward
     buffer = seen.results[0] if kind == "all_gather" else seen.reads[0]
     for copy in (other for other in before if other.name == _COPY and seen.reads[0].storage in other.makes):
         seen.reads, reorders = copy.reads[:1], True
@@ -239,8 +251,8 @@ def _joined(kind: Communication, seen: Seen, before: Sequence[Seen], after: Sequ
             seen.makes, seen.results = other.makes, other.results
             seen.has_gradient, seen.num_gradients = other.has_gradient, other.num_gradients
             reorders |= other.name == _COPY
-            backward = other.exchange.backward if other.exchange is not None else backward
+            backward = other.collective.backward if other.collective is not None else backward
             other.leave_out()
             joined.add(id(other))
-    seen.exchange = Exchange(kind, backward, buffer, reorders)
+    seen.collective = SeenCollective(kind, backward, buffer, reorders)
     return frozenset(joined)

@@ -96,7 +96,7 @@ def _split_by_user(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         for key, each in given.items():
             _apply(module, mesh, key, each)
     elif len(required) < len((module, mesh)):
-        rule = f"gives {type(given).__name__}, and must give a dictionary of parallel styles by name of a module"
+        rule = f"gives {type(given).__name__}, and must give a dictionary of names of modules and their parallel styles"
         raise SpecError(Problem(field=_FIELD, value=name, rule=rule, fix="return the plan for parallelize_module"))
 
 
@@ -280,7 +280,7 @@ class _PartOfGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The same tensor."""
+        """DTensor with the memory of the weight."""
         del ctx
         return _from_local(weight, mesh, Replicate())
 

@@ -44,7 +44,7 @@ class Operand:
     dtype: torch.dtype
 
 
-class Exchange(NamedTuple):
+class SeenCollective(NamedTuple):
     """Communication of tensor-parallel ranks.
 
     Attributes:
@@ -75,7 +75,7 @@ class Seen:
         has_gradient: Autograd records the operator, and its results reach the loss.
         num_gradients: Tensors read whose gradients backward computes.
         function: Name of the autograd function written in Python that ends with the operator; empty for none.
-        exchange: What tensor-parallel ranks communicate; None for all other operators.
+        collective: What tensor-parallel ranks communicate; None for all other operators.
         passes: Backward hands gradients on and runs no kernel.
         is_alias: The result stands for the tensor read, whose memory it has.
         is_left_out: The operator is part of another one.
@@ -93,7 +93,7 @@ class Seen:
     has_gradient: bool = False
     num_gradients: int = 0
     function: str = ""
-    exchange: Exchange | None = None
+    collective: SeenCollective | None = None
     passes: bool = False
     is_alias: bool = False
     is_left_out: bool = False

@@ -6,6 +6,7 @@ The file has what torch dispatched and what autograd saved, not how simplan pric
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -241,16 +242,11 @@ class CapturedModel(Spec):
 
     def splits_tokens(self, degree: int) -> bool:
         """True if ranks of a degree have parts of the tokens between matrices (sequence parallelism)."""
-        operators = (operator for layer in self.of_degree(degree).graph.layers for operator in layer.operators)
-        return any(o.collective is not None and o.collective.forward == "reduce_scatter" for o in operators)
+        return _splits_tokens(self, degree)
 
     def of_degree(self, degree: int) -> CapturedModel:
         """The model that one rank of a tensor-parallel degree has, which must have been captured."""
-        if degree == 1:
-            return self
-        split = next(split for split in self.splits if split.degree == degree)
-        own = {"graphs": split.graphs, "refused": split.refused, "unused": split.unused, "splits": ()}
-        return self.model_copy(update=own)
+        return self if degree == 1 else _of_degree(self, degree)
 
     def module_of(self, layer: int) -> str:
         """Path of the module that a layer is; empty for code between modules."""
@@ -260,3 +256,16 @@ class CapturedModel(Spec):
     def tokens(self) -> int:
         """Tokens of one sample: the length of the first input of integers with one dimension; 0 without."""
         return next((i.shape[0] for i in self.inputs if "int" in i.dtype and len(i.shape) == 1), 0)
+
+
+@lru_cache(maxsize=64)
+def _of_degree(model: CapturedModel, degree: int) -> CapturedModel:
+    split = next(split for split in model.splits if split.degree == degree)
+    own = {"graphs": split.graphs, "refused": split.refused, "unused": split.unused, "splits": ()}
+    return model.model_copy(update=own)
+
+
+@lru_cache(maxsize=64)
+def _splits_tokens(model: CapturedModel, degree: int) -> bool:
+    operators = (operator for layer in model.of_degree(degree).graph.layers for operator in layer.operators)
+    return any(o.collective is not None and o.collective.forward == "reduce_scatter" for o in operators)

@@ -110,7 +110,7 @@ def _kernel(operator: CapturedOperator, name: str) -> Kernel | None:
 
 
 def _scratch(operator: CapturedOperator) -> Iterator[Tensor]:
-    """What backward makes of the gradient of an embedding for other tensor-parallel ranks."""
+    """Part of an embedding's gradient that backward makes for other tensor-parallel ranks."""
     if operator.gradient_scratch:
         yield Tensor("gradient of other ranks", operator.gradient_scratch, residual=True, per_microbatch=True)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -387,6 +387,17 @@ def test_tied_weights_that_a_plan_splits_apart_are_refused() -> None:
     plan = {"mlp": ColwiseParallel()}
     with pytest.raises(SpecError, match=r"mlp\.weight and attention\.q\.weight, which are one weight, into several"):
         model_from_module(module, small_batch, precisions=("fp32",), tensor_parallel=(2,), tp_plan=lambda: plan)
+
+
+def test_communication_besides_layouts_is_refused() -> None:
+    """It would be taken for an operator of this rank."""
+
+    def plan(module: nn.Module, mesh: DeviceMesh) -> None:
+        hook = lambda part, inputs, output: all_reduce(output, "sum", mesh.get_group())  # noqa: E731
+        module.get_submodule("mlp").register_forward_hook(hook)
+
+    with pytest.raises(NotModelledError, match=r"communicates by all_reduce in the backward of .*, which is not"):
+        model_from_module(Small(), small_batch, precisions=("fp32",), tensor_parallel=(2,), tp_plan=plan)
 
 
 def test_experts_of_transformers_are_refused_by_their_style() -> None:
