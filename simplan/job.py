@@ -36,7 +36,7 @@ class Job:
     software: SoftwareSpec
 
     def __post_init__(self) -> None:
-        """Gives a captured model the layers of its precision, and the framework the layouts of the device."""
+        """Gives a captured model its precision, its tensor parallelism to the plan, and a device's layouts to software."""
         any_layout = self.training.precision == "fp8" and self.cluster.device.kernels.fp8_any_layout
         if self.software.fp8_any_layout != any_layout:
             object.__setattr__(self, "software", self.software.model_copy(update={"fp8_any_layout": any_layout}))
@@ -47,6 +47,11 @@ class Job:
         if captured.computed_in != wanted and wanted in captured.graphs:
             model = self.model.model_copy(update={"captured": captured.model_copy(update={"computed_in": wanted})})
             object.__setattr__(self, "model", model)
+        if self.plan.tp > 1 and self.plan.tp in captured.degrees:
+            splits_tokens = captured.splits_tokens(self.plan.tp)
+            if splits_tokens != self.plan.sequence_parallel:
+                plan = self.plan.model_copy(update={"sequence_parallel": splits_tokens})
+                object.__setattr__(self, "plan", plan)
 
     def __repr__(self) -> str:
         """Short form of the parts: names and numbers that tell jobs apart."""

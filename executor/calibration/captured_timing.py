@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.calibration.layer_timing import FsdpCopies, layer_timing
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, together
+from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import Autocast
 from executor.models.captured import CapturedData, build_captured, moved
 from executor.models.lora import trained_parameters
@@ -58,7 +59,8 @@ class _ModuleBench:
         autocast = shape.dtype in ("bf16", "fp16") and self._mixed == "autocast"
         compute_dtype = TIMED_DTYPES[shape.dtype]
         dtype = torch.float32 if autocast else compute_dtype
-        stage = build_captured(model, layers, dtype, device, seed=0, frozen_dtype=compute_dtype)
+        tp = ParallelDims.silent(shape.shard, device.type).tp.mesh  # without communication, as of families
+        stage = build_captured(model, layers, dtype, device, seed=0, tp=tp, frozen_dtype=compute_dtype)
         if shape.model.lora_rank:  # adapters are cast by themselves, and all else has the compute dtype
             autocast, dtype = False, compute_dtype
         self._batch = moved(CapturedData(model, seed=0).batch(0, 0, shape.microbatch_size), device, dtype)

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from executor.capture.cutting import Cut, cut
 from executor.capture.graph import graph_of, shape_of_sample
+from executor.capture.split_trace import trace_split
+from executor.capture.splitting import Plan, plain, split_module
 from executor.capture.trace import Trace, trace
 from simplan.errors import Problem, SpecError
-from simplan.model.captured.facts import CapturedGraph, CapturedInput, CapturedModel, CapturedParameter, ComputedIn
+from simplan.model.captured.facts import (
+    CapturedGraph,
+    CapturedInput,
+    CapturedModel,
+    CapturedParameter,
+    CapturedSplit,
+    ComputedIn,
+)
 
 Batch = Callable[[int], Any]
 """Gives the arguments of forward for a number of samples, as a tuple or a dictionary."""
@@ -38,7 +52,14 @@ _NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, Guard
 
 
 def model_from_module(
-    module: nn.Module, batch: Batch, loss: Loss | None = None, *, name: str = "", precisions: Any = _PRECISIONS
+    module: nn.Module,
+    batch: Batch,
+    loss: Loss | None = None,
+    *,
+    name: str = "",
+    precisions: Any = _PRECISIONS,
+    tensor_parallel: Sequence[int] = (),
+    tp_plan: Plan | None = None,
 ) -> CapturedModel:
     """Captures a module.
 
@@ -48,27 +69,20 @@ def model_from_module(
         loss: See ``Loss``. None for the output's own ``loss``, or else the sum of the tensors that forward returns.
         name: Name of the model; empty for that of the class.
         precisions: Precisions to capture.
+        tensor_parallel: Degrees above 1 for which one rank's part is captured as well, in a fake process group.
+        tp_plan: See ``executor.capture.splitting.Plan``; None for the plan of transformers.
 
     Raises:
         SpecError: The module cannot be captured; says the file and line.
+        NotModelledError: Something in it is not modeled.
     """
     batches = {number: batch(number) for number in _SAMPLES}
-    graphs: dict[ComputedIn, CapturedGraph] = {}
-    cuts: tuple[Cut, ...] = ()
-    shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
-    refused: dict[ComputedIn, str] = {}
-    for precision in precisions:
-        try:
-            two, three = _traced(module, batches.values(), loss, precision)
-        except SpecError as error:
-            if not graphs:
-                raise
-            refused[precision] = str(error)
-            continue
-        cuts = cut(module, two)
-        graphs[precision] = graph_of(two, three, cuts, precision, shapes)
-        used = {two.parameters[o.storage] for seen in two.operators for o in seen.reads if o.storage in two.parameters}
-    unused = [CapturedParameter(name=key, shape=shape) for key, shape in shapes.items() if key not in used]
+    whole = _captured(module, batches.values(), loss, precisions)
+    splits = [
+        CapturedSplit(degree=degree, unused=part.unused, graphs=part.graphs, refused=part.refused)
+        for degree in sorted({*tensor_parallel} - {1})
+        for part in (_captured_of_rank(module, batches.values(), loss, tuple(whole.graphs), degree, tp_plan),)
+    ]
     return CapturedModel(
         format="simplan-captured-model",
         schema_version=1,
@@ -76,14 +90,86 @@ def model_from_module(
         source_sha256=source_hash(module),
         software={"torch": version("torch")},
         inputs=tuple(_inputs(batches[2], batches[3])),
-        modules=tuple(layer.module for layer in cuts),
-        classes=tuple(type(module.get_submodule(layer.module)).__name__ if layer.module else "" for layer in cuts),
-        starts=tuple(layer.starts for layer in cuts),
-        unused=tuple(unused),
-        graphs=graphs,
-        refused=refused,
-        computed_in=next(iter(graphs)),
+        modules=tuple(layer.module for layer in whole.cuts),
+        classes=tuple(
+            type(module.get_submodule(layer.module)).__name__ if layer.module else "" for layer in whole.cuts
+        ),
+        starts=tuple(layer.starts for layer in whole.cuts),
+        unused=whole.unused,
+        graphs=whole.graphs,
+        refused=whole.refused,
+        computed_in=next(iter(whole.graphs)),
+        splits=tuple(splits),
     )
+
+
+class _Captured(NamedTuple):
+    """Layers of a module, or of the part of it that a tensor-parallel rank has; see ``CapturedModel``."""
+
+    cuts: tuple[Cut, ...]
+    unused: tuple[CapturedParameter, ...]
+    graphs: dict[ComputedIn, CapturedGraph]
+    refused: dict[ComputedIn, str]
+
+
+def _captured(
+    module: nn.Module,
+    batches: Collection[Any],
+    loss: Loss | None,
+    precisions: Sequence[ComputedIn],
+    split: Callable[[nn.Module], frozenset[str]] | None = None,
+) -> _Captured:
+    """Captures a module in several precisions.
+
+    Args:
+        split: Makes a module one rank's part; gives names of weights whose gradients are parts. None for none.
+    """
+    graphs: dict[ComputedIn, CapturedGraph] = {}
+    cuts: tuple[Cut, ...] = ()
+    refused: dict[ComputedIn, str] = {}
+    for precision in precisions:
+        try:
+            two, three, shapes, partial = _traced(module, batches, loss, precision, split)
+        except SpecError as error:
+            if not graphs:
+                raise
+            refused[precision] = str(error)
+            continue
+        cuts = cut(module, two)
+        graphs[precision] = graph_of(two, three, cuts, precision, shapes, partial)
+        used = {two.parameters[o.storage] for seen in two.operators for o in seen.reads if o.storage in two.parameters}
+    unused = (CapturedParameter(name=key, shape=shape) for key, shape in shapes.items() if key not in used)
+    return _Captured(cuts, tuple(unused), graphs, refused)
+
+
+def _captured_of_rank(
+    module: nn.Module,
+    batches: Collection[Any],
+    loss: Loss | None,
+    precisions: Sequence[ComputedIn],
+    degree: int,
+    plan: Plan | None,
+) -> _Captured:
+    """The part of the first rank of a tensor-parallel degree.
+
+    Raises:
+        SpecError: The plan does not fit the module, or the module does not run in parts.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degree)
+    try:
+        mesh = DeviceMesh("cpu", list(range(degree)))
+        return _captured(module, batches, loss, precisions, lambda fake: split_module(fake, mesh, plan))
+    except SpecError as error:
+        raise type(error)(_with_degree(problem, degree) for problem in error.problems) from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _with_degree(problem: Problem, degree: int) -> Problem:
+    """A problem that one tensor-parallel degree has; what is wrong in the plan has its own fix."""
+    of_plan = problem.field.startswith("--")
+    fix = problem.fix if of_plan else f"leave {degree} out, or change the plan: a rank has 1/{degree} of what it splits"
+    return replace(problem, rule=f"{problem.rule} (--tensor-parallel {degree})", fix=fix)
 
 
 def source_hash(module: nn.Module) -> str:
@@ -106,19 +192,28 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 
 
-def _traced(module: nn.Module, batches: Iterable[Any], loss: Loss | None, precision: ComputedIn) -> tuple[Trace, Trace]:
-    """Traces of two and of three samples."""
+def _traced(
+    module: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss | None,
+    precision: ComputedIn,
+    split: Callable[[nn.Module], frozenset[str]] | None,
+) -> tuple[Trace, Trace, dict[str, tuple[int, ...]], frozenset[str]]:
+    """Traces of two and of three samples, shapes of weights, and names of those whose gradients are parts."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = fake_module(module, dtype)
         fake.train()
-        two, three = (_trace_of(fake, batch, loss, precision) for batch in batches)
+        partial = frozenset[str]() if split is None else split(fake)
+        run = functools.partial(_trace_of, fake, loss=loss, precision=precision, is_split=split is not None)
+        two, three = map(run, batches)
         if len(two.operators) != len(three.operators):  # a first call may fill a cache, such as of rotary angles
-            two = _trace_of(fake, next(iter(batches)), loss, precision)
-        return two, three
+            two = run(next(iter(batches)))
+        shapes = {key: tuple(parameter.shape) for key, parameter in fake.named_parameters()}
+        return two, three, shapes, partial
 
 
-def _trace_of(fake: nn.Module, batch: Any, loss: Loss | None, precision: ComputedIn) -> Trace:
+def _trace_of(fake: nn.Module, batch: Any, *, loss: Loss | None, precision: ComputedIn, is_split: bool) -> Trace:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     given = tree_map(lambda leaf: fake_tensor(leaf, dtype) if isinstance(leaf, Tensor) else leaf, batch)
     named = dict(_named(given))
@@ -127,10 +222,10 @@ def _trace_of(fake: nn.Module, batch: Any, loss: Loss | None, precision: Compute
 
     def run() -> Tensor:
         with context:
-            return loss_of(fake(*args, **kwargs), loss)
+            return plain(loss_of(fake(*args, **kwargs), loss))
 
     try:
-        return trace(fake, run, named)
+        return (trace_split if is_split else trace)(fake, run, named)
     except SpecError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import cast
 
 import torch
 
@@ -15,11 +16,13 @@ from executor.capture.cutting import Cut
 from executor.capture.trace import Operand, Seen, Trace
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.model.captured.facts import (
+    CapturedCollective,
     CapturedGraph,
     CapturedLayer,
     CapturedOperator,
     CapturedParameter,
     CapturedTensor,
+    Communication,
     ComputedIn,
     Setting,
     Shape,
@@ -34,7 +37,12 @@ _COPY = "aten._to_copy"
 
 
 def graph_of(
-    two: Trace, three: Trace, cuts: Sequence[Cut], computed_in: ComputedIn, shapes: dict[str, tuple[int, ...]]
+    two: Trace,
+    three: Trace,
+    cuts: Sequence[Cut],
+    computed_in: ComputedIn,
+    shapes: dict[str, tuple[int, ...]],
+    partial: frozenset[str] = frozenset(),
 ) -> CapturedGraph:
     """Layers of a model.
 
@@ -42,12 +50,13 @@ def graph_of(
         two, three: Traces of batches of two and of three samples.
         cuts: Layers by the operators of ``two``.
         shapes: Shapes of parameters by name.
+        partial: Names of parameters whose gradients are parts, besides those that the traces name.
 
     Raises:
         SpecError: Both traces have different operators.
     """
     _check_alike(two, three)
-    return _Graph(two, three, cuts, computed_in, shapes).graph()
+    return _Graph(two, three, cuts, computed_in, shapes, partial | two.partial).graph()
 
 
 def _check_alike(two: Trace, three: Trace) -> None:
@@ -87,8 +96,10 @@ class _Graph:
         cuts: Sequence[Cut],
         computed_in: ComputedIn,
         shapes: dict[str, tuple[int, ...]],
+        partial: frozenset[str],
     ) -> None:
         self._two, self._three, self._cuts, self._shapes = two, three, cuts, shapes
+        self._partial = partial
         self._computed_in = computed_in
         self._trained = {two.parameters[storage] for storage in two.needs_gradient if storage in two.parameters}
         self._weights = dict(two.parameters)  # also copies that autocast makes, and keeps, of trained weights
@@ -185,8 +196,8 @@ class _Graph:
         layer = self._cuts[number]
         for place in range(layer.begin, layer.end):
             seen = self._two.operators[place]
-            if seen.makes and all(storage in self._weights for storage in seen.makes):
-                continue  # autocast's copy of a weight
+            if seen.is_left_out or (seen.makes and all(storage in self._weights for storage in seen.makes)):
+                continue  # part of another one, or autocast's copy of a weight
             yield self._operator(place, number, names, parameters)
 
     def _operator(
@@ -208,7 +219,11 @@ class _Graph:
             frozen = name not in self._trained
             elsewhere = bool(layer.module) and not name.startswith(f"{layer.module}.")
             parameters[local] = CapturedParameter(
-                name=local, shape=self._shapes[name], frozen=frozen, elsewhere=elsewhere
+                name=local,
+                shape=self._shapes[name],
+                frozen=frozen,
+                elsewhere=elsewhere,
+                partial=name in self._partial and not frozen,
             )
         makes = []
         for index, storage in enumerate(written[:1] or seen.makes):
@@ -239,7 +254,28 @@ class _Graph:
             trains=seen.has_gradient and (bool(trained) or seen.num_gradients > 1),
             propagates=seen.has_gradient and bool(flows),
             is_cast=_is_cast(seen) and bool(reads) and not used,
-            in_place=bool(written),
+            in_place=bool(written) or seen.is_alias,
+            passes=seen.passes,
+            gradient_scratch=max(0, seen.backward_elements - sum(prod(self._shapes[name]) for name in used)),
+            collective=self._collective(place),
+        )
+
+    def _collective(self, place: int) -> CapturedCollective | None:
+        seen, other = self._two.operators[place].collective, self._three.operators[place].collective
+        if seen is None or other is None:
+            return None
+        less, more = prod(seen.buffer.shape), prod(other.buffer.shape)
+        if less == more:
+            what = f"{seen.forward or seen.backward} of a tensor that does not grow with the batch"
+            rule, fix = f"runs an {what}, which is not modeled yet", "split its operands by other styles"
+            where = self._two.operators[place].module or "the model"
+            raise NotModelledError(Problem(field="--tp-plan", value=where, rule=rule, fix=fix))
+        return CapturedCollective(
+            forward=cast("Communication | None", seen.forward or None),
+            backward=cast("Communication | None", seen.backward or None),
+            elements=more - less,
+            width=self._width(seen.buffer.dtype),
+            reorders=seen.reorders,
         )
 
     def _owns(self, name: str, number: int) -> bool:

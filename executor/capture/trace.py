@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from os import environ
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -44,6 +44,21 @@ class Operand:
     dtype: torch.dtype
 
 
+class SeenCollective(NamedTuple):
+    """Communication of tensor-parallel ranks.
+
+    Attributes:
+        forward, backward: Kind in each direction; empty for none.
+        buffer: The tensor that ``simplan.model.kernel.CollectiveKind`` counts.
+        reorders: Parts of ranks are copied to be in order.
+    """
+
+    forward: str
+    backward: str
+    buffer: Operand
+    reorders: bool = False
+
+
 @dataclass(slots=True)
 class Seen:
     """One dispatched operator.
@@ -60,6 +75,11 @@ class Seen:
         has_gradient: Autograd records the operator, and its results reach the loss.
         num_gradients: Tensors read whose gradients backward computes.
         function: Name of the autograd function written in Python that ends with the operator; empty for none.
+        collective: What tensor-parallel ranks communicate; None for all other operators.
+        passes: Backward hands gradients on and runs no kernel.
+        is_alias: The result stands for the tensor read, whose memory it has.
+        is_left_out: The operator is part of another one.
+        backward_elements: Elements of a gradient that backward makes for all tensor-parallel ranks; 0 for none.
     """
 
     name: str
@@ -73,6 +93,16 @@ class Seen:
     has_gradient: bool = False
     num_gradients: int = 0
     function: str = ""
+    collective: SeenCollective | None = None
+    passes: bool = False
+    is_alias: bool = False
+    is_left_out: bool = False
+    backward_elements: int = 0
+
+    def leave_out(self) -> None:
+        """Makes the operator part of another one."""
+        self.reads = self.makes = self.writes = self.saves = ()
+        self.has_gradient, self.is_left_out = False, True
 
 
 @dataclass(slots=True)
@@ -96,6 +126,7 @@ class Trace:
         parameters, buffers: Names by number of storage; the first name of one that is shared.
         inputs: Names by number of storage.
         needs_gradient: Storages through which gradients flow.
+        partial: Names of parameters of whose gradients each tensor-parallel rank has a part.
     """
 
     operators: list[Seen] = field(default_factory=list)
@@ -106,6 +137,7 @@ class Trace:
     buffers: dict[int, str] = field(default_factory=dict)
     inputs: dict[int, str] = field(default_factory=dict)
     needs_gradient: set[int] = field(default_factory=set)
+    partial: set[str] = field(default_factory=set)
 
 
 def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor]) -> Trace:
@@ -120,8 +152,8 @@ def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor
         SpecError: The module runs too many operators.
         ValueError: Nothing is trained.
     """
-    tracer = _Tracer(module, inputs)
-    with _modules_named(module, tracer), as_on_gpus(), tracer:
+    tracer = Tracer(module, inputs)
+    with modules_named(module, tracer), as_on_gpus(), tracer:
         loss = run()
     tracer.settle()
     if not loss.requires_grad:
@@ -130,7 +162,7 @@ def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor
     return tracer.trace
 
 
-class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators; every tensor is kept alive, so that a storage's address means one storage."""
 
     def __init__(self, module: nn.Module, inputs: dict[str, Tensor]) -> None:
@@ -141,14 +173,14 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open: list[tuple[Seen, tuple[Tensor, ...]]] = []  # operators whose node autograd has not made yet
         self._nodes: set[int] = set()
         for name, parameter in module.named_parameters():
-            number = self._number(parameter)
+            number = self.number(parameter)
             self.trace.parameters.setdefault(number, name)
             if parameter.requires_grad:
                 self.trace.needs_gradient.add(number)
         for name, buffer in module.named_buffers():
-            self.trace.buffers.setdefault(self._number(buffer), name)
+            self.trace.buffers.setdefault(self.number(buffer), name)
         for name, tensor in inputs.items():
-            self.trace.inputs.setdefault(self._number(tensor), name)
+            self.trace.inputs.setdefault(self.number(tensor), name)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -179,19 +211,19 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.operators.append(seen)
         if len(self.trace.operators) > _MOST_OPERATORS:
             raise SpecError(_too_many(seen))
-        self._open.append((seen, tensors))
+        self.open(seen, tensors)
         return out
 
     def settle(self) -> None:
         """Reads nodes that autograd made later than the operator: those of functions written in Python."""
         self._settle_last()
         for seen, tensors in self._open:
-            self._read_node(seen, tensors)
+            self.read_node(seen, tensors)
         self._open.clear()
 
     def leave_out_dead(self, loss: Tensor) -> None:
         """Takes gradients and saved tensors from operators whose results never reach the loss: autograd frees them."""
-        live = {self._number(loss)}
+        live = {self.number(loss)}
         for seen in reversed(self.trace.operators):
             if live.isdisjoint(seen.makes) and live.isdisjoint(seen.writes):
                 seen.has_gradient, seen.saves = False, ()
@@ -202,10 +234,18 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _settle_last(self) -> None:
         if self._open:
             seen, tensors = self._open[-1]
-            if self._read_node(seen, tensors):
+            if self.read_node(seen, tensors):
                 self._open.pop()
 
-    def _read_node(self, seen: Seen, tensors: Sequence[Tensor]) -> bool:
+    def open(self, seen: Seen, tensors: tuple[Tensor, ...]) -> None:
+        """Reads the node of an operator's results as soon as autograd has made it."""
+        self._open.append((seen, tensors))
+
+    def keep(self, value: Any) -> None:
+        """Keeps an object alive, so that its address means one object."""
+        self._kept.append(value)
+
+    def read_node(self, seen: Seen, tensors: Sequence[Tensor]) -> bool:
         """True if the operator has a node; its saved tensors are then known."""
         found = False
         for tensor in tensors:
@@ -213,7 +253,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not tensor.requires_grad or node is None:
                 continue
             found = seen.has_gradient = True
-            self.trace.needs_gradient.add(self._number(tensor))
+            self.trace.needs_gradient.add(self.number(tensor))
             if id(node) in self._nodes:
                 continue
             self._nodes.add(id(node))
@@ -221,15 +261,19 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _is_python(node):
                 seen.function = type(node).__name__.removesuffix("Backward")
             seen.num_gradients = sum(function is not None for function, _ in node.next_functions)
-            saved = (self._number(kept) for kept in _saved_tensors(node))
+            saved = (self.number(kept) for kept in _saved_tensors(node))
             seen.saves = tuple(dict.fromkeys((*seen.saves, *saved)))
         return found
 
     def _operands(self, tree: Any) -> tuple[Operand, ...]:
         tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-        return tuple(Operand(self._number(t), tuple(map(int, t.shape)), t.dtype) for t in tensors)
+        return tuple(map(self.operand, tensors))
 
-    def _number(self, tensor: Tensor) -> int:
+    def operand(self, tensor: Tensor) -> Operand:
+        """A tensor as operators name it."""
+        return Operand(self.number(tensor), tuple(map(int, tensor.shape)), tensor.dtype)
+
+    def number(self, tensor: Tensor) -> int:
         """Number of a tensor's storage, in the order in which storages appear."""
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -247,7 +291,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):
-                    yield self._number(leaf)
+                    yield self.number(leaf)
 
 
 def _too_many(seen: Seen) -> Problem:
@@ -333,7 +377,7 @@ _CAUSAL, _BIDIRECTIONAL = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mas
 
 
 @contextmanager
-def _modules_named(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
+def modules_named(module: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Tells the tracer which module runs."""
     names = {id(part): name for name, part in reversed([*module.named_modules()])}
     calls: list[Call] = []

@@ -28,17 +28,24 @@ def capture(request: CaptureRequest) -> CapturedModel:
     Raises:
         SpecError: It cannot be imported, fails, or cannot be captured; says where.
     """
+    sys.path.insert(0, request.folder)
     if request.config:
         return _of_config(request)
     assert request.factory is not None, "a request has one of both"
     assert request.batch is not None, "a request has one of both"
-    sys.path.insert(0, request.folder)
     module = built(request.factory)
     batch = function_of("--inputs", request.batch)
     loss = None if request.loss is None else function_of("--loss", request.loss)
     made_by = request.batch
-    captured = model_from_module(module, lambda number: called("--inputs", made_by, batch, number), loss)
+    captured = model_from_module(
+        module,
+        lambda number: called("--inputs", made_by, batch, number),
+        loss,
+        tensor_parallel=request.tensor_parallel,
+        tp_plan=None if request.tp_plan is None else function_of("--tp-plan", request.tp_plan),
+    )
     origin = {"factory": str(request.factory), "batch": str(request.batch), "loss": str(request.loss or "")}
+    origin |= {"tp_plan": str(request.tp_plan or "")}
     return captured.model_copy(update=origin | ({"name": request.name} if request.name else {}))
 
 
@@ -54,12 +61,20 @@ def _of_config(request: CaptureRequest) -> CapturedModel:
     module, config = module_of_config(read_json(Path(request.config)))
     name = request.name or Path(request.config).resolve().parent.name
     try:
-        captured = model_from_module(module, batch_of(module, config, request.seq_len), name=name)
+        captured = model_from_module(
+            module,
+            batch_of(module, config, request.seq_len),
+            name=name,
+            tensor_parallel=request.tensor_parallel,
+            tp_plan=None if request.tp_plan is None else function_of("--tp-plan", request.tp_plan),
+        )
     except SpecError as error:
         fix = "give a batch of your own: simplan capture MODULE:FACTORY --inputs MODULE:FUNCTION"
-        raise SpecError(replace(problem, fix=fix) for problem in error.problems) from error
+        problems = [p if p.field.startswith("--t") else replace(p, fix=fix) for p in error.problems]
+        raise type(error)(problems) from error
+    origin = {"factory": str(request.config), "tp_plan": str(request.tp_plan or "")}
     software = captured.software | {"transformers": version("transformers")}
-    return captured.model_copy(update={"factory": str(request.config), "software": software})
+    return captured.model_copy(update=origin | {"software": software})
 
 
 def built(factory: Reference) -> nn.Module:

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from executor.capture.calls import CallsPart, SentTensor
 from executor.capture.capture import Loss, loss_of, source_hash
 from executor.capture.hugging_face import module_of_config
 from executor.capture.recording import record_calls
+from executor.capture.splitting import plain, split_module
 from executor.capture.user_code import built_with_weights, called, function_of
 from executor.distributed.precision import with_fp8_linears
 from executor.distributed.recompute import Around, of_block, recompute_block
@@ -59,12 +61,13 @@ class CapturedStage(Stage):
         """The loss of one batch: a tuple or a dictionary of the arguments of the module's forward."""
         (batch,) = inputs
         args, named = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-        return loss_of(self.module(*args, **named), self._loss)
+        return plain(loss_of(self.module(*args, **named), self._loss))
 
     def with_specs(self, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
         """See ``Stage.with_specs``; a weight that several layers use is there once."""
+        weights = dict(self.module.named_parameters(remove_duplicate=False))
         for name, said in _named_specs(self._model, layers, self._layer_range).items():
-            yield f"module.{name}", self.module.get_parameter(name), said
+            yield f"module.{name}", weights[name], said
 
 
 class CapturedPart(CapturedStage):
@@ -171,6 +174,7 @@ def build_captured(
     recompute: Recompute = "none",
     *,
     recompute_layers: int | None = None,
+    tp: DeviceMesh | None = None,
     around_rerun: Around = nullcontext,
     frozen_dtype: torch.dtype | None = None,
     fp8_recipe: Fp8Recipe | None = None,
@@ -181,8 +185,9 @@ def build_captured(
 
     Args:
         model: The captured model.
-        layers: Its LayerSpecs.
+        layers: Its LayerSpecs, as split for one rank.
         dtype: Dtype of weights, and of buffers of floating-point numbers.
+        tp: Ranks over which the module is split, by the plan of the capture; None for a whole module.
         frozen_dtype: Dtype of the module itself where its LayerSpecs have adapters, whose dtype is ``dtype``.
         recompute, recompute_layers, around_rerun, fp8_recipe, finish: See ``build_stage``; the last one is called for
             blocks.
@@ -202,6 +207,8 @@ def build_captured(
             for path, (a, b) in adapters.items():
                 add_adapter(module.get_submodule(path), a, b, dtype)
     module.train()
+    if tp is not None:
+        _split(module, model, layers, tp)
     loss = None if not model.loss else function_of(_FIELD, _reference(model.loss))
     stage = CapturedStage(module, model, loss, range(len(layers)))
     for _, parameter, said in stage.with_specs(layers):
@@ -352,6 +359,21 @@ def _built(model: CapturedModel) -> nn.Module:
         rule, fix = "names no function that makes the module", "capture it with simplan capture MODULE:FACTORY"
         raise SpecError(Problem(field=_FIELD, value=model.name, rule=rule, fix=fix))
     return built_with_weights(_FIELD, _reference(model.factory))
+
+
+def _split(module: nn.Module, model: CapturedModel, layers: Sequence[LayerSpec], tp: DeviceMesh) -> None:
+    """Splits a module over tensor-parallel ranks, which have equal weights.
+
+    Raises:
+        SpecError: The plan is not that of the capture.
+    """
+    plan = function_of("--tp-plan", _reference(model.tp_plan)) if model.tp_plan else None
+    specs = _named_specs(model, layers, range(len(layers)))
+    split_module(module, tp, plan, [name for name, said in specs.items() if said.partial_gradient])
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in specs and tuple(parameter.shape) != specs[name].shape:
+            rule = f"splits {name} otherwise than when {model.name} was captured"
+            raise SpecError(Problem(field="--tp-plan", value=model.tp_plan, rule=rule, fix="capture it again"))
 
 
 def _check_same(module: nn.Module, model: CapturedModel) -> None:

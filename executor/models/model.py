@@ -193,13 +193,12 @@ def split_dimensions(stage: Stage, job: RunSpec) -> dict[str, int]:
     """Parameter name -> first dimension along which ranks split the parameter, for the parameters of a stage."""
     if job.plan.shard == Shard():
         return {}
-    whole = job.software.layers_of(job.model, ParallelPlan())
-    shapes = (parameter.shape for index in stage.layers for parameter in whole[int(index)].parameters)
-    parts = stage.with_specs(job.software.layers_of(job.model, job.plan))
+    whole = stage.with_specs(job.software.layers_of(job.model, ParallelPlan()))
+    shapes = {name: said.shape for name, _, said in whole}
     return {
-        name: next(dim for dim, size in enumerate(shape) if part.shape[dim] < size)
-        for shape, (name, _, part) in zip(shapes, parts, strict=True)
-        if shape != part.shape
+        name: next(dim for dim, size in enumerate(shapes[name]) if part.shape[dim] < size)
+        for name, _, part in stage.with_specs(job.software.layers_of(job.model, job.plan))
+        if shapes[name] != part.shape
     }
 
 

@@ -313,6 +313,7 @@ class Trainer:
                 job.seed,
                 plan.recompute,
                 recompute_layers=plan.recompute_layers,
+                tp=self._dims.tp.mesh,
                 around_rerun=self._recorder.rerun,
                 frozen_dtype=compute_dtype(job),
                 fp8_recipe=fp8_recipe(job),

@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
@@ -156,9 +158,38 @@ class TrainingState:
 
     def _placed(self, name: str, value: Tensor, shape: torch.Size) -> Tensor:
         """A tensor of a parameter's shape; a part as a DTensor that shares its memory, as DDP and ZeRO-1 have none."""
-        if name not in self._split or name in self._suffixes or isinstance(value, DTensor) or value.shape != shape:
+        if name not in self._split or name in self._suffixes or value.shape != shape:
             return value
-        return DTensor.from_local(value, self._tp.mesh, (Shard(self._split[name]),), run_check=False)
+        if not isinstance(value, DTensor):
+            return DTensor.from_local(value, self._tp.mesh, (Shard(self._split[name]),), run_check=False)
+        assert self._tp.mesh is not None
+        is_whole = "tp" in (value.device_mesh.mesh_dim_names or ())
+        return value if is_whole else _of_all_parts(value, self._tp.mesh, self._split[name])
+
+
+def _of_all_parts(shard: DTensor, tp: DeviceMesh, dim: int) -> DTensor:
+    """The tensor of which FSDP has sharded one tensor-parallel rank's part, with the same memory.
+
+    torch's FSDP gives this placement to a weight that was a DTensor before (``FSDPParam``).
+    """
+    shape, stride = list(shard.shape), list(shard.stride())
+    shape[dim] *= tp.size()
+    stride = [step * tp.size() if step > shard.stride(dim) else step for step in stride]
+    placements = [
+        _StridedShard(dim, split_factor=tp.size())
+        if isinstance(placement, Shard) and placement.dim == dim
+        else placement
+        for placement in shard.placements
+    ]
+    mesh = DeviceMesh._concatenate([shard.device_mesh, tp])
+    return DTensor.from_local(
+        shard._local_tensor,
+        mesh,
+        (*placements, Shard(dim)),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
 
 
 def _suffix(parameter: nn.Parameter, dims: ParallelDims) -> str:

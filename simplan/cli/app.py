@@ -429,6 +429,17 @@ def capture(
     seq_len: Annotated[
         int | None, _COUNT(max=10**7, help="Tokens of a sample, for a config.json (default: 4096).")
     ] = None,
+    tensor_parallel: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Tensor-parallel degrees to capture as well, such as 2,4,8.")
+    ] = None,
+    tp_plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Function that gives the plan for parallelize_module, or takes the module and the mesh and splits it "
+            "(default: the plan that transformers has for its model).",
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model (default: that of the class).")
     ] = None,
@@ -442,7 +453,17 @@ def capture(
     """
     from simplan.cli.capture.command import capture_command
 
-    return capture_command(source, inputs=inputs, loss=loss, name=name, seq_len=seq_len, output=output, as_json=json)
+    return capture_command(
+        source,
+        inputs=inputs,
+        loss=loss,
+        name=name,
+        seq_len=seq_len,
+        tensor_parallel=tensor_parallel,
+        tp_plan=tp_plan,
+        output=output,
+        as_json=json,
+    )
 
 
 @_command(short_help="Run a folder of scenarios on one device, and report errors.")

@@ -308,6 +308,7 @@ class LayerCollective:
         beside_previous: The collective depends on none of the kernels since the last collective and overlaps them where
             the device can. Ring attention sends keys on while it computes with them.
         residual: The tensor belongs to the residual stream, which autocast keeps in FP32.
+        reorders: Parts of ranks that are gathered or scattered along tokens are copied to be in order.
         draw: Routing of an expert all-to-all that sends a token to every node once and forwards it there; None for
             others.
     """
@@ -320,6 +321,7 @@ class LayerCollective:
     bytes_per_element: int | None = None
     beside_previous: bool = False
     residual: bool = False
+    reorders: bool = True
     draw: ExpertDraw | None = None
 
 

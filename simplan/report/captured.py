@@ -9,7 +9,7 @@ from typing import Any
 
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.layers import captured_layers
-from simplan.model.layer import LayerSpec
+from simplan.model.layer import LayerCollective, LayerSpec
 from simplan.report.table import format_table_text
 from simplan.units import format_bytes, format_count
 
@@ -33,6 +33,7 @@ def captured_json(captured: CapturedModel) -> dict[str, Any]:
         "refused": dict(captured.refused),
         "inputs": [each.model_dump(mode="json", exclude_defaults=True) for each in captured.inputs],
         "unused_parameters": [parameter.name for parameter in captured.unused],
+        "tensor_parallel": [_rank_json(captured, degree) for degree in captured.degrees[1:]],
         "layers": [
             {
                 "module": module,
@@ -44,6 +45,20 @@ def captured_json(captured: CapturedModel) -> dict[str, Any]:
             }
             for module, layer in zip(captured.modules, layers, strict=True)
         ],
+    }
+
+
+def _rank_json(captured: CapturedModel, degree: int) -> dict[str, Any]:
+    """Sizes of the part of one tensor-parallel rank, of one sample in the first precision."""
+    part = captured.of_degree(degree)
+    layers, widths = captured_layers(part), _WIDTHS[part.computed_in]
+    return {
+        "degree": degree,
+        "num_parameters": _num_parameters(layers),
+        "forward_flops": sum(layer.flops(full_attention=True) for layer in layers),
+        "saved_bytes": sum(sum(layer.saved_bytes(*widths)) for layer in layers),
+        "collectives": sum(isinstance(kernel, LayerCollective) for layer in layers for kernel in layer.kernels),
+        "refused": dict(part.refused),
     }
 
 
@@ -70,6 +85,7 @@ def captured_text(captured: CapturedModel) -> str:
         f"{format_bytes(document['saved_bytes'])} saved for backward in {captured.computed_in}",
         f"precisions: {', '.join(captured.graphs)}",
         *(f"not {precision}: {why}" for precision, why in captured.refused.items()),
+        *(_rank_text(rank) for rank in document["tensor_parallel"]),
         "",
         format_table_text(_HEADERS, rows, left=2),
     ]
@@ -77,6 +93,15 @@ def captured_text(captured: CapturedModel) -> str:
         parts = ", ".join(f"{name} ({format_count(number)} parameters)" for name, number in _unused(captured))
         lines.append(f"without a part in the loss: {parts}")
     return "\n".join(lines)
+
+
+def _rank_text(rank: dict[str, Any]) -> str:
+    refused = "".join(f"; not {precision}: {why}" for precision, why in rank["refused"].items())
+    return (
+        f"tp {rank['degree']}: a rank has {format_count(rank['num_parameters'])} parameters, "
+        f"{format_count(rank['forward_flops'])} FLOPs forward, {format_bytes(rank['saved_bytes'])} saved, "
+        f"{rank['collectives']} tensors communicated{refused}"
+    )
 
 
 def _runs(captured: CapturedModel) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     compression.powersgd_of_matrices, compression.compression_alone, compression.one_bit_adam_of_momentum,
     replication.replication_of_replicas, replication.min_replicas_of_replicas, replication.replication_alone,
     replication.start_step_of_ddp, replication.workers_on_nodes, model.precision_of_capture,
-    model.unused_weights_in_ddp, model.scalar_weights_in_fsdp,
+    model.degree_of_capture, model.unused_weights_in_ddp, model.scalar_weights_in_fsdp,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (
@@ -76,7 +76,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     training.backup_workers_modelled, parallel.tp_of_wide_norms,
     training.grad_sync_modelled, sharding.broadcasts_modelled, sharding.tied_embeddings_sharded, parallel.tp_modelled,
     parallel.sequence_parallel_modelled, parallel.cp_modelled, parallel.ring_modelled,
-    sharding.fsdp_units_modelled, model.software_of_modules, model.compiled_capture,
+    sharding.fsdp_units_modelled, model.software_of_modules, model.compiled_capture, model.changed_split_capture,
     model.shared_weights_in_pipelines, model.tensors_between_stages,
     parallel.cp_of_unfused_attention, recompute.recompute_modelled, sharding.sharded_precision_modelled,
     schedule.split_backward_of_convolutions, sharding.offload_of_fsdp2, sharding.offload_of_experts,

@@ -289,7 +289,7 @@ def transformers_model(job: Job) -> Iterator[Problem]:
 )
 def transformers_splits(job: Job) -> Iterator[Problem]:
     """ColwiseParallel of torch splits nn.Linear, not GPT-2's Conv1D and not grouped experts."""
-    if not _is_transformers(job):
+    if not _is_transformers(job) or job.model.captured is not None:
         return
     plan, model = job.plan, job.model
     for field, what in (("cp", "context"), ("ep", "expert")):
@@ -359,12 +359,14 @@ def deepspeed_splits(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.tp", what, "use 1, or software accelerate")
 
 
-@rule("a captured model must have been captured in the precision of the job", reads="shards_parameters")
+@rule("a captured model must have been captured in the precision of the job", reads="shards_parameters tp")
 def precision_of_capture(job: Job) -> Iterator[Problem]:
     captured = job.model.captured
     if captured is None:
         return
     needed = computed_in(job)
+    if job.plan.tp in captured.degrees:
+        captured = captured.of_degree(job.plan.tp)
     if needed in captured.graphs:
         return
     reason = captured.refused.get(needed)
@@ -381,6 +383,21 @@ def _possible(job: Job) -> list[str]:
     assert captured is not None, "a job of a captured model"
     jobs = {word: job.with_changes({"training.precision": word}) for word in ("fp32", "bf16")}
     return [word for word, other in jobs.items() if computed_in(other) in captured.graphs]
+
+
+@rule("a captured model must have been captured with the tensor-parallel degree", reads="tp")
+def degree_of_capture(job: Job) -> Iterator[Problem]:
+    captured, tp = job.model.captured, job.plan.tp
+    if captured is None or tp in captured.degrees:
+        return
+    degrees = [str(degree) for degree in (*captured.degrees[1:], tp)]
+    sentence = f"was not captured: {captured.name} has tensor-parallel degrees {either(captured.degrees)}"
+    fix = f"use one of them, or capture it again with --tensor-parallel {','.join(degrees)}"
+    if len(captured.degrees) == 1:
+        sentence = f"was not captured: {captured.name} is captured without tensor parallelism"
+        plan = "" if captured.factory.endswith(".json") else " and your --tp-plan MODULE:FUNCTION"
+        fix = f"use 1, or capture it again with --tensor-parallel {tp}{plan}"
+    yield problem_of(job, "plan.tp", sentence, fix)
 
 
 @unmodelled("captured modules are trained by frameworks that take modules")
@@ -404,6 +421,20 @@ def compiled_capture(job: Job) -> Iterator[Problem]:
     else:
         return
     yield not_modelled(job, "software.compiled", what, "use software.compiled = false")
+
+
+@unmodelled("changes of layers of captured tensor-parallel ranks are not modeled", reads="tp")
+def changed_split_capture(job: Job) -> Iterator[Problem]:
+    if job.model.captured is None or job.plan.tp == 1:
+        return
+    changed = {
+        "adapters": job.model.lora_rank > 0,
+        "torch.compile": job.software.compiled,
+        f"{job.training.precision} matmuls": job.training.precision in job.software.low_precision,
+    }
+    if whats := [what for what, is_so in changed.items() if is_so]:
+        what = f"{' and '.join(whats)} on tensor-parallel ranks of a captured module"
+        yield not_modelled(job, "plan.tp", what, "use 1")
 
 
 @unmodelled("weights that several captured layers share are in one pipeline stage", reads="pp")

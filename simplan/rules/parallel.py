@@ -48,7 +48,7 @@ def sequence_parallel_needs_tp(job: Job) -> Iterator[Problem]:
 @rule("tp x cp must divide seq_len for sequence parallelism", reads="sequence_parallel tp cp")
 def sequence_parallel_divides_sequence(job: Job) -> Iterator[Problem]:
     plan, model, unit = job.plan, job.model, job.plan.tp * job.plan.cp
-    if not plan.sequence_parallel or plan.tp == 1 or FAMILIES[model.family].task == "class":
+    if not plan.sequence_parallel or plan.tp == 1 or FAMILIES[model.family].task in ("class", "own"):
         return
     if model.seq_len % unit:
         sentence = f"must be a multiple of tp x cp = {unit} for sequence parallelism"
@@ -134,7 +134,7 @@ def tp_of_wide_norms(job: Job) -> Iterator[Problem]:
 @unmodelled("tensor parallelism of this model is not modeled", reads="tp")
 def tp_modelled(job: Job) -> Iterator[Problem]:
     whole = FAMILIES[job.model.family].whole_layers
-    if whole and job.plan.tp > 1:
+    if whole and job.plan.tp > 1 and job.model.captured is None:  # a capture says which degrees there are
         yield not_modelled(job, "plan.tp", f"tensor parallelism of {whole}", "use 1")
 
 

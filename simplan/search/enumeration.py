@@ -194,6 +194,8 @@ class Enumeration:
         in_node = devices if space.tp_across_nodes else min(cluster.devices_per_node, devices)
         whole = bool(FAMILIES[model.family].whole_layers)
         heads = [] if whole else [d for d in divisors(model.num_attention_heads or 1) if d <= in_node]
+        if model.captured is not None:
+            heads = [degree for degree in model.captured.degrees if degree <= in_node]
         long = model.seq_len >= LONG_SEQUENCE and not whole
         tps = space.tp or tuple(heads or [1] if not model.num_experts else [1])  # with experts, tp only on request
         cps = space.cp or ((1, 2, 4, 8) if long else (1,))
@@ -258,6 +260,9 @@ class Enumeration:
         """Pairs of ``sequence_parallel`` and ``cp_comm``."""
         default = "all_gather" if self._job.cluster.device.kind == "cpu" else "ring"
         splits = (_unique(self._space.sequence_parallel) or (True, False)) if mesh.tp > 1 else (False,)
+        captured = self._job.model.captured
+        if captured is not None and mesh.tp in captured.degrees[1:]:  # its plan says what it splits
+            splits = (captured.splits_tokens(mesh.tp),)
         ways = (_unique(self._space.cp_comm) or (default,)) if mesh.cp > 1 else ("ring",)
         return list(product(splits, ways))
 

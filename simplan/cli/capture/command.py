@@ -22,11 +22,14 @@ def capture_command(
     loss: str | None,
     name: str | None,
     seq_len: int | None,
+    tensor_parallel: str | None,
+    tp_plan: str | None,
     output: Path,
     as_json: bool,
 ) -> int:
     """``simplan capture``. Functions are imported from the current folder and the environment."""
     own = _of_config(source, seq_len) if source.endswith(".json") else _of_code(source, inputs, loss)
+    own |= _of_split(tensor_parallel, tp_plan)
     request = CaptureRequest(**own, name=name or "", folder=str(Path.cwd()))
     write_capture(request, output)
     captured = read_captured(output)
@@ -67,4 +70,17 @@ def _of_code(source: str, inputs: str | None, loss: str | None) -> dict[str, Any
     }
 
 
+def _of_split(tensor_parallel: str | None, tp_plan: str | None) -> dict[str, Any]:
+    if tensor_parallel is None and tp_plan is not None:
+        rule, fix = "splits a module over degrees that are missing", "name them: --tensor-parallel 2,4"
+        raise SpecError(Problem(field="--tp-plan", value=tp_plan, rule=rule, fix=fix))
+    words = (tensor_parallel or "").split(",") if tensor_parallel is not None else []
+    if not all(word.isascii() and word.isdigit() and 1 < int(word) <= MAX_DEGREE for word in words):
+        rule = f"must be degrees from 2 to {MAX_DEGREE}, separated by commas"
+        raise SpecError(Problem(field="--tensor-parallel", value=str(tensor_parallel), rule=rule, fix="write 2,4,8"))
+    plan = None if tp_plan is None else Reference.of("--tp-plan", tp_plan)
+    return {"tensor_parallel": tuple(sorted({int(word) for word in words})), "tp_plan": plan}
+
+
+MAX_DEGREE = 1024
 USUAL_LENGTH = 4096  # tokens

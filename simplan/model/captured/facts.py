@@ -6,6 +6,7 @@ The file has what torch dispatched and what autograd saved, not how simplan pric
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -20,14 +21,15 @@ Width = Literal["compute", "wide"] | Count
 """Bytes per element: ``compute`` for the width of matmuls' results, ``wide`` for FP32 under autocast, else a number."""
 
 
-def _to_tuple(value: object) -> object:
-    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value
+def to_tuple(value: object) -> object:
+    """A list as JSON has it, as a tuple."""
+    return tuple(map(to_tuple, value)) if isinstance(value, list) else value
 
 
-Shape = Annotated[tuple[Natural, ...], BeforeValidator(_to_tuple)]
-Shapes = Annotated[tuple[Shape, ...], BeforeValidator(_to_tuple)]
-Names = Annotated[tuple[Line, ...], BeforeValidator(_to_tuple)]
-Setting = Annotated[bool | Natural | Line, BeforeValidator(_to_tuple)]
+Shape = Annotated[tuple[Natural, ...], BeforeValidator(to_tuple)]
+Shapes = Annotated[tuple[Shape, ...], BeforeValidator(to_tuple)]
+Names = Annotated[tuple[Line, ...], BeforeValidator(to_tuple)]
+Setting = Annotated[bool | Natural | Line, BeforeValidator(to_tuple)]
 
 
 class CapturedTensor(Spec):
@@ -52,12 +54,34 @@ class CapturedParameter(Spec):
         name: Name inside of its layer.
         frozen: The weight has no gradient.
         elsewhere: The weight is outside of the layer's module, and its name is that in the whole module.
+        partial: Each tensor-parallel rank has a part of the gradient: that of its own tokens or heads.
     """
 
     name: Line
     shape: Shape
     frozen: bool = False
     elsewhere: bool = False
+    partial: bool = False
+
+
+Communication = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+class CapturedCollective(Spec):
+    """A collective over tensor-parallel ranks.
+
+    Attributes:
+        forward, backward: Its kind in each direction; None for none.
+        elements: Elements of the buffer for one sample (``simplan.model.kernel.CollectiveKind`` says which buffer).
+        width: See ``Width``.
+        reorders: The parts of the ranks are copied to be in order along another dimension than the first.
+    """
+
+    forward: Communication | None = None
+    backward: Communication | None = None
+    elements: Natural
+    width: Width = "compute"
+    reorders: bool = False
 
 
 class CapturedOperator(Spec):
@@ -78,6 +102,10 @@ class CapturedOperator(Spec):
         propagates: Backward computes gradients of tensors read.
         is_cast: Only the dtype changes.
         in_place: The result overwrites the first tensor read.
+        passes: The gradient of the result is that of the tensors read, and backward runs no kernel.
+        gradient_scratch: Elements that backward makes besides the gradients: the part of other tensor-parallel ranks
+            in the gradient of an embedding.
+        collective: The communication that the operator is; None for all others.
     """
 
     op: Line
@@ -87,13 +115,16 @@ class CapturedOperator(Spec):
     weights: Shape = ()
     settings: dict[str, Setting] = Field(default_factory=dict)
     reads: Names = ()
-    makes: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+    makes: Annotated[tuple[CapturedTensor, ...], BeforeValidator(to_tuple)] = ()
     saves: Names = ()
     parameters: Names = ()
     trains: bool = False
     propagates: bool = False
     is_cast: bool = False
     in_place: bool = False
+    passes: bool = False
+    gradient_scratch: Natural = 0
+    collective: CapturedCollective | None = None
 
 
 class CapturedLayer(Spec):
@@ -111,16 +142,16 @@ class CapturedLayer(Spec):
         buffers: Tables that are neither weights nor saved.
     """
 
-    parameters: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
-    inputs: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+    parameters: Annotated[tuple[CapturedParameter, ...], BeforeValidator(to_tuple)] = ()
+    inputs: Annotated[tuple[CapturedTensor, ...], BeforeValidator(to_tuple)] = ()
     elsewhere: Names = ()
-    operators: Annotated[tuple[CapturedOperator, ...], BeforeValidator(_to_tuple)]
+    operators: Annotated[tuple[CapturedOperator, ...], BeforeValidator(to_tuple)]
     outputs: Names = ()
     output_shapes: Shapes = ()
     passed: Shape = ()
     forwarded: Names = ()
     tied: Names = ()
-    buffers: Annotated[tuple[CapturedTensor, ...], BeforeValidator(_to_tuple)] = ()
+    buffers: Annotated[tuple[CapturedTensor, ...], BeforeValidator(to_tuple)] = ()
 
 
 class CapturedGraph(Spec):
@@ -133,9 +164,22 @@ class CapturedGraph(Spec):
             these layers has them.
     """
 
-    layers: Annotated[tuple[CapturedLayer, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
+    layers: Annotated[tuple[CapturedLayer, ...], BeforeValidator(to_tuple), Field(min_length=1)]
     order: Annotated[Shape, Field(min_length=1, max_length=2_002)]
     shared: Names = ()
+
+
+class CapturedSplit(Spec):
+    """The part of a model that one tensor-parallel rank has and computes, of a degree.
+
+    Attributes:
+        unused, graphs, refused: As of the whole model.
+    """
+
+    degree: Count
+    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(to_tuple)] = ()
+    graphs: dict[ComputedIn, CapturedGraph]
+    refused: dict[ComputedIn, Line] = Field(default_factory=dict)
 
 
 class CapturedInput(Spec):
@@ -165,6 +209,8 @@ class CapturedModel(Spec):
         graphs: Layers by precision.
         refused: By precision, why forward does not run in it.
         computed_in: Precision whose layers are meant; a job sets it.
+        tp_plan: ``module:function`` of the tensor-parallel plan; empty for the one that transformers has.
+        splits: Parts by tensor-parallel degree, ascending.
     """
 
     format: Literal["simplan-captured-model"]
@@ -175,19 +221,34 @@ class CapturedModel(Spec):
     loss: Line = ""
     source_sha256: Line = ""
     software: dict[str, Line] = Field(default_factory=dict)
-    inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(_to_tuple)] = ()
+    inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(to_tuple)] = ()
     modules: Names = ()
     classes: Names = ()
     starts: Names = ()
-    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(_to_tuple)] = ()
+    unused: Annotated[tuple[CapturedParameter, ...], BeforeValidator(to_tuple)] = ()
     graphs: dict[ComputedIn, CapturedGraph]
     refused: dict[ComputedIn, Line] = Field(default_factory=dict)
     computed_in: ComputedIn = "fp32"
+    tp_plan: Line = ""
+    splits: Annotated[tuple[CapturedSplit, ...], BeforeValidator(to_tuple)] = ()
 
     @property
     def graph(self) -> CapturedGraph:
         """Layers in the precision that is meant."""
         return self.graphs.get(self.computed_in) or next(iter(self.graphs.values()))
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that were captured, 1 for the whole model among them."""
+        return (1, *(split.degree for split in self.splits))
+
+    def splits_tokens(self, degree: int) -> bool:
+        """True if ranks of a degree have parts of the tokens between matrices (sequence parallelism)."""
+        return _splits_tokens(self, degree)
+
+    def of_degree(self, degree: int) -> CapturedModel:
+        """The model that one rank of a tensor-parallel degree has, which must have been captured."""
+        return self if degree == 1 else _of_degree(self, degree)
 
     def module_of(self, layer: int) -> str:
         """Path of the module that a layer is; empty for code between modules."""
@@ -201,3 +262,16 @@ class CapturedModel(Spec):
     def tokens(self) -> int:
         """Tokens of one sample: the length of the first input of integers with one dimension; 0 without."""
         return next((i.shape[0] for i in self.inputs if "int" in i.dtype and len(i.shape) == 1), 0)
+
+
+@lru_cache(maxsize=64)
+def _of_degree(model: CapturedModel, degree: int) -> CapturedModel:
+    split = next(split for split in model.splits if split.degree == degree)
+    own = {"graphs": split.graphs, "refused": split.refused, "unused": split.unused, "splits": ()}
+    return model.model_copy(update=own)
+
+
+@lru_cache(maxsize=64)
+def _splits_tokens(model: CapturedModel, degree: int) -> bool:
+    operators = (operator for layer in model.of_degree(degree).graph.layers for operator in layer.operators)
+    return any(o.collective is not None and o.collective.forward == "reduce_scatter" for o in operators)

@@ -120,7 +120,7 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         name,
         sum(prod(shape) for place, shape in enumerate(operator.operands) if place not in operator.weights),
         sum(prod(shape) for shape in operator.results),
-        propagates=operator.propagates or operator.trains,
+        propagates=(operator.propagates or operator.trains) and not operator.passes,
         moves=kind in _MOVES,
         like=_LIKE.get(kind, "add"),
         passes=passes,

@@ -16,6 +16,7 @@ from simplan.model.captured.facts import (
 )
 from simplan.model.captured.kernels import SUMS, kernel_of, word
 from simplan.model.captured.linear import linear_calls
+from simplan.model.kernel import CollectiveKind, Kernel, LayerCollective
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 
 CAPTURED = "captured-"
@@ -71,7 +72,7 @@ def _layer(
         key=f"{CAPTURED}{kind}{where}:{hashlib.sha256(words.encode()).hexdigest()[:16]}",
         kind=kind,
         parameters=tuple(
-            ParameterSpec(p.name, p.shape, frozen=p.frozen, in_root=p.elsewhere)
+            ParameterSpec(p.name, p.shape, partial_gradient=p.partial, frozen=p.frozen, in_root=p.elsewhere)
             for p in (*captured.parameters, *(p.model_copy(update={"frozen": True}) for p in unused))
         ),
         operators=tuple(_operators(captured, linears)),
@@ -93,7 +94,7 @@ def _operators(layer: CapturedLayer, linears: Set[int]) -> Iterator[Operator]:
     for number, operator in enumerate(layer.operators):
         name = _kernel_name(operator, number, taken)
         taken.add(name)
-        kernel = None if operator.is_cast else kernel_of(operator, name)
+        kernel = _kernel(operator, name)
         yield Operator(
             kernel=kernel,
             reads=operator.reads,
@@ -102,10 +103,34 @@ def _operators(layer: CapturedLayer, linears: Set[int]) -> Iterator[Operator]:
             parameters=operator.parameters,
             is_cast=operator.is_cast,
             in_place=operator.in_place,
-            passes=word(operator) in SUMS,
+            passes=operator.passes or word(operator) in SUMS,
+            backward_scratch=tuple(_scratch(operator)),
             detached=not (operator.trains or operator.propagates),
             roles=_UNQUANTIZED if isinstance(kernel, Gemm) and number not in linears else frozenset(),
         )
+
+
+def _kernel(operator: CapturedOperator, name: str) -> Kernel | None:
+    said = operator.collective
+    if said is None:
+        return None if operator.is_cast else kernel_of(operator, name)
+    forward, backward = (None if kind is None else CollectiveKind(kind) for kind in (said.forward, said.backward))
+    return LayerCollective(
+        name,
+        "tp",
+        forward,
+        backward,
+        said.elements,
+        _bytes(said.width),
+        residual=said.width == "wide",
+        reorders=said.reorders,
+    )
+
+
+def _scratch(operator: CapturedOperator) -> Iterator[Tensor]:
+    """Part of an embedding's gradient that backward makes for other tensor-parallel ranks."""
+    if operator.gradient_scratch:
+        yield Tensor("gradient of other ranks", operator.gradient_scratch, residual=True, per_microbatch=True)
 
 
 def _kernel_name(operator: CapturedOperator, number: int, taken: set[str]) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
 from simplan.base import Count, Line, Spec
 from simplan.errors import Problem, SpecError
+from simplan.model.captured.facts import to_tuple
 
 
 class Reference(Spec):
@@ -44,6 +49,8 @@ class CaptureRequest(Spec):
         config: Path of a ``config.json`` of Hugging Face, in place of both.
         seq_len: Tokens of a sample of such a model.
         loss: Function of what forward returns; None for its own loss, or the sum of its tensors.
+        tensor_parallel: Degrees above 1 for which the part of one rank is captured as well.
+        tp_plan: Function of the plan by which ranks split the module; None for the plan that transformers has for it.
         name: Name of the model; empty for that of the class.
         folder: Folder from which the functions are imported.
     """
@@ -53,5 +60,7 @@ class CaptureRequest(Spec):
     config: Line = ""
     seq_len: Count = 1
     loss: Reference | None = None
+    tensor_parallel: Annotated[tuple[Count, ...], BeforeValidator(to_tuple)] = ()
+    tp_plan: Reference | None = None
     name: Line = ""
     folder: Line

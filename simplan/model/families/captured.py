@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    assert shard.tp == shard.cp == 1, "nothing is split"
+    assert shard.cp == 1, "no sequence is split"
     assert model.captured is not None, "a field of the family"
-    rank, captured = model.lora_rank, model.captured
+    rank, captured = model.lora_rank, model.captured.of_degree(shard.tp)
     return captured_layers(with_adapters(captured, rank, model.lora_targets) if rank else captured)
 
 

@@ -124,7 +124,7 @@ class LayerTensors:
         if kind is CollectiveKind.ALL_TO_ALL:
             return 2 * whole if kernel.axis == "cp" and forward else 0  # autograd frees sources of copied gradients
         along_tokens = kernel.axis in ("tp", "cp") and kind in _REORDERED and self.microbatch_size > 1
-        return whole if along_tokens else 0
+        return whole if along_tokens and kernel.reorders else 0
 
 
 def _copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:

@@ -41,11 +41,23 @@ def batch(number):
 
 def loss(output):
     return output.square().mean()
+
+
+def split(module, mesh):
+    from torch.distributed.tensor import parallel
+
+    plan = {"blocks.*.up": parallel.ColwiseParallel(), "blocks.*.down": parallel.RowwiseParallel()}
+    parallel.parallelize_module(module, mesh, plan)
 """
 REFUSED = {
     ("--software", "megatron-core", "--dp-replicate", "2"): "megatron-core with modules of a user's own is not modeled",
     ("--precision", "fp8"): "--precision = fp8: fp8 of captured modules is not modeled yet; use fp32",
-    ("--tp", "2"): "--tp = 2: tensor parallelism of captured modules is not modeled yet; use 1",
+    (
+        "--tp",
+        "4",
+        "--num-devices",
+        "4",
+    ): "--tp = 4: was not captured: Model has tensor-parallel degrees 1 or 2; use one",
     ("--set", "software.compiled=true"): "torch.compile of captured modules is not modeled yet",
     ("--seq-len", "8"): "cannot go with file, whose sizes are those of its capture",
 }
@@ -54,7 +66,8 @@ PLAN = ("--cluster", "dgx-h100", "--num-devices", "2", "--global-batch-size", "1
 
 def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
-    done = simplan("capture", "own:Model", "--inputs", "own:batch", "--loss", "own:loss", "-o", "own.json")
+    split = "--tensor-parallel", "2", "--tp-plan", "own:split"
+    done = simplan("capture", "own:Model", "--inputs", "own:batch", "--loss", "own:loss", *split, "-o", "own.json")
     assert done.returncode == 0, done.stderr
     assert "1-2    blocks.0" in done.stdout
     shown = json.loads(simplan("show", "own.json", "--json").stdout)
@@ -62,6 +75,10 @@ def test_a_module_of_a_user_is_captured_and_predicted(simplan: Simplan, tmp_path
     assert shown["num_parameters"] == matrices + 16 + 2 * (64 + 16) + 2
     assert shown["forward_flops"] == 2 * matrices
     assert [layer["module"] for layer in shown["layers"]] == ["", "blocks.0", "blocks.1", ""]
+    (rank,) = shown["tensor_parallel"]
+    assert (rank["degree"], rank["num_parameters"]) == (2, shown["num_parameters"] - 2 * (16 * 64 + 32))
+    plan = json.loads(simplan("predict", "own.json", *PLAN, "--tp", "2", "--json").stdout)["inputs"]["plan"]
+    assert (plan["tp"], plan["sequence_parallel"]) == (2, False)
     answer = json.loads(simplan("predict", "own.json", *PLAN, "--json").stdout)
     (tmp_path / "own.yaml").write_text(
         "model: {file: own.json}\ncluster: {preset: dgx-h100, num_devices: 2}\n"
@@ -134,6 +151,14 @@ def test_a_module_of_a_user_is_run(simplan: Simplan, tmp_path: Path) -> None:
         (("own", "--inputs", "own:batch"), "SOURCE = own: must be the name of a module and of a function in it"),
         (("own:Model",), "--inputs: is missing: forward needs arguments"),
         (("no.json",), "SOURCE = no.json: is no file"),
+        (
+            ("own:Model", "--inputs", "own:batch", "--tp-plan", "own:split"),
+            "--tp-plan = own:split: splits a module over",
+        ),
+        (
+            ("own:Model", "--inputs", "own:batch", "--tensor-parallel", "1"),
+            "--tensor-parallel = 1: must be degrees from",
+        ),
     ],
 )
 def test_code_that_cannot_be_captured_is_named(
