@@ -36,7 +36,7 @@ class Job:
     software: SoftwareSpec
 
     def __post_init__(self) -> None:
-        """Gives a captured model its precision, its tensor parallelism to the plan, and a device's layouts to software."""
+        """Gives a captured model its precision, a plan the captured layout, and software that of the device."""
         any_layout = self.training.precision == "fp8" and self.cluster.device.kernels.fp8_any_layout
         if self.software.fp8_any_layout != any_layout:
             object.__setattr__(self, "software", self.software.model_copy(update={"fp8_any_layout": any_layout}))

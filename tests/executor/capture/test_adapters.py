@@ -25,10 +25,10 @@ from simplan.training import Precision, TrainingSpec
 from simplan.validate.compare import issued_as_predicted
 from tests.executor.capture.test_capture import MODULES, saved
 from tests.executor.capture.test_running import NUM_MICROBATCHES, PLANS, SIZE, captured, job_of, one_process
-from tests.executor.conftest import slow_except
 from tests.executor.dry_run.accounting import account
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
 from tests.jobs import problems
+from tests.slow import slow_except
 
 RANK, SCALE, STD = 4, 2.0, 0.02
 

@@ -27,9 +27,10 @@ from simplan.predict import predict
 from simplan.training import TrainingSpec
 from tests.executor.capture import modules
 from tests.executor.capture.test_running import NUM_MICROBATCHES, PLANS, SIZE, captured, job_of, one_process
-from tests.executor.conftest import RANK_PROGRAMS, slow_except
+from tests.executor.conftest import RANK_PROGRAMS
 from tests.executor.train.test_equality import RELATIVE
 from tests.jobs import problems
+from tests.slow import slow_except
 
 NUM_SAMPLES = 4
 

@@ -16,9 +16,9 @@ from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.training import TrainingSpec
 from tests.executor.capture.test_running import NUM_MICROBATCHES, PLANS, captured, job_of
-from tests.executor.conftest import slow_except
 from tests.executor.dry_run.accounting import account
 from tests.jobs import problems
+from tests.slow import slow_except
 
 pytest.importorskip("torchao")
 

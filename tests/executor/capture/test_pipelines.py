@@ -17,10 +17,10 @@ from simplan.training import Precision
 from simplan.validate.compare import issued_as_predicted, predicted_communications
 from tests.executor.capture import test_running
 from tests.executor.capture.test_running import assert_equal_to_one_process, job_of, prediction_of
-from tests.executor.conftest import slow_except
 from tests.executor.dry_run.accounting import predicted_peak
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
 from tests.executor.train.test_equality import run_in_float64
+from tests.slow import slow_except
 
 _1F1B: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}
 _FOUR: dict[str, Any] = {"pp": 2, "virtual_stages": 2, "stage_layers": (0, 1, 1, 1)}

@@ -47,10 +47,10 @@ from simplan.validate.compare import issued_as_predicted
 from tests.executor.capture import split_modules
 from tests.executor.capture.test_capture import NUM_SAMPLES, call, saved
 from tests.executor.capture.test_running import doubled
-from tests.executor.conftest import slow_except
 from tests.executor.dry_run.accounting import account
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
+from tests.slow import slow_except
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Any]]] = {
     "by heads": (split_modules.Decoder, split_modules.decoder_batch, split_modules.by_heads),
