@@ -60,7 +60,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 outputs: $(READY)
-	$(BIN)/python -m tests.pages
+	$(BIN)/python -m tests.support.pages
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
@@ -78,7 +78,7 @@ losses: $(READY)
 	$(BIN)/python -m benchmarks.losses
 
 netoutputs: $(READY)
-	$(BIN)/python -m tests.pages
+	$(BIN)/python -m tests.support.pages
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.network

@@ -165,7 +165,7 @@ def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
         ("adapters", bool(job.model.lora_rank)),
         ("matmuls in low precision", job.training.precision in job.software.low_precision),
         ("compiled blocks", job.software.compiled),
-        ("units of FSDP by name or size", plan.fsdp_units is not None),
+        ("FSDP units of some classes or sizes", plan.fsdp_units is not None),
         ("tensor parallelism", plan.tp > 1),
     ]
     whats = [what for what, is_so in changed if is_so]

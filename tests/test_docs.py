@@ -28,7 +28,7 @@ from simplan.program.tables.check import check_table
 from simplan.program.tables.table import plan_table
 from simplan.report.text import prediction_text
 from simplan.scenario import load_scenario
-from tests.pages import (
+from tests.support.pages import (
     APART,
     BEGINNINGS,
     DOCS,

@@ -24,7 +24,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.scenario.source import read_source
 from simplan.training import TrainingSpec
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 _FREE = {"environment", "placement", "zero_stages"}
 """Fields of any values that are not computed with, or whose own check has the bounds."""

@@ -23,7 +23,7 @@ from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 from tests.executor import forked
 from tests.hosts import unavailable
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
 NUM_MICROBATCHES = 4

@@ -11,7 +11,7 @@ from simplan.goodput.closed_forms import availability, daly_s, daly_time_s, ettr
 from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.setup import WATERFALL, CauseSetup, Runs, RunSetup, Size
 from tests.goodput.setups import checkpointed, failures
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 WAITING = WATERFALL.index("waiting")
 

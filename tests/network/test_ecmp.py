@@ -23,7 +23,7 @@ from simplan.report.text import prediction_text
 from simplan.search import search
 from simplan.search.space import SearchSpace
 from tests.jobs import job_of
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 SEEDS = 40
 

@@ -20,7 +20,7 @@ from simplan.scenario import make_job, scenario_from
 from simplan.search import SearchSpace, fixes, search
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES
 from simplan.training import TrainingSpec
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 
 def job_of(plan: ParallelPlan, *, model: str = "llama3-8b", num_devices: int = 8, **training: Any) -> Job:

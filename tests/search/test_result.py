@@ -15,7 +15,7 @@ from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.search import SearchProgress, SearchResult, SearchSpace, search
 from tests.search.jobs import FAMILIES, small_job
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
 ASKED = small_job(num_devices=4)

@@ -22,7 +22,7 @@ from simplan.scenario.clusters import ClusterSection
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSection
 from tests.app.views.pages import SMALL, assert_no_bug, opened_in_session
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 QWEN = {"model": {"preset": "qwen3-30b-a3b", "seq_len": 4096}, "training": {"global_batch_size": 64}}
 ON_32 = {"cluster": {"preset": "dgx-h100", "num_devices": 32}}

@@ -40,7 +40,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
 from simplan.program.program import LayerWork, Phase
 from simplan.units import KIB
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 MODEL = ModelSpec(
     family="llama",

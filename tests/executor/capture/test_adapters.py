@@ -28,7 +28,7 @@ from tests.executor.capture.test_running import NUM_MICROBATCHES, PLANS, SIZE, c
 from tests.executor.dry_run.accounting import account
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
 from tests.jobs import problems
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 RANK, SCALE, STD = 4, 2.0, 0.02
 

@@ -23,7 +23,7 @@ from simplan.model.captured.layers import captured_layers
 from simplan.program.lowering.stage import gradients_between
 from tests.executor.capture import modules
 from tests.executor.capture.test_capture import Masked
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 Batch = Callable[[int], Any]
 SIZE = 2

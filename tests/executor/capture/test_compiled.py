@@ -30,7 +30,7 @@ from tests.executor.capture.test_running import NUM_MICROBATCHES, PLANS, SIZE, c
 from tests.executor.conftest import RANK_PROGRAMS
 from tests.executor.train.test_equality import RELATIVE
 from tests.jobs import problems
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 NUM_SAMPLES = 4
 

@@ -16,7 +16,7 @@ from simplan.model.captured.layers import captured_layers
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.layer import Gemm, LayerSpec
 from simplan.model.model import ModelSpec
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 pytest.importorskip("transformers")
 

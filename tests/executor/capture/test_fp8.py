@@ -18,7 +18,7 @@ from simplan.training import TrainingSpec
 from tests.executor.capture.test_running import NUM_MICROBATCHES, PLANS, captured, job_of
 from tests.executor.dry_run.accounting import account
 from tests.jobs import problems
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 pytest.importorskip("torchao")
 

@@ -16,7 +16,7 @@ from simplan.model.captured.layers import captured_layers
 from simplan.model.layer import Attention
 from simplan.model.model import ModelSpec
 from tests.executor.capture.test_capture import NUM_SAMPLES, really_saved, saved
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 pytest.importorskip("transformers")
 

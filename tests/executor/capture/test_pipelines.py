@@ -20,7 +20,7 @@ from tests.executor.capture.test_running import assert_equal_to_one_process, job
 from tests.executor.dry_run.accounting import predicted_peak
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
 from tests.executor.train.test_equality import run_in_float64
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 _1F1B: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}
 _FOUR: dict[str, Any] = {"pp": 2, "virtual_stages": 2, "stage_layers": (0, 1, 1, 1)}

@@ -39,7 +39,7 @@ from tests.executor.capture import modules
 from tests.executor.capture.test_capture import call
 from tests.executor.dry_run.accounting import account
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "UNet": (modules.UNet, modules.unet_batch),

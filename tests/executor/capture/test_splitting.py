@@ -50,7 +50,7 @@ from tests.executor.capture.test_running import doubled
 from tests.executor.dry_run.accounting import account
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Any]]] = {
     "by heads": (split_modules.Decoder, split_modules.decoder_batch, split_modules.by_heads),

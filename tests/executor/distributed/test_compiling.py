@@ -24,7 +24,7 @@ from tests.executor.distributed.test_level2 import issued
 from tests.executor.models.family_models import variant
 from tests.executor.models.layer_runs import LayerRun
 from tests.executor.train.test_equality import assert_equal_to_one_process
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 COMPILED = catalog.software("torch").model_copy(update={"compiled": True})
 

@@ -34,7 +34,7 @@ from tests.executor.distributed.test_level2 import LLAMA, assert_issued_as_predi
 from tests.executor.rank_programs.compressing_ranks import NUM_RANKS
 from tests.executor.train.test_checkpoints import undisturbed, with_checkpoints
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 from tests.test_architecture import ROOT
 
 Array = NDArray[np.float32]

@@ -27,7 +27,7 @@ from simplan.validate.compare import (
 )
 from tests.executor.conftest import Run
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 GPT = ModelSpec(family="gpt", num_hidden_layers=4, hidden_size=192, num_attention_heads=4, vocab_size=2000, seq_len=16)
 LLAMA = ModelSpec(

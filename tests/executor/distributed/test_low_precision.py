@@ -38,7 +38,7 @@ from tests.cost.rates import PLAIN, changed
 from tests.executor.conftest import make_job
 from tests.executor.dry_run.accounting import account, predicted_peak
 from tests.layers import layer_of_kernels
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 E4M3_LARGEST, E5M2_LARGEST = 448.0, 57344.0
 ROWS, COLUMNS, TENSOR = (1,), (0,), (0, 1)

@@ -22,7 +22,7 @@ from simplan.validate.compare import ran_as_predicted
 from tests.executor.conftest import RANK_PROGRAMS, Run, make_model
 from tests.executor.distributed.test_level2 import assert_issued_as_predicted
 from tests.executor.distributed.test_outer import RELATIVE, Replicas, job_of
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 INNER_STEPS = 3
 ALL, LEFT = (0, 1, 2), (0, 2)

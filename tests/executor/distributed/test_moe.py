@@ -13,7 +13,7 @@ from simplan.validate.compare import issued_as_predicted
 from tests.executor.conftest import SELECTIVE_OP, Run, make_job, make_model
 from tests.executor.distributed.test_level2 import assert_issued_as_predicted
 from tests.executor.train.test_equality import assert_equal_to_one_process, one_process, run_in_float64
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 MOE: dict[str, Any] = {
     "num_hidden_layers": 2,

@@ -16,7 +16,7 @@ from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job
 from tests.executor.distributed.test_compression import InBlocks, to_sign
 from tests.executor.distributed.test_outer import Replicas, weighed
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 NUM_WHOLE, NUM_STEPS = 3, 7
 RATE, BETA1, BETA2, EPSILON = 1e-3, 0.9, 0.999, 1e-8

@@ -32,7 +32,7 @@ from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model
 from tests.executor.distributed.test_level2 import LLAMA, assert_issued_as_predicted, run_predicted
 from tests.executor.train.reference_optimizers import reference_optimizer
 from tests.executor.train.test_equality import one_process
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 from tests.test_architecture import ROOT
 
 RELATIVE = 1e-9

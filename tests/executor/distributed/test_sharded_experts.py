@@ -18,7 +18,7 @@ from tests.executor.distributed.test_level2 import check_run
 from tests.executor.distributed.test_moe import MOE
 from tests.executor.dry_run.accounting import peaks
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 TOTAL = 0.03
 MODEL: dict[str, Any] = {

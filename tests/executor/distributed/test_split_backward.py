@@ -33,7 +33,7 @@ from simplan.program.no_gc import gc_paused
 from simplan.program.program import MemoryEffect, Phase
 from tests.executor.models.layer_runs import CPU, SCALARS, SHARDS, STATES, traced
 from tests.executor.rank_programs.exchanging_ranks import Listener
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 WHOLE = Shard()
 BLOCK, BLOCKS, HEAD, LAST = (1,), (1, 2), (3,), (2, 3)  # indices of a stage's layers

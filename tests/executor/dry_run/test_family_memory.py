@@ -13,7 +13,7 @@ import pytest
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from tests.executor.dry_run.accounting import peaks
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 TOTAL = 0.03
 _SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12}

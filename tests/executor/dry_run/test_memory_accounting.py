@@ -30,7 +30,7 @@ from tests.executor.dry_run.accounting import (
     predicted_peak,
     predicted_program,
 )
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 TOTAL, CATEGORY = 0.03, 0.06
 NOTEWORTHY = 0.03  # of the peak: smaller categories are not compared

@@ -17,7 +17,7 @@ from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 from simplan.validate.compare import TIMED_KINDS, predicted_communications
 from tests.executor.conftest import make_job
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 LLAMA = ModelSpec(
     family="llama",

@@ -18,7 +18,7 @@ from simplan.plan.plan import Recompute
 from tests.executor.conftest import make_job
 from tests.executor.models.layer_runs import assert_kept_and_peak, counted_flops
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 RELATIVE = 1e-9

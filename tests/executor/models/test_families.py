@@ -20,7 +20,7 @@ from tests.executor.conftest import make_job
 from tests.executor.models.family_models import VARIANTS, variant
 from tests.executor.models.layer_runs import without_levels
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 EXACT: Any = {"rtol": 1e-9, "atol": 1e-9}

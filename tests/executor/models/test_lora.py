@@ -22,7 +22,7 @@ from tests.executor.models.layer_runs import (
     assert_parameters_and_order_of_gradients,
     counted_flops,
 )
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 BATCH = 3

@@ -26,7 +26,7 @@ from tests.executor.distributed.test_level2 import check_run, run_predicted
 from tests.executor.dry_run.accounting import peaks
 from tests.executor.dry_run.test_memory_accounting import TOTAL
 from tests.executor.models.layer_runs import LayerRun, assert_parameters_and_order_of_gradients, counted_flops
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 TYPES = ["basic", "bottleneck"]

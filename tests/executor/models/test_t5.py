@@ -29,7 +29,7 @@ from tests.executor.models.layer_runs import (
     assert_parameters_and_order_of_gradients,
     counted_flops,
 )
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)

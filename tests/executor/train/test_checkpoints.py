@@ -24,7 +24,7 @@ from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 from tests.executor.conftest import RANK_PROGRAMS, make_job, make_model
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 NUM_STEPS = 6
 """All of them: one warm-up step and the steady ones."""

@@ -23,7 +23,7 @@ from simplan.training import TrainingSpec
 from simplan.validate.compare import issued_as_predicted
 from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model
 from tests.executor.train.reference_optimizers import reference_optimizer
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 RELATIVE = 1e-9
 

@@ -13,7 +13,7 @@ from simplan.training import OPTIMIZERS, TrainingSpec
 from tests.executor.conftest import make_job, make_model
 from tests.executor.distributed.test_level2 import check_run
 from tests.executor.dry_run.accounting import account, predicted_peak
-from tests.slow import slow_except
+from tests.support.slow import slow_except
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("none", {}),

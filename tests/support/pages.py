@@ -1,6 +1,6 @@
 """Pages of the documentation: their snippets, run as a reader would run them, and the outputs that they show.
 
-    python -m tests.pages [PAGE ...]
+    python -m tests.support.pages [PAGE ...]
 
 writes the outputs anew where the program prints others (``make outputs``); what changed is reviewed as a diff.
 """
@@ -25,7 +25,7 @@ from simplan.scenario.search import load_search
 from simplan.validate.logged_run import LoggedRun, parse_measured
 from tests.cli.conftest import server
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 APART = ("how-to/custom-schedule.md",)
