@@ -56,11 +56,21 @@ class _ModuleBench:
         assert model is not None, "a request of a captured model"
         self._shape, self._layers, self._watch = shape, layers, Stopwatch(device)
         self._mixed = way_of_mixing(shape.dtype, sharded=shape.mixed == "cast")
-        autocast = shape.dtype in ("bf16", "fp16") and self._mixed == "autocast"
+        autocast = shape.dtype in ("bf16", "fp16", "fp8") and self._mixed == "autocast"
         compute_dtype = TIMED_DTYPES[shape.dtype]
         dtype = torch.float32 if autocast else compute_dtype
         tp = ParallelDims.silent(shape.shard, device.type).tp.mesh  # without communication, as of families
-        stage = build_captured(model, layers, dtype, device, seed=0, tp=tp, frozen_dtype=compute_dtype)
+        stage = build_captured(
+            model,
+            layers,
+            dtype,
+            device,
+            seed=0,
+            tp=tp,
+            frozen_dtype=compute_dtype,
+            fp8_recipe=shape.fp8_recipe if shape.dtype == "fp8" else None,
+            finish=lambda index, layer: _compiled(layer) if layers[index].compiled else None,
+        )
         if shape.model.lora_rank:  # adapters are cast by themselves, and all else has the compute dtype
             autocast, dtype = False, compute_dtype
         self._batch = moved(CapturedData(model, seed=0).batch(0, 0, shape.microbatch_size), device, dtype)
@@ -118,6 +128,12 @@ class _ModuleBench:
         if key in self._optimizers:
             self._optimizers[key].step()
             zero_gradients(self._masters[key])
+
+
+def _compiled(layer: nn.Module) -> None:
+    from executor.distributed.compiling import compile_block  # a second to import: only where needed
+
+    compile_block(layer, whole=True)
 
 
 def _owned(

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from simplan.base import Count, Natural, NonNegative, Positive, Seconds, Spec
+from simplan.model.captured.compiled import compiled_blocks
 from simplan.model.implementations.layer_implementation import LayerImplementation, ModelCode, implemented_layers
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss
 from simplan.model.layer import CollectiveKind, LayerSpec
@@ -242,7 +243,8 @@ class ShapeRequest(Spec):
     def layers(self) -> tuple[LayerSpec, ...]:
         """Layers of each rank, with the keys by which their timings are looked up."""
         if self.model.captured is not None:
-            return self.model.layers_of(self.shard)
+            layers = self.model.layers_of(self.shard)
+            return compiled_blocks(layers, self.model.captured.computed_in) if self.compiled else layers
         implementation = LayerImplementation(
             compiled=self.compiled, model_code=self.model_code, chunked_loss=self.chunked_loss
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +66,7 @@ PLANS: dict[str, dict[str, Any]] = {
 NUM_MICROBATCHES, SIZE, SEED = 2, 2, 0
 
 
+@cache
 def captured(name: str) -> CapturedModel:
     """As ``simplan capture`` writes it."""
     make, batch = MODULES[name]
@@ -167,6 +169,7 @@ def test_ranks_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> 
 BY_CLASS: dict[str, Any] = {"dp_shard": 2, "fsdp_units": ["DiffusionBlock"]}
 
 
+@pytest.mark.slow
 def test_units_by_class_and_by_size_are_those_of_torch(tmp_path: Path) -> None:
     """Small blocks are in the root unit; both ways name the same blocks here, which have 12,672 parameters."""
     prediction = prediction_of("Alternating", BY_CLASS)
