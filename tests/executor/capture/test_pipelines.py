@@ -79,9 +79,7 @@ REHEARSED = [
 WHOLE: dict[str, dict[str, Any]] = {"whole": {}, "whole zero3": test_running.PLANS["zero3"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "plan", "precision"), slow_except([("DiT", "zero3", "bf16"), ("UNet", "whole", "fp32")], REHEARSED)
-)
+@pytest.mark.parametrize(("name", "plan", "precision"), slow_except([("DiT", "zero3", "bf16")], REHEARSED))
 def test_a_rank_is_rehearsed_alone(name: str, plan: str, precision: Precision) -> None:
     """Of the first and the last stage: what it issues, its peak, and the categories that torch tells apart."""
     job = job_of(prediction_of(name, (PLANS | WHOLE)[plan], precision))
@@ -97,19 +95,14 @@ def test_a_rank_is_rehearsed_alone(name: str, plan: str, precision: Precision) -
             assert found.get(category, 0) == pytest.approx(predicted.by_category[category], rel=0.01, abs=200)
 
 
-@pytest.mark.parametrize("name", slow_except(["Recommender"], test_running.MODULES))
+@pytest.mark.parametrize("name", slow_except(["Recommender"], ["UNet", "DiT", "Recommender", "Scaled"]))
 def test_gradients_in_flight_are_told_from_other_tensors(name: str) -> None:
-    """Gradients of weights not yet added to those of other microbatches, which are as large as the largest weight."""
+    """At the peak, a gradient is not yet added to those of the other microbatch."""
     job = job_of(prediction_of(name, {}))
-    found = rehearse(job, 0, fake=True).peak_by_category
-    held = sum(parameter.num_elements * 4 for layer in job.model.layers for parameter in layer.parameters)
-    largest = max(parameter.num_elements * 4 for layer in job.model.layers for parameter in layer.parameters)
-    if not job.model.shared_by_ends:
-        assert (
-            held - 4 * sum(p.num_elements for x in job.model.layers for p in x.parameters if p.frozen)
-            <= (found[MemoryCategory.GRADIENTS])
-        )
-    assert found[MemoryCategory.GRADIENTS] <= held + 2 * largest
+    found = rehearse(job, 0, fake=True).peak_by_category[MemoryCategory.GRADIENTS]
+    held = sum(4 * parameter.num_elements for layer in job.model.layers for parameter in layer.parameters)
+    assert found > held
+    assert found == pytest.approx(predicted_peak(job, 0).by_category[MemoryCategory.GRADIENTS], rel=0.001)
 
 
 @pytest.mark.slow
