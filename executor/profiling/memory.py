@@ -106,7 +106,7 @@ def peak_allocated_bytes(run: Callable[[], None]) -> int:
 
 
 def forget_traced_peak() -> None:
-    """Of what was allocated before in a trace, only what is still there counts, as after ``forget_peaks``."""
+    """Begins the peak of a trace again, as ``forget_peaks``: bytes that were released before do not count."""
     with record_function(_FORGET):
         pass
 

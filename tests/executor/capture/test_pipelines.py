@@ -65,6 +65,15 @@ def test_pipelines_issue_what_is_predicted(name: str, plan: str, precision: Prec
     assert issued_as_predicted(run_job(job_of(prediction_of(name, PLANS[plan], precision)), tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("whole", "plan"), [({}, "1f1b"), (test_running.PLANS["zero3"], "zero3")])
+def test_losses_in_bf16_are_those_without_stages(whole: dict[str, Any], plan: str, tmp_path: Path) -> None:
+    """To the last bit, under autocast and FSDP2."""
+    plans = {"whole": whole, "stages": PLANS[plan]}
+    runs = [run_job(job_of(prediction_of("DiT", each, "bf16")), tmp_path / name) for name, each in plans.items()]
+    assert runs[0].losses == runs[1].losses
+
+
 def issued(job: RunSpec, rank: int, *, fake: bool) -> bool:
     """True if a rank alone issues what is predicted."""
     found = [(c.kind, c.ranks, c.num_bytes, c.action) for c in rehearse(job, rank, fake=fake).collectives]
