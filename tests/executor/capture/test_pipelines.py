@@ -100,7 +100,8 @@ def test_a_rank_is_rehearsed_alone(name: str, plan: str, precision: Precision) -
         found = rehearsal.peak_by_category
         assert sum(found.values()) == rehearsal.peak_memory.allocated_bytes
         assert found[MemoryCategory.PARAMETERS] == predicted.by_category[MemoryCategory.PARAMETERS]
-        for category in (MemoryCategory.OPTIMIZER, MemoryCategory.BUFFERS):
+        at_once = rehearsal.peak_action == predicted.action  # else other tensors are being sent
+        for category in (MemoryCategory.OPTIMIZER, *((MemoryCategory.BUFFERS,) if at_once else ())):
             assert found.get(category, 0) == pytest.approx(predicted.by_category[category], rel=0.01, abs=200)
 
 
