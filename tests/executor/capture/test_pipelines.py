@@ -130,6 +130,7 @@ def test_a_rehearsal_on_this_machine_measures_all_actions() -> None:
 def test_pipelines_go_on_from_checkpoints_as_other_pipelines_do(plan: str, tmp_path: Path) -> None:
     """The same samples on one rank after four steps on two."""
     first, after = (job_of(prediction_of("DiT", each), dtype="fp64") for each in (PLANS[plan], {}))
+    after = after.model_copy(update={"model": first.model})  # two captures have different largest labels
     whole = undisturbed(first, tmp_path / "whole")
     _, second = in_two_parts(first, after, tmp_path)
     assert second.losses == pytest.approx(whole.losses[4:], rel=1e-9)
