@@ -106,7 +106,7 @@ def peak_allocated_bytes(run: Callable[[], None]) -> int:
 
 
 def forget_traced_peak() -> None:
-    """Forget what was allocated before and is gone, as ``forget_peaks`` does."""
+    """Begins the peak of a trace again, as ``forget_peaks``: bytes that were released before do not count."""
     with record_function(_FORGET):
         pass
 

@@ -120,6 +120,8 @@ class Tangled(nn.Module):
     Blocks get views of one tensor, a tensor that they do not read, and one that is not contiguous.
     """
 
+    count: Tensor
+
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.how, self.table = how, torch.linspace(0.5, 1.5, 8)

@@ -65,6 +65,15 @@ def test_pipelines_issue_what_is_predicted(name: str, plan: str, precision: Prec
     assert issued_as_predicted(run_job(job_of(prediction_of(name, PLANS[plan], precision)), tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("whole", "plan"), [({}, "1f1b"), (test_running.PLANS["zero3"], "zero3")])
+def test_losses_in_bf16_are_those_without_stages(whole: dict[str, Any], plan: str, tmp_path: Path) -> None:
+    """To the last bit, under autocast and FSDP2."""
+    plans = {"whole": whole, "stages": PLANS[plan]}
+    runs = [run_job(job_of(prediction_of("DiT", each, "bf16")), tmp_path / name) for name, each in plans.items()]
+    assert runs[0].losses == runs[1].losses
+
+
 def issued(job: RunSpec, rank: int, *, fake: bool) -> bool:
     """True if a rank alone issues what is predicted."""
     found = [(c.kind, c.ranks, c.num_bytes, c.action) for c in rehearse(job, rank, fake=fake).collectives]
@@ -79,9 +88,7 @@ REHEARSED = [
 WHOLE: dict[str, dict[str, Any]] = {"whole": {}, "whole zero3": test_running.PLANS["zero3"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "plan", "precision"), slow_except([("DiT", "zero3", "bf16"), ("UNet", "whole", "fp32")], REHEARSED)
-)
+@pytest.mark.parametrize(("name", "plan", "precision"), slow_except([("DiT", "zero3", "bf16")], REHEARSED))
 def test_a_rank_is_rehearsed_alone(name: str, plan: str, precision: Precision) -> None:
     """Of the first and the last stage: what it issues, its peak, and the categories that torch tells apart."""
     job = job_of(prediction_of(name, (PLANS | WHOLE)[plan], precision))
@@ -93,23 +100,19 @@ def test_a_rank_is_rehearsed_alone(name: str, plan: str, precision: Precision) -
         found = rehearsal.peak_by_category
         assert sum(found.values()) == rehearsal.peak_memory.allocated_bytes
         assert found[MemoryCategory.PARAMETERS] == predicted.by_category[MemoryCategory.PARAMETERS]
-        for category in (MemoryCategory.OPTIMIZER, MemoryCategory.BUFFERS):
+        at_once = rehearsal.peak_action == predicted.action  # else other tensors are being sent
+        for category in (MemoryCategory.OPTIMIZER, *((MemoryCategory.BUFFERS,) if at_once else ())):
             assert found.get(category, 0) == pytest.approx(predicted.by_category[category], rel=0.01, abs=200)
 
 
-@pytest.mark.parametrize("name", slow_except(["Recommender"], test_running.MODULES))
+@pytest.mark.parametrize("name", slow_except(["Recommender"], ["UNet", "DiT", "Recommender", "Scaled"]))
 def test_gradients_in_flight_are_told_from_other_tensors(name: str) -> None:
-    """Gradients of weights not yet added to those of other microbatches, which are as large as the largest weight."""
+    """At the peak, a gradient is not yet added to those of the other microbatch."""
     job = job_of(prediction_of(name, {}))
-    found = rehearse(job, 0, fake=True).peak_by_category
-    held = sum(parameter.num_elements * 4 for layer in job.model.layers for parameter in layer.parameters)
-    largest = max(parameter.num_elements * 4 for layer in job.model.layers for parameter in layer.parameters)
-    if not job.model.shared_by_ends:
-        assert (
-            held - 4 * sum(p.num_elements for x in job.model.layers for p in x.parameters if p.frozen)
-            <= (found[MemoryCategory.GRADIENTS])
-        )
-    assert found[MemoryCategory.GRADIENTS] <= held + 2 * largest
+    found = rehearse(job, 0, fake=True).peak_by_category[MemoryCategory.GRADIENTS]
+    held = sum(4 * parameter.num_elements for layer in job.model.layers for parameter in layer.parameters)
+    assert found > held
+    assert found == pytest.approx(predicted_peak(job, 0).by_category[MemoryCategory.GRADIENTS], rel=0.001)
 
 
 @pytest.mark.slow
@@ -127,6 +130,7 @@ def test_a_rehearsal_on_this_machine_measures_all_actions() -> None:
 def test_pipelines_go_on_from_checkpoints_as_other_pipelines_do(plan: str, tmp_path: Path) -> None:
     """The same samples on one rank after four steps on two."""
     first, after = (job_of(prediction_of("DiT", each), dtype="fp64") for each in (PLANS[plan], {}))
+    after = after.model_copy(update={"model": first.model})  # two captures have different largest labels
     whole = undisturbed(first, tmp_path / "whole")
     _, second = in_two_parts(first, after, tmp_path)
     assert second.losses == pytest.approx(whole.losses[4:], rel=1e-9)
