@@ -31,6 +31,7 @@ Plan = Callable[..., Any]
 module and the mesh, it may also split the module itself."""
 
 _FIELD = "--tp-plan"
+_MOST_ARGUMENTS = 2  # the module and the mesh
 _NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _UNRESOLVED = "could not be resolved"
 _PARTIAL_STYLE = "replicated_with_grad_allreduce"
@@ -62,7 +63,8 @@ def split_module(
     if plan is None:
         told = _split_by_transformers(module, mesh, tied)
     else:
-        _split_by_user(module, mesh, plan)
+        with _own_weights():
+            _split_by_user(module, mesh, plan)
     _check_tied(module, tied)
     _check_even(module)
     _show_as_dtensors(module, {*partial, *told})
@@ -82,10 +84,11 @@ def _split_by_user(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     required = [
         p for p in inspect.signature(plan).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
     ]
-    if len(required) > len((module, mesh)):
+    takes_mesh = len(required) == _MOST_ARGUMENTS
+    if len(required) > _MOST_ARGUMENTS:
         rule, fix = f"takes {len(required)} arguments", "take none, the module, or the module and the mesh"
         raise SpecError(Problem(field=_FIELD, value=name, rule=rule, fix=fix))
-    with warnings.catch_warnings(record=True) as caught, _own_weights():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             given = plan(*(module, mesh)[: len(required)])
@@ -95,7 +98,7 @@ def _split_by_user(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     if isinstance(given, Mapping):
         for key, each in given.items():
             _apply(module, mesh, key, each)
-    elif len(required) < len((module, mesh)):
+    elif not takes_mesh:
         rule = f"gives {type(given).__name__}, and must give a dictionary of names of modules and their parallel styles"
         raise SpecError(Problem(field=_FIELD, value=name, rule=rule, fix="return the plan for parallelize_module"))
 
