@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.fitting import document_text, mended, num_devices, section
-from simplan.accuracy.reading import ReadFile, parse_published
+from simplan.accuracy.run import ReadFile
 from simplan.catalog.spelling import find
 from simplan.document import parse_yaml
 from simplan.documentation import documentation
@@ -30,6 +30,7 @@ from simplan.problems import render_value
 from simplan.runs.measurement import Measurement
 from simplan.scenario import parse_scenario, parse_search, read_source
 from simplan.scenario.names import unknown_source
+from simplan.scenario.published.reading import parse_published
 from simplan.scenario.source import known_files
 from simplan.validate.logged_run import LoggedRun
 from simplan.validate.prediction_file import parse_prediction

@@ -22,9 +22,9 @@ from typing import Any
 
 import simplan
 from simplan.accuracy.evaluate import predict_runs
-from simplan.accuracy.reading import read_published
 from simplan.cli.check import scenario_files
 from simplan.errors import SimplanError
+from simplan.scenario.published.reading import read_published
 from simplan.scenario.search import load_search
 from simplan.search import SearchResult, search
 

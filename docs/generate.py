@@ -30,6 +30,8 @@ _SECTIONS = {
     "search-space": "The keys of `search:`. A key that is left out has its default range.",
     "run": "Sections of a whole run: one that is left out means that nothing of its kind happens.",
     "expect": "Keys of an entry of `expect:`, a list of [expectations](../how-to/ci.md), and the metrics.",
+    "measured": "What a run of the scenario took, for [`simplan accuracy`](published-runs.md). With it, `software` may "
+    "set any field of a profile.",
 }
 _FIRST_SCREEN = "<!-- first screen of the README -->"
 _PLACES = {
@@ -121,7 +123,7 @@ def _scenario() -> str:
     parts = [
         "# Scenario file",
         f"{_GENERATED} by `simplan show model`, `show cluster`, `show topology`, `show training`, `show plan`, "
-        "`show search-space`, `show run`, `show expect` and `show scenario`.*",
+        "`show search-space`, `show run`, `show expect`, `show measured` and `show scenario`.*",
         "A scenario is a YAML file with these sections, a `name`, `software` (a name of [frameworks](frameworks.md) "
         "or a mapping of `preset` and options) and `expect` (a list of [expectations](../how-to/ci.md)). A key that is "
         "unknown, or a value that is not modeled, is an error that names the line.",

@@ -19,11 +19,10 @@ import yaml
 from joblib import Parallel, delayed
 
 from fit.robust import Floats, Values
-from fit.rows import FitRow, fold_of, question_at
-from simplan.accuracy.published_job import job_of_published_run
-from simplan.accuracy.reading import read_published
-from simplan.accuracy.schema import PublishedRun
+from fit.rows import FitRow, fold_of, run_at
+from simplan.accuracy.run import PublishedRun
 from simplan.predict.step_summary import summarize_step
+from simplan.scenario.published.reading import read_published
 
 LEFT_OUT_FILE = Path(__file__).parent / "cross_validation.yaml"
 FOLDS = 5
@@ -120,10 +119,8 @@ def sampled_runs(folder: Path, names: Mapping[str, Sequence[str]]) -> list[tuple
 
 
 def _error(run: PublishedRun, folds: Sequence[Values]) -> float:
-    question = job_of_published_run(run)
-    values = folds[fold_of(question.job, len(folds))]
-    question = question_at(question, values)
-    predicted_s = summarize_step(question.job, steps_overlap=question.steps_overlap).step_time_s
+    run = run_at(run, folds[fold_of(run.known_job, len(folds))])
+    predicted_s = summarize_step(run.known_job, steps_overlap=run.steps_overlap).step_time_s
     measured_s = run.measured.step_time_s
     assert measured_s is not None
     return abs(predicted_s / measured_s - 1)

@@ -38,11 +38,7 @@ from joblib import Parallel, delayed
 
 from fit.robust import Floats
 from simplan import catalog
-from simplan.accuracy.outcome import measured_memory_gib
-from simplan.accuracy.published_job import job_of_published_run
-from simplan.accuracy.reading import read_published
-from simplan.accuracy.recipe import Recipes
-from simplan.accuracy.schema import PublishedRun
+from simplan.accuracy.run import PublishedRun
 from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.predict.memory import RankPeaks, device_memory
@@ -50,6 +46,7 @@ from simplan.predict.simulated import NINE_IN_TEN
 from simplan.predict.step_summary import summarized_step
 from simplan.prediction import MemoryKind
 from simplan.scenario import load_scenario
+from simplan.scenario.published.reading import read_published
 from simplan.units import GIB, counted
 
 FITTED_FILE = Path(catalog.__file__).parent / "memory_fitted.yaml"
@@ -175,10 +172,10 @@ def held_out(rows: Sequence[PeakRow], parts: Parts | None = None) -> tuple[Float
 def load_peaks(paths: Sequence[Path]) -> list[PeakRow]:
     """Published peaks of runs that can be predicted."""
     measured = [
-        (Path(read.file).stem, run, read.recipes)
+        (Path(read.file).stem, run)
         for read in read_published(paths)
         for run in read.runs or ()
-        if measured_memory_gib(run)
+        if run.job is not None and run.measured.memory_gib
     ]
     found = Parallel(n_jobs=-1)(delayed(_rows)(*each) for each in measured)
     return [row for rows in found for row in rows]
@@ -201,10 +198,9 @@ def fitted_lines(rows: Sequence[PeakRow], fitted: Deviations, wider: Deviations)
         yield f'    fitted_on: "{counted(len(own), "peak")} of {counts}"'
 
 
-def _rows(source: str, run: PublishedRun, recipes: Recipes) -> list[PeakRow]:
+def _rows(source: str, run: PublishedRun) -> list[PeakRow]:
     try:
-        published = job_of_published_run(run, recipes)
-        return _peak_rows(source, published.job, measured_memory_gib(run), steps_overlap=published.steps_overlap)
+        return _peak_rows(source, run.known_job, run.measured.memory_gib, steps_overlap=run.steps_overlap)
     except SimplanError:
         return []
 

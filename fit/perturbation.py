@@ -9,8 +9,8 @@ import numpy as np
 from joblib import Parallel, delayed
 
 from fit.robust import Floats, Values
-from fit.rows import FitCosts, FitRow, between_nodes, question_at
-from simplan.accuracy.published_job import PublishedJob
+from fit.rows import FitCosts, FitRow, between_nodes, run_at
+from simplan.accuracy.run import PublishedRun
 from simplan.cost.program_costs import ProgramCosts
 from simplan.predict.simulated import sources_of_error
 from simplan.predict.step_summary import summarized_step
@@ -40,13 +40,11 @@ def parts_of(rows: Sequence[FitRow], values: Values, jobs: int = -1) -> list[Mov
     """Compute the sensitivities of runs at the given constants, in ``jobs`` processes (-1: one per core)."""
     costs, computing = FitCosts(values), []
     for row in rows:
-        computing_s = sum(
-            t.times * costs.seconds(row.question.job, t) for t in row.terms if isinstance(t.work, LayerWork)
-        )
+        computing_s = sum(t.times * costs.seconds(row.job, t) for t in row.terms if isinstance(t.work, LayerWork))
         computing.append(computing_s / row.predicted_s(costs))
-    moves = Parallel(n_jobs=jobs)(delayed(_moves)(question_at(row.question, values)) for row in rows)
+    moves = Parallel(n_jobs=jobs)(delayed(_moves)(run_at(row.run, values)) for row in rows)
     named = zip(rows, computing, moves, strict=True)
-    return [MovedParts(row.question.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
+    return [MovedParts(row.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
 
 
 def _communications_of(work: Work) -> tuple[Communication, ...]:
@@ -56,8 +54,8 @@ def _communications_of(work: Work) -> tuple[Communication, ...]:
     return work.communications if isinstance(work, OverlapRemainder) else ()
 
 
-def _moves(question: PublishedJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    cluster = question.job.cluster
+def _moves(run: PublishedRun) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    cluster = run.known_job.cluster
 
     def crosses(works: tuple[Work, ...]) -> bool:
         return any(
@@ -74,8 +72,8 @@ def _moves(question: PublishedJob) -> tuple[tuple[float, ...], tuple[float, ...]
         factors.append(1 + np.where(sources["host"], own, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
 
-    plain_s, *moved_s = summarized_step(question.job, steps_overlap=question.steps_overlap).seconds(
-        moved, steps_overlap=question.steps_overlap
+    plain_s, *moved_s = summarized_step(run.known_job, steps_overlap=run.steps_overlap).seconds(
+        moved, steps_overlap=run.steps_overlap
     )
     logs = np.log(np.array(moved_s) / plain_s).reshape(2, -1)
     longer, shorter = (tuple(map(float, np.hypot(side[:-1], side[-1]))) for side in logs)

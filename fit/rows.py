@@ -12,11 +12,7 @@ from joblib import Parallel, delayed
 
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
 from fit.robust import Values
-from simplan.accuracy.framework_defaults import framework_defaults
-from simplan.accuracy.published_job import PublishedJob, job_of_published_run
-from simplan.accuracy.reading import read_published
-from simplan.accuracy.recipe import NO_RECIPES, Recipes
-from simplan.accuracy.schema import PublishedRun
+from simplan.accuracy.run import PublishedRun
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
 from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.cost.compute.kernels import KernelCost
@@ -24,6 +20,7 @@ from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.predict.step_summary import OverlapSlowdown, StepTerm, step_terms
 from simplan.program.program import Communication, HostWait, LayerWork, OverlapRemainder
+from simplan.scenario.published.reading import read_published
 from simplan.software.rates import AttentionKernel
 from simplan.software.software import SoftwareSpec
 
@@ -34,19 +31,23 @@ class FitRow:
 
     Attributes:
         source: File name of the run.
-        question: Prediction request, at the constants at which the terms were computed.
+        run: The run, with its job at the constants at which the terms were computed.
         terms: Terms that sum to the predicted step time.
     """
 
     source: str
     run: PublishedRun
-    question: PublishedJob
     terms: tuple[StepTerm, ...]
+
+    @property
+    def job(self) -> Job:
+        """Job of the run."""
+        return self.run.known_job
 
     @property
     def architecture(self) -> str:
         """Architecture of the devices."""
-        return self.question.job.cluster.device.architecture
+        return self.job.cluster.device.architecture
 
     @property
     def measured_s(self) -> float:
@@ -57,11 +58,11 @@ class FitRow:
     @property
     def attention_kernel(self) -> AttentionKernel | None:
         """Generation of the fused attention kernel; None if attention is not fused."""
-        return self.question.job.cluster.device.kernels.kernel_of(self.question.job.software.rates.attention_kernel)
+        return self.job.cluster.device.kernels.kernel_of(self.job.software.rates.attention_kernel)
 
     def predicted_s(self, costs: FitCosts) -> float:
         """Predicted step time at given constants, along the stored longest paths."""
-        return sum(term.times * costs.seconds(self.question.job, term) for term in self.terms)
+        return sum(term.times * costs.seconds(self.job, term) for term in self.terms)
 
 
 class FitCosts:
@@ -160,11 +161,12 @@ def _changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
     return software.model_copy(update={"rates": rates})
 
 
-def question_at(question: PublishedJob, values: Values) -> PublishedJob:
-    """Copy of a request with other constants."""
-    cluster = question.job.cluster.model_copy(update={"device": _changed_device(question.job.cluster.device, values)})
-    software = _changed_software(question.job.software, values)
-    return replace(question, job=replace(question.job, cluster=cluster, software=software))
+def run_at(run: PublishedRun, values: Values) -> PublishedRun:
+    """Copy of a run with other constants."""
+    job = run.known_job
+    cluster = job.cluster.model_copy(update={"device": _changed_device(job.cluster.device, values)})
+    software = _changed_software(job.software, values)
+    return replace(run, job=replace(job, cluster=cluster, software=software))
 
 
 def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:
@@ -184,21 +186,20 @@ def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Fit
 
     Runs of frameworks that only have the profile of another framework are left out.
     """
-    known = framework_defaults()
     timed = [
-        (Path(read.file).stem, run, dict(values), read.recipes)
+        (Path(read.file).stem, run, dict(values))
         for read in read_published(paths)
         for run in read.runs or ()
-        if run.measured.step_time_s is not None and known[run.software.framework].is_known
+        if run.job is not None and run.measured.step_time_s is not None and run.fallback_for is None
     ]
     found = Parallel(n_jobs=jobs)(delayed(_row)(*each) for each in timed)
     return [row for row in found if row is not None]
 
 
-def _row(source: str, run: PublishedRun, values: Values, own: Recipes = NO_RECIPES) -> FitRow | None:
+def _row(source: str, run: PublishedRun, values: Values) -> FitRow | None:
+    run = run_at(run, values)
     try:
-        question = question_at(job_of_published_run(run, own), values)
-        terms = step_terms(question.job, steps_overlap=question.steps_overlap)
+        terms = step_terms(run.known_job, steps_overlap=run.steps_overlap)
     except SimplanError:
         return None
-    return FitRow(source, run, question, terms)
+    return FitRow(source, run, terms)

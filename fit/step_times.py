@@ -70,7 +70,7 @@ def main() -> None:
     def refit(seen: Sequence[FitRow]) -> dict[str, float]:
         return priors | fit(seen, values, _ITERATIONS_LEFT_OUT, derivatives)
 
-    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.question.job, FOLDS), refit, log_errors)
+    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), refit, log_errors)
     tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), refit, log_errors)
     tables["source left out"], _ = left_out(rows, lambda row: row.source, refit, log_errors)
     parts, five = parts_of(rows, values), tables["five-fold"]
@@ -82,7 +82,7 @@ def main() -> None:
     print("\n".join(errors_text({**sources, "all": range(len(rows))}, tables)))
     means = [100 * np.abs(np.expm1(tables["source left out"][indices])).mean() for indices in sources.values()]
     print(f"a whole source left out, median over the sources: {np.median(means):.1f} %")
-    inside, scores = within_left_out(parts, five, [fold_of(row.question.job, FOLDS) for row in rows])
+    inside, scores = within_left_out(parts, five, [fold_of(row.job, FOLDS) for row in rows])
     outside = within(parts, tables["source left out"], replace(spread, computing={}, common=unseen))
     print(
         f"inside 90 % intervals: five-fold {100 * within(parts, five, spread).mean():.0f} %, with widths from other "
@@ -148,7 +148,7 @@ def _derivatives(rows: Sequence[FitRow], values: Values) -> dict[str, dict[str, 
 def _weight(row: FitRow, size: int) -> float:
     """Weight of a run in a source of this size."""
     small = _SMALL_MODELS if row.source.startswith("small_models") else 1.0
-    return float(small * _TRUST[row.run.quality] * size**-_DIVIDED)
+    return float(small * _TRUST[row.run.measured.quality] * size**-_DIVIDED)
 
 
 def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
@@ -158,9 +158,9 @@ def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
         for field in _architecture_fields(row):
             by_name[row.architecture, field].append(index)
         for field in SOFTWARE:
-            unused = "traffic" if row.question.job.software.compiled else "compiled_traffic"
+            unused = "traffic" if row.job.software.compiled else "compiled_traffic"
             if field != unused:
-                by_name[row.question.job.software.rates_profile, field].append(index)
+                by_name[row.job.software.rates_profile, field].append(index)
         for field in _common_fields(row):
             by_name["", field].append(index)
     return [_constant(owner, field, indices) for (owner, field), indices in sorted(by_name.items())]
@@ -168,14 +168,8 @@ def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
 
 def _architecture_fields(row: FitRow) -> list[str]:
     """Constants of the architecture that a run depends on."""
-    linear = row.question.job.software.state(row.question.job.training, row.question.job.plan).linear
-    low = (
-        None
-        if linear is None
-        else "fp4_efficiency"
-        if row.question.job.training.precision == "nvfp4"
-        else "fp8_efficiency"
-    )
+    linear = row.job.software.state(row.job.training, row.job.plan).linear
+    low = None if linear is None else "fp4_efficiency" if row.job.training.precision == "nvfp4" else "fp8_efficiency"
     fields: list[str] = [
         field for field in ARCHITECTURE if field not in ("fp8_efficiency", "fp4_efficiency") or field == low
     ]
@@ -184,7 +178,7 @@ def _architecture_fields(row: FitRow) -> list[str]:
 
 def _common_fields(row: FitRow) -> list[str]:
     """Common constants that a run depends on; the others have no derivative."""
-    job = row.question.job
+    job = row.job
     software, recipe = job.software, job.training.fp8_recipe or ""
     scores = software.layers.attention == "unfused" or job.model.family in ("t5", "gemma2")
     used = {
@@ -265,12 +259,12 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unsee
             yield f"    attention: {{{', '.join(kernels)}}}"
         yield f'    fitted_on: "{_ids(own)}"'
     yield "software:"
-    for owner, own in _by(rows, lambda row: row.question.job.software.rates_profile):
+    for owner, own in _by(rows, lambda row: row.job.software.rates_profile):
         yield f"  {owner}:"
         yield from _fields(owner, SOFTWARE, values)
         yield from _spread(owner, own, spread)
-    for owner, own in _by(rows, lambda row: row.question.job.software.id):
-        if own[0].question.job.software.rates_of is not None:
+    for owner, own in _by(rows, lambda row: row.job.software.id):
+        if own[0].job.software.rates_of is not None:
             yield f"  {owner}:"
             yield from _spread(owner, own, spread)
 

@@ -74,6 +74,20 @@ class Document:
         return find_place(self.lines, path)
 
 
+def merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy of ``common`` with the keys of ``own``, which win; mappings under one key are merged likewise.
+
+    >>> merged({"plan": {"tp": 2, "pp": 4}, "name": "a"}, {"plan": {"tp": 8}})
+    {'plan': {'tp': 8, 'pp': 4}, 'name': 'a'}
+    """
+    both = {key: merged(common[key], own[key]) for key in common.keys() & own.keys() if _are_mappings(common, own, key)}
+    return {**common, **own, **both}
+
+
+def _are_mappings(common: Mapping[str, Any], own: Mapping[str, Any], key: str) -> bool:
+    return isinstance(common[key], Mapping) and isinstance(own[key], Mapping)
+
+
 def find_place(lines: Mapping[Path, Place], path: Path) -> Place | tuple[None, None]:
     """Line and column of a key, or of its nearest enclosing key; ``(None, None)`` if there is none."""
     for length in range(len(path), 0, -1):

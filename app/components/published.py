@@ -16,8 +16,8 @@ from app.fields import remembered_choice
 from app.figures.validation import predict_published
 from app.jobs.job import StartedJob, State, TaskRequest, searches
 from app.page import Following, escaped
-from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.result import Accuracy
+from simplan.accuracy.run import ReadFile
 from simplan.documentation import documentation
 from simplan.report.accuracy import run_rows
 from simplan.report.drawings.accuracy_plot import accuracy_plot

@@ -12,7 +12,7 @@ from app.jobs.job import Report, Update
 from app.predictions import predicted
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.outcome import RunOutcome
-from simplan.accuracy.reading import ReadFile
+from simplan.accuracy.run import ReadFile
 from simplan.job import Job
 from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_svg

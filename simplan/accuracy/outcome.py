@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from simplan.accuracy.framework_defaults import framework_defaults
-from simplan.accuracy.schema import PublishedRun
+from simplan.accuracy.run import PublishedRun
 from simplan.prediction import MemoryKind
 
 
@@ -20,7 +19,6 @@ class Predicted:
         memory_interval_gib: 90% intervals of ``memory_gib``.
         oom: True if the run is predicted not to fit; None if unknown.
         flops: FLOPs of a step, including recomputation, with causal attention counted half.
-        notes: Assumed values, and features of the run that the prediction lacks.
     """
 
     step_time_s: float
@@ -30,7 +28,6 @@ class Predicted:
     oom: bool | None
     flops: float
     software: str
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +64,14 @@ class RunOutcome:
     @property
     def memory_kind(self) -> MemoryKind:
         """Kind of the measured peak; without one, the kind that the framework prints."""
-        return next(iter(measured_memory_gib(self.run)), framework_defaults()[self.run.software.framework].prints)
+        return next(iter(self.run.measured.memory_gib), self.run.measured.memory_kind)
 
     @property
     def memory_errors(self) -> dict[MemoryKind, float]:
         """Relative error of peak memory by kind; the compared kind comes first."""
         if self.predicted is None or not self.predicted.memory_gib:
             return {}
-        return {kind: self.predicted.memory_gib[kind] / gib - 1 for kind, gib in measured_memory_gib(self.run).items()}
+        return {kind: self.predicted.memory_gib[kind] / gib - 1 for kind, gib in self.run.measured.memory_gib.items()}
 
     def memory_interval_gib(self, kind: MemoryKind) -> tuple[float, float] | None:
         """90% interval of a peak in GiB; None if not predicted."""
@@ -82,7 +79,7 @@ class RunOutcome:
 
     def in_memory_interval(self, kind: MemoryKind) -> bool | None:
         """True if the measured peak of a kind is inside its interval; None if either is missing."""
-        gib, interval_gib = measured_memory_gib(self.run).get(kind), self.memory_interval_gib(kind)
+        gib, interval_gib = self.run.measured.memory_gib.get(kind), self.memory_interval_gib(kind)
         return None if gib is None or interval_gib is None else interval_gib[0] <= gib <= interval_gib[1]
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +99,7 @@ class RunOutcome:
             "step_time_error": self.error,
             "predicted_peak_memory_gib": None if predicted is None else predicted.memory_gib.get(kind),
             "peak_memory_interval_gib": None if interval_gib is None else list(interval_gib),
-            "measured_peak_memory_gib": measured_memory_gib(run).get(kind),
+            "measured_peak_memory_gib": run.measured.memory_gib.get(kind),
             "in_peak_memory_interval": self.in_memory_interval(kind),
             "memory_kind": kind,
             "peak_memory_errors": self.memory_errors,
@@ -110,20 +107,6 @@ class RunOutcome:
             "predicted_oom": None if predicted is None else predicted.oom,
             "measured_oom": run.measured.oom,
             "software": None if predicted is None else predicted.software,
-            "quality": run.quality,
-            "notes": [] if predicted is None else list(predicted.notes),
+            "quality": run.measured.quality,
+            "notes": [] if predicted is None else list(run.notes),
         }
-
-
-def measured_memory_gib(run: PublishedRun) -> dict[MemoryKind, float]:
-    """Measured peaks in GiB, most reliable kind first; a plain "GB" is read as the framework defines it."""
-    measured = run.measured
-    found: dict[MemoryKind, float] = {}
-    if measured.peak_allocated_gib is not None:
-        found["allocated"] = measured.peak_allocated_gib
-    if measured.peak_reserved_gib is not None:
-        found["reserved"] = measured.peak_reserved_gib
-    if not found and measured.peak_memory_gb_as_printed is not None:
-        framework = framework_defaults()[run.software.framework]
-        found[framework.prints] = measured.peak_memory_gb_as_printed * framework.printed_gb_bytes / 2**30
-    return found

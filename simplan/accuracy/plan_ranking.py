@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 from simplan.accuracy.outcome import RunOutcome
 
 _APART = 1.03  # pairs with a smaller ratio of step times are within measurement noise
-_OF_SHAPE = {"name", "vocab_size", "params"}  # vocabularies are padded to multiples of tp, for the same model
+_OF_SHAPE = {"name", "sources", "vocab_size", "lora_rank"}  # vocabularies are padded to multiples of tp
+_OF_PLAN = {"optimizer", "fused_optimizer", "clip_grad_norm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +78,30 @@ def _groups(outcomes: Iterable[RunOutcome]) -> list[list[RunOutcome]]:
     for outcome in outcomes:
         if outcome.error is None:
             continue
-        run = outcome.run
+        job = outcome.run.known_job
         key = (
             outcome.file,
-            run.software,
-            run.task,
-            run.model.model_dump_json(exclude=_OF_SHAPE),
-            run.cluster,
-            run.plan.global_batch_size,
-            run.plan.precision,
-            run.plan.fp8_recipe,
+            outcome.run.measured.version,
+            outcome.run.fallback_for or job.software.id,
+            tuple(_stated(outcome.run.software)),
+            job.model.model_dump_json(exclude=_OF_SHAPE),
+            job.cluster.model_dump_json(exclude={"source"}),
+            job.training.model_dump_json(exclude=_OF_PLAN),
         )
         found[key].append(outcome)
     return list(found.values())
 
 
+def _stated(software: Mapping[str, Any]) -> Iterator[Any]:
+    """Settings of the software that do not follow from the plan; None for those that the run does not state."""
+    yield from (software.get(name) for name in ("compiled", "grad_overlap", "channels_last"))
+    yield software["tp_overlap"] in ("gathers", "all") if "tp_overlap" in software else None
+    yield software.get("layers", {}).get("attention")
+
+
 def _plan(outcome: RunOutcome) -> str:
-    return outcome.run.plan.model_dump_json()
+    job = outcome.run.known_job
+    return f"{job.plan.model_dump_json()}{job.training.model_dump_json(include=_OF_PLAN)}{outcome.run.steps_overlap}"
 
 
 def _measured_s(outcome: RunOutcome) -> float:

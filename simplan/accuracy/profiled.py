@@ -17,16 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from simplan.accuracy.evaluate import sentences
 from simplan.accuracy.outcome import Predicted, RunOutcome
-from simplan.accuracy.published_job import job_of_published_run
-from simplan.accuracy.reading import ReadFile
-from simplan.accuracy.recipe import Recipes
-from simplan.accuracy.schema import PublishedRun
+from simplan.accuracy.run import PublishedRun, ReadFile, sentences
 from simplan.accuracy.statistics import step_flops
 from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
+from simplan.job import Job
 from simplan.predict.simulated import NINE_IN_TEN
 from simplan.problems import parse_model
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
@@ -88,15 +85,17 @@ def predict_from_profiles(files: Iterable[ReadFile], profiles: dict[str, StagePr
 def _outcome(read: ReadFile, run: PublishedRun, profiles: dict[str, StageProfile]) -> RunOutcome:
     if run.id not in profiles:
         return RunOutcome(read.file, run, None, "has no profiled stage times")
+    if run.job is None:
+        return RunOutcome(read.file, run, None, run.reason)
     try:
-        return RunOutcome(read.file, run, _predicted(run, read.recipes, profiles[run.id]))
+        return RunOutcome(read.file, run, _predicted(run.job, profiles[run.id]))
     except Exception as error:
         return RunOutcome(read.file, run, None, sentences(error))
 
 
-def _predicted(run: PublishedRun, recipes: Recipes, profile: StageProfile) -> Predicted:
-    plan = run.plan
-    if (plan.pp, plan.num_microbatches) != (profile.pp, profile.num_microbatches):
+def _predicted(job: Job, profile: StageProfile) -> Predicted:
+    plan = job.plan
+    if (plan.pp, job.num_microbatches) != (profile.pp, profile.num_microbatches):
         rule = f"is of {profile.pp} stages and {profile.num_microbatches} microbatches, unlike the run"
         raise SpecError(Problem(field="profile", value=profile.id, rule=rule))
     if plan.schedule not in SCHEDULES:
@@ -110,9 +109,8 @@ def _predicted(run: PublishedRun, recipes: Recipes, profile: StageProfile) -> Pr
         memory_gib={},
         memory_interval_gib={},
         oom=None,
-        flops=step_flops(job_of_published_run(run, recipes).job),
+        flops=step_flops(job),
         software="profiled stage times",
-        notes=(),
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
-from simplan.accuracy.framework_defaults import framework_defaults
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.plan_ranking import Choices, choices
 from simplan.accuracy.statistics import (
@@ -94,8 +93,7 @@ class Accuracy:
         """Figures of frameworks in the catalog and of others; empty unless there are runs of both."""
         groups: dict[str, list[RunOutcome]] = {IN_CATALOG: [], NOT_IN_CATALOG: []}
         for outcome in self.outcomes:
-            is_known = framework_defaults()[outcome.run.software.framework].is_known
-            groups[IN_CATALOG if is_known else NOT_IN_CATALOG].append(outcome)
+            groups[IN_CATALOG if outcome.run.fallback_for is None else NOT_IN_CATALOG].append(outcome)
         return {name: Figures.of(outcomes) for name, outcomes in groups.items()} if all(groups.values()) else {}
 
     @property

@@ -199,7 +199,8 @@ def constant_mfu(outcomes: Iterable[RunOutcome]) -> ErrorFigures:
     for outcome in outcomes:
         run, measured_s = outcome.run, outcome.run.measured.step_time_s
         if outcome.predicted is not None and measured_s is not None:
-            rate = outcome.predicted.flops / run.cluster.num_devices / measured_s
-            rates[outcome.file, run.cluster.device, run.plan.precision].append(rate)
+            job = run.known_job
+            rate = outcome.predicted.flops / job.cluster.num_devices / measured_s
+            rates[outcome.file, job.cluster.device.id, job.training.precision].append(rate)
     # predicted over measured time: work / median, over work / own
     return ErrorFigures.of([float(own / np.median(group)) - 1 for group in rates.values() for own in group])

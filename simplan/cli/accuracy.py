@@ -11,7 +11,6 @@ from typing import Any
 
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.profiled import predict_from_profiles, read_profiles
-from simplan.accuracy.reading import read_published
 from simplan.accuracy.result import Accuracy
 from simplan.cli.terminal.drawing import refuse_other_suffix
 from simplan.cli.terminal.output import print_result, say, write_result
@@ -27,6 +26,7 @@ from simplan.report.drawings.accuracy_svg import accuracy_svg
 from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
 from simplan.runs.measurement import Measurement
+from simplan.scenario.published.reading import read_published
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison
 from simplan.validate.logged_run import YAML_SUFFIXES, LoggedRun

@@ -865,7 +865,7 @@ def show(
             autocompletion=completion.kinds,
             help="Kind: devices, links, clusters, topologies, models, software, reliability, schedules, metrics, "
             "scenario; and the keys of a scenario's model, cluster, topology, training, plan, search-space, expect, "
-            "run or schema (JSON Schema).",
+            "measured, run or schema (JSON Schema).",
         ),
     ] = None,
     name: Annotated[

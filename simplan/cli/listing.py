@@ -22,6 +22,7 @@ from simplan.program.schedules import SCHEDULES
 from simplan.report.captured import captured_json, captured_text
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import (
+    measured_fields,
     model_fields,
     search_space,
     topology_fields,
@@ -338,6 +339,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "plan": plan_fields,
     "search-space": search_space,
     "expect": expectation_fields,
+    "measured": measured_fields,
     "run": whole_run_fields,
 }
 _SECTIONS = ("training", "plan", "model", "cluster")

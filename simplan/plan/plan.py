@@ -25,6 +25,8 @@ Recompute = Literal["none", "selective", "selective_op", "selective_layer", "ful
 RecomputeModule = Literal["core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts"]
 
 
+MAX_STAGES = 10_000
+"""Stages of the longest pipeline for which one number of ``stage_layers`` stands for all."""
 DEPENDENT = ("zero_stage", "sequence_parallel", "virtual_stages", "schedule", "microbatch_size")
 """Fields of a plan with defaults that depend on other fields."""
 
@@ -50,8 +52,8 @@ class ParallelPlan(Spec):
 
     ``schedule`` is a schedule of simplan, one from an installed package, or a CSV file with an action table. ``None``
     in ``grad_dtype`` and ``bucket_bytes`` means the framework's own value. ``stage_layers`` is the number of blocks per
-    stage, ``None`` for a balanced split. Its first and last entries may be 0, for stages with the embedding or the head
-    alone.
+    stage, or one number for all stages, ``None`` for a balanced split. Its first and last entries may be 0, for stages
+    with the embedding or the head alone.
 
     ``recompute_modules`` names the modules of a block that ``selective`` recomputes, ``None`` for the attention core.
     ``recompute_layers`` limits recomputation to the first blocks of every stage, ``None`` for all blocks.
@@ -111,7 +113,10 @@ class ParallelPlan(Spec):
     )
     recompute_layers: Count | None = Field(None, description="for full: number of first blocks per stage; default: all")
     stage_layers: tuple[Annotated[int, Field(ge=0, le=10**12)], ...] | None = Field(
-        None, description="blocks per stage, in order; default: equal under Megatron and NeMo, else balanced"
+        None,
+        description=(
+            "blocks per stage, in order, or one number for all; default: equal under Megatron and NeMo, else balanced"
+        ),
     )
     grad_sync: Literal["step", "microbatch"] | None = Field(
         None,
@@ -167,6 +172,9 @@ class ParallelPlan(Spec):
         if above_one("pp"):
             filled.setdefault("schedule", "interleaved_1f1b" if above_one("virtual_stages") else "1f1b")
             filled.setdefault("virtual_stages", _stages_of(filled["schedule"]))
+        layers, stages = filled.get("stage_layers"), (filled.get("pp", 1), filled.get("virtual_stages", 1))
+        if all(type(number) is int and number >= 0 for number in (layers, *stages)) and math.prod(stages) <= MAX_STAGES:
+            filled["stage_layers"] = (layers,) * math.prod(stages)
         sizes = filled.get("microbatch_sizes")
         if isinstance(sizes, list | tuple) and sizes and all(isinstance(size, int) for size in sizes):
             filled.setdefault("microbatch_size", max(sizes))

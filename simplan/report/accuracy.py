@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from simplan.accuracy.outcome import RunOutcome, measured_memory_gib
+from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.result import Accuracy, Figures
 from simplan.accuracy.statistics import ErrorFigures, IntervalFigures
+from simplan.job import Job
 from simplan.report.comparison import format_error
 from simplan.report.table import format_table_markdown, format_table_text
 from simplan.units import counted, format_percent, format_time
@@ -150,18 +151,50 @@ def run_rows(result: Accuracy) -> list[dict[str, str | int | float | bool | None
         memory = row.pop("predicted_memory_gib") or {}
         row.pop("peak_memory_errors")
         row["notes"] = "; ".join(row["notes"])
-        run = outcome.run
         rows.append(
             row
             | {"step_time_low_s": low_s, "step_time_high_s": high_s}
             | {"peak_memory_low_gib": low_gib, "peak_memory_high_gib": high_gib}
             | {f"predicted_{kind}_gib": memory.get(kind) for kind in ("allocated", "reserved", "device")}
-            | {"framework": run.software.framework, "version": run.software.version, "model": run.model.name}
-            | {f"model_{key}": value for key, value in run.model.model_dump(exclude={"name", "moe", "mla"}).items()}
-            | run.cluster.model_dump()
-            | run.plan.model_dump(exclude={"stage_layers"})
+            | {"framework": outcome.run.fallback_for or row["software"], "version": outcome.run.measured.version}
+            | _job_row(outcome.run.job)
         )
     return rows
+
+
+_OF_MODEL = (
+    "family", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size", "seq_len", "gated_mlp", "tied_embeddings", "num_experts", "top_k",
+    "moe_intermediate_size", "lora_rank",
+)  # fmt: skip
+_OF_TRAINING = (
+    "task",
+    "global_batch_size",
+    "precision",
+    "fp8_recipe",
+    "optimizer",
+    "fused_optimizer",
+    "clip_grad_norm",
+)
+_OF_PLAN = (
+    "dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel", "pp", "virtual_stages", "cp", "cp_comm", "ep",
+    "etp", "schedule", "microbatch_size", "recompute", "recompute_layers", "grad_dtype",
+)  # fmt: skip
+
+
+def _job_row(job: Job | None) -> dict[str, str | int | float | bool | None]:
+    """Settings of a job as columns, which are empty without a job."""
+    model, training, plan = getattr(job, "model", None), getattr(job, "training", None), getattr(job, "plan", None)
+    return {
+        "model": None if job is None else job.model.name,
+        **{f"model_{key}": getattr(model, key, None) for key in _OF_MODEL},
+        "device": None if job is None else job.cluster.device.id,
+        "num_devices": None if job is None else job.cluster.num_devices,
+        "devices_per_node": None if job is None else job.cluster.devices_per_node,
+        **{key: getattr(training, key, None) for key in _OF_TRAINING},
+        **{key: getattr(plan, key, None) for key in _OF_PLAN},
+        "num_microbatches": None if job is None else job.num_microbatches,
+    }
 
 
 def _run_table(outcomes: Sequence[RunOutcome]) -> Table:
@@ -179,7 +212,7 @@ def _run_table(outcomes: Sequence[RunOutcome]) -> Table:
             format_error(outcome.error, ""),
         ]
         if has_memory:
-            pair = outcome.predicted.memory_gib.get(kind), measured_memory_gib(outcome.run).get(kind)
+            pair = outcome.predicted.memory_gib.get(kind), outcome.run.measured.memory_gib.get(kind)
             cells += ["" if gib is None else f"{gib:.1f}" for gib in pair]
             cells.append(format_error(outcome.memory_errors.get(kind), ""))
         rows.append([*cells, _configuration(outcome)])
@@ -188,15 +221,16 @@ def _run_table(outcomes: Sequence[RunOutcome]) -> Table:
 
 def _configuration(outcome: RunOutcome) -> str:
     """Model, devices, plan and precision of a run."""
-    run, plan = outcome.run, outcome.run.plan
+    job = outcome.run.known_job
+    plan = job.plan
     sizes = {"dp": plan.dp_replicate * plan.dp_shard, "tp": plan.tp, "pp": plan.pp, "v": plan.virtual_stages}
     sizes |= {"cp": plan.cp, "ep": plan.ep}
     degrees = [f"{name} {value}" for name, value in sizes.items() if value > 1]
-    batch = f"{plan.num_microbatches} x {plan.microbatch_size}"
+    batch = f"{job.num_microbatches} x {plan.microbatch_size}"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     schedule = "" if plan.schedule in ("none", "1f1b", "interleaved_1f1b") else f" {plan.schedule}"
-    words = f"{run.model.name}, {run.cluster.num_devices} {run.cluster.device}, {' '.join(degrees)}{schedule}"
-    return f"{words}, {batch}, {plan.precision}{recompute}"
+    words = f"{job.model.name}, {job.cluster.devices_in_words}, {' '.join(degrees)}{schedule}"
+    return f"{words}, {batch}, {job.training.precision}{recompute}"
 
 
 def _skipped(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
@@ -210,11 +244,11 @@ def _skipped(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
 
 
 def _fallbacks(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
-    """Frameworks of published runs that were predicted with a fallback profile, with the number of runs."""
-    notes = [note for outcome in outcomes if outcome.predicted is not None for note in outcome.predicted.notes]
-    counts = Counter(note for note in notes if note.startswith("software ") and "not in the catalog" in note)
-    for note, number in counts.most_common():
-        yield f"  {counted(number, 'run')}: {note.removeprefix('software ')}"
+    """Frameworks without a profile, the profile that their runs were predicted with, and the number of runs."""
+    predicted = ((outcome.run.fallback_for, outcome.predicted) for outcome in outcomes)
+    counts = Counter((name, found.software) for name, found in predicted if name is not None and found is not None)
+    for (framework, profile), number in counts.most_common():
+        yield f"  {counted(number, 'run')} of {framework}: as {profile}, without the constants fitted on its runs"
 
 
 def _figures(result: Accuracy) -> Iterator[tuple[str, Figures]]:

@@ -1,4 +1,4 @@
-"""Fields of the scenario sections ``model:``, ``training:`` and ``search:``, and of topologies."""
+"""Fields of the scenario sections ``model:``, ``training:``, ``search:`` and ``measured:``, and of topologies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from simplan.accuracy.measured import Measured
 from simplan.cluster.topology import TOPOLOGIES, GraphLink, Pcie
 from simplan.goodput.sections import SECTIONS
 from simplan.model.families import FAMILIES
@@ -36,20 +37,31 @@ _FORMULAS = {
     4 * 7 * 997: "4 x hidden_size",
     11 * 11 + 1: "(image_size / patch_size)^2 + 1",
 }
+_OF_MEASURED = dict.fromkeys(("source", "version"), "text") | {
+    **dict.fromkeys(("assumed", "notes"), "list of texts"),
+    "sources": "mapping of texts",
+}
 _WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping with their distribution"}
 
 
 def training_fields() -> list[dict[str, str]]:
     """Every key of ``training:`` in the order of ``TrainingSection``."""
-    return [
-        {
-            "name": name,
-            "default": "required" if field.is_required() else word_of(field.default),
-            "description": field.description or "",
-            "values": values_of(field.annotation, field.metadata),
-        }
-        for name, field in TrainingSection.model_fields.items()
-    ]
+    return _fields_of(TrainingSection)
+
+
+def measured_fields() -> list[dict[str, str]]:
+    """Every key of ``measured:`` in the order of ``Measured``."""
+    return _fields_of(Measured)
+
+
+def _fields_of(section: type[BaseModel]) -> list[dict[str, str]]:
+    rows = []
+    for name, field in section.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        word = "required" if field.is_required() else "" if default in ((), {}) else word_of(default)
+        values = _OF_MEASURED.get(name) or values_of(field.annotation, field.metadata)
+        rows.append({"name": name, "default": word, "description": field.description or "", "values": values})
+    return rows
 
 
 def whole_run_fields() -> list[dict[str, str]]:

@@ -11,6 +11,7 @@
     run: {num_tokens: 1.0e12}                    # and the other sections of a whole run: simplan.goodput.sections
     expect:
       - {metric: fits, value: true, why: it ran}
+    measured: {source: "a log", step_time_s: 1.3}  # for simplan accuracy, see simplan.accuracy.measured
 
 One error reports all problems of a file, with their lines.
 """
@@ -27,13 +28,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from simplan import catalog
+from simplan.accuracy.measured import Measured
 from simplan.base import Line, Spec
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.document import Document
 from simplan.errors import Problem, SpecError
 from simplan.goodput.sections import RunSections
-from simplan.io import folder_of, read_yaml
+from simplan.io import as_argument, folder_of, read_yaml
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.hostfile import is_host_file, read_host_file
@@ -158,6 +160,7 @@ class _File(Spec):
     plan: Any = None
     search: Any = None
     expect: Any = ()
+    measured: Any = None
     run: Any = None
     reliability: Any = None
     checkpoint: Any = None
@@ -198,18 +201,16 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
         SpecError: See ``load_scenario``.
     """
     sections, data = parts.sections, parts.data
-    plan = _read_plan(parts, folder)
     expect = read_expectations(sections, data.get("expect", ()))
     of_run = next((each.metric for each in expect if each.is_of_run), None)
     if of_run is not None and not parts.budget.has_length:
         rule = f"has {of_run} of a whole run, which has no length"
         sections.refuse(("expect",), rule, fix="add run: {num_steps: 100000}, or num_tokens or num_samples")
-    sections.raise_problems()
-    assert plan is not None, "the missing section plan has raised an error"
+    job = job_of(parts, folder)
     try:
         return Scenario(
             name=parts.name,
-            job=parts.job(plan),
+            job=job,
             expect=expect,
             file=sections.file,
             budget=parts.budget,
@@ -220,12 +221,28 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
         raise sections.in_file(error) from None
 
 
+def job_of(parts: ScenarioParts, folder: Path | None) -> Job:
+    """Job of the sections of a document, not checked by the rules between sections.
+
+    Args:
+        folder: See ``scenario_of``.
+
+    Raises:
+        SpecError: A section is wrong or missing; lists all problems.
+    """
+    plan = _read_plan(parts, folder)
+    parts.sections.raise_problems()
+    assert plan is not None, "the missing section plan has raised an error"
+    return parts.job(plan)
+
+
 @dataclass(frozen=True, slots=True)
 class ScenarioParts:
     """Sections that scenarios of plans and of searches share; an invalid section is None, its problems recorded.
 
     Attributes:
         data: The document, with the names of the catalog.
+        measured: Figures of a run of the scenario; None if there are none.
         sentences: Sentences about names that the document spells in another way.
     """
 
@@ -238,6 +255,7 @@ class ScenarioParts:
     software: SoftwareSpec | None
     budget: TrainingBudget
     whole_run: RunSections | None = None
+    measured: Measured | None = None
     sentences: tuple[str, ...] = ()
 
     def job(self, plan: ParallelPlan) -> Job:
@@ -256,20 +274,25 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
         file: Name of the document in errors; files that it names are relative to its folder.
 
     Raises:
-        SpecError: The document is not a mapping; or the name of its cluster contradicts another key.
+        SpecError: The document is not a mapping, or a list of runs; or the name of its cluster contradicts another key.
     """
     data, sentences = with_catalog_names(document.data)
+    if isinstance(data, dict) and "runs" in data:
+        rule, fix = "is a list of runs that were measured", f"run `simplan accuracy {as_argument(file)}`"
+        raise SpecError(Problem(field="runs", rule=rule, fix=fix).at(*document.place(("runs",))), file=file)
     sections = Sections(document, file)
     sections.read(_File, data, ())  # unknown keys and missing sections
     if not isinstance(data, dict):
         sections.raise_problems()
-    software = read_software(sections, data.get("software", "torch"))
+    is_measured = data.get("measured") is not None
+    measured = sections.read(Measured, data["measured"], ("measured",)) if is_measured else None
+    software = read_software(sections, data.get("software", "torch"), is_measured=is_measured)
     mtp = software is not None and software.mtp
     model = read_model(sections, data["model"], mtp=mtp) if "model" in data else None
     cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
     section = sections.read(TrainingSection, data["training"], ("training",)) if "training" in data else None
     training = None if section is None else section.step
-    if model is not None and software is not None:
+    if model is not None and software is not None and not is_measured:
         _refuse_idle_options(sections, data, model, software)
     whole_run = read_run(sections, data)
     price = None if cluster is None else data["cluster"].get("price_per_device_hour")
@@ -278,7 +301,9 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
         price = price_of(cluster, budget.price_per_device_hour)
         budget = budget.model_copy(update={"price_per_device_hour": price})
     name = data.get("name", Path(file).stem)
-    return ScenarioParts(name, data, sections, model, cluster, training, software, budget, whole_run, sentences)
+    return ScenarioParts(
+        name, data, sections, model, cluster, training, software, budget, whole_run, measured, sentences
+    )
 
 
 def price_of(cluster: ClusterSpec, price: float | None) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from simplan import catalog
+from simplan.accuracy.measured import FALLBACK_FOR, Measured
 from simplan.base import Spec
 from simplan.goodput.sections import SECTIONS
 from simplan.model.model import ModelSpec
@@ -77,6 +78,7 @@ def scenario_schema() -> dict[str, Any]:
     )
     training = _section(TrainingSection, definitions)
     plan = _section(ParallelPlan, definitions)
+    plan["properties"]["stage_layers"] = _also(plan["properties"]["stage_layers"], {"type": "integer"})
     plan["properties"]["placement"] = _also(plan["properties"]["placement"], {"type": "string"})
     search = _section(SearchSpace, definitions)
     for key in _SCALARS_OR_LISTS:
@@ -88,6 +90,8 @@ def scenario_schema() -> dict[str, Any]:
     profile = _name("a name of `simplan show software`", catalog.names("software"))
     of_profile: dict[str, Any] = {"preset": profile} | {option: fields[option] for option in sorted(options)}
     software = {"type": "object", "properties": of_profile, "additionalProperties": False}
+    of_measured = dict.fromkeys(sorted({"preset", FALLBACK_FOR, *SoftwareSpec.model_fields} - {"id"}), True)
+    any_field = {"anyOf": [profile, {"type": "object", "properties": of_measured, "additionalProperties": False}]}
     expect = _section(Expectation, definitions)
     expect["properties"]["metric"] = {"enum": sorted(METRICS)}
     whole_run = {name: _section(spec, definitions) for name, spec in SECTIONS.items()}
@@ -100,12 +104,15 @@ def scenario_schema() -> dict[str, Any]:
             "model": model,
             "cluster": cluster,
             "training": training,
-            "software": {"anyOf": [profile, software]},
+            "software": any_field,
             "plan": _also(plan, {"type": "null"}),
             "search": _also(search, {"type": "null"}),
             "expect": {"type": "array", "items": expect},
+            "measured": _section(Measured, definitions),
             **whole_run,
         },
+        "if": {"not": {"required": ["measured"]}},
+        "then": {"properties": {"software": {"anyOf": [profile, software]}}},
         "required": ["model", "cluster", "training"],
         "additionalProperties": False,
         "$defs": definitions,

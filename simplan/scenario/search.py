@@ -109,9 +109,10 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
         sections.refuse(("plan",) if "plan" in data else ("search",), "leaves nothing to search", fix=fix)
     elif "plan" in data:
         sections.refuse(("search",), "cannot go with plan", fix="keep one of the two")
-    if data.get("expect"):
-        rule = "is about the prediction of one plan"
-        sections.refuse(("expect",), rule, fix="add it to the scenario that --save-plan writes")
+    for key, what in (("expect", "the prediction"), ("measured", "a run")):
+        if data.get(key):
+            fix = "add it to the scenario that --save-plan writes"
+            sections.refuse((key,), f"is about {what} of one plan", fix=fix)
     given = _with_devices(parts, _with_budget(data.get("search", {}), parts))
     space = sections.read(SearchSpace, given, ("search",))
     sections.raise_problems()

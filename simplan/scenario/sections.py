@@ -16,6 +16,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from simplan import catalog
+from simplan.accuracy.measured import FALLBACK_FOR
+from simplan.document import merged
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import folder_of, read_json, read_text
@@ -142,19 +144,59 @@ def _nearest_divisor(number: int, value: int) -> int:
     return next((d for d in range(value, min(2 * value - below, number) + 1) if number % d == 0), below)
 
 
-def read_software(sections: Sections, data: Any) -> SoftwareSpec | None:
-    """The section ``software``: a name in the catalog, or ``preset`` with its options."""
+def read_software(sections: Sections, data: Any, *, is_measured: bool = False) -> SoftwareSpec | None:
+    """The section ``software``: a name in the catalog, or ``preset`` with its options.
+
+    Args:
+        is_measured: True for a run that was measured, whose stack may differ from a profile in any field.
+    """
     if not isinstance(data, dict):
-        return sections.look_up(("software",), catalog.software, data)
+        profile = sections.look_up(("software",), catalog.software, data)
+        return profile if profile is None or not is_measured else _as_measured(sections, profile, {})
     chosen = {key: value for key, value in data.items() if key != "preset"}
     profile = sections.look_up(("software", "preset"), catalog.software, data.get("preset", "torch"))
     if profile is None:
         return None
+    if is_measured:
+        return _as_measured(sections, profile, chosen)
     for key in chosen.keys() - set(profile.options):
         known = f"its options are {', '.join(profile.options)}" if profile.options else "it has no options"
         sections.refuse(("software", key), f"is no option of {profile.id}", value=chosen[key], fix=known)
         return None
     return sections.read(SoftwareSpec, {**profile.model_dump(), **chosen}, ("software",))
+
+
+_UNFITTED_RATES = {
+    "framework_efficiency": 1.0,
+    "intra_slowdown": 1.0,
+    "inter_slowdown": 1.0,
+    "relative_std": None,
+    "fitted_on": None,
+}
+_TORCH_WITHOUT_LIMITS = {
+    "ddp_in_pipelines": True,
+    "grad_dtypes": ["fp32", "bf16", "fp16"],
+    "low_precision": {"nvfp4": {"kept": "wide"}},
+}
+"""Fields of the profile ``torch`` without limits that are those of the executor alone."""
+
+
+def _as_measured(sections: Sections, profile: SoftwareSpec, chosen: dict[str, Any]) -> SoftwareSpec | None:
+    """Profile with any of its fields changed, also inside of mappings; without fitted constants for a fallback."""
+    fields, framework = profile.model_dump(), chosen.get(FALLBACK_FOR)
+    if "id" in chosen:
+        sections.refuse(("software", "id"), "is the name of the profile", value=chosen["id"], fix="write preset")
+    if FALLBACK_FOR in chosen and (not isinstance(framework, str) or not framework):
+        sections.refuse(("software", FALLBACK_FOR), "must be the name of a framework", value=framework)
+        return None
+    if profile.id == "torch":
+        fields = merged(fields, _TORCH_WITHOUT_LIMITS)
+    if framework is not None:
+        # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
+        spread = catalog.unfitted_memory_spread().model_dump()
+        fields = merged(fields, {"rates": _UNFITTED_RATES, "vocab_multiple": 1}) | {"memory_spread": spread}
+    chosen = {key: value for key, value in chosen.items() if key not in (FALLBACK_FOR, "id")}
+    return sections.read(SoftwareSpec, merged(fields, chosen), ("software",))
 
 
 def read_expectations(sections: Sections, data: Any) -> tuple[Expectation, ...]:

@@ -64,7 +64,11 @@ _USUAL_LENGTH = 4096
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _NOT_YAML = {".toml": "TOML file", ".json": "JSON file"}
 """Suffix of files that are no scenarios -> what they are."""
-_SECTIONS = frozenset(("name", "model", "cluster", "training", "software", "plan", "search", "expect", *SECTIONS))
+_SECTIONS = frozenset(
+    ("name", "model", "cluster", "training", "software", "plan", "search", "expect", "measured", *SECTIONS)
+)
+_OF_PLAN = ("plan", "expect", "measured")
+"""Sections that are of one plan."""
 _WITHOUT_FILE = "write a scenario, or name model and plan: simplan predict llama3-8b --cluster dgx-h100 --tp 8"
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
@@ -378,14 +382,14 @@ def read_source(
     if searches and isinstance(data, dict) and (configuration is not None or from_current):
         current = _current(document, file, configuration, given, batch, typed)
         training = {"training": {**data.get("training", {}), **_batch_of(current)}}
-        data, batch = {key: value for key, value in data.items() if key not in ("plan", "expect")} | training, None
+        data, batch = {key: value for key, value in data.items() if key not in _OF_PLAN} | training, None
         data.setdefault("search", dict(configuration.search) if configuration is not None else {})
     assumptions: list[Assumption] = []
     replaced: list[str] = []
     if given and isinstance(data, dict):
         chosen = "search" if searches else "plan"
         if any(key.partition(".")[0] == chosen for key in given) and chosen not in data:
-            dropped = [key for key in ("plan", "search", "expect") if key in data]
+            dropped = [key for key in ("search", *_OF_PLAN) if key in data]
             replaced = [f"{' and '.join(dropped)} of {file}: replaced by {chosen}"] if dropped else []
             data = {key: value for key, value in data.items() if key not in dropped}
             is_whole = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simplan.document import parse_yaml
+from simplan.document import Document, parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_YAML_BYTES
 from simplan.problems import find_place, render_value
@@ -36,6 +36,16 @@ def _parts(text: str, name: str) -> ScenarioParts:
     if len(text.encode("utf-8", errors="replace")) > MAX_YAML_BYTES:
         raise SpecError(Problem(field="", rule=f"is larger than {MAX_YAML_BYTES // 2**20} MiB"), file=name)
     document = parse_yaml(text, name)
+    refuse_named_files(document, name)
+    return parts_of(document, name)
+
+
+def refuse_named_files(document: Document, name: str) -> None:
+    """Refuse keys that name files.
+
+    Raises:
+        SpecError: Lists them all.
+    """
     problems = []  # keys that name files, which would be read on the server, not on the author's machine
     for path, value in named_files(document.data):
         rule = "names a file, which a scenario given as text cannot bring along"
@@ -44,4 +54,3 @@ def _parts(text: str, name: str) -> ScenarioParts:
         problems.append(problem.at(*find_place(document.lines, path)))
     if problems:
         raise SpecError(problems, file=name)
-    return parts_of(document, name)

@@ -9,60 +9,37 @@ from typing import Any
 import yaml
 
 from simplan.accuracy.outcome import Predicted, RunOutcome
-from simplan.accuracy.schema import PublishedRun
-from simplan.problems import parse_model
+from simplan.accuracy.run import PublishedRun
+from simplan.scenario.published.reading import parse_published
 
 _RUN: dict[str, Any] = yaml.safe_load("""
-id: run-1
-source: a paper, table 1
-software: {framework: megatron-lm, version: "2022", flash_attention: null, compile: null, tp_comm_overlap: null,
-  grad_overlap: null}
-task: pretrain
-model: {name: small, family: gpt, num_hidden_layers: 8, hidden_size: 512, num_attention_heads: 8,
-  num_key_value_heads: 8, intermediate_size: 2048, vocab_size: 1024, seq_len: 256, gated_mlp: false,
-  tied_embeddings: true}
-cluster: {device: a100-sxm-80gb, num_devices: 4, devices_per_node: 8, intra_link: nvlink3,
-  inter_link_gbit_per_device: null}
-plan: {dp_replicate: 2, dp_shard: 1, zero_stage: 0, tp: 1, sequence_parallel: false, pp: 2, virtual_stages: 1, cp: 1,
-  ep: 1, schedule: 1f1b, microbatch_size: 2, num_microbatches: 8, global_batch_size: 32, recompute: none,
-  precision: bf16, optimizer: adam}
-measured: {step_time_s: 0.02, tokens_per_s_per_device: null, peak_allocated_gib: null, peak_reserved_gib: null,
-  peak_memory_gb_as_printed: null, oom: false, model_tflops_per_device_published: null, mfu_published: null}
-derived_step_time: false
-assumed: []
-quality: good
+name: run-1
+model: {name: small, family: gpt, num_hidden_layers: 8, hidden_size: 512, num_attention_heads: 8, vocab_size: 1024,
+  seq_len: 256}
+cluster: {device: a100-sxm-80gb, num_devices: 4, devices_per_node: 8}
+training: {global_batch_size: 32, precision: bf16, optimizer: adam}
+software: {preset: megatron-lm-2022}
+plan: {dp_replicate: 2, pp: 2, microbatch_size: 2}
+measured: {source: "a paper, table 1", version: "2022", step_time_s: 0.02}
 """)
 
 
-RESNET = yaml.safe_load("""
-{name: resnet-50, family: resnet, depths: [3, 4, 6, 3], layer_type: bottleneck, image_size: 224, num_classes: 1000}
-""")
-VIT = yaml.safe_load("""
-{name: vit-b16, family: vit, num_hidden_layers: 12, hidden_size: 768, num_attention_heads: 12, intermediate_size: 3072,
-  image_size: 224, patch_size: 16, num_classes: 1000}
-""")
-T5 = yaml.safe_load("""
-{name: t5-small, family: t5, num_hidden_layers: 6, hidden_size: 512, num_attention_heads: 8, num_key_value_heads: 8,
-  head_dim: 64, intermediate_size: 2048, vocab_size: 32128, seq_len: 512, num_decoder_layers: 6, decoder_seq_len: 114,
-  gated_mlp: false, tied_embeddings: true}
-""")
-"""Shapes of models, without the keys that models for images do not have."""
-
-
-def run_data(id: str = "run-1", **changes: Any) -> dict[str, Any]:  # noqa: A002 - the key's name
+def run_data(name: str = "run-1", **changes: Any) -> dict[str, Any]:
     """A run as data; ``model__seq_len=512`` changes a key of a section."""
-    data = copy.deepcopy(_RUN) | {"id": id}
+    data = copy.deepcopy(_RUN) | {"name": name}
     for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            data[section][name] = value
+        section, _, inside = key.partition("__")
+        if inside:
+            data[section][inside] = value
         else:
             data[section] = value
     return data
 
 
-def run(id: str = "run-1", **changes: Any) -> PublishedRun:  # noqa: A002
-    return parse_model(PublishedRun, run_data(id, **changes))
+def run(name: str = "run-1", **changes: Any) -> PublishedRun:
+    """A run as it is read."""
+    [read] = parse_published(yaml.safe_dump(run_data(name, **changes)), "f").runs or ()
+    return read
 
 
 def write_runs(path: Path, *runs: dict[str, Any]) -> Path:
@@ -81,6 +58,5 @@ def outcome(published: PublishedRun, predicted_s: float, *, file: str = "f", **f
         "oom": None,
         "flops": 1.0,
         "software": "torch",
-        "notes": (),
     }
     return RunOutcome(file, published, Predicted(**(known | fields)))

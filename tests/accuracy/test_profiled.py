@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from simplan.accuracy.profiled import StageProfile, predict_from_profiles, profiled_step_s, read_profiles
-from simplan.accuracy.reading import read_published
 from simplan.errors import SpecError
+from simplan.scenario.published.reading import read_published
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
 PROFILE = StageProfile(

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.plan_ranking import choices
-from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.result import Figures
 from simplan.accuracy.statistics import constant_mfu, memory_figures, step_flops, step_time_figures, verdicts
 from tests.accuracy.runs import outcome, run
@@ -73,10 +73,8 @@ def test_memory_is_compared_with_the_figure_that_the_source_means() -> None:
         "memory_interval_gib": {"allocated": (9.0, 11.0), "reserved": (11.0, 13.0), "device": (12.0, 21.0)},
     }
     both = outcome(run("a", measured__peak_allocated_gib=8.0, measured__peak_reserved_gib=12.0), 1.0, **predicted)
-    printed = outcome(run("b", measured__peak_memory_gb_as_printed=20.0), 1.0, **predicted)
-    device = outcome(
-        run("c", measured__peak_memory_gb_as_printed=20.0, software__framework="megatron-deepspeed"), 1.0, **predicted
-    )
+    printed = outcome(run("b", measured__peak_allocated_gb=20.0), 1.0, **predicted)
+    device = outcome(run("c", measured__peak_memory_gib=20.0), 1.0, **predicted)
     assert [o.memory_kind for o in (both, printed, device)] == ["allocated", "allocated", "device"]
     assert both.memory_errors == pytest.approx({"allocated": 0.25, "reserved": 0.0})
     found = memory_figures([both, printed, device])
@@ -93,7 +91,7 @@ def test_a_constant_utilization_is_the_median_of_a_device_and_precision() -> Non
     runs = [
         outcome(run(f"r{rate}", measured__step_time_s=4 / rate * 10), 1.0, flops=160.0) for rate in (10.0, 20.0, 40.0)
     ]
-    alone = outcome(run("other", plan__precision="fp16"), 1.0, flops=1e9)
+    alone = outcome(run("other", training__precision="fp16"), 1.0, flops=1e9)
     figures = constant_mfu([*runs, alone])
     assert figures.num == 4
     assert figures.mape == pytest.approx((0.5 + 0.0 + 1.0 + 0.0) / 4)
@@ -102,36 +100,39 @@ def test_a_constant_utilization_is_the_median_of_a_device_and_precision() -> Non
 
 def test_flops_of_a_step_are_those_of_the_megatron_formula() -> None:
     """96 b s l h^2 (1 + s/6h + V/16lh) with recomputation (Narayanan et al. 2021); causal attention counts by half."""
-    published = run(plan__recompute="full")
-    model, batch = published.model, published.plan.global_batch_size
+    job = run(plan__recompute="full").known_job
+    model, batch = job.model, job.training.global_batch_size
     s, h, layers, v = model.seq_len, model.hidden_size, model.num_hidden_layers, model.vocab_size
     formula = 96 * batch * s * layers * h**2 * (1 + s / (12 * h) + v / (16 * layers * h))
-    assert step_flops(job_of_published_run(published).job) == pytest.approx(formula, rel=1e-3)
+    assert step_flops(job) == pytest.approx(formula, rel=1e-3)
 
 
 def test_flops_of_a_step_count_the_blocks_that_run_again() -> None:
     """One block of each of two stages: 2 (4 h^2 + 2 h i) s and 2 s^2 h FLOPs more for every sequence."""
-    published = run(plan__recompute="none", plan__pp=2)
-    model, batch = published.model, published.plan.global_batch_size
+    job = run(plan__recompute="none", plan__pp=2).known_job
+    model, batch = job.model, job.training.global_batch_size
     s, h, i = model.seq_len, model.hidden_size, model.intermediate_size
-    question = job_of_published_run(published)
-    assert question.job.model.num_blocks > 2
-    first = question.job.plan.model_copy(update={"recompute": "full", "recompute_layers": 1})
-    again = step_flops(question.job.with_plan(first)) - step_flops(question.job)
+    assert job.model.num_blocks > 2
+    first = job.plan.model_copy(update={"recompute": "full", "recompute_layers": 1})
+    again = step_flops(job.with_plan(first)) - step_flops(job)
     assert again == pytest.approx(2 * batch * (2 * s * (4 * h**2 + 2 * h * i) + 2 * s**2 * h), rel=1e-9)
 
 
 def test_choosing_looks_at_runs_that_differ_in_their_plan_only() -> None:
     """Best measured is b; a is predicted to be best and 10 % slower. Of 5 pairs a-b and a-close are in wrong order."""
+
+    def timed(name: str, measured_s: float, predicted_s: float, **changes: Any) -> RunOutcome:
+        return outcome(run(name, measured__step_time_s=measured_s, plan={"dp_replicate": 4}, **changes), predicted_s)
+
     outcomes = [
-        outcome(run("a", measured__step_time_s=1.1, plan__tp=1), 0.9),
-        outcome(run("b", measured__step_time_s=1.0, plan__tp=2, model__vocab_size=2048), 1.0),
-        outcome(run("c", measured__step_time_s=2.0, plan__tp=4), 3.0),
-        outcome(run("close to b", measured__step_time_s=1.01, plan__tp=8), 1.2),
-        outcome(run("other batch", measured__step_time_s=9.0, plan__global_batch_size=64), 0.1),
-        outcome(run("other software", measured__step_time_s=9.0, software__version="2021"), 0.1),
-        outcome(run("twice", measured__step_time_s=1.0, model__seq_len=512), 1.0),
-        outcome(run("twice again", measured__step_time_s=2.0, model__seq_len=512), 0.5),
+        timed("a", 1.1, 0.9),
+        timed("b", 1.0, 1.0, plan__microbatch_size=2, model__vocab_size=2048),
+        timed("c", 2.0, 3.0, plan__microbatch_size=4),
+        timed("close to b", 1.01, 1.2, plan__microbatch_size=8),
+        timed("other batch", 9.0, 0.1, training__global_batch_size=64),
+        timed("other software", 9.0, 0.1, measured__version="2021"),
+        timed("twice", 1.0, 1.0, model__seq_len=512),
+        timed("twice again", 2.0, 0.5, model__seq_len=512),
     ]
     found = choices(outcomes)
     assert (found.num_groups, found.num_runs) == (1, 4)
@@ -141,7 +142,5 @@ def test_choosing_looks_at_runs_that_differ_in_their_plan_only() -> None:
 
 
 def test_skipped_runs_are_counted_and_nothing_else() -> None:
-    from simplan.accuracy.outcome import RunOutcome
-
     figures = Figures.of([outcome(run("a"), 0.02), RunOutcome("f", run("b"), None, "a reason")])
     assert (figures.num_runs, figures.num_skipped, figures.step_time.errors.num) == (2, 1, 1)

@@ -29,8 +29,8 @@ def runs(tmp_path: Path) -> Path:
         folder / "some.yaml",
         run_data("absurd", measured__step_time_s=1000.0, measured__peak_allocated_gib=1.0),
         run_data("ran-out", measured__step_time_s=None, measured__oom=True),
-        run_data("adapters", task="lora", plan__lora_rank=8),
-        run_data("unheard-of", cluster__device="h1000"),
+        run_data("adapters", training__task="lora", model__lora_rank=8),
+        run_data("documents", model__document_lengths=[64, 192]),
     )
     (folder / "links.yaml").write_text("meta: {source: x}\nrecords: []\n")
     return folder
@@ -51,7 +51,7 @@ def test_the_json_has_what_others_rely_on(simplan: Simplan, runs: Path) -> None:
     assert by_id["ran-out"]["measured_oom"] is True
     assert by_id["ran-out"]["predicted_step_time_s"] > 0, "a step time is predicted even where nothing fits"
     assert "training adapters with megatron-lm-2022" in by_id["adapters"]["reason"]
-    assert by_id["unheard-of"]["reason"].startswith("device = h1000: is not in the catalog")
+    assert "attention of several documents in a sequence" in by_id["documents"]["reason"]
     assert document["overall"]["step_time"].keys() >= OF_STEP_TIME
     assert document["overall"]["peak_memory"]["num"] == 1
     of_file = document["by_file"][str(runs / "some.yaml")]
@@ -64,7 +64,7 @@ def test_frameworks_of_the_catalog_and_others_are_rows(simplan: Simplan, tmp_pat
     """Each group has the errors of its own runs; without runs of both there is no such row."""
     catalog = [run_data("known", measured__step_time_s=1.0)]
     other = [
-        run_data(name, software__framework="other", measured__step_time_s=s) for name, s in (("a", 2.0), ("b", 3.0))
+        run_data(name, software__fallback_for="other", measured__step_time_s=s) for name, s in (("a", 2.0), ("b", 3.0))
     ]
     write_runs(tmp_path / "both.yaml", *catalog, *other)
     write_runs(tmp_path / "known.yaml", *catalog)
@@ -77,6 +77,7 @@ def test_frameworks_of_the_catalog_and_others_are_rows(simplan: Simplan, tmp_pat
     text = simplan("accuracy", tmp_path / "both.yaml", "--jobs", "1").stdout
     of_times, of_memory = (line.split()[2] for line in text.splitlines() if "other frameworks" in line)
     assert (of_times, of_memory) == ("2", "0")
+    assert "2 runs of other: as megatron-lm-2022, without the constants fitted on its runs" in text
     alone = json.loads(simplan("accuracy", tmp_path / "known.yaml", "--json", "--jobs", "1").stdout)
     assert alone["by_framework"] == {}
 
@@ -86,9 +87,17 @@ def test_the_text_names_files_errors_and_what_was_skipped(simplan: Simplan, runs
     assert result.returncode == 0, "whatever the errors are"
     assert result.stdout.startswith("2 published runs predicted, 2 skipped: mean absolute error of step times ")
     assert "\n90 % intervals contain 0.0 % of the measured times (median half width " in result.stdout
-    for words in ("Step time: errors in percent", "Peak memory", "Largest errors", "\nSkipped\n", "unheard-of: device"):
+    for words in (
+        "Step time: errors in percent",
+        "Peak memory",
+        "Largest errors",
+        "\nSkipped\n",
+        "documents: model.",
+    ):
         assert words in result.stdout
-    assert all(len(line) <= 120 for line in result.stdout.splitlines() if "h1000" not in line and "lora" not in line)
+    assert all(
+        len(line) <= 120 for line in result.stdout.splitlines() if "lora" not in line and "documents" not in line
+    )
 
 
 def test_every_run_goes_into_a_table(simplan: Simplan, runs: Path, tmp_path: Path) -> None:
@@ -97,7 +106,7 @@ def test_every_run_goes_into_a_table(simplan: Simplan, runs: Path, tmp_path: Pat
     assert "Every run" in result.stdout
     assert "out of memory" in result.stdout
     rows = list(csv.DictReader(file.read_text().splitlines()))
-    assert [row["id"] for row in rows] == ["absurd", "ran-out", "adapters", "unheard-of"]
+    assert [row["id"] for row in rows] == ["absurd", "ran-out", "adapters", "documents"]
     assert float(rows[0]["predicted_step_time_s"]) > 0
     assert rows[0]["tp"] == "1"
 
@@ -120,11 +129,11 @@ def test_a_picture_holds_the_runs_of_the_table(simplan: Simplan, runs: Path, tmp
     ]
     [absurd] = [words for words in titles if words.startswith("absurd: ")]
     assert absurd.endswith(f"({100 * error:+.1f} %)")
-    assert not any("ran-out" in words or "unheard-of" in words for words in titles)
+    assert not any("ran-out" in words or "documents" in words for words in titles)
 
 
 def test_a_picture_of_nothing_is_not_written(simplan: Simplan, tmp_path: Path) -> None:
-    write_runs(tmp_path / "some.yaml", run_data("unheard-of", cluster__device="h1000"))
+    write_runs(tmp_path / "some.yaml", run_data("adapters", training__task="lora", model__lora_rank=8))
     result = simplan("accuracy", tmp_path / "some.yaml", "--plot", tmp_path / "none.svg")
     assert (result.returncode, (tmp_path / "none.svg").exists()) == (0, False)
     assert "no step time was both measured and predicted" in result.stderr
@@ -138,7 +147,7 @@ def test_a_picture_is_svg(simplan: Simplan, runs: Path) -> None:
 
 def test_a_bad_file_is_told_with_its_line(simplan: Simplan, tmp_path: Path) -> None:
     write_runs(tmp_path / "bad.yaml", run_data("one", cluster__num_devices=5))
-    said = "one: cluster.num_devices = 5: must be dp_replicate x dp_shard x tp x pp x cp"
+    said = "one: plan = dp_replicate 2 x pp 2: the plan needs 4 devices and the cluster has 5"
     refused(simplan("accuracy", tmp_path / "bad.yaml"), said)
 
 

@@ -17,7 +17,6 @@ from fit.rows import FitCosts, FitRow, _row, load_rows
 from fit.spread import SpreadEstimate
 from fit.step_times import FITTED_FILE, constants_of, fit, fitted_text, log_errors
 from simplan import catalog
-from simplan.accuracy.published_job import job_of_published_run
 from simplan.predict.step_summary import step_terms, summarize_step
 
 FOLDER = Path(__file__).parent.parent.parent / "scenarios" / "published"
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.slow
 def rows() -> list[FitRow]:
     """Small runs of one file: three devices' worth of shapes, no pipeline."""
     found = load_rows([FOLDER / "megatron_sc21_and_2020.yaml"], {}, jobs=1)
-    return [row for row in found if row.question.job.plan.pp == 1 and not row.question.job.plan.shards_parameters]
+    return [row for row in found if row.job.plan.pp == 1 and not row.job.plan.shards_parameters]
 
 
 @pytest.mark.parametrize("name", ["zb-09", "zb-39", "korthikanti-3", "torchtitan-12", "simumax-27", "mosaic-041"])
@@ -40,9 +39,8 @@ def test_what_a_step_waits_for_adds_up_to_its_time(name: str) -> None:
     files = {"zb": "zero_bubble", "korthikanti": "korthikanti_2022_megatron_a100", "torchtitan": "torchtitan"}
     files |= {"simumax": "simumax_b200", "mosaic": "mosaic_llm_foundry_mpt"}
     [(_, run)] = sampled_runs(FOLDER, {files[name.partition("-")[0]]: [name]})
-    question = job_of_published_run(run)
-    terms = step_terms(question.job, steps_overlap=question.steps_overlap)
-    whole_s = summarize_step(question.job, steps_overlap=question.steps_overlap).step_time_s
+    terms = step_terms(run.known_job, steps_overlap=run.steps_overlap)
+    whole_s = summarize_step(run.known_job, steps_overlap=run.steps_overlap).step_time_s
     assert sum(term.seconds * term.times for term in terms) == pytest.approx(whole_s, rel=2e-4)
     backwards_s = -sum(term.seconds * term.times for term in terms if term.times < 0)  # by what replaces a wait
     assert backwards_s < 0.01 * whole_s
@@ -82,7 +80,7 @@ def test_constants_that_made_step_times_are_found_again(rows: list[FitRow]) -> N
 
     def made_up(row: FitRow) -> FitRow:
         measured = row.run.measured.model_copy(update={"step_time_s": row.predicted_s(prices)})
-        return replace(row, run=row.run.model_copy(update={"measured": measured}))
+        return replace(row, run=replace(row.run, measured=measured))
 
     made = [made_up(row) for row in rows]
     start = log_errors(made, {})
@@ -131,12 +129,11 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     [(_, run)] = sampled_runs(FOLDER, {name: ["vtrain-multi-023"]})  # tensor parallelism across nodes
     row = _row(name, run, {})
     assert row is not None
-    question = row.question
-    summary = summarize_step(question.job, steps_overlap=question.steps_overlap)
-    rates, own = question.job.cluster.device.kernels, question.job.software.rates.relative_std
+    summary = summarize_step(row.job, steps_overlap=run.steps_overlap)
+    rates, own = row.job.cluster.device.kernels, row.job.software.rates.relative_std
     assert own is not None
     assert rates.inter_node_std is not None
-    spread = SpreadEstimate({question.job.software.id: own}, 0.0, rates.inter_node_std)
+    spread = SpreadEstimate({row.job.software.id: own}, 0.0, rates.inter_node_std)
     [part] = parts_of([row], {}, jobs=1)
     assert part.longer[-1] > 0.3
     [[down], [up]] = spread.half_widths([part])

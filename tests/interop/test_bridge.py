@@ -12,13 +12,12 @@ import yaml
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from simplan.accuracy.published_job import job_of_published_run
-from simplan.accuracy.reading import read_published
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.frameworks.bridge.export import export
 from simplan.interop.frameworks.bridge.words import blocks_of_layout, layout_of_blocks
 from simplan.job import Job
 from simplan.predict import predict
+from simplan.scenario.published.reading import read_published
 from simplan.scenario.source import make_job, read_source
 from tests.interop.public import CLUSTER, cases, chosen, read, without_clipping
 
@@ -73,7 +72,7 @@ def test_public_configuration_refused(case: dict[str, Any], tmp_path: Path) -> N
 def test_published_run_predicted_alike(case: dict[str, Any], tmp_path: Path) -> None:
     """The recipe that a published run was started with predicts what the row of the run does, to the last bit."""
     (file,) = read_published([_SCENARIOS / "megatron_bridge_dense.yaml"])
-    expected = job_of_published_run(next(each for each in file.runs or () if each.id == case["run"])).job
+    expected = next(each for each in file.runs or () if each.id == case["run"]).known_job
     job = read(case, tmp_path).scenario().job
     assert job.plan == expected.plan.with_changes(stage_layers=None)
     assert predict(without_clipping(job)).step_time_s == predict(expected).step_time_s

@@ -15,14 +15,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import simplan
-from simplan.accuracy.published_job import job_of_published_run
-from simplan.accuracy.reading import read_published
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.formats import changed_settings, formats
 from simplan.interop.frameworks import tables
 from simplan.job import Job
 from simplan.rules import violations
 from simplan.scenario import load_scenario
+from simplan.scenario.published.reading import read_published
 from simplan.scenario.source import make_job, read_source, scenario_from
 from tests.interop.public import without_clipping
 
@@ -129,7 +128,7 @@ def test_script_of_a_published_run_is_predicted_as_the_run(configuration: dict[s
     runs = read_published([ROOT / "scenarios" / "published" / "megatron_sc21_and_2020.yaml"])
     (run,) = (run for read in runs for run in read.runs or () if run.id == configuration["published"])
     job = scenario_from(script(configuration, tmp_path), _CLUSTER | configuration["add"]).job
-    published = job_of_published_run(run).job
+    published = run.known_job
 
     own = simplan.predict(replace(without_clipping(job), cluster=published.cluster))
     expected = simplan.predict(published)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from simplan.accuracy.published_job import job_of_published_run
-from simplan.accuracy.reading import read_published
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict import predict
+from simplan.scenario.published.reading import read_published
 from simplan.scenario.source import read_source
 from tests.interop.public import CLUSTER, cases, chosen, read, without_clipping, written
 
@@ -60,7 +59,7 @@ def test_published_run_predicted_alike(name: str, run: str, changes: dict[str, A
     """The file that a published run was started with predicts what the row of the run does, to the last bit."""
     case = next(case for case in _CASES if case["name"] == name)
     (file,) = read_published([_SCENARIOS / "nemo_24_h100.yaml"])
-    expected = job_of_published_run(next(each for each in file.runs or () if each.id == run)).job
+    expected = next(each for each in file.runs or () if each.id == run).known_job
     job = read_source(written(case, tmp_path), CLUSTER | case.get("add", {}) | changes).scenario().job
     assert job.plan == expected.plan.with_changes(stage_layers=None)
     assert predict(without_clipping(job)).step_time_s == predict(expected).step_time_s

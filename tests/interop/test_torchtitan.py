@@ -12,8 +12,6 @@ import pytest
 import yaml
 
 from simplan import catalog
-from simplan.accuracy.published_job import job_of_published_run
-from simplan.accuracy.reading import read_published
 from simplan.document import Document
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.configuration import Setting
@@ -24,6 +22,7 @@ from simplan.interop.frameworks.torchtitan.stages import generated_layers, gener
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
+from simplan.scenario.published.reading import read_published
 from simplan.scenario.source import Source, read_source
 from simplan.training import TrainingSpec
 
@@ -273,7 +272,7 @@ _TITAN_RUNS = {run.id: run for file in read_published([_PAGE]) for run in file.r
 def test_published_run_is_read_with_its_plan(name: str, tmp_path: Path) -> None:
     """Files with the settings that torchtitan's benchmark pages state, beside the runs of scenarios/published."""
     run = _TITAN_RUNS[name]
-    job = job_of_published_run(run).job
+    job = run.known_job
     plan, year_2025 = job.plan, job.software.id == "torchtitan-2025"
     settings = _settings_of_run(run, job, new=year_2025)
     path = tmp_path / "run.toml"
@@ -321,7 +320,7 @@ def _settings_of_run(run: Any, job: Job, *, new: bool) -> dict[str, Any]:
         settings[f"{others}.pipeline_parallel_degree"] = job.plan.pp
         settings[f"{others}.pipeline_parallel_schedule"] = schedule
         settings[f"{others}.pipeline_parallel_microbatches"] = number
-    if run.software.tp_comm_overlap:
+    if job.software.tp_overlap == "all":
         settings[f"{others}.enable_async_tensor_parallel"] = True
     if job.training.precision == "fp8" and new:
         settings |= {"model.converters": ["float8"], "float8.filter_fqns": ["output"]}

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jsonschema
 import pytest
-import yaml
 from pydantic import ValidationError
 
+from simplan.document import parse_yaml
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import model_fields, search_space, training_fields
 from simplan.scenario.clusters import ClusterSection
+from simplan.scenario.published.reading import run_documents
 from simplan.scenario.schema import cluster_fields, scenario_schema
 from simplan.training import TrainingSection
 
@@ -41,15 +41,18 @@ def test_every_scenario_is_valid_by_the_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     validator, sections = jsonschema.Draft202012Validator(schema), set[str]()
     for file in sorted((Path(__file__).resolve().parents[2] / "scenarios").rglob("*.yaml")):
-        data = json.loads(json.dumps(yaml.safe_load(file.read_text())))
-        if "training" not in data:
-            continue  # published runs, which are files of another kind
-        assert [error.message for error in validator.iter_errors(data)] == [], file
-        for section in ("model", "cluster", "training", "plan"):
-            if section in data:
+        document = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+        if "training" not in document.data and "runs" not in document.data:
+            continue  # published data of another kind
+        runs = [run.data for run in run_documents(document, str(file))] if "runs" in document.data else [document.data]
+        for data in runs:
+            assert [error.message for error in validator.iter_errors(data)] == [], (file, data.get("name"))
+        data = runs[0]
+        for section in {"model", "cluster", "training", "plan", "software", "measured"} & data.keys():
+            if isinstance(data[section], dict):
                 sections.add(section)
                 assert not validator.is_valid({**data, section: {**data[section], "unknown": 1}}), (file, section)
-    assert sections == {"model", "cluster", "training", "plan"}
+    assert sections == {"model", "cluster", "training", "plan", "software", "measured"}
 
 
 def test_the_schema_says_what_show_says() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.plan_ranking import plan_pairs
-from simplan.accuracy.reading import read_published
 from simplan.plan.plan import ParallelPlan
+from simplan.scenario.published.reading import read_published
 from simplan.search.switch import RIGHT_ORDER, switching_costs
 
 ROOT = Path(__file__).resolve().parents[2]

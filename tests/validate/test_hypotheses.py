@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
@@ -12,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from simplan.accuracy.published_job import job_of_published_run
-from simplan.accuracy.reading import read_published
-from simplan.accuracy.schema import PublishedRun
-from simplan.errors import SpecError
+from simplan.accuracy.run import PublishedRun
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
@@ -24,6 +20,7 @@ from simplan.predict.step_summary import summarize_step
 from simplan.prediction import Prediction
 from simplan.report.comparison import logged_text
 from simplan.scenario.file import load_scenario
+from simplan.scenario.published.reading import read_published
 from simplan.units import GIB
 from simplan.validate.hypotheses import MeasuredTotals, hypotheses, job_of_prediction
 from simplan.validate.logged import compare_logged
@@ -38,10 +35,8 @@ def published(file: str) -> dict[str, tuple[PublishedRun, Job]]:
     [read] = read_published([PUBLISHED / file])
     found = {}
     for run in read.runs or ():
-        with suppress(SpecError):  # not modeled
-            made = job_of_published_run(run, read.recipes)
-            if run.measured.step_time_s is not None and not made.steps_overlap:
-                found[run.id] = run, made.job
+        if run.job is not None and run.measured.step_time_s is not None and not run.steps_overlap:
+            found[run.id] = run, run.job
     return found
 
 

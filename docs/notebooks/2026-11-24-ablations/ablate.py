@@ -23,15 +23,13 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from simplan import catalog
-from simplan.accuracy.outcome import measured_memory_gib
-from simplan.accuracy.published_job import PublishedJob, job_of_published_run
-from simplan.accuracy.reading import read_published
-from simplan.accuracy.schema import PublishedRun
+from simplan.accuracy.run import PublishedRun
 from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.model.implementations.layer_implementation import LayerImplementation, Loss
 from simplan.model.model import ModelSpec
 from simplan.predict.step_summary import summarize_step
+from simplan.scenario.published.reading import read_published
 from simplan.software.rates import FrameworkRates
 from simplan.software.software import LowPrecisionLinears, SoftwareSpec, StateBytes
 from simplan.units import GIB
@@ -213,10 +211,10 @@ def _without_mtp(job: Job) -> Job:
     return replace(job, model=ModelSpec.model_validate(given))
 
 
-def _figures(question: PublishedJob, job: Job) -> Figures | None:
+def _figures(run: PublishedRun, job: Job) -> Figures | None:
     """The prediction; None where it is refused."""
     try:
-        summary = summarize_step(job, steps_overlap=question.steps_overlap)
+        summary = summarize_step(job, steps_overlap=run.steps_overlap)
     except SimplanError:
         return None
     memory_gib = {kind: num_bytes / GIB for kind, num_bytes in summary.peak_bytes.items()}
@@ -228,7 +226,7 @@ def _errors(run: PublishedRun, figures: Figures) -> dict[str, float]:
     found = {}
     if run.measured.step_time_s is not None:
         found["time"] = abs(figures.step_s / run.measured.step_time_s - 1)
-    measured = next(iter(measured_memory_gib(run).items()), None)
+    measured = next(iter(run.measured.memory_gib.items()), None)
     if measured is not None:
         found["memory"] = abs(figures.memory_gib[measured[0]] / measured[1] - 1)
     return found
@@ -239,16 +237,16 @@ def _changes(before: Figures, now: Figures) -> bool:
     return any(abs(a - b) > 1e-9 * abs(a) for a, b in pairs)
 
 
-def _rows(asked: list[tuple[str, PublishedRun, PublishedJob, Figures]], ablation: Ablation) -> Iterator[dict[str, Any]]:
+def _rows(asked: list[tuple[str, PublishedRun, Figures]], ablation: Ablation) -> Iterator[dict[str, Any]]:
     """One row for each file that has runs whose prediction changes."""
     source: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     touched: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     num: dict[str, int] = defaultdict(int)
     refused: dict[str, int] = defaultdict(int)
     wrong: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for file, run, question, before in asked:
-        job = ablation.change(question.job)
-        now: Figures | None = before if job == question.job else _figures(question, job)
+    for file, run, before in asked:
+        job = ablation.change(run.known_job)
+        now: Figures | None = before if job == run.job else _figures(run, job)
         if now is None:
             refused[file] += 1
             continue
@@ -341,13 +339,9 @@ def main() -> None:
     asked = []
     for read in read_published(given.files):
         for run in read.runs or ():
-            try:
-                question = job_of_published_run(run)
-            except SimplanError:
-                continue
-            figures = _figures(question, question.job)
+            figures = None if run.job is None else _figures(run, run.job)
             if figures is not None:
-                asked.append((read.file, run, question, figures))
+                asked.append((read.file, run, figures))
     rows = []
     for ablation in ablations():
         if not given.field or ablation.field in given.field:

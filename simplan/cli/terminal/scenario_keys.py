@@ -21,6 +21,7 @@ _SECTIONS = {
     "plan": ("required without search", "one parallel plan", "simplan show plan"),
     "search": ("required without plan", "ranges of plans for simplan search; {} for all", "simplan show search-space"),
     "expect": ("none", "expectations for simplan check, with plan only", "simplan show expect"),
+    "measured": ("none", "figures of a run, for simplan accuracy", "simplan show measured"),
     "run": ("none", "length of the whole run", "simplan show run"),
     "reliability": ("none", "failures, and how they are noticed", "simplan show run, reliability"),
     "checkpoint": ("none", "when checkpoints are written, and how long that takes", "simplan show run"),

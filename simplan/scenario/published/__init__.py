@@ -1,0 +1,1 @@
+"""Files of published runs, which are scenarios with ``measured``."""
