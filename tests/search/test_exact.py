@@ -37,7 +37,7 @@ FRAMEWORKS = ("torch", "torchtitan", "megatron-core", "megatron-lm-2022", "megat
 
 def capacity_of(software: str, num_devices: int) -> int:
     """Of devices on which some plans fit and some do not, which are the fastest; a context of DeepSpeed is larger."""
-    return ({4: 1098, 8: 1080}[num_devices] + (5740 if software == "megatron-deepspeed" else 0)) * MIB
+    return ({4: 1098, 8: 1080}[num_devices] + {"megatron-deepspeed": 5740, "maxtext": -20}.get(software, 0)) * MIB
 
 
 def asked_for(num_devices: int = 4, software: str = "torch", capacity: int = CAPACITY) -> Job:

@@ -79,8 +79,6 @@ NO_PROTOCOL = Protocol("", 0.0, _ALL, _ALL, 0.0)
 _TREE_SHARE = 0.92  # ncclTopoTuneModel: busBw * .92
 _TREE_SHARE_BETWEEN_NODES = 0.8
 """Two nodes of A100 or MI355X, which have no NVLS, are as fast as a ring (collectives_2026.yaml, pub-12 and pub-17)."""
-_PAIRS_BETWEEN_NODES = 0.82
-"""All-to-all over four nodes of MI355X (pub-15): flows of many pairs collide."""
 _MOST_OF_NVLS_TREE = 8
 """Largest domain that NVLS trees start from. Two racks of 64 GB200 or GB300 are as fast as a ring (pub-07, pub-10)."""
 NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
@@ -219,7 +217,7 @@ def _pairwise(protocol: Protocol, communication: Communication, route: Route) ->
         move = TransferTerm((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
         tiers["inside"] = k - 1, route.inside, protocol.inside, move
     if route.between is not None:
-        rate = protocol.between.share * _PAIRS_BETWEEN_NODES * route.between.pair_bytes_per_s
+        rate = protocol.between.share * route.between.pair_bytes_per_s
         if once is None:
             peers, move = n - k, TransferTerm((n - k) / n, rate, f"{n - k}/{{n}} x ", n)
         else:
