@@ -37,8 +37,10 @@ _SEQUENCE_LENGTHS = tuple(2**power for power in range(9, 18))
 _SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
     "compiled": (True, False),
     "channels_last": (True, False),
+    "cuda_graphs": (True, False),
     "expert_dispatch": ("copies", "deepep", "hybridep"),
     "expert_overlap": (True, False),
+    "fp8_activation_input": (True,),
     "fp8_dot_product_attention": (True,),
     "fused_experts": (True, False),
     "grad_overlap": (True, False),

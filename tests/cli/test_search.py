@@ -252,7 +252,7 @@ def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file
         ),
         (
             "{compiled: [true, false]}\nsoftware: megatron-core",
-            "search.compiled = [true, false]: is no option of megatron-core; its options are expert_dispatch, ",
+            "search.compiled = [true, false]: is no option of megatron-core; its options are cuda_graphs, ",
         ),
         ("{compiled: []}", "search.compiled = []: must not be empty"),
         ("{stage_layers: [3]}", "write plan.stage_layers in the scenario that --save-plan writes, as a search "),

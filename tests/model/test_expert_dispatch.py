@@ -207,4 +207,4 @@ def test_weights_in_the_activation_leave_no_expert_outputs_to_save() -> None:
     assert saved(weighted) == saved(block("all_to_all"))
     assert weighted.key != eager.key
     profiles = {name for name in catalog.names("software") if catalog.software(name).layers.weighted_activations}
-    assert profiles == {"megatron-core", "megatron-bridge"}  # those of Megatron Core of October 2025
+    assert profiles == {"megatron-core", "megatron-bridge", "nemo-mlperf"}  # those of Megatron Core of October 2025

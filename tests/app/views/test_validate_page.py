@@ -151,17 +151,17 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
         from app.views.validate import show_result
         from tests.app.test_uploads import made
 
-        logged = uploads.measured_of("log.yaml", b"step_times_s: [0.4, 0.4]\npeak_device_gib: 20\n")
+        logged = uploads.measured_of("log.yaml", b"step_times_s: [0.35, 0.35]\npeak_device_gib: 20\n")
         show_result(result_of_files(uploads.prediction_of("p", made()[0]), logged))
 
     shown = AppTest.from_function(page, default_timeout=600).run()
     assert_no_bug(shown)
-    assert {metric.label: metric.value for metric in shown.metric}["Measured step"] == "400 ms"
+    assert {metric.label: metric.value for metric in shown.metric}["Measured step"] == "350 ms"
     tables = [table.value for table in shown.dataframe]
     assert [table.columns[0] for table in tables] == ["part"]
     [words] = [info.value for info in shown.info]
     prediction_s = json.loads(made()[0])["step_time_s"]
-    assert words.startswith(f"**Your run is {100 * (prediction_s / 0.4 - 1):.1f} % faster than predicted**")
+    assert words.startswith(f"**Your run is {100 * (prediction_s / 0.35 - 1):.1f} % faster than predicted**")
     changes = [text.value for text in shown.markdown if "than predicted" in text.value]
     assert changes
     assert all("a step: your run is" in text and "GiB, measured 20.00" in text for text in changes)
