@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpu faults failures netbench test test-all test-browser screenshots lint bench outputs architectures losses fit docs clean
+.PHONY: help demo gpu faults failures netbench test test-all test-browser screenshots lint bench accuracy-gate outputs architectures losses fit docs clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-browser  the dashboard in a real browser (installs playwright; uses chromium of the system, or its own)"
 	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
 	@echo "make outputs   the outputs that pages of the documentation show (half an hour)"
+	@echo "make accuracy-gate   accuracy on published runs against benchmarks/accuracy.json (two minutes)"
 	@echo "make bench     the numbers of the benchmark table"
 	@echo "make faults    break real runs, and write docs/reference/faults.md: what each said and left (ten minutes)"
 	@echo "make failures  jobs with drawn failures on hosts, and benchmarks/FAILURES.md (root; half an hour; resumes)"
@@ -58,6 +59,9 @@ lint: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+accuracy-gate: $(READY)
+	$(BIN)/python -m benchmarks.accuracy_gate
 
 outputs: $(READY)
 	$(BIN)/python -m tests.support.pages
