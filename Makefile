@@ -81,10 +81,7 @@ architectures: $(READY)
 losses: $(READY)
 	$(BIN)/python -m benchmarks.losses
 
-netoutputs: $(READY)
-	$(BIN)/python -m tests.support.pages
-
-bench: $(READY)
+netbench: $(READY)
 	$(BIN)/python -m benchmarks.network
 
 fit: $(READY)

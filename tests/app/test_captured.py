@@ -97,8 +97,7 @@ def test_plans_of_a_captured_model_are_searched_and_opened(document: dict[str, A
     [
         ({"plan": {"tp": 4}}, "was not captured\\: UNet is captured without tensor parallelism; use 1"),
         ({"plan": {"cp": 4}}, "context parallelism of captured modules is not modeled yet; use 1"),
-        ({"software": {"preset": "torch", "compiled": True}}, "torch.compile of captured modules is not modeled yet"),
-        ({"training": {"global_batch_size": 16, "precision": "fp8"}}, "captured"),
+        ({"software": {"preset": "torch", "compiled": True}}, "torch.compile of a captured module without blocks"),
     ],
 )
 def test_option_that_captured_models_lack_is_refused_by_its_rule(

@@ -51,14 +51,13 @@ def split(module, mesh):
 """
 REFUSED = {
     ("--software", "megatron-core", "--dp-replicate", "2"): "megatron-core with modules of a user's own is not modeled",
-    ("--precision", "fp8"): "--precision = fp8: fp8 of captured modules is not modeled yet; use fp32",
+    ("--precision", "fp8"): "--microbatch-size = 4: gives 4 tokens, and the gradients of weights in fp8",
     (
         "--tp",
         "4",
         "--num-devices",
         "4",
     ): "--tp = 4: was not captured: Model has tensor-parallel degrees 1 or 2; use one",
-    ("--set", "software.compiled=true"): "torch.compile of captured modules is not modeled yet",
     ("--seq-len", "8"): "cannot go with file, whose sizes are those of its capture",
 }
 PLAN = ("--cluster", "dgx-h100", "--num-devices", "2", "--global-batch-size", "16", "--microbatch-size", "4")
