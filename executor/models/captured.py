@@ -141,7 +141,7 @@ class CapturedPart(CapturedStage):
 
 
 class StageCut(NamedTuple):
-    """Where a stage of a pipeline is cut out of the module.
+    """The part of a module that one pipeline stage runs, with its batch and dtypes.
 
     Attributes:
         stage: Number of the stage.

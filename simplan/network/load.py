@@ -9,7 +9,7 @@ from simplan.units import counted, format_bytes, format_percent, format_rate, fo
 
 _MAX_LISTED = 64
 _MAX_NAMED = 2
-_LEAST = 1e-4
+LEAST_VISIBLE = 1e-4
 """Fraction of the step below which contention costs nothing."""
 
 
@@ -106,12 +106,13 @@ class Network:
     @property
     def label(self) -> str:
         """Name of ``slowest`` in reports: it delays communications, or is only the busiest."""
-        return "slowest link" if self.slowest is not None and self.slowest.lost_s > 0 else "busiest link"
+        delays = self.slowest is not None and self.slowest.lost_s > LEAST_VISIBLE * self.step_time_s
+        return "slowest link" if delays else "busiest link"
 
     @property
     def has_contention(self) -> bool:
         """True if contention costs time that is visible in the step."""
-        return self.contention_s > _LEAST * self.step_time_s
+        return self.contention_s > LEAST_VISIBLE * self.step_time_s
 
     def slowest_words(self) -> str:
         """Slowest link in words: name, bandwidth, traffic and mean busy share."""
@@ -145,7 +146,7 @@ class Network:
         if self.without_background_s is None:
             return ""
         longer = self.step_time_s / self.without_background_s - 1
-        cost = f"{format_percent(longer)} longer" if longer > _LEAST else "no longer"
+        cost = f"{format_percent(longer)} longer" if longer > LEAST_VISIBLE else "no longer"
         words = f"the step takes {format_time(self.step_time_s)}, {cost} than {format_time(self.without_background_s)} "
         return "; ".join([f"{words}without them", *(job.words for job in self.other_jobs)])
 

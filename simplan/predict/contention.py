@@ -25,7 +25,7 @@ from simplan.network.background import BackgroundStep, refuse_too_many_steps
 from simplan.network.build import fabric_of
 from simplan.network.detours import on_detours, splits_of
 from simplan.network.fabric import Fabric
-from simplan.network.load import LinkLoad, LinkShare, Network, OtherJob
+from simplan.network.load import LEAST_VISIBLE, LinkLoad, LinkShare, Network, OtherJob
 from simplan.network.running import Segments
 from simplan.network.usage import (
     Flap,
@@ -596,7 +596,8 @@ def network_of(
     )
     link_busy_s, link_lost_s = busy_s.sum(axis=1), lost_s.sum(axis=1)
     loaded = np.flatnonzero(num_bytes > 0)
-    order = loaded[np.lexsort((loaded, -link_busy_s[loaded].round(12), -link_lost_s[loaded].round(12)))]
+    visible_s = np.where(link_lost_s > LEAST_VISIBLE * step_time_s, link_lost_s, 0.0)
+    order = loaded[np.lexsort((loaded, -link_busy_s[loaded].round(12), -visible_s[loaded].round(12)))]
     contention, simulated_s = steps[0]
     busiest = order[np.argsort(-link_busy_s[order], kind="stable")]
     totals = [f"{one.bytes_per_s} {busy:.6g}" for one, busy in zip(contention.fabric.links, link_busy_s, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 from simplan.accuracy.outcome import Predicted, RunOutcome
 from simplan.accuracy.run import PublishedRun
 from simplan.scenario.published.reading import parse_published
+from tests.support.documents import changed
 
 _RUN: dict[str, Any] = yaml.safe_load("""
 name: run-1
@@ -26,14 +26,7 @@ measured: {source: "a paper, table 1", version: "2022", step_time_s: 0.02}
 
 def run_data(name: str = "run-1", **changes: Any) -> dict[str, Any]:
     """A run as data; ``model__seq_len=512`` changes a key of a section."""
-    data = copy.deepcopy(_RUN) | {"name": name}
-    for key, value in changes.items():
-        section, _, inside = key.partition("__")
-        if inside:
-            data[section][inside] = value
-        else:
-            data[section] = value
-    return data
+    return changed(_RUN, {"name": name, **changes})
 
 
 def run(name: str = "run-1", **changes: Any) -> PublishedRun:

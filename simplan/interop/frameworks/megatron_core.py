@@ -7,7 +7,7 @@ model_parallel_config.py, distributed/distributed_data_parallel_config.py, optim
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -569,7 +569,12 @@ def has_graphs(reading: Reading, prefix: str) -> bool:
     for key in (f"{prefix}cuda_graph_scope", f"{prefix}cuda_graph_modules"):
         parts = reading.peek(key)
         named = {str(part) for part in (parts if isinstance(parts, list) else [parts] if parts else [])}
-        if named - {"full", "full_iteration"} and not named >= {"attn", "mlp"}:
+        if not are_whole_layers(named):
             reading.not_modeled(key, "graphs of parts of a layer; kernels are launched one by one")
             return False
     return True
+
+
+def are_whole_layers(parts: Set[str]) -> bool:
+    """True if CUDA graphs of the named parts of a layer hold all of it; no name is all of it."""
+    return not parts - {"full", "full_iteration"} or parts >= {"attn", "mlp"}

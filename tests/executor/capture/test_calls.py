@@ -115,7 +115,7 @@ class Block(nn.Module):
 
 
 class Tangled(nn.Module):
-    """What code between blocks may do: views and constants, in place, without gradients, a function of autograd.
+    """A module whose code between blocks makes views and constants, works in place, and has an autograd function.
 
     Blocks get views of one tensor, a tensor that they do not read, and one that is not contiguous.
     """
@@ -151,7 +151,7 @@ class Halves(Block):
 
 
 class Refused(Tangled):
-    """What cannot be cut, and runs whole."""
+    """A module that cannot be cut, and runs as a whole."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)

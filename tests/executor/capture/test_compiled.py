@@ -107,7 +107,7 @@ def test_a_compiled_block_saves_what_torch_saves(name: str) -> None:
 
 
 def test_a_fused_kernel_moves_what_enters_and_leaves_it() -> None:
-    """Of a diffusion transformer's block, counted by hand: FP32 elements of one sample with 64 tokens of width 64.
+    """The kernels of a diffusion transformer's block, counted by hand in FP32, for 64 tokens of width 64.
 
     The condition's activation; a norm, scaled and shifted; a sum, which is written, and the second norm; an activation;
     and the last sum. Norms write two numbers for each token, which backward reads.

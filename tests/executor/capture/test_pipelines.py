@@ -90,7 +90,7 @@ WHOLE: dict[str, dict[str, Any]] = {"whole": {}, "whole zero3": test_running.PLA
 
 @pytest.mark.parametrize(("name", "plan", "precision"), slow_except([], REHEARSED))
 def test_a_rank_is_rehearsed_alone(name: str, plan: str, precision: Precision) -> None:
-    """Of the first and the last stage: what it issues, its peak, and the categories that torch tells apart."""
+    """A rank of the first and of the last stage issues what is predicted, and has its peak by category."""
     job = job_of(prediction_of(name, (PLANS | WHOLE)[plan], precision))
     for rank in {0, job.plan.num_devices - 1}:
         rehearsal, predicted = rehearse(job, rank, fake=True), predicted_peak(job, rank)
@@ -128,7 +128,7 @@ def test_a_rehearsal_on_this_machine_measures_all_actions() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["1f1b", "interleaved"])
 def test_pipelines_go_on_from_checkpoints_as_other_pipelines_do(plan: str, tmp_path: Path) -> None:
-    """The same samples on one rank after four steps on two."""
+    """Four steps on two ranks, then one rank goes on with the same samples, as without a break."""
     first, after = (job_of(prediction_of("DiT", each), dtype="fp64") for each in (PLANS[plan], {}))
     after = after.model_copy(update={"model": first.model})  # two captures have different largest labels
     whole = undisturbed(first, tmp_path / "whole")

@@ -267,7 +267,7 @@ class MegatronReading(Reading):
             said = "--cuda-graph-impl"
         given = [self.peek(key) or () for key in ("--cuda-graph-scope", "--cuda-graph-modules")]
         parts = {str(part) for words in given for part in (words.split() if isinstance(words, str) else words)}
-        if said is not None and (not parts - {"full", "full_iteration"} or parts >= {"attn", "mlp"}):
+        if said is not None and core.are_whole_layers(parts):
             self.put("software.cuda_graphs", bool(self.value(said)), said)
             self.no_effect("--cuda-graph-scope", "--cuda-graph-modules", "--cuda-graph-warmup-steps")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import yaml
 
 from simplan.accuracy.run import PublishedRun
 from simplan.scenario.published.reading import parse_published
+from tests.support.documents import changed
 
 _RUN: dict[str, Any] = yaml.safe_load("""
 id: run-1
@@ -34,13 +34,7 @@ quality: good
 
 def former_text(recipes: dict[str, Any] | None = None, **changes: Any) -> str:
     """A file with one run; ``plan__tp=2`` changes a key of a section, and ``dp_replicate`` and the batch follow."""
-    data = copy.deepcopy(_RUN)
-    for key, value in changes.items():
-        section, _, inside = key.partition("__")
-        if inside:
-            data[section][inside] = value
-        else:
-            data[section] = value
+    data = changed(_RUN, changes)
     plan, degrees = (
         data["plan"],
         data["plan"]["dp_shard"] * data["plan"]["tp"] * data["plan"]["pp"] * data["plan"]["cp"],
