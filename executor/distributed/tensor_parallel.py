@@ -191,7 +191,7 @@ def _matmul(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -
         by_columns = split == _COLUMNS
         own = x.to_local(grad_placements=(Partial(),) if by_columns else x.placements)
         placements = output.placements if by_columns else (Replicate(),)  # all ranks have the gradient of a sum
-        narrow = functional.linear(own, _local(linear.lora_a.weight))
+        narrow = functional.linear(linear.dropped(own), _local(linear.lora_a.weight))
         adapted = linear.adapted(output.to_local(grad_placements=placements), narrow, _local(linear.lora_b.weight))
         output = DTensor.from_local(adapted, output.device_mesh, output.placements, run_check=False)
     return output  # type: ignore[no-any-return]

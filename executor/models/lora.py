@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from simplan.model.layer import LayerSpec, ParameterSpec
 
 _SCALE = 2.0  # alpha / r with the usual alpha = 2 r; it changes nothing that is predicted
+_A = ".lora_a.weight"
 _INIT_STD = 0.02  # also of B: with zeros no gradient of A would say anything
 
 
@@ -19,22 +21,48 @@ class LoraLinear(nn.Linear):
 
     Attributes:
         lora_a, lora_b: A (r x k) and B (n x r).
+        dropout: Probability with which an element of A's input is 0.
     """
 
-    def __init__(self, linear: nn.Linear, rank: int) -> None:
+    def __init__(self, linear: nn.Linear, rank: int, dropout: float = 0.0) -> None:
         k, n = linear.in_features, linear.out_features
         super().__init__(k, n, bias=linear.bias is not None)
         self.lora_a = nn.Linear(k, rank, bias=False)
         self.lora_b = nn.Linear(rank, n, bias=False)
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., k) to (..., n)."""
-        return self.adapted(functional.linear(x, self.weight, self.bias), self.lora_a(x), self.lora_b.weight)
+        narrow = self.lora_a(self.dropped(x))
+        return self.adapted(functional.linear(x, self.weight, self.bias), narrow, self.lora_b.weight)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The input of A (..., k): x after dropout with the function of CUDA, which keeps a mask of booleans."""
+        return torch.native_dropout(x, self.dropout, train=True)[0] if self.dropout else x
 
     @staticmethod
     def adapted(output: Tensor, narrow: Tensor, b: Tensor) -> Tensor:
         """X W^T + b (..., n) with what B makes of x A^T (..., r) added."""
         return torch.add(output, functional.linear(narrow, b), alpha=_SCALE)
+
+
+class LoraEmbedding(nn.Embedding):
+    """y = E[x] + scale A^T[x] B^T, for tokens x (...) int64.
+
+    Attributes:
+        lora_a, lora_b: A (r x v) and B (n x r).
+    """
+
+    def __init__(self, table: nn.Embedding, rank: int) -> None:
+        v, n = table.num_embeddings, table.embedding_dim
+        super().__init__(v, n)
+        self.lora_a = nn.Linear(v, rank, bias=False)
+        self.lora_b = nn.Linear(rank, n, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(...) to (..., n)."""
+        rows = functional.embedding(x, self.lora_a.weight.T)
+        return LoraLinear.adapted(super().forward(x), rows, self.lora_b.weight)
 
 
 def add_adapter(linear: nn.Module, a: ParameterSpec, b: ParameterSpec, dtype: torch.dtype) -> None:
@@ -58,15 +86,21 @@ def _adapted(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output + functional.linear(low, linear.lora_b.weight.to(x.dtype)) * _SCALE
 
 
-def add_adapters(layer: nn.Module, spec: LayerSpec, rank: int) -> None:
-    """Adds LoRA adapters to the matrices of a module that have adapters in its LayerSpec."""
-    adapted = {p.name.removesuffix(".lora_a.weight") for p in spec.parameters if p.name.endswith(".lora_a.weight")}
-    specs = zip(list(layer.named_parameters()), [p for p in spec.parameters if ".lora_" not in p.name], strict=True)
+def add_adapters(layer: nn.Module, spec: LayerSpec, dropout: float = 0.0) -> None:
+    """Adds what a LayerSpec has besides the weights of a module: LoRA adapters, and originals of modules to save."""
+    added = {p.name: p.shape for p in spec.parameters if ".lora_" in p.name or ".original_module." in p.name}
+    specs = zip(list(layer.named_parameters()), [p for p in spec.parameters if p.name not in added], strict=True)
     for (name, _), parameter in specs:
-        if parameter.name.removesuffix(".weight") in adapted:
-            path, _, last = name.removesuffix(".weight").rpartition(".")
-            parent = layer.get_submodule(path)
-            setattr(parent, last, LoraLinear(parent.get_submodule(last), rank))  # type: ignore[arg-type]
+        module, shape = parameter.name.removesuffix(".weight"), added.get(parameter.name.replace(".weight", _A))
+        path, _, last = name.removesuffix(".weight").rpartition(".")
+        parent = layer.get_submodule(path)
+        original = parent.get_submodule(last) if module != parameter.name else parent
+        if shape is not None and isinstance(original, nn.Embedding):
+            setattr(parent, last, LoraEmbedding(original, shape[0]))
+        elif shape is not None:
+            setattr(parent, last, LoraLinear(original, shape[0], dropout))  # type: ignore[arg-type]
+        elif f"{module}.original_module.weight" in added:
+            original.add_module("original_module", copy.deepcopy(original))
 
 
 def freeze(layer: nn.Module, spec: LayerSpec, dtype: torch.dtype) -> None:

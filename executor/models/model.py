@@ -159,24 +159,31 @@ def build_stage(
         with device if active_fake_mode() else torch.device("meta"):
             layer = _maker(spec, index, model_code)(LayerRequest(spec, index, context))
             if spec.lora_rank:
-                add_adapters(layer, spec.layers[index], spec.lora_rank)
+                add_adapters(layer, spec.layers[index], spec.lora_dropout)
         split_experts(layer, dims)
         if dims.tp.mesh is not None:
             split_layer(layer, dims)
         _materialize(layer, device, dtype)
         _draw_weights(layer, spec, index, seed, dims)
-        if spec.lora_rank:
+        if spec.lora_rank or spec.frozen:
             freeze(layer, spec.layers[index], frozen_dtype or dtype)
         if dims.tp.mesh is not None and dims.dp.size > 1:
             with_local_weights(layer, dims.tp.mesh)
         if spec.tied_embeddings and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):
             layer.get_submodule("lm_head").weight = layers[0].get_parameter("wte.weight")
+        if spec.input_require_grads and index == 0:
+            layer.register_forward_hook(_require_gradient)
         if fp8_recipe is not None:
             layer = with_fp8_linears(layer, spec.layers[index], fp8_recipe)
         recompute_block(layer, modes.get(index, "none"), around_rerun, router)
         layers[index] = layer
         finish(index, layer)
     return Stage(layers.items())
+
+
+def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Makes autograd compute the gradient of a result, as ``enable_input_require_grads`` of transformers does."""
+    output.requires_grad_()
 
 
 def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> _Maker:

@@ -1,9 +1,13 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters next to matrices, all other weights frozen.
+"""Weights that are not trained, and LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters next to frozen matrices.
 
-The layers of a family are transformed: a target matrix W (n x k) gets A (r x k) and B (n x r), and gives y = x W^T +
-scale (x A^T) B^T (equation 3). Backward computes and saves what torch's autograd does. A frozen matrix needs no weight
-gradient and saves no input. A tensor that depends on no trained weight has no gradient. The embedding is frozen, so the
-first block has no gradients before its first adapter.
+The layers of a family are transformed. Backward computes and saves what torch's autograd does: a frozen matrix needs no
+weight gradient and saves no input, and a tensor that depends on no trained weight has no gradient. So backward ends at
+the lowest trained weight, unless the embedding's result has a gradient all the same (``input_require_grads``).
+
+A target matrix W (n x k) gets A (r x k) and B (n x r), and gives y = x W^T + scale (x A^T) B^T (equation 3). An
+embedding E (v x n) gets A (r x v) and B (n x r): rows of A^T are looked up, and multiplied by B. With dropout, A has a
+copy of x of its own, and backward a mask (PEFT, tuners/lora/layer.py). A module to save is trained in place of the
+original, which stays in memory (PEFT, utils/other.py, ``ModulesToSaveWrapper``).
 
 Under tensor parallelism, a matrix split by columns has B split and A replicated; every rank has a partial gradient of
 A. A matrix split by rows has A split and B replicated. No collective is added: the adapter's result is summed over
@@ -13,11 +17,13 @@ ranks together with that of the matrix.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from simplan.model.kernel import Gemm, Kernel, LayerCollective, Lookup, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
+from simplan.model.module_names import PartName, matrices, modules, numbered, part_name
+from simplan.model.parts.part import MASK_BYTES
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
@@ -35,131 +41,262 @@ MODULES: Mapping[str, str] = {
 }
 """PEFT's ``target_modules`` for transformers' Llama, and models like it -> names in ``ModelSpec.lora_targets``."""
 
+_END_MATRICES = {LayerKind.EMBEDDING: "wte", LayerKind.HEAD: "lm_head"}
 
-def adapter_targets(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[str, ...]]:
-    """Matrices of a model's blocks, by the names that ``ModelSpec.lora_targets`` accepts.
 
-    Each matrix has its own name. ``attention`` and ``mlp`` select the matrices of these parts, ``all`` both, and
-    ``qkv`` the matrices that make queries, keys and values.
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """What is trained of one layer.
+
+    Attributes:
+        ranks: Matrices with adapters, with their ranks.
+        frozen: Names of modules that are frozen; None for all of them.
+        saved: Name of a module that is trained while its original stays; empty for none.
+        dropout: The input of adapters passes through dropout.
     """
-    block = next(layer for layer in layers if layer.kind is LayerKind.BLOCK)
-    matrices = {
-        operator.kernel.name: operator.roles for operator in block.operators if isinstance(operator.kernel, Gemm)
-    }
 
-    def named(*roles: Role) -> tuple[str, ...]:
-        return tuple(name for name, having in matrices.items() if not having.isdisjoint(roles))
+    ranks: tuple[tuple[str, int], ...]
+    frozen: frozenset[str] | None
+    saved: str
+    dropout: bool
 
-    by_rows = named(Role.ROW_PARALLEL)
-    groups = {
-        "all": named(Role.ATTENTION, Role.MLP),
-        "attention": named(Role.ATTENTION),
-        "qkv": tuple(name for name in named(Role.ATTENTION) if name not in by_rows),
-        "mlp": named(Role.MLP),
-    }
-    return {name: (name,) for name in matrices} | {word: names for word, names in groups.items() if names}
+    def freezes(self, parameter: str) -> bool:
+        """True for a parameter that is not trained."""
+        module = parameter.rpartition(".")[0]
+        return module != self.saved and (self.frozen is None or module in self.frozen)
 
-
-def adapted_layers(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    """Layers of a model with adapters next to the matrices of its blocks, and everything else frozen."""
-    known = adapter_targets(layers)
-    targets = frozenset(name for target in model.lora_targets for name in known.get(target, ()))
-    assert targets, model.lora_targets
-    embedding, first, *others = layers
-    made = {layer: _adapted(layer, targets, model.lora_rank, shard) for layer in {embedding, *others}}
-    # nothing before the first block is trained
-    adapted_first = _adapted(first, targets, model.lora_rank, shard, first=True)
-    return (made[embedding], adapted_first, *(made[layer] for layer in others))
-
-
-def _adapted(layer: LayerSpec, targets: frozenset[str], rank: int, shard: Shard, *, first: bool = False) -> LayerSpec:
-    frozen = tuple(replace(p, frozen=True, partial_gradient=False) for p in layer.parameters)
-    if layer.kind is LayerKind.EMBEDDING:
-        operators = tuple(
-            replace(operator, kernel=_without_backward(operator.kernel), parameters=()) for operator in layer.operators
+    @property
+    def words(self) -> str:
+        """What it adds to the key of a layer."""
+        if self.frozen is None:
+            names: dict[int, list[str]] = {}
+            for name, rank in self.ranks:
+                names.setdefault(rank, []).append(name)
+            adapters = ";".join(f"lora{rank}:{'+'.join(of_rank)}" for rank, of_rank in names.items())
+            words = adapters or "frozen"
+        else:
+            words = f"frozen:{'+'.join(sorted(self.frozen))}" if self.frozen else ""
+        return (
+            f"{words}{',dropout' * (self.dropout and bool(self.ranks))}{f',saved:{self.saved}' if self.saved else ''}"
         )
-        return replace(layer, key=f"{layer.key},frozen", parameters=frozen, operators=operators)
-    if layer.kind is LayerKind.HEAD:
-        targets = frozenset()
-    named = f"lora{rank}:{'+'.join(kernel.name for kernel in layer.kernels if kernel.name in targets)}"
-    return replace(
-        layer,
-        key=f"{layer.key},{named if targets else 'frozen'}{',first' if first else ''}",
-        parameters=tuple(_with_adapters(layer, frozen, targets, rank, shard)),
-        operators=tuple(_operators(layer, targets, rank, first=first)),
-        needs_input_gradient=not first,
-    )
 
 
-def _with_adapters(
-    layer: LayerSpec, parameters: Sequence[ParameterSpec], targets: frozenset[str], rank: int, shard: Shard
-) -> Iterator[ParameterSpec]:
-    """Insert the adapters of a module after its own weight and bias."""
-    split = shard.tp > 1
-    row_parallel = {layer.kernels[index].name for index in layer.kernels_with(Role.ROW_PARALLEL)}
-    for parameter, following in zip(parameters, [*parameters[1:], None], strict=True):
-        yield parameter
-        name = parameter.name.rpartition(".")[0]
-        if name not in targets or (following is not None and following.name == f"{name}.bias"):
+def partly_trained(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    """Layers of a model with its adapters and its frozen weights."""
+    made: dict[tuple[str, _Training, bool], tuple[LayerSpec, bool]] = {}
+    flows, found = False, []
+    for layer, training in _trainings(layers, model):
+        key = (layer.key, training, flows)
+        if key not in made:
+            made[key] = _partly_trained(layer, training, shard, flows=flows)
+        changed, flows = made[key]
+        found.append(changed)
+        flows |= model.input_require_grads
+    return tuple(found)
+
+
+def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[LayerSpec, _Training]]:
+    adapts = model.lora_rank > 0
+    groups, inside = (matrices(layers), {}) if adapts else ({}, modules(layers))
+    targets = _parts(model.lora_targets) if adapts else ()
+    ranks = [(part, rank) for name, rank in model.lora_rank_pattern.items() for part in _parts((name,))]
+    frozen = _parts(model.frozen)
+    saved = {LayerKind(name) for name in model.lora_modules_to_save}
+    tied = model.tied_embeddings
+    for layer, block in numbered(layers):
+        kind = layer.kind
+        chosen: dict[str, int] = {}
+        own = [kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm | Lookup) and _is_matrix(kernel)]
+        for part in targets:
+            if part.has(kind, block):
+                names = groups.get(part.inside, ()) if kind is LayerKind.BLOCK else (_END_MATRICES[kind],)
+                chosen |= dict.fromkeys(names, model.lora_rank)
+        for part, rank in reversed(ranks):  # the first one that matches decides
+            if part.has(kind, block):
+                names = groups.get(part.inside, ()) if kind is LayerKind.BLOCK else (_END_MATRICES[kind],)
+                chosen |= dict.fromkeys(chosen.keys() & set(names), rank)
+        if adapts:
+            kept = _END_MATRICES[kind] if kind in saved else ""
+            order = tuple((name, chosen[name]) for name in own if name in chosen)
+            yield layer, _Training(order, None, kept, model.lora_dropout > 0)
             continue
-        n, k = next(p.shape for p in parameters if p.name == f"{name}.weight")
-        by_rows = name in row_parallel
+        names_frozen: set[str] = set()
+        for part in frozen:
+            if part.has(kind, block):
+                whole = {parameter.name.rpartition(".")[0] for parameter in layer.parameters}
+                names_frozen |= whole if not part.inside else inside.get(part.inside, frozenset()) & whole
+        if kind is LayerKind.HEAD and tied:  # the embedding's weight
+            names_frozen.discard(_END_MATRICES[kind])
+            if any(part.kind is LayerKind.EMBEDDING for part in frozen):
+                names_frozen.add(_END_MATRICES[kind])
+        yield layer, _Training((), frozenset(names_frozen), "", False)
+
+
+def _is_matrix(kernel: Gemm | Lookup) -> bool:
+    return isinstance(kernel, Lookup) or kernel.num_groups == 1
+
+
+def _parts(names: Sequence[str]) -> tuple[PartName, ...]:
+    found = [part_name(name) for name in names]
+    return tuple(part for part in found if part is not None)
+
+
+def _partly_trained(layer: LayerSpec, training: _Training, shard: Shard, *, flows: bool) -> tuple[LayerSpec, bool]:
+    """A layer, and whether its result has a gradient; ``flows`` if its input has one."""
+    whole = flows or layer.kind is LayerKind.EMBEDDING
+    operators, needed = _operators(layer, training, flows=flows)
+    words = [training.words, "" if whole else "first"]
+    if not any(words):
+        return layer, True
+    changed = replace(
+        layer,
+        key=",".join([layer.key, *filter(None, words)]),
+        parameters=tuple(_parameters(layer, training, shard)),
+        operators=tuple(operators),
+        needs_input_gradient=whole,
+    )
+    return changed, layer.kind is LayerKind.HEAD or not needed.isdisjoint(layer.outputs)
+
+
+def _parameters(layer: LayerSpec, training: _Training, shard: Shard) -> Iterator[ParameterSpec]:
+    """Parameters of which some are frozen; the adapters of a module follow its own weight and bias."""
+    split, ranks = shard.tp > 1, dict(training.ranks)
+    row_parallel = {layer.kernels[index].name for index in layer.kernels_with(Role.ROW_PARALLEL)}
+    for parameter, following in zip(layer.parameters, [*layer.parameters[1:], None], strict=True):
+        name = parameter.name.rpartition(".")[0]
+        frozen = training.freezes(parameter.name)
+        yield replace(parameter, frozen=True, partial_gradient=False) if frozen else parameter
+        if name == training.saved:
+            original = replace(parameter, name=f"{name}.original_module.weight")
+            yield replace(original, frozen=True, partial_gradient=False)
+        if name not in ranks or (following is not None and following.name == f"{name}.bias"):
+            continue
+        n, k = next(p.shape for p in layer.parameters if p.name == f"{name}.weight")
+        rank, by_rows = ranks[name], name in row_parallel
+        if layer.kind is LayerKind.EMBEDDING:
+            n, k = k, n
         yield ParameterSpec(f"{name}.lora_a.weight", (rank, k), partial_gradient=split and not by_rows)
         yield ParameterSpec(f"{name}.lora_b.weight", (n, rank), partial_gradient=split and by_rows)
 
 
-def _operators(layer: LayerSpec, targets: frozenset[str], rank: int, *, first: bool) -> Iterator[Operator]:
-    """Operators with adapters next to matrices; operators that depend on no trained weight have no backward."""
-    needed = set() if first else {tensor.name for tensor in layer.inputs}
+def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[list[Operator], set[str]]:
+    """Operators, without backward where nothing needs it, and the tensors with gradients."""
+    needed = {tensor.name for tensor in layer.inputs} if flows else set()
+    ranks = dict(training.ranks)
+    found: list[Operator] = []
     followers: dict[int, set[str]] = {}  # names that the operators of each kernel read
     for operator, place in zip(layer.operators, layer.places, strict=True):
         followers.setdefault(place, set()).update(operator.reads)
     for operator, place in zip(layer.operators, layer.places, strict=True):
         kernel, brings = operator.kernel, not needed.isdisjoint(operator.reads)
-        trains = isinstance(kernel, Gemm) and kernel.name in targets
+        own = tuple(name for name in operator.parameters if not training.freezes(name))
+        rank = ranks.get(kernel.name, 0) if isinstance(kernel, Gemm | Lookup) else 0
+        trains = bool(own) or rank > 0
         if isinstance(kernel, Gemm):
-            operators = list(_matrix(operator, kernel, rank if kernel.name in targets else 0, propagates=brings))
+            operators = list(_matrix(operator, kernel, own, rank, propagates=brings, dropout=training.dropout))
+        elif rank:
+            operators = list(_table(operator, rank))
         else:
-            whole = brings or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
-            whole &= not (operator.passes and operator.parameters)  # a frozen bias: gradients pass it by
-            operators = [replace(operator, kernel=kernel if whole else _without_backward(kernel), parameters=())]
-        yield from operators
+            whole = brings or bool(own) or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
+            passes_by = bool(operator.passes and operator.parameters and not own)  # a frozen bias
+            kernel = kernel if whole and not passes_by else _without_backward(kernel)
+            operators = [replace(operator, kernel=kernel, parameters=own)]
+        found += operators
         if brings or trains:
             needed.update(tensor.name for each in operators for tensor in each.makes)
+    return found, needed
 
 
-def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:
-    """A frozen matrix and, with a rank, its adapter: A, then B, whose result is scaled and added."""
-    frozen = replace(operator, kernel=replace(kernel, trained=False, propagates=propagates), parameters=(), saves=())
+def _matrix(
+    operator: Operator, kernel: Gemm, own: tuple[str, ...], rank: int, *, propagates: bool, dropout: bool
+) -> Iterator[Operator]:
+    """A matrix, perhaps frozen and, with a rank, its adapter: A, then B, whose result is scaled and added.
+
+    Args:
+        own: Parameters of the matrix that are trained.
+    """
+    trained = bool(own)
+    base = replace(
+        operator,
+        kernel=replace(kernel, trained=trained, propagates=propagates),
+        parameters=own,
+        saves=operator.saves if trained else (),
+    )
     if not rank:
-        yield frozen
+        yield base
         return
     name, m, n, k, joint = kernel.name, kernel.m, kernel.n, kernel.k, kernel.joint
     roles = operator.roles | {Role.ADAPTER}
     (result,) = operator.makes
-    base_output, low = Tensor(f"{name} product", m * n), Tensor(f"{name}.lora_a output", m * rank)
-    adapted, scaled = Tensor(f"{name}.lora_b output", m * n), Tensor(f"{name}.lora_b output, scaled", m * n)
-    yield replace(frozen, makes=(base_output,))
+    base_output, low = replace(result, name=f"{name} product"), Tensor(f"{name}.lora_a output", m * rank)
+    adapted = replace(result, name=f"{name}.lora_b output")
+    yield replace(base, makes=(base_output,))
+    source = operator
+    if dropout:
+        kept = Tensor(f"{name}.lora_dropout output", m * k)
+        mask = Tensor(f"{name}.lora_dropout mask", m * k, MASK_BYTES)
+        yield Operator(
+            kernel=Pointwise(f"{name}.lora_dropout", m * k, m * k, propagates=propagates),
+            reads=operator.reads,
+            makes=(kept, mask),
+            saves=(mask.name,),
+            roles=roles,
+        )
+        source = replace(operator, reads=(kept.name,), saves=(kept.name,))
     yield replace(
-        operator,
+        source,
         kernel=Gemm(f"{name}.lora_a", m, rank, k, propagates=propagates, joint=joint and f"{joint}.lora_a"),
         makes=(low,),
         parameters=(f"{name}.lora_a.weight",),
         roles=roles,
     )
+    yield from _raised(name, (m, n, rank), low, adapted, roles, joint and f"{joint}.lora_b")
+    yield from _added(name, m * n, base_output, adapted, result, roles)
+
+
+def _table(operator: Operator, rank: int) -> Iterator[Operator]:
+    """A frozen embedding and its adapter: rows of A^T, then B, whose result is scaled and added."""
+    kernel = operator.kernel
+    assert isinstance(kernel, Lookup)
+    name, (result, *others) = kernel.name, operator.makes
+    roles = operator.roles | {Role.ADAPTER}
+    base_output, low = replace(result, name=f"{name} product"), Tensor(f"{name}.lora_a output", kernel.rows * rank)
+    adapted = replace(result, name=f"{name}.lora_b output")
+    yield replace(operator, kernel=replace(kernel, trained=False), makes=(base_output, *others), parameters=())
     yield Operator(
-        kernel=Gemm(f"{name}.lora_b", m, n, rank, joint=joint and f"{joint}.lora_b"),
+        kernel=Lookup(f"{name}.lora_a", kernel.rows, rank),
+        makes=(low,),
+        parameters=(f"{name}.lora_a.weight",),
+        roles=roles,
+    )
+    yield from _raised(name, (kernel.rows, kernel.width, rank), low, adapted, roles)
+    yield from _added(name, kernel.rows * kernel.width, base_output, adapted, result, roles)
+
+
+def _raised(
+    name: str, size: tuple[int, int, int], low: Tensor, adapted: Tensor, roles: frozenset[Role], joint: str = ""
+) -> Iterator[Operator]:
+    """The matmul with B (n x r), for m rows: its input always has a gradient, that of A."""
+    m, n, rank = size
+    yield Operator(
+        kernel=Gemm(f"{name}.lora_b", m, n, rank, joint=joint),
         reads=(low.name,),
         makes=(adapted,),
         saves=(low.name,),
         parameters=(f"{name}.lora_b.weight",),
         roles=roles,
     )
-    # the sum scales the adapter's result; its backward makes a scaled copy of the gradient
+
+
+def _added(
+    name: str, elements: int, base: Tensor, adapted: Tensor, result: Tensor, roles: frozenset[Role]
+) -> Iterator[Operator]:
+    """The sum, which scales the adapter's result; its backward makes a scaled copy of the gradient."""
+    scaled = replace(adapted, name=f"{adapted.name}, scaled")
     yield Operator(reads=(adapted.name,), makes=(scaled,), in_place=True)
     yield Operator(
-        kernel=Pointwise(f"{name}.lora_sum", 2 * m * n, m * n),
-        reads=(base_output.name, scaled.name),
+        kernel=Pointwise(f"{name}.lora_sum", 2 * elements, elements),
+        reads=(base.name, scaled.name),
         makes=(result,),
         passes=True,
         roles=roles,

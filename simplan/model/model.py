@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from simplan.base import Count, Spec
-from simplan.model.adapters import adapted_layers
+from simplan.model.adapters import partly_trained
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.families import FAMILIES
 from simplan.model.layer import Attention, LayerKind, LayerSpec
@@ -21,7 +21,9 @@ _OF_ALL = frozenset({"name", "family", "packs", "sources"})
 _LARGEST_VOCABULARY = 10**8
 MAX_LAYERS = 2_000
 """Blocks of the largest model, more than ten times as many as any model has that was published."""
-_TUPLES = ("depths", "document_lengths", "lora_targets")
+NAMES = ("lora_targets", "lora_modules_to_save", "frozen")
+"""Fields that are lists of names, also written as one string with commas."""
+_TUPLES = ("depths", "document_lengths", *NAMES)
 
 if TYPE_CHECKING:
     FamilyName = str
@@ -206,11 +208,35 @@ class ModelSpec(Spec):
             "Rank of adapters next to matrices, all other weights frozen (simplan.model.adapters); 0 for none."
         ),
     )
-    lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = Field(
+    lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=1000)] = Field(
         ("all",),
         description=(
-            "Names in the layer of matrices with adapters (q, k, v or qkv, proj, gate, up, down), or "
-            "attention, mlp or all."
+            "Matrices with adapters: their names (q, k, v or qkv, proj, gate, up, down), attention, mlp or all, in "
+            "some blocks alone as blocks.0-15.q; head; embedding."
+        ),
+    )
+    lora_rank_pattern: dict[str, Annotated[int, Field(ge=1, le=10**5)]] = Field(
+        default_factory=dict,
+        description="Ranks of some of lora_targets other than lora_rank, by the same names; the first fit counts.",
+    )
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Dropout of the adapters' inputs; above 0 each adapter keeps a copy of its input and a mask."
+    )
+    lora_modules_to_save: Annotated[tuple[Literal["embedding", "head"], ...], Field(max_length=2)] = Field(
+        (), description="PEFT's modules_to_save: trained in full, while the original stays in memory."
+    )
+    frozen: Annotated[tuple[str, ...], Field(max_length=1000)] = Field(
+        (),
+        description=(
+            "Parts that are not trained: embedding, head, blocks, blocks.0-15, names of matrices or groups of "
+            "them as of lora_targets, norms, or both as blocks.0-15.attention. With lora_rank everything is."
+        ),
+    )
+    input_require_grads: bool = Field(
+        False,
+        description=(
+            "The embedding's result has a gradient though nothing below it is trained, so that backward runs "
+            "through all blocks (enable_input_require_grads, which PEFT and others call with recomputation)."
         ),
     )
     captured: CapturedModel | None = Field(None, description="A captured module; the file of simplan capture has it.")
@@ -235,6 +261,7 @@ class ModelSpec(Spec):
         if isinstance(data.get("captured"), dict):
             data = data | {"captured": CapturedModel.model_validate(data["captured"])}
         lists = {field: tuple(data[field]) for field in _TUPLES if isinstance(data.get(field), list)}
+        lists |= {f: tuple(map(str.strip, data[f].split(","))) for f in NAMES if isinstance(data.get(f), str)}
         data = data | lists  # a file has lists, and strict mode wants the tuple itself
         name = data.get("family")
         family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -267,7 +294,7 @@ class ModelSpec(Spec):
             if value is not FAMILIES[chosen].gated_mlp:
                 raise ValueError(_other_gate(chosen))
         elif name not in FAMILIES[chosen].fields:
-            if value != (_nothing(name) if field.is_required() else field.default):
+            if value != (_nothing(name) if field.is_required() else field.get_default(call_default_factory=True)):
                 having = either([other for other, family in FAMILIES.items() if name in family.fields])
                 raise ValueError(f"is for models of family {having}, and family = {chosen}; remove it")
         elif field.is_required() and field.annotation is int and value < 1:
@@ -295,7 +322,8 @@ class ModelSpec(Spec):
         """All layers, as one rank holds and computes them; degrees divide what they split (``simplan.rules``)."""
         layers = FAMILIES[self.family].layers(self, shard)
         adapts_itself = self.captured is not None
-        return adapted_layers(layers, self, shard) if self.lora_rank and not adapts_itself else layers
+        trains_all = not (self.lora_rank or self.frozen)
+        return layers if trains_all or adapts_itself else partly_trained(layers, self, shard)
 
     @property
     def shared_by_ends(self) -> bool:

@@ -281,7 +281,8 @@ def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterato
     named = "" if cluster.id == "inline" else f"{cluster.id}: "
     trained = ""
     if model.num_trained_parameters != model.num_parameters:
-        trained = f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
+        how = f"LoRA of rank {model.lora_rank}" if model.lora_rank else f"all but {', '.join(model.frozen)}"
+        trained = f" ({format_count(model.num_trained_parameters)} trained, {how})"
     num_tokens = training.global_batch_size * model.seq_len
     tokens = "" if model.sample != "sequence" else f" ({num_tokens:,} tokens)"
     mtp = f" and {model.mtp_num_layers} for multi-token prediction" if model.mtp_num_layers else ""

@@ -8,16 +8,11 @@ from typing import Any
 from simplan import catalog
 from simplan.errors import Problem
 from simplan.job import Job, computed_in
-from simplan.model.adapters import adapter_targets
-from simplan.model.captured.adapters import ALL, targets_of
 from simplan.model.captured.compiled import MAX_FUSED, longest_run
-from simplan.model.captured.facts import CapturedModel
-from simplan.model.captured.linear import linear_layers
 from simplan.model.families import FAMILIES
 from simplan.model.layer import MAX_BOUNDARY_TENSORS
 from simplan.model.model import ModelSpec
 from simplan.plan.schedules import splits_backward
-from simplan.plan.shard import Shard
 from simplan.rules.rule import nearest_multiples, not_modelled, problem_of, rule, undivided, unmodelled
 from simplan.wording import either
 
@@ -118,41 +113,6 @@ def patches_of_image(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "model.seq_len", sentence, f"use {patches + 1}, or remove it")
 
 
-@rule("lora_targets says which matrices have adapters, and needs lora_rank")
-def lora_targets_need_rank(job: Job) -> Iterator[Problem]:
-    model = job.model
-    if "lora_rank" not in FAMILIES[model.family].fields or model.lora_rank:
-        return
-    if model.lora_targets != ModelSpec.model_fields["lora_targets"].default:
-        sentence = "says which matrices have adapters, and lora_rank = 0"
-        yield problem_of(job, "model.lora_targets", sentence, "give lora_rank, e.g. 16, or remove it")
-
-
-@rule("lora_targets must name matrices of a block")
-def lora_targets_exist(job: Job) -> Iterator[Problem]:
-    model, family = job.model, FAMILIES[job.model.family]
-    if "lora_rank" not in family.fields or not model.lora_rank:
-        return
-    if model.captured is not None:
-        yield from _targets_of_capture(job, model.captured)
-        return
-    known = adapter_targets(family.layers(model, Shard()))
-    for target in model.lora_targets:
-        if target not in known:
-            sentence = f"is no matrix of a block of family {model.family}"
-            yield problem_of(job, "model.lora_targets", sentence, f"use {either(known)}", value=target)
-
-
-def _targets_of_capture(job: Job, captured: CapturedModel) -> Iterator[Problem]:
-    names = [ALL, *dict.fromkeys(path.rpartition(".")[2] for path in linear_layers(captured))]
-    for target, paths in targets_of(captured, job.model.lora_targets).items():
-        if paths:
-            continue
-        sentence = f"is no linear layer of {captured.name}, and no end of the name of one"
-        fix = f"use {either(names)}" if len(names) > 1 else "remove model.lora_rank: there is no linear layer"
-        yield problem_of(job, "model.lora_targets", sentence, fix, value=target)
-
-
 @rule("a token can use at most all experts")
 def top_k_within_experts(job: Job) -> Iterator[Problem]:
     experts = job.model.num_experts
@@ -208,13 +168,6 @@ def max_predictions_unsplit(job: Job) -> Iterator[Problem]:
     if rows and max(plan.tp, plan.cp) > 1:
         what = "logits of some tokens on several tensor- or context-parallel ranks"
         yield not_modelled(job, "model.max_predictions_per_seq", what, "use 0, or tp: 1 and cp: 1")
-
-
-@unmodelled("adapters with layers for multi-token prediction are not modeled")
-def mtp_with_adapters(job: Job) -> Iterator[Problem]:
-    layers, rank = job.model.mtp_num_layers, job.model.lora_rank
-    if layers and rank > 0:
-        yield not_modelled(job, "model.lora_rank", f"adapters with model.mtp_num_layers = {layers}", "use 0")
 
 
 def _of_documents(job: Job, sentence: str, fix: str) -> Problem:

@@ -291,8 +291,9 @@ def offload_modelled(job: Job) -> Iterator[Problem]:
 @unmodelled("offloading with adapters is not modeled", reads="offload_optimizer offload_activations")
 def offload_with_adapters(job: Job) -> Iterator[Problem]:
     for field in ("offload_optimizer", "offload_activations"):
-        if job.model.lora_rank and getattr(job.plan, field):
-            yield not_modelled(job, f"plan.{field}", "offloading with adapters (model.lora_rank)", "remove it")
+        if (job.model.lora_rank or job.model.frozen) and getattr(job.plan, field):
+            what = "adapters (model.lora_rank)" if job.model.lora_rank else "frozen weights (model.frozen)"
+            yield not_modelled(job, f"plan.{field}", f"offloading with {what}", "remove it")
 
 
 @unmodelled("activations on the host are not modeled with compiled blocks", reads="offload_activations")

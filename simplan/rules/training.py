@@ -29,26 +29,6 @@ _IN_8_BITS = ("llama", "moe", "deepseek")
 _WITHOUT = "or fp8_dot_product_attention: false"
 
 
-@rule("the task lora trains adapters, and needs lora_rank")
-def lora_needs_adapters(job: Job) -> Iterator[Problem]:
-    if job.training.task != "lora" or job.model.lora_rank:
-        return
-    having = [name for name, family in FAMILIES.items() if "lora_rank" in family.fields]
-    known = job.model.family in having
-    sentence = "trains adapters, and " + (
-        "model.lora_rank = 0" if known else f"those of family {job.model.family} are not modeled yet"
-    )
-    fix = "give model.lora_rank, e.g. 16" if known else f"use pretrain, or a model of family {either(having)}"
-    yield problem_of(job, "training.task", sentence, fix)
-
-
-@rule("a model with adapters has all other weights frozen, and needs the task lora")
-def adapters_need_lora(job: Job) -> Iterator[Problem]:
-    if job.model.lora_rank and job.training.task != "lora":
-        sentence = f"trains all weights, and model.lora_rank = {job.model.lora_rank} freezes them"
-        yield problem_of(job, "training.task", sentence, "use lora, or remove model.lora_rank")
-
-
 @rule("fp8_recipe is for fp8")
 def recipe_of_fp8(job: Job) -> Iterator[Problem]:
     training = job.training
@@ -79,15 +59,6 @@ def pure_bf16_modelled(job: Job) -> Iterator[Problem]:
     elif plan.grad_dtype == "fp32" and not plan.shards_parameters:
         what = "pure BF16 with gradients in FP32 that are not sharded"
         yield not_modelled(job, "plan.grad_dtype", what, "remove it")
-
-
-@unmodelled("adapters in this precision are not modeled for the software")
-def adapters_in_low_precision(job: Job) -> Iterator[Problem]:
-    precision = job.training.precision
-    low = job.software.low_precision.get(cast(LowPrecision, precision))
-    if job.model.lora_rank and low is not None and not low.frozen:
-        what = f"a frozen matrix in low precision under {job.software.id} with adapters (model.lora_rank)"
-        yield not_modelled(job, "training.precision", what, "use bf16")
 
 
 @unmodelled("this task or precision is not modeled for the software", reads="shards_parameters")

@@ -9,7 +9,7 @@ from simplan import catalog
 from simplan.accuracy.measured import FALLBACK_FOR, Measured
 from simplan.base import Spec
 from simplan.goodput.sections import SECTIONS
-from simplan.model.model import ModelSpec
+from simplan.model.model import NAMES, ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.expectation import METRICS, Expectation
@@ -70,7 +70,7 @@ def scenario_schema() -> dict[str, Any]:
         "captured": {"type": "string", "description": "a captured model as one word, which the dashboard writes"},
         "name": {"type": "string", "description": f"display name of a model that is none of {names}"},
         "document_lengths": _also(model["properties"]["document_lengths"], {"type": "object"}),
-        "lora_targets": _also(model["properties"]["lora_targets"], {"type": "string"}),
+        **{name: _also(model["properties"][name], {"type": "string"}) for name in NAMES},
     }
     cluster = _section(ClusterSection, definitions)
     cluster["properties"]["preset"] = _also(

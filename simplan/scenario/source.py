@@ -30,6 +30,7 @@ from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job, full_key
 from simplan.model.captured.file import is_captured
+from simplan.model.families.family import ADAPTERS, LORA
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -100,9 +101,9 @@ _SAME: dict[str, tuple[str, ...]] = {
 }
 """Override -> keys of other sections that say the same, which it replaces."""
 _KEPT: dict[str, tuple[str, ...]] = {
-    "model.preset": ("seq_len", "lora_rank", "lora_targets"),
-    "model.hf_config": ("seq_len", "lora_rank", "lora_targets"),
-    "model.file": ("lora_rank", "lora_targets"),
+    "model.preset": ("seq_len", *sorted(LORA)),
+    "model.hf_config": ("seq_len", *sorted(LORA)),
+    "model.file": tuple(sorted(ADAPTERS)),
     "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
 }
 """Override that replaces its section -> keys of the section that it keeps."""

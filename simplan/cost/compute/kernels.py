@@ -182,7 +182,7 @@ class KernelCost:
         match kernel:
             case Gemm():
                 matmuls = num_chunks(kernel, b) * max(1, len(gemm_sizes(kernel, b, phase)))
-                casts = bool(self.state.weight_copy) and phase is Phase.FORWARD
+                casts = self._stored_bytes(kernel) > self.state.weight_copy > 0 and phase is Phase.FORWARD
                 return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
             case Attention():
                 return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
@@ -256,14 +256,19 @@ class KernelCost:
         copied, added, num = 0, 0, num_chunks(kernel, b)
         # autocast keeps the copy of a parameter, but not those that the function of a recomputed chunk makes
         apart = kernel.chunks is not None and not kernel.chunks.in_forward
-        copies = self.state.weight_copy and (kernel.trained or not apart)
+        stored = self._stored_bytes(kernel)
+        copies = stored > self.state.weight_copy > 0 and (kernel.trained or not apart)
         if copies and (phase is Phase.FORWARD or (apart and phase is Phase.RECOMPUTE)):
-            copied = (num if apart else 1) * (int(self.state.parameter) + self.state.weight_copy)
+            copied = (num if apart else 1) * (stored + self.state.weight_copy)
         if kernel.trained and (phase in WEIGHT_GRADIENTS or (in_forward(kernel) and phase is Phase.FORWARD)):
             added = self.accumulation_bytes if kernel.chunks is None else num * self._added_bytes(kernel.chunks)
         for what, width in (("copy of the weight", copied), ("weight gradient, accumulated", added)):
             if width:
                 yield self.matmuls.streaming(f"{kernel.name}: {what}", kernel.weight_elements * width, 0)
+
+    def _stored_bytes(self, kernel: Gemm) -> int:
+        """Returns the bytes of an element of a matrix between steps."""
+        return int(self.state.parameter if kernel.trained else self.state.frozen)
 
     def _added_bytes(self, chunks: Chunks) -> int:
         """Returns the bytes per element to add a chunk's gradient of the weight to those of earlier chunks."""

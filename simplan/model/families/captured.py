@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from simplan.model.captured.adapters import with_adapters
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.layers import captured_layers
-from simplan.model.families.family import LORA, Family
+from simplan.model.families.family import ADAPTERS, Family
 from simplan.model.layer import LayerSpec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 CAPTURED = Family(
     layers=_layers,
-    fields=frozenset({"captured", "num_hidden_layers", "seq_len"}) | LORA,
+    fields=frozenset({"captured", "num_hidden_layers", "seq_len"}) | ADAPTERS,
     defaults=_sizes,
     inputs="captured",
     task="own",

@@ -23,8 +23,11 @@ TRANSFORMER = frozenset({
 TOKENS = frozenset({"vocab_size", "max_position_embeddings", "tied_embeddings"})
 """Fields of every language model."""
 
-LORA = frozenset({"lora_rank", "lora_targets"})
-"""Fields of families whose blocks can have adapters (``simplan.model.adapters``)."""
+ADAPTERS = frozenset({"lora_rank", "lora_targets"})
+"""Fields of models whose linear layers can have adapters."""
+
+LORA = ADAPTERS | {"lora_rank_pattern", "lora_dropout", "lora_modules_to_save", "frozen", "input_require_grads"}
+"""Fields of families of which parts can be trained (``simplan.model.adapters``)."""
 
 PACKED = frozenset({"document_lengths"})
 """Fields of language models with packed sequences."""

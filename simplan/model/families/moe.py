@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from simplan.model.families.family import PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
+from simplan.model.families.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
 from simplan.model.families.llama import ATTENTION, attention_of
 from simplan.model.families.mtp import MTP
 from simplan.model.layer import LayerSpec
@@ -77,7 +77,7 @@ def expert_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 MOE = Family(
     layers=lambda model, shard: sparse_layers(model, shard, attention_of),
-    fields=TRANSFORMER | TOKENS | PACKED | ATTENTION | EXPERTS | MTP | {"attention_sinks"},
+    fields=TRANSFORMER | TOKENS | PACKED | LORA | ATTENTION | EXPERTS | MTP | {"attention_sinks"},
     defaults=lambda given: transformer_defaults(given) | expert_defaults(given),
     gated_mlp=True,
     rotary="head_dim",
@@ -95,6 +95,7 @@ DEEPSEEK = Family(
     fields=(TRANSFORMER - {"num_key_value_heads", "head_dim"})
     | TOKENS
     | PACKED
+    | LORA
     | EXPERTS
     | MTP
     | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},

@@ -130,14 +130,16 @@ class LayerTensors:
 def _copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
     """Returns the bytes of the copy of a matrix that forward creates in the activation dtype and saves for backward.
 
-    FSDP all-gathers weights in that dtype; experts that it does not shard are copied. Frozen weights are stored in that
-    dtype. A copy that backward does not need for a gradient is not saved. Low-precision linear layers quantize the
-    weights directly.
+    FSDP all-gathers weights in that dtype; experts that it does not shard are copied. Frozen weights are copied unless
+    they are stored in that dtype. A copy that backward does not need for a gradient is not saved. Low-precision linear
+    layers quantize the weights directly.
     """
     if state.linear is not None and kernel in quantized_linears(layer, state.linear):
         return kept_weight_bytes(state.linear, kernel)
-    if not (kernel.trained and kernel.propagates):
+    if not kernel.propagates:
         return 0
+    if not kernel.trained:
+        return kernel.weight_elements * state.weight_copy if state.frozen > state.weight_copy else 0
     spread = not state.gathers_experts and any(p.expert and p.name == f"{kernel.name}.weight" for p in layer.parameters)
     narrows = spread and state.gathered != state.parameter
     return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))

@@ -76,7 +76,7 @@ def traced(run: Callable[[], Any], *, onednn: bool = False) -> tuple[Any, int, i
 class LayerRun:
     """One layer of a model, run forward and backward on what the layer before it would give, once it is prepared.
 
-    Where adapters are trained, the first block gets what a frozen embedding gives.
+    It gets what a frozen layer gives where nothing before it is trained.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LayerRun:
         if index:
             before = layers[index - 1]
             narrow = before.matmul_dtype_outputs if precision == "autocast" else ()
-            trained = not (spec.lora_rank and index == 1)
+            trained = self.layer.needs_input_gradient
             self._inputs = [
                 torch.randn(BATCH, *shape, dtype=torch.bfloat16 if number in narrow else frozen).requires_grad_(trained)
                 for number, shape in enumerate(before.output_shapes)

@@ -82,6 +82,52 @@ def test_peak_is_that_of_the_layer(name: str, shard: str, index: int, recompute:
     layer_run(model_of(name), index, recompute, precision, shard).assert_peak(within=within)
 
 
+PARTS: dict[str, dict[str, Any]] = {
+    "dropout": {"lora_dropout": 0.1, "lora_targets": ("qkv", "mlp")},
+    "ranks of blocks": {
+        "lora_targets": ("blocks.1.attention", "mlp"),
+        "lora_rank_pattern": {"blocks.1.mlp": 8, "q": 2},
+    },
+    "upper block": {"lora_targets": ("blocks.1.all",)},
+    "ends": {"lora_targets": ("embedding", "qkv", "head"), "tied_embeddings": False},
+    "saved": {"lora_targets": ("q",), "lora_modules_to_save": ("embedding", "head"), "tied_embeddings": False},
+    "inputs": {"lora_targets": ("blocks.1.all",), "input_require_grads": True},
+    "frozen below": {"lora_rank": 0, "frozen": ("embedding", "blocks.0")},
+    "frozen attention": {"lora_rank": 0, "frozen": ("attention", "norms")},
+    "frozen mlp above": {"lora_rank": 0, "frozen": ("embedding", "blocks.1.mlp"), "tied_embeddings": False},
+    "frozen all but the head": {"lora_rank": 0, "frozen": ("embedding", "blocks"), "tied_embeddings": False},
+    "frozen head": {"lora_rank": 0, "frozen": ("head", "blocks.0.norms"), "tied_embeddings": False},
+}
+"""Choices of what is trained, for models of two blocks."""
+
+
+@pytest.mark.parametrize("precision", slow_except(["autocast"], FROZEN_STATES))
+@pytest.mark.parametrize("index", [0, 1, 2, -1])
+@pytest.mark.parametrize("part", PARTS)
+def test_kept_bytes_follow_what_is_trained(part: str, index: int, precision: str) -> None:
+    """To the byte, by torch's trace of allocations."""
+    spec = model_of("llama", **PARTS[part])
+    if spec.lora_modules_to_save and precision == "autocast":
+        return  # refused: the copies have the 16 bits of their originals
+    state = FROZEN_STATES[precision] if spec.lora_rank else STATES[precision]
+    LayerRun(spec, index, "none", precision, state=state).assert_kept()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_flops_follow_what_is_trained(part: str) -> None:
+    """Of either pass, by torch's counter."""
+    spec = model_of("llama", **PARTS[part])
+    forward = sum(layer.flops(full_attention=True) for layer in spec.layers)
+    backward = sum(layer.backward_flops(full_attention=True) for layer in spec.layers)
+    assert counted_flops(spec) == pytest.approx(2 * forward, rel=0.005)
+    assert counted_flops(spec, backward=True) == pytest.approx(2 * backward, rel=0.005)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_gradients_follow_what_is_trained(part: str) -> None:
+    assert_parameters_and_order_of_gradients(model_of("llama", **PARTS[part]))
+
+
 @pytest.mark.parametrize(
     "targets", [pytest.param(t, marks=[pytest.mark.slow] if t in TARGETS[2:] else []) for t in TARGETS]
 )
@@ -120,15 +166,42 @@ RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hsdp": ("none", {"family": "llama"}, {"dp_replicate": 2, "dp_shard": 2}),
     "1f1b-zero3": ("1f1b", {"family": "llama"}, {"pp": 2, "dp_shard": 2}),
     "tp-zero3": ("none", {"vocab_size": 96}, {"tp": 2, "dp_shard": 2}),
+    "ddp-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all", "head")}, {"dp_replicate": 2}),
+    "zero3-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all",)}, {"dp_shard": 2}),
+    "zero3-ends": (
+        "none",
+        {"family": "llama", "lora_targets": ("embedding", "qkv", "head"), "lora_rank_pattern": {"q": 8}},
+        {"dp_shard": 2},
+    ),
+    "ddp-saved": ("none", {"family": "llama", "lora_modules_to_save": ("embedding", "head")}, {"dp_replicate": 2}),
+    "ddp-frozen": ("none", {"lora_rank": 0, "frozen": ("embedding", "blocks.0")}, {"dp_replicate": 2}),
+    "zero1-frozen": ("none", {"lora_rank": 0, "frozen": ("attention", "norms")}, {"dp_shard": 2, "zero_stage": 1}),
+    "zero3-frozen": (
+        "none",
+        {"family": "llama", "lora_rank": 0, "frozen": ("embedding", "blocks.0", "blocks.1.mlp")},
+        {"dp_shard": 2},
+    ),
+    "zero3-head": ("none", {"family": "llama", "lora_rank": 0, "frozen": ("embedding", "blocks")}, {"dp_shard": 2}),
+    "ddp-inputs-recompute": (
+        "none",
+        {"family": "llama", "lora_targets": ("blocks.1.all",), "input_require_grads": True},
+        {"dp_replicate": 2, "recompute": "full"},
+    ),
+    "zero3-recompute-frozen": (
+        "none",
+        {"family": "llama", "lora_rank": 0, "frozen": ("embedding", "blocks.0")},
+        {"dp_shard": 2, "recompute": "full"},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", slow_except(["1f1b-packed"], RANKS))
+@pytest.mark.parametrize("name", slow_except(["1f1b-packed", "zero3-frozen"], RANKS))
 def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, tmp_path: Path) -> None:
     """Losses and gradients of what is trained, in float64; collectives twice as wide as in float32."""
     schedule, fields, plan = RANKS[name]
     heads = {"num_key_value_heads": 4} if fields.get("family") == "mpt" else {}
     model = make_model(**{"lora_rank": 4, **heads, **fields})
     job = make_job(schedule, model=model, plan=plan, dtype="fp64")
-    training = TrainingSpec(global_batch_size=job.training.global_batch_size, precision="fp32", task="lora")
+    training = TrainingSpec(global_batch_size=job.training.global_batch_size, precision="fp32")
+    training = training.with_changes(task="lora" if model.lora_rank else "sft")
     check_run(job.model_copy(update={"training": training}), tmp_path)

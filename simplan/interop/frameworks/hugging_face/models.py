@@ -8,6 +8,7 @@ from typing import Any
 from simplan.catalog.spelling import find
 from simplan.errors import SpecError
 from simplan.interop.huggingface import model_fields_from_config, model_types
+from simplan.model.families.family import LORA
 from simplan.model.model import ModelSpec
 
 
@@ -65,6 +66,6 @@ def _same_model(config: Mapping[str, Any], model: ModelSpec) -> bool:
         read = ModelSpec.model_validate(fields)
     except (SpecError, ValueError):
         return False
-    others = ("sources", "document_lengths", "packs", "lora_rank", "lora_targets")
+    others = ("sources", "document_lengths", "packs", *LORA)
     changed = {field: getattr(model, field) for field in others}
     return read.model_copy(update=changed) == model

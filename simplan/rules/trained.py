@@ -1,0 +1,259 @@
+"""Rules about what is trained: adapters, frozen weights, and the task that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from simplan.errors import Problem
+from simplan.job import Job
+from simplan.model.captured.adapters import ALL, targets_of
+from simplan.model.captured.facts import CapturedModel
+from simplan.model.captured.linear import linear_layers
+from simplan.model.families import FAMILIES
+from simplan.model.layer import Gemm, LayerKind, LayerSpec, Role
+from simplan.model.low_precision import LowPrecision
+from simplan.model.model import ModelSpec
+from simplan.model.module_names import PartName, matrices, modules, part_name
+from simplan.plan.shard import Shard
+from simplan.rules.rule import not_modelled, problem_of, rule, unmodelled
+from simplan.wording import either
+
+_ENDS = {"embedding": "wte", "head": "lm_head"}
+
+
+@rule("the task lora trains adapters, and needs lora_rank")
+def lora_needs_adapters(job: Job) -> Iterator[Problem]:
+    if job.training.task != "lora" or job.model.lora_rank:
+        return
+    having = [name for name, family in FAMILIES.items() if "lora_rank" in family.fields]
+    known = job.model.family in having
+    sentence = "trains adapters, and " + (
+        "model.lora_rank = 0" if known else f"those of family {job.model.family} are not modeled yet"
+    )
+    fix = "give model.lora_rank, e.g. 16" if known else f"use pretrain, or a model of family {either(having)}"
+    yield problem_of(job, "training.task", sentence, fix)
+
+
+@rule("a model with adapters has all other weights frozen, and needs the task lora")
+def adapters_need_lora(job: Job) -> Iterator[Problem]:
+    if job.model.lora_rank and job.training.task != "lora":
+        sentence = f"trains all weights, and model.lora_rank = {job.model.lora_rank} freezes them"
+        yield problem_of(job, "training.task", sentence, "use lora, or remove model.lora_rank")
+
+
+@rule("keys of adapters need lora_rank")
+def keys_of_adapters_need_rank(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if "lora_rank" not in FAMILIES[model.family].fields or model.lora_rank:
+        return
+    words = {
+        "lora_targets": "says which matrices have adapters",
+        "lora_rank_pattern": "says which ranks adapters have",
+        "lora_dropout": "is of the inputs of adapters",
+        "lora_modules_to_save": "says what is trained beside adapters",
+    }
+    for name, what in words.items():
+        default = ModelSpec.model_fields[name].get_default(call_default_factory=True)
+        if getattr(model, name) != default:
+            fix = "give lora_rank, e.g. 16, or remove it"
+            yield problem_of(job, f"model.{name}", f"{what}, and lora_rank = 0", fix)
+
+
+@rule("lora_targets must name matrices of a block, the head or the embedding")
+def lora_targets_exist(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if "lora_rank" not in FAMILIES[model.family].fields or not model.lora_rank:
+        return
+    if model.captured is not None:
+        yield from _targets_of_capture(job, model.captured)
+        return
+    known = matrices(_layers(model))
+    for target in model.lora_targets:
+        yield from _misnamed(job, "lora_targets", target, known, f"is no matrix of a block of family {model.family}")
+
+
+def _targets_of_capture(job: Job, captured: CapturedModel) -> Iterator[Problem]:
+    names = [ALL, *dict.fromkeys(path.rpartition(".")[2] for path in linear_layers(captured))]
+    for target, paths in targets_of(captured, job.model.lora_targets).items():
+        if paths:
+            continue
+        sentence = f"is no linear layer of {captured.name}, and no end of the name of one"
+        fix = f"use {either(names)}" if len(names) > 1 else "remove model.lora_rank: there is no linear layer"
+        yield problem_of(job, "model.lora_targets", sentence, fix, value=target)
+
+
+def _misnamed(
+    job: Job, field: str, name: str, known: Mapping[str, object], sentence: str, *, whole: bool = False
+) -> Iterator[Problem]:
+    """Problem of a name of a part that the model lacks; ``whole`` if it may be that of whole layers."""
+    part, blocks = part_name(name), job.model.num_blocks
+    of_blocks = part is not None and part.kind is LayerKind.BLOCK
+    if part is None or (of_blocks and part.inside not in known and (part.inside or not whole)):
+        fix = f"use {either(known)}" + (", embedding, head or blocks.0-3" if whole else "")
+        yield problem_of(job, f"model.{field}", sentence, fix, value=name)
+    elif of_blocks and not _blocks_exist(part, blocks):
+        what = f"names blocks that the model has not: its {blocks} blocks are 0 to {blocks - 1}, from low to high"
+        yield problem_of(job, f"model.{field}", what, f"use at most {blocks - 1}", value=name)
+
+
+def _blocks_exist(part: PartName, blocks: int) -> bool:
+    last = part.first if part.last is None else part.last
+    return part.first <= last < blocks
+
+
+def _layers(model: ModelSpec) -> tuple[LayerSpec, ...]:
+    """Layers of a model whose weights are all trained."""
+    return FAMILIES[model.family].layers(model, Shard())
+
+
+@rule("lora_rank_pattern must give ranks to matrices that have adapters")
+def lora_ranks_of_targets(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not model.lora_rank_pattern or not model.lora_rank or model.captured is not None:
+        return
+    known = matrices(_layers(model))
+    sentence = f"is no matrix of a block of family {model.family}"
+    wrong = [
+        each for name in model.lora_rank_pattern for each in _misnamed(job, "lora_rank_pattern", name, known, sentence)
+    ]
+    yield from wrong
+    if wrong:
+        return
+    adapted = {name for layer in model.layers for name in _ranks(layer)}
+    for name in model.lora_rank_pattern:
+        part = part_name(name)
+        assert part is not None
+        chosen = {_ENDS[name]} if name in _ENDS else {*known.get(part.inside, ())}
+        if chosen.isdisjoint(adapted):
+            what = "gives a rank to matrices without adapters"
+            yield problem_of(job, "model.lora_rank_pattern", what, "add them to lora_targets, or remove it", value=name)
+
+
+def _ranks(layer: LayerSpec) -> dict[str, tuple[int, int]]:
+    """Name of each matrix with an adapter -> its rank, and the largest that makes sense: the smaller dimension."""
+    shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
+    return {
+        name.removesuffix(".lora_a.weight"): (shape[0], min(shapes[name.replace(".lora_a.", ".")]))
+        for name, shape in shapes.items()
+        if name.endswith(".lora_a.weight")
+    }
+
+
+@rule("an adapter's rank is at most the smaller dimension of its matrix")
+def lora_rank_within_matrices(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not model.lora_rank or model.captured is not None:
+        return
+    found = {name: ranks for layer in {*model.layers} for name, ranks in _ranks(layer).items()}
+    for name, (rank, most) in found.items():
+        if rank > most:
+            field = "lora_rank" if rank == model.lora_rank else "lora_rank_pattern"
+            what = (
+                f"is more than the smaller dimension of {name}, {most}, so that the adapter is larger than its matrix"
+            )
+            yield problem_of(job, f"model.{field}", what, f"use at most {most}", value=str(rank))
+            return
+
+
+@rule("frozen names parts of the model, and leaves something to train")
+def frozen_parts_exist(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not model.frozen:
+        return
+    if model.lora_rank:
+        yield problem_of(
+            job, "model.frozen", "is about a model without adapters: with them all else is frozen", "remove it"
+        )
+        return
+    known, sentence = modules(_layers(model)), f"is no part of a model of family {model.family}"
+    wrong = [each for name in model.frozen for each in _misnamed(job, "frozen", name, known, sentence, whole=True)]
+    yield from wrong
+    if not wrong and not any(layer.num_trained for layer in model.layers):
+        yield problem_of(job, "model.frozen", "freezes all weights, so that nothing is trained", "leave a part out")
+
+
+@rule("input_require_grads is about models with frozen weights")
+def gradients_of_frozen_inputs(job: Job) -> Iterator[Problem]:
+    if job.model.input_require_grads and not (job.model.lora_rank or job.model.frozen):
+        what = "is about weights that are not trained, and all are"
+        yield problem_of(job, "model.input_require_grads", what, "remove it, or give model.lora_rank or model.frozen")
+
+
+@unmodelled("adapters in this precision are not modeled for the software")
+def adapters_in_low_precision(job: Job) -> Iterator[Problem]:
+    precision = job.training.precision
+    low = job.software.low_precision.get(cast(LowPrecision, precision))
+    if (job.model.lora_rank or job.model.frozen) and low is not None and not low.frozen:
+        what = f"a frozen matrix in low precision under {job.software.id}"
+        what += " with adapters (model.lora_rank)" if job.model.lora_rank else " (model.frozen)"
+        yield not_modelled(job, "training.precision", what, "use bf16")
+
+
+@unmodelled("adapters with layers for multi-token prediction are not modeled")
+def mtp_with_adapters(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not model.mtp_num_layers:
+        return
+    what = f"with model.mtp_num_layers = {model.mtp_num_layers}"
+    if model.lora_rank:
+        yield not_modelled(job, "model.lora_rank", f"adapters {what}", "use 0")
+    elif model.frozen:
+        yield not_modelled(job, "model.frozen", f"frozen weights {what}", "remove it")
+
+
+@unmodelled("adapters of experts and routers are not modeled")
+def adapters_of_experts(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not model.lora_rank or not model.num_experts:
+        return
+    apart = {
+        operator.kernel.name: "experts are one tensor of several matrices"
+        if Role.EXPERTS in operator.roles
+        else "is a router"
+        for layer in {*_layers(model)}
+        for operator in layer.operators
+        if isinstance(operator.kernel, Gemm) and not operator.roles.isdisjoint({Role.EXPERTS, Role.GATING})
+    }
+    for target in model.lora_targets:
+        part = part_name(target)
+        if part is not None and part.inside in apart:
+            what = f"an adapter of {part.inside}"
+            yield not_modelled(job, "model.lora_targets", what, "use attention, or all, which leaves experts out")
+
+
+@unmodelled("adapters of the head and the embedding are modeled for whole, separate matrices", reads="tp")
+def adapters_of_ends(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not model.lora_rank or model.captured is not None:
+        return
+    ends = [("lora_targets", name) for name in model.lora_targets if name in _ENDS]
+    ends += [("lora_modules_to_save", name) for name in model.lora_modules_to_save]
+    for field, name in ends:
+        whats = {
+            "with tensor parallelism": job.plan.tp > 1,
+            "of tied embeddings": model.tied_embeddings,
+            "with a loss in chunks": name == "head" and job.software.layers.chunked_loss is not None,
+        }
+        for what in (what for what, is_so in whats.items() if is_so):
+            verb = "an adapter" if field == "lora_targets" else "a trained copy"
+            yield not_modelled(job, f"model.{field}", f"{verb} of the {name} {what}", f"remove {name}")
+
+
+@unmodelled("trained copies of modules are modeled where adapters are as wide as the frozen weights")
+def saved_modules_modelled(job: Job) -> Iterator[Problem]:
+    if not job.model.lora_modules_to_save or not job.software.states(job.training, job.plan):
+        return
+    state = job.software.state(job.training, job.plan)
+    if state.parameter != state.frozen:
+        what = (
+            f"a trained copy as wide as the original ({state.frozen} bytes) beside adapters of {state.parameter} bytes"
+        )
+        yield not_modelled(job, "model.lora_modules_to_save", what, "remove it, or use precision fp32")
+
+
+@unmodelled("pipelines of partly frozen models are not modeled", reads="pp")
+def pipelines_of_frozen_parts(job: Job) -> Iterator[Problem]:
+    if job.model.frozen and job.plan.pp > 1:
+        what = "a pipeline of which some stages may have no backward (model.frozen)"
+        yield not_modelled(job, "plan.pp", what, "use 1")
