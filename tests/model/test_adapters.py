@@ -64,10 +64,10 @@ def test_norm_of_heads_follows_the_adapter_of_its_projection() -> None:
          "gpt; use qkv, proj, up, down, all"),
         ({"lora_rank": 0, "lora_targets": ["mlp"]}, {}, {}, "model.lora_targets = [mlp]: says which matrices have "
          "adapters, and lora_rank = 0"),
-        ({"lora_targets": ["blocks.3-4.up"]}, LORA, {}, "model.lora_targets = blocks.3-4.up: names blocks that the model "
-         "has not: its 4 blocks are 0 to 3"),
-        ({"lora_targets": ["qkv"], "lora_rank_pattern": {"down": 2}}, LORA, {}, "model.lora_rank_pattern = down: gives a "
-         "rank to matrices without adapters; add them to lora_targets"),
+        ({"lora_targets": ["blocks.3-4.up"]}, LORA, {}, "model.lora_targets = blocks.3-4.up: names blocks that the "
+         "model has not: its 4 blocks are 0 to 3"),
+        ({"lora_targets": ["qkv"], "lora_rank_pattern": {"down": 2}}, LORA, {}, "model.lora_rank_pattern = down: gives "
+         "a rank to matrices without adapters; add them to lora_targets"),
         ({"lora_rank": 65}, LORA, {}, "model.lora_rank = 65: is more than the smaller dimension of qkv, 64"),
         ({"frozen": ["embedding"]}, LORA, {}, "model.frozen = [embedding]: is about a model without adapters"),
         ({"lora_rank": 0, "lora_dropout": 0.1}, {}, {}, "model.lora_dropout = 0.1: is of the inputs of adapters"),
