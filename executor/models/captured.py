@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
@@ -286,10 +287,21 @@ def _check_sent(part: CallsPart, model: CapturedModel, before: LayerSpec, layer:
 
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Moves a module, unless it is there: torch swaps no fake tensors."""
-    tensors = (x for _, x in _named_tensors(module))
-    if any(x.device != device or (x.is_floating_point() and x.dtype != dtype) for x in tensors):
+    """Moves a module; fake tensors, of which torch swaps none that has two names, are replaced."""
+    if not any(isinstance(x, FakeTensor) for _, x in _named_tensors(module)):
         module.to(device, dtype)
+        return
+    made: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, x in held.items():
+                if x is None:
+                    continue
+                if x not in made:
+                    made[x] = x.detach().to(device, dtype if x.is_floating_point() or x.is_complex() else None)
+                    if isinstance(x, nn.Parameter):
+                        made[x] = nn.Parameter(made[x], requires_grad=x.requires_grad)
+                held[name] = made[x]  # type: ignore[index]
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
