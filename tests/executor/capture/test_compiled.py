@@ -106,6 +106,40 @@ def test_a_compiled_block_saves_what_torch_saves(name: str) -> None:
     assert found < 0.9 * saved_bytes(plain[2])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("name", "error"), [("DiT", 0.02), ("UNet", 0.06)])
+def test_backward_moves_what_inductor_says(name: str, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that its kernels read and write, without sums of biases and copies to the layout of convolutions."""
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    make, shapes = BLOCKS[name]
+    found, generate = [], GraphLowering.codegen
+
+    def counted(graph: Any) -> Any:
+        result = generate(graph)
+        for node in graph.scheduler.nodes if graph.is_backward else ():
+            parts = [part for part in node.get_nodes() if part.node is not None]
+            origins = {str(origin.target) for part in parts for origin in part.node.origins}
+            of_weights = all(part.is_reduction() and part.node.get_size()[0] == 1 for part in parts)
+            is_layout = origins == {"aten.convolution_backward.default"}
+            if not isinstance(node, ExternKernelSchedulerNode | NopKernelSchedulerNode) and not (
+                of_weights or is_layout
+            ):
+                found.append(node.get_read_write_buffers_sizes())
+        return result
+
+    monkeypatch.setattr(GraphLowering, "codegen", counted)
+    torch._dynamo.reset()
+    inputs = [torch.randn(NUM_SAMPLES, *shape, requires_grad=True) for shape in shapes]
+    torch.compile(make(), dynamic=False)(*inputs).sum().backward()
+    graph = model_from_module(Blocks(make), lambda n: tuple(torch.randn(n, *s) for s in shapes), precisions=("fp32",))
+    traffic = layer_traffic(compiled_blocks(captured_layers(graph), "fp32")[2], 4, 4, "compiled")
+    assert NUM_SAMPLES * sum(each.backward_bytes for each in traffic) == pytest.approx(sum(found), rel=error)
+
+
 def test_a_fused_kernel_moves_what_enters_and_leaves_it() -> None:
     """Of a diffusion transformer's block, counted by hand: FP32 elements of one sample with 64 tokens of width 64.
 
