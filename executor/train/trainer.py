@@ -368,8 +368,8 @@ class Trainer:
             self._captured_data(0, 0),
             job.plan.microbatch_size,
             dtype or weight_dtype(job),
-            weight_dtype(job),
-            autocast=dtype is not None and not shards,
+            (dtype if job.model.lora_rank else None) or weight_dtype(job),
+            autocast=dtype is not None and not shards and not job.model.lora_rank,
             casts_inputs=dtype is not None and shards,
             splits_backward=any(a.kind is ActionKind.BACKWARD_INPUT for row in job.parsed_table() for a in row),
         )

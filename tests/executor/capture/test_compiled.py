@@ -176,13 +176,14 @@ def test_a_compiled_llama_is_that_of_the_family() -> None:
         assert first == pytest.approx(second, rel=0.05), direction
 
 
-RUNS = ["ddp", "zero3", "zero3, recomputed"]
+STAGES: dict[str, dict[str, Any]] = {"stages": {"pp": 2, "schedule": "1f1b"}}
+RUNS = ["ddp", "zero3", "zero3, recomputed", "stages"]
 COMPILED = catalog.software("torch").model_copy(update={"compiled": True})
 
 
 @pytest.mark.parametrize("plan", slow_except([], RUNS))
 def test_compiled_ranks_equal_one_process(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ParallelPlan(microbatch_size=SIZE, **PLANS[plan])
+    made = ParallelPlan(microbatch_size=SIZE, **(PLANS | STAGES)[plan])
     training = TrainingSpec(global_batch_size=NUM_MICROBATCHES * SIZE * made.dp, precision="fp32")
     model = ModelSpec(name="DiT", family="captured", captured=captured("DiT"))
     prediction = predict(Job(model, catalog.cluster("dgx-h100", made.num_devices), training, made, COMPILED))
