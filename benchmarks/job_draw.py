@@ -37,6 +37,7 @@ _SEQUENCE_LENGTHS = tuple(2**power for power in range(9, 18))
 _SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
     "compiled": (True, False),
     "channels_last": (True, False),
+    "broadcast_buffers": (True, False),
     "cuda_graphs": (True, False),
     "expert_dispatch": ("copies", "deepep", "hybridep"),
     "expert_overlap": (True, False),

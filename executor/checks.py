@@ -161,16 +161,14 @@ def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
     if model is None:
         return
     has_blocks, wholes = any(model.modules), ("none", "selective_op", "selective_layer", "full")
-    changed = [
-        ("adapters", bool(job.model.lora_rank)),
-        ("matmuls in low precision", job.training.precision in job.software.low_precision),
-        ("compiled blocks", job.software.compiled),
-        ("FSDP units of some classes or sizes", plan.fsdp_units is not None),
-        ("tensor parallelism", plan.tp > 1),
-    ]
-    whats = [what for what, is_so in changed if is_so]
+    idle = _idle_stage(job)
     limits = {
-        "pp": (plan.pp > 1 and bool(whats), f"the executor cuts no captured module with {', '.join(whats)}; use 1"),
+        "pp": (
+            plan.pp > 1 and (plan.tp > 1 or idle is not None),
+            "the executor cuts no captured module with tensor parallelism; use 1"
+            if plan.tp > 1
+            else f"stage {idle} has no adapters, and torch's optimizers need a weight to train; name its layers too",
+        ),
         "offload_activations": (plan.offload_activations, "the executor moves activations of families only; use false"),
         "recompute": (
             plan.recompute not in (wholes if has_blocks else wholes[:1]),
@@ -188,6 +186,14 @@ def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
             rule, _, fix = sentence.partition("; ")
             value = replication.kind if replication is not None and key == "replication" else _value(job, f"plan.{key}")
             yield Problem(field=f"plan.{key}", value=value, rule=rule, fix=fix)
+
+
+def _idle_stage(job: RunSpec) -> int | None:
+    """First stage of a captured model all of whose weights are frozen; None for none."""
+    layers = job.software.layers_of(job.model, job.plan)
+    trains = [any(not p.frozen for p in layer.parameters) for layer in layers]
+    stages = enumerate(pairwise(job.boundaries))
+    return next((stage for stage, (begin, end) in stages if not any(trains[begin:end])), None)
 
 
 def _unmodelled_late_ranks(job: RunSpec, num_local_ranks: int) -> Iterator[Problem]:

@@ -26,6 +26,7 @@ _OPTIONS = {
     "overlap_param_gather": "Parameter-gather overlap",
     "gradient_as_bucket_view": "Gradients as bucket views",
     "zero_grad_set_to_none": "Free gradients",
+    "broadcast_buffers": "Broadcast buffers",
     "channels_last": "Channels last",
     "expert_dispatch": "Expert dispatch",
     "expert_overlap": "Expert overlap",

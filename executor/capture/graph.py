@@ -123,6 +123,9 @@ class _Graph:
             for storage in seen.saves
             if self._layer_of.get(storage) == number
         }
+        self._holders: dict[int, int] = {}  # by storage of a buffer, its layer: the first to read it, or the last
+        for storage in two.buffers:
+            self._holders[storage] = min(self._readers.get(storage, {len(cuts) - 1}))
         self._users: dict[str, set[int]] = {}  # layers that use a parameter
         for number, layer in enumerate(cuts):
             for seen in two.operators[layer.begin : layer.end]:
@@ -162,7 +165,7 @@ class _Graph:
             and number
             and self._users[self._weights[storage]] == {0, len(self._cuts) - 1}
         )
-        buffers = [self._tensor(s, name) for s, name in self._two.buffers.items() if s in read]
+        buffers = [self._tensor(s, name) for s, name in self._two.buffers.items() if self._holders[s] == number]
         made = [s for s in handed if self._layer_of[s] == number]
         return CapturedLayer(
             parameters=tuple(parameters.values()),

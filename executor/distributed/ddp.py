@@ -18,18 +18,19 @@ from simplan.units import MIB
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
-# Rotary tables are equal on all ranks; torch 2.13 has a new name for not sending them before every forward.
+# torch 2.13 has a new name for it
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+_BROADCAST_BUFFERS = "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers"
 
 
 def wrap_ddp(
     module: nn.Module,
     peers: Peers,
     bucket_bytes: int | None,
-    ignored: Collection[nn.Parameter] = (),
+    ignored: Collection[Tensor] = (),
     *,
     gradient_as_bucket_view: bool = False,
+    broadcast_buffers: bool = False,
     hook: Hook | None = None,
 ) -> DistributedDataParallel:
     """Wraps a stage in DDP, which averages gradients over a group in buckets, overlapped with backward.
@@ -37,19 +38,23 @@ def wrap_ddp(
     Args:
         peers: Ranks that hold the same stage; every bucket is recorded.
         bucket_bytes: Bucket size limit; None for torch's limits (1 MiB for the first bucket, 25 MiB for the others).
-        ignored: Parameters that DDP leaves alone.
+        ignored: Parameters and buffers that DDP leaves alone.
         gradient_as_bucket_view: Make gradients views of the buckets; else both exist.
+        broadcast_buffers: Broadcast the buffers of the first rank before a forward that follows a reduction.
         hook: Averages a bucket; None for an all-reduce.
     """
-    names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
+    tensors = (*module.named_parameters(), *module.named_buffers(remove_duplicate=False))
+    names = [name for name, tensor in tensors if any(tensor is other for other in ignored)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]
-    wrapped = DistributedDataParallel(
+    options: dict[str, Any] = {_BROADCAST_BUFFERS: broadcast_buffers}
+    wrapped = _RecordedDdp(
         module,
+        peers,
         process_group=peers.group,
         bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / MIB,
         gradient_as_bucket_view=gradient_as_bucket_view,
         init_sync=False,  # weights are equal by their seed, and positions of context-parallel ranks must not become so
-        **_KEEP_BUFFERS,
+        **options,
     )
 
     def average(state: None, bucket: GradBucket) -> Future[Tensor]:
@@ -57,6 +62,25 @@ def wrap_ddp(
 
     wrapped.register_comm_hook(None, hook or average)
     return wrapped
+
+
+class _RecordedDdp(DistributedDataParallel):
+    """DDP of which broadcasts of buffers are recorded."""
+
+    def __init__(self, module: nn.Module, peers: Peers, **options: Any) -> None:
+        super().__init__(module, **options)  # type: ignore[no-untyped-call]
+        self._peers = peers
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        peers = self._peers
+        buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [buffer_size])  # as torch does it inside
+        sizes = [sum(tensors[index].nbytes for index in bucket) for bucket in buckets]
+        handles = [peers.issue_bytes("broadcast", num_bytes) for num_bytes in sizes]
+        super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+        for handle in handles:
+            peers.complete(handle)
 
 
 def average_whole(peers: Peers, bucket: GradBucket) -> Future[Tensor]:

@@ -94,7 +94,11 @@ class Peers:
 
     def issue(self, kind: IssuedKind, buffer: Tensor, action: Action | None = None) -> int:
         """Records that a collective of a buffer starts, in an action or the current one; gives a handle."""
-        return -1 if self.recorder is None else self.recorder.issue(kind, self.ranks, buffer.nbytes, action)
+        return self.issue_bytes(kind, buffer.nbytes, action)
+
+    def issue_bytes(self, kind: IssuedKind, num_bytes: int, action: Action | None = None) -> int:
+        """As ``issue``, of a buffer that torch makes."""
+        return -1 if self.recorder is None else self.recorder.issue(kind, self.ranks, num_bytes, action)
 
     def complete(self, handle: int) -> None:
         """Records that it has ended (from any thread)."""

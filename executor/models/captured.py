@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
@@ -201,9 +202,9 @@ def build_captured(
         _seed(seed)
         module = _built(model)
         _check_same(module, model)
-        if cut is None:
-            adapters = _adapters(model, layers)
-            _move(module, device, frozen_dtype if adapters and frozen_dtype is not None else dtype)
+        adapters = _adapters(model, layers)
+        if cut is None or adapters:
+            _move(module, device if cut is None else None, (frozen_dtype if adapters else None) or dtype)
             for path, (a, b) in adapters.items():
                 add_adapter(module.get_submodule(path), a, b, dtype)
     module.train()
@@ -215,7 +216,7 @@ def build_captured(
         parameter.requires_grad_(not said.frozen)
     if cut is not None:
         stage = _part(stage, layers, cut, device, seed)
-        _move(module, device, dtype)
+        _move(module, device, None if adapters else dtype)
     numbers = {str(i): number for number, i in enumerate(i for i, path in enumerate(model.modules) if path)}
     for place, (index, layer) in enumerate(stage.layers.items()):
         mode = of_block(recompute, numbers[index])
@@ -285,11 +286,22 @@ def _check_sent(part: CallsPart, model: CapturedModel, before: LayerSpec, layer:
         raise NotModelledError(Problem(field="plan.pp", rule=rule, fix="capture the module again, or use 1"))
 
 
-def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Moves a module, unless it is there: torch swaps no fake tensors."""
-    tensors = (x for _, x in _named_tensors(module))
-    if any(x.device != device or (x.is_floating_point() and x.dtype != dtype) for x in tensors):
+def _move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    """Moves a module; fake tensors, of which torch swaps none that has two names, are replaced. None for no change."""
+    if not any(isinstance(x, FakeTensor) for _, x in _named_tensors(module)):
         module.to(device, dtype)
+        return
+    made: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, x in held.items():
+                if x is None:
+                    continue
+                if x not in made:
+                    made[x] = x.detach().to(device, dtype if x.is_floating_point() or x.is_complex() else None)
+                    if isinstance(x, nn.Parameter):
+                        made[x] = nn.Parameter(made[x], requires_grad=x.requires_grad)
+                held[name] = made[x]  # type: ignore[index]
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

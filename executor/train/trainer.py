@@ -368,8 +368,8 @@ class Trainer:
             self._captured_data(0, 0),
             job.plan.microbatch_size,
             dtype or weight_dtype(job),
-            weight_dtype(job),
-            autocast=dtype is not None and not shards,
+            (dtype if job.model.lora_rank else None) or weight_dtype(job),
+            autocast=dtype is not None and not shards and not job.model.lora_rank,
             casts_inputs=dtype is not None and shards,
             splits_backward=any(a.kind is ActionKind.BACKWARD_INPUT for row in job.parsed_table() for a in row),
         )
@@ -466,14 +466,15 @@ class Trainer:
         if self._uses_ddp:
             from executor.distributed.ddp import wrap_ddp
 
-            experts = expert_parameters(stage, self._layers)
+            ignored = [*expert_parameters(stage, self._layers), *(() if job.model.captured else _tables(stage))]
             as_views = job.software.gradient_as_bucket_view
             module = wrap_ddp(
                 module,
                 self._dims.dp,
                 job.plan.bucket_bytes,
-                experts,
+                ignored,
                 gradient_as_bucket_view=as_views,
+                broadcast_buffers=job.software.broadcast_buffers,
                 hook=None if self._compression is None else self._compression.reduce,
             )
         return module
@@ -555,3 +556,13 @@ class Trainer:
             outputs=between(boundaries[index + 1]),
             complete_gradients=self._completion(index),
         )
+
+
+def _tables(stage: Stage) -> list[Tensor]:
+    """Positions and rotary tables, which no checkpoint has: a context-parallel rank has those of its own tokens."""
+    return [
+        buffer
+        for module in stage.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    ]

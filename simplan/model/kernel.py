@@ -253,6 +253,8 @@ class Pointwise:
         passes: Times that the bytes are moved, of kernels that need several passes or move them slowly.
         fusion: What a compiler puts into one kernel with neighbors: ``all``; the ``results``, after a kernel for
             statistics of whole images or batches, which reads the input first; or ``none``.
+        sums: Tensors as large as the result that backward moves besides, to sum the gradient of an operand that was
+            broadcast over rows: the gradient of the result, and the other operand of a product.
         relative_std: As of ``Gemm``.
     """
 
@@ -266,6 +268,7 @@ class Pointwise:
     chunks: Chunks | None = None
     passes: float = 1.0
     fusion: Fusion = "all"
+    sums: int = 0
     relative_std: float = 0.0
 
 

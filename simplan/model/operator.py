@@ -93,6 +93,7 @@ class Operator:
         is_cast: Only the dtype changes: with equal widths, the result shares the memory of the tensor read.
         in_place: The result overwrites the first tensor read.
         splits: The results are parts of the tensor read, whose gradients backward joins.
+        joins: Names of tensors of which parts are read as views: backward joins the gradients of the parts.
         passes: The gradient of the result is the gradient of every tensor read, cast where widths differ.
         gates: Activation of a gate, which a fused kernel computes together with the multiplication after it.
         composed: Backward is composed of single operations, whose tensors are its scratch, unless the framework has a
@@ -112,6 +113,7 @@ class Operator:
     is_cast: bool = False
     in_place: bool = False
     splits: bool = False
+    joins: tuple[str, ...] = ()
     passes: bool = False
     gates: bool = False
     composed: bool = False

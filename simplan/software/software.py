@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16", "pure_bf16"]
 SoftwareOption = Literal[
+    "broadcast_buffers",
     "channels_last",
     "compiled",
     "cuda_graphs",
@@ -309,6 +310,14 @@ class SoftwareSpec(Spec):
             "DistributedDataParallel). Else gradients and buckets both exist (torch's default)."
         ),
     )
+    broadcast_buffers: bool = Field(
+        False,
+        description=(
+            "Before the first forward of a step, DDP of runtime torch broadcasts the buffers of modules, such as "
+            "running statistics of batch norms (torch's default; forward_sync_buffers from torch 2.13 on). Not in "
+            "pipelines, whose forwards run under no_sync."
+        ),
+    )
     zero_grad_set_to_none: bool = Field(
         True,
         description=(
@@ -401,6 +410,7 @@ class SoftwareSpec(Spec):
     def title(self) -> str:
         """Name of the profile, with the options that are set."""
         words: dict[SoftwareOption, str] = {
+            "broadcast_buffers": "" if self.broadcast_buffers else "buffers not broadcast",
             "channels_last": "channels last" if self.channels_last else "",
             "compiled": "compiled" if self.compiled else "",
             "cuda_graphs": "CUDA graphs" if self.cuda_graphs else "",

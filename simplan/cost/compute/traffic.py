@@ -8,7 +8,7 @@ memory (Ansel et al. 2024, PyTorch 2, section 4.4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from simplan.model.kernel import LOSS, Attention, Gemm, Pointwise, in_forward
@@ -76,6 +76,8 @@ def layer_traffic(
         if isinstance(operator.kernel, Gemm) and len(operator.parameters) > 1:
             num_bytes = operator.kernel.m * operator.kernel.n * activation_bytes
             found[place] = found[place].plus(KernelTraffic(bias_bytes=num_bytes))
+    for place, num_bytes in _joins(layer, widths, within_kernels=fuses):
+        found[place] = found[place].plus(KernelTraffic(backward_bytes=num_bytes, backward_launches=1))
     return tuple(found)
 
 
@@ -139,7 +141,7 @@ def _eager(layer: LayerSpec, widths: _Widths, kernels: KernelSet) -> Iterator[tu
             if kernel.moves or kernel.launches[0] > 1 or not operator.makes:
                 backward_bytes = num_bytes * (1 if kernel.moves else _BACKWARD_PASSES)
             else:
-                backward_bytes = _gradient_bytes(layer, operator, widths)
+                backward_bytes = _gradient_bytes(layer, operator, widths) + _sum_bytes(layer, [operator], widths)
             yield place, KernelTraffic(num_bytes, backward_bytes, 0.0, *kernel.launches)
         elif kernel is None and not within:
             if widths.is_copy(operator):
@@ -152,6 +154,21 @@ def _eager(layer: LayerSpec, widths: _Widths, kernels: KernelSet) -> Iterator[tu
                 yield place, KernelTraffic(backward_bytes=2 * widths.of(operator.reads[0]), backward_launches=1)
             elif operator.makes and not operator.is_cast and isinstance(layer.kernels[place], Pointwise):
                 yield place, KernelTraffic(backward_bytes=_gradient_bytes(layer, operator, widths), backward_launches=1)
+
+
+def _joins(layer: LayerSpec, widths: _Widths, *, within_kernels: bool) -> Iterator[tuple[int, int]]:
+    """Yields place and bytes of copies that join gradients of parts of a tensor, such as queries, keys and values.
+
+    Args:
+        within_kernels: Fused kernels write the parts to their places.
+    """
+    joined: set[str] = set()
+    for place, operator in zip(layer.places, layer.operators, strict=True):
+        is_fused = within_kernels and (operator.kernel is None or isinstance(operator.kernel, Pointwise))
+        for name in () if is_fused else operator.joins:
+            if name in layer.needed and name not in joined:
+                joined.add(name)
+                yield place, 2 * widths.of(name)
 
 
 def _gradient_bytes(layer: LayerSpec, operator: Operator, widths: _Widths) -> int:
@@ -172,6 +189,26 @@ def _gradient_bytes(layer: LayerSpec, operator: Operator, widths: _Widths) -> in
     if operator.kernel is not None and operator.kernel.name == LOSS:
         read_bytes += 2 * gradients
     return (2 if operator.parameters else 1) * read_bytes + widths.num_bytes(inputs)
+
+
+def _sum_bytes(layer: LayerSpec, operators: Iterable[Operator], widths: _Widths) -> int:
+    """Returns the bytes that backward moves besides, to sum gradients of what was broadcast over rows.
+
+    A shift of what was scaled just before, as conditions do, is summed in the kernel that sums the scale.
+    """
+    total, before = 0, ""
+    for operator in operators:
+        kernel = operator.kernel
+        if not isinstance(kernel, Pointwise) or not kernel.sums:
+            continue
+        result = operator.makes[0]
+        small = (n for n in layer.needed.intersection(operator.reads) if layer.tensors[n].elements < result.elements)
+        if not any(small):
+            continue
+        if before not in operator.reads:
+            total += kernel.sums * widths.of(result.name)
+        before = result.name
+    return total
 
 
 def _forward_gradient_bytes(operator: Operator, num_bytes: float, widths: _Widths) -> float:
@@ -204,7 +241,11 @@ def _fused(layer: LayerSpec, widths: _Widths) -> Iterator[tuple[int, KernelTraff
         is_alone = isinstance(kernel, Pointwise) and kernel.fusion == "none"
         if isinstance(kernel, Pointwise) and kernel.fusion == "results":  # its statistics read the group's inputs first
             num_bytes = widths.num_bytes(operator.reads[:1])
-            yield layer.places[index], KernelTraffic(num_bytes, 2 * num_bytes, 0.0, 1, 1)
+            followed = _is_followed(layer.operators, index)  # the gradient of its result is written, and read again
+            yield (
+                layer.places[index],
+                KernelTraffic(num_bytes, (5 if followed else 2) * num_bytes, 0.0, 1, 1 + followed),
+            )
         if not is_alone and (isinstance(kernel, Pointwise) or (kernel is None and not within)):
             group.append(index)
             continue
@@ -213,6 +254,13 @@ def _fused(layer: LayerSpec, widths: _Widths) -> Iterator[tuple[int, KernelTraff
         if is_alone:
             yield from _of_group(layer, [index], widths)
     yield from _of_group(layer, group, widths)
+
+
+def _is_followed(operators: Sequence[Operator], index: int) -> bool:
+    """Returns True if an operator of the same group comes after a norm of images, such as its activation."""
+    after = (operator.kernel for operator in operators[index + 1 :] if not operator.is_cast)
+    kernel = next(after, None)
+    return isinstance(kernel, Pointwise) and kernel.fusion == "all"
 
 
 def _of_group(layer: LayerSpec, group: list[int], widths: _Widths) -> Iterator[tuple[int, KernelTraffic]]:
@@ -236,5 +284,6 @@ def _of_group(layer: LayerSpec, group: list[int], widths: _Widths) -> Iterator[t
     kept = {name for operator in operators for name in saved_by(operator, layer.needed)}
     forward_bytes = widths.num_bytes(read) + widths.num_bytes(used | (made & saved))
     gradients = widths.num_bytes(used) + widths.num_bytes(read & layer.needed)
-    trained = any(operator.parameters for operator in operators)
-    yield place, KernelTraffic(forward_bytes, gradients + widths.num_bytes(kept), 0.0, 1, 1 + trained)
+    trained, sum_bytes = any(operator.parameters for operator in operators), _sum_bytes(layer, operators, widths)
+    backward_bytes = gradients + widths.num_bytes(kept) + sum_bytes
+    yield place, KernelTraffic(forward_bytes, backward_bytes, 0.0, 1, 1 + trained + bool(sum_bytes))

@@ -10,17 +10,21 @@ forward would not write it otherwise, and more the farther it is from backward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
 from simplan.model.captured.facts import ComputedIn
-from simplan.model.kernel import Pointwise
+from simplan.model.kernel import Kernel, Pointwise
 from simplan.model.layer import LayerSpec, Operator, Tensor
 from simplan.model.operator import saved_by
 
 MAX_FUSED = 64
 """Most operators of one fused kernel (torch 2.13, torch/_inductor/config.py: max_fusion_size)."""
+_SPLIT = 30
+"""Operators in a row from which Inductor writes tensors in between (config.py: realize_opcount_threshold): bytes of
+their kernels are too few, by 70 to 80 % for a scan over 12 tokens."""
+_SPLIT_STD = 1.0
 _WIDTHS: Mapping[ComputedIn, tuple[int, int]] = {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}
 _REDUCES = 4  # times as few elements as are read: a reduction
 _FARTHER = 1.1  # weight of a tensor for each operator between it and backward
@@ -38,8 +42,20 @@ def compiled_blocks(layers: Sequence[LayerSpec], computed_in: ComputedIn) -> tup
 def _compiled(layer: LayerSpec, activation_bytes: int, residual_bytes: int) -> LayerSpec:
     block = _Block(layer, activation_bytes, residual_bytes)
     saved = block.saved()
-    operators = (replace(o, in_place=False, saves=tuple(block.read_by(o, saved))) for o in _fused_late(layer.operators))
+    operators = (
+        replace(o, kernel=kernel, in_place=False, saves=tuple(block.read_by(o, saved)))
+        for o, kernel in _priced(_fused_late(layer.operators), is_split=longest_run(layer) > _SPLIT)
+    )
     return replace(layer, key=f"{layer.key},compiled", operators=tuple(operators), compiled=True)
+
+
+def _priced(operators: Iterable[Operator], *, is_split: bool) -> Iterator[tuple[Operator, Kernel | None]]:
+    """Operators with their kernels; fused ones of a long run have an interval as wide as what is not known."""
+    for operator in operators:
+        kernel = operator.kernel
+        if is_split and isinstance(kernel, Pointwise) and is_fused(operator):
+            kernel = replace(kernel, relative_std=_SPLIT_STD)
+        yield operator, kernel
 
 
 def _fused_late(operators: Sequence[Operator]) -> Iterator[Operator]:

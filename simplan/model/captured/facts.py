@@ -7,6 +7,7 @@ The file has what torch dispatched and what autograd saved, not how simplan pric
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -139,7 +140,7 @@ class CapturedLayer(Spec):
         passed: Places among the outputs of inputs that are passed on.
         forwarded: Names of tensors made here that later layers than the next one read.
         tied: Names of parameters that are the same tensor as one of the first layer.
-        buffers: Tables that are neither weights nor saved.
+        buffers: Buffers of the module that no layer before reads; of the last layer, also those that none reads.
     """
 
     parameters: Annotated[tuple[CapturedParameter, ...], BeforeValidator(to_tuple)] = ()
@@ -189,6 +190,16 @@ class CapturedInput(Spec):
     shape: Shape
     dtype: Line
     high: Natural = Field(0, description="integers below it are valid; 0 for other dtypes")
+
+    def num_bytes(self, width: int) -> int:
+        """Bytes of one sample, whose numbers in floating point have ``width`` bytes."""
+        bits = "".join(filter(str.isdigit, self.dtype)) or "8"
+        return prod(self.shape) * (width if self.is_cast else int(bits) // 8)
+
+    @property
+    def is_cast(self) -> bool:
+        """True for numbers in floating point, which have the dtype of the weights or of compute."""
+        return "float" in self.dtype
 
 
 class CapturedModel(Spec):

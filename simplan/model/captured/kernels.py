@@ -86,7 +86,8 @@ SUMS = frozenset({"add", "add_"})
 """Operators whose gradient is the gradient of everything that they read."""
 
 
-PRODUCTS = MATMULS | _BATCHED | {"_grouped_mm", "mul", "mul_", "div"}
+_ELEMENTWISE = frozenset({"mul", "mul_", "div"})
+PRODUCTS = MATMULS | _BATCHED | {"_grouped_mm"} | _ELEMENTWISE
 """Operators with two operands, of which each is saved for the gradient of the other."""
 
 
@@ -124,9 +125,32 @@ def kernel_of(operator: CapturedOperator, name: str) -> Kernel:
         moves=kind in _MOVES,
         like=_LIKE.get(kind, "add"),
         passes=passes,
+        sums=_sums(operator),
         fusion="none" if passes != 1 else "results" if kind in _OF_IMAGES else "all",
         relative_std=relative_std,
     )
+
+
+def _sums(operator: CapturedOperator) -> int:
+    """See ``Pointwise.sums``; a sum along rows alone is part of the kernel that makes the gradient."""
+    kind = word(operator)
+    if (
+        not operator.trains or kind not in SUMS | _ELEMENTWISE or not operator.results
+    ):  # one gradient: of the larger one
+        return 0
+    (result,) = operator.results[:1]
+    others = [shape for place, shape in enumerate(operator.operands) if place not in operator.weights]
+    of_rows = (*result[:-1], 1)
+    if not any(
+        prod(shape) < prod(result) and _aligned(shape, result) != of_rows for shape in others if prod(shape) > 1
+    ):
+        return 0
+    return 2 if kind in _ELEMENTWISE else 1
+
+
+def _aligned(shape: Shape, result: Shape) -> Shape:
+    """A shape with as many dimensions as the result."""
+    return (*(1,) * (len(result) - len(shape)), *shape)
 
 
 def _matmul(operator: CapturedOperator, name: str) -> Gemm:

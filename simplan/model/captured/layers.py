@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
+from math import prod
 
 from simplan.model.captured.facts import (
     CapturedLayer,
@@ -91,6 +92,7 @@ def _layer(
 def _operators(layer: CapturedLayer, linears: Set[int]) -> Iterator[Operator]:
     """Operators of a layer; ``linears`` are the places of linear layers that low precision has kernels for."""
     taken: set[str] = set()
+    tensors = {t.name: t for t in (*layer.inputs, *(t for each in layer.operators for t in each.makes))}
     for number, operator in enumerate(layer.operators):
         name = _kernel_name(operator, number, taken)
         taken.add(name)
@@ -103,11 +105,19 @@ def _operators(layer: CapturedLayer, linears: Set[int]) -> Iterator[Operator]:
             parameters=operator.parameters,
             is_cast=operator.is_cast,
             in_place=operator.in_place,
+            joins=tuple(_joined(operator, tensors)),
             passes=operator.passes or word(operator) in SUMS,
             backward_scratch=tuple(_scratch(operator)),
             detached=not (operator.trains or operator.propagates),
             roles=_UNQUANTIZED if isinstance(kernel, Gemm) and number not in linears else frozenset(),
         )
+
+
+def _joined(operator: CapturedOperator, tensors: Mapping[str, CapturedTensor]) -> Iterator[str]:
+    """Tensors that are larger than any operand, so that parts of them are read."""
+    largest = max(map(prod, operator.operands), default=0)
+    if operator.propagates or operator.trains:
+        yield from (name for name in operator.reads if name in tensors and tensors[name].elements > largest)
 
 
 def _kernel(operator: CapturedOperator, name: str) -> Kernel | None:

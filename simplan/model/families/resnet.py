@@ -184,7 +184,7 @@ def _convolution(
     weight = ParameterSpec(f"{name}.weight", (outputs, inputs, width, width))
     weights = ParameterSpec(f"{norm}.weight", (outputs,)), ParameterSpec(f"{norm}.bias", (outputs,))
     statistics = Tensor(f"{norm} statistics", 2 * outputs, FP32_BYTES, per_microbatch=True)
-    running = Tensor(f"{norm} running statistics", 2 * outputs, FP32_BYTES)
+    running = (Tensor(f"{norm} running {what}", outputs, FP32_BYTES) for what in ("mean", "variance"))
     normed = Operator(
         kernel=Pointwise(norm, 2 * elements, elements),
         reads=(f"{name} output",),
@@ -192,7 +192,7 @@ def _convolution(
         saves=(f"{name} output", statistics.name),
         parameters=tuple(parameter.name for parameter in weights),
     )
-    buffers = (running, Tensor(f"{norm} microbatches", 1, INDEX_BYTES))
+    buffers = (*running, Tensor(f"{norm} microbatches", 1, INDEX_BYTES))
     convolution = matmul(kernel, source, (weight,))
     return joined(convolution, LayerPart(parameters=weights, operators=(normed,), buffers=buffers))
 

@@ -12,10 +12,22 @@ from simplan.model.layer import CollectiveKind, LayerKind, LayerSpec
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
-from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
+from simplan.program.program import (
+    BucketWork,
+    Communication,
+    LayerWork,
+    MemoryCategory,
+    MemoryEffect,
+    Phase,
+    Stream,
+)
+from simplan.units import MIB
 
 _ENDLESS = 2**62
 _GRADIENTS = MemoryCategory.GRADIENTS
+_FLAT = MemoryCategory.BUFFERS
+_BROADCAST_BYTES = 250 * MIB
+_BYTES_PER_ELEMENT = 4  # that a division of gradients reads, and writes
 
 
 class Hooks:
@@ -84,6 +96,9 @@ class Hooks:
 class DdpHooks(Hooks):
     """DDP hooks: gradients are divided, then reduced in buckets as backward completes them (DistributedDataParallel).
 
+    torch broadcasts buffers of modules before a forward if the forward before it was one whose backward reduces: before
+    the first one of a step. In pipelines there is no such forward, as all run under ``no_sync``.
+
     Where optimizer states are sharded evenly, buckets are reduce-scattered over the shard group. Replicas of the shard
     group then all-reduce the resulting part.
 
@@ -119,6 +134,7 @@ class DdpHooks(Hooks):
         self._gathers = shares and software.overlap_param_gather
         self._gathering: dict[int, int] = {}  # by layer of the stage, the all-gather that it waits for
         self._ended: dict[int, int | None] = {}
+        self._broadcasts = software.runtime == "torch" and software.broadcast_buffers and plan.pp == 1
         self._drops, self._copies = software.ddp_drops_gradients, software.ddp_copies_gradients
         self._made: set[int] = set()  # layers of the stage with gradients
         self._outside: set[int] = set()  # of these, layers with gradients outside of the buckets
@@ -131,7 +147,13 @@ class DdpHooks(Hooks):
         return self._drops and action.kind is not ActionKind.FORWARD and is_first_backward
 
     def before_forward(self, action: Action, part: range) -> None:
-        """All-gathers the parameters updated by the previous step, the first layer's first."""
+        """Broadcasts buffers; all-gathers the parameters updated by the previous step, the first layer's first."""
+        if (
+            self._broadcasts
+            and part.start == 0
+            and (self.is_first_forward or self.stages.plan.reduces_every_microbatch)
+        ):
+            self._broadcast_buffers(action)
         if self._drops and self.makes_gradients(action.stage, part[-1]):
             self._hold_gradients(action, part[-1:])
         if not (self._gathers and self.is_first_forward):
@@ -140,6 +162,24 @@ class DdpHooks(Hooks):
             self._gathering = self._gather(action)
         waited = [self._gathering.pop(layer, None) for layer in part]
         self.writer.block_on(*dict.fromkeys(waited))
+
+    def _broadcast_buffers(self, action: Action) -> None:
+        """Broadcasts the buffers of the first rank, one flat tensor after the other, from which they are then set."""
+        stages, writer, buckets = self.stages, self.writer, buffer_buckets(self.stages.buffers_by_dtype(action.stage))
+        if not buckets or stages.training.backup_workers:
+            return
+        group = stages.mapping.group(stages.plan.gradient_group, writer.rank)
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        layer, size = stages.layers[action.stage][0], stages.plan.microbatch_size
+        streamed = LayerWork(layer, Phase.SCALE, size, -(-num_bytes // _BYTES_PER_ELEMENT))
+        flatten = BucketWork("buffers: flatten", streamed, len(buckets))
+        index = writer.compute(action, "flatten buffers", (flatten,), [MemoryEffect(_FLAT, num_bytes, num_bytes)])
+        for bucket in buckets:
+            communication = Communication(CollectiveKind.BROADCAST, bucket.num_bytes, group)
+            index = writer.collective(action, Stream.DATA, "broadcast buffers", communication, (index,))
+        writer.block_on(index)
+        set_all = BucketWork("buffers: set", streamed, sum(bucket.num_tensors for bucket in buckets))
+        writer.compute(action, "set buffers", (set_all,), [MemoryEffect(_FLAT, 0, -num_bytes)])
 
     def _gather(self, action: Action) -> dict[int, int]:
         """All-gathers the parameters of a stage in buckets; returns, per layer, the all-gather that it waits for."""
@@ -238,6 +278,35 @@ class DdpHooks(Hooks):
     @property
     def _reduces(self) -> bool:
         return self.is_last_backward or self.stages.plan.reduces_every_microbatch
+
+
+class BufferBucket(NamedTuple):
+    """Buffers that are broadcast together."""
+
+    num_bytes: int
+    num_tensors: int
+
+
+def buffer_buckets(by_dtype: Iterable[Iterable[int]]) -> tuple[BufferBucket, ...]:
+    """Returns the flat tensors in which DDP broadcasts buffers: one per dtype, closed at 250 MiB.
+
+    From torch/csrc/distributed/c10d/comm.cpp, ``broadcast_coalesced``, with the limit of ``broadcast_bucket_size``. Of
+    several for one dtype, here all follow each other; in torch, in the order of their first buffers.
+
+    Args:
+        by_dtype: Bytes of each buffer, those of one dtype together.
+    """
+    found: list[BufferBucket] = []
+    for sizes in by_dtype:
+        filled = number = 0
+        for num_bytes in sizes:
+            filled, number = filled + num_bytes, number + 1
+            if filled >= _BROADCAST_BYTES:
+                found.append(BufferBucket(filled, number))
+                filled = number = 0
+        if number:
+            found.append(BufferBucket(filled, number))
+    return tuple(found)
 
 
 class Bucket(NamedTuple):

@@ -426,7 +426,7 @@ class _RankLowering:
             MemoryCategory.BUFFERS: buffer_bytes + (received_bytes if software.preallocated_receives else 0),
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
             + stages.placeholder_bytes(mine)
-            + (stages.batch_bytes if 0 in mine else 0),
+            + (stages.batch_bytes if stages.all_have_batch or 0 in mine else 0),
         }
 
     def bucket_bytes(self) -> int:

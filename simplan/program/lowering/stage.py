@@ -22,6 +22,7 @@ from simplan.program.memory.low_precision_footprint import keeping_quantized, pe
 from simplan.program.memory.split_footprint import SplitFootprint, matmul_split_footprint, split_footprint
 from simplan.program.program import Communication, LayerWork, MemoryEffect, Phase
 from simplan.program.tables.complete import stage_to_rank
+from simplan.software.software import StateBytes
 
 Deal = tuple[dict[tuple[int, int], int], ...]
 """Per rank of a shard group: (stage, layer) -> number of elements that the rank owns."""
@@ -72,8 +73,9 @@ class Stages:
         crossings: Per stage, the tensors of one microbatch that a rank sends to the next stage and receives gradients
             of.
         boundary_bytes: Per stage, the total size of these tensors in bytes.
-        batch_bytes: Bytes of the images of a step, resident on the first stage for the whole step. Tokens are not
-            counted.
+        batch_bytes: Bytes of the images of a step, resident on the first stage for the whole step; of a captured model,
+            of all its inputs. Tokens of families are not counted.
+        all_have_batch: True if every stage has the batch.
         deals: Per pipeline rank, the owners of optimizer states under ZeRO-1; computed on first use.
         broadcasts: Per shard group, the broadcasts of updates by their owners; computed on first use.
         tied_bytes: Bytes of the gradient of a tied embedding; 0 for none.
@@ -124,11 +126,7 @@ class Stages:
                 pairs = zip(leaving, returns, strict=True)
                 self.crossings[stage] = tuple(output._replace(returns=returned) for output, returned in pairs)
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
-        num_samples, image_elements = (
-            self.num_microbatches * plan.microbatch_size,
-            model.num_channels * model.image_size**2,
-        )
-        self.batch_bytes = num_samples * image_elements * self.state.parameter
+        self.batch_bytes, self.all_have_batch = _batch_bytes(job, self.state), model.captured is not None
         head = model_layers[-1]
         tied = [p for p in head.parameters if p.name in head.tied and not p.frozen]
         self.tied_bytes = sum(p.num_elements for p in tied) * self.state.gradient
@@ -182,6 +180,15 @@ class Stages:
         return sum(table.num_bytes(self.state.activation, self.state.residual) for table in shared) + sum(
             table.elements * (table.bytes_per_element or self.state.frozen) for table in buffers
         )
+
+    def buffers_by_dtype(self, stage: int) -> list[list[int]]:
+        """Returns bytes of each buffer of a stage, those of one dtype together, in the order of their first ones."""
+        found: dict[int | None, list[int]] = {}
+        for layer in self.layers[stage]:
+            for table in layer.buffers:
+                width = table.bytes_per_element or self.state.frozen
+                found.setdefault(table.bytes_per_element, []).append(table.elements * width)
+        return [*found.values()]
 
     def quantized_weight_bytes(self, stages: Iterable[int]) -> int:
         """Returns bytes of quantized weights between steps minus those of BF16 or FP16 weights; may be negative.
@@ -294,6 +301,24 @@ class Stages:
         footprint = self.facts(stage, len(self.layers[stage]) - 1).footprint
         alone = footprint._replace(forward=footprint.forward[:1], backward=footprint.backward[:1])
         return tuple(effect._replace(after_bytes=0) for effect in layers_effects([alone], forward=forward))
+
+
+def _batch_bytes(job: Job, state: StateBytes) -> int:
+    """Returns the bytes of the images of a step, or of all inputs of a captured model.
+
+    The executor gives these in the dtype of the weights. FSDP2 casts them for each microbatch of a whole module;
+    adapters and stages of a pipeline get them cast.
+    """
+    model, plan = job.model, job.plan
+    num_samples = job.num_microbatches * plan.microbatch_size
+    if model.captured is None:
+        return num_samples * model.num_channels * model.image_size**2 * state.parameter
+    inputs, shards = model.captured.inputs, plan.shards_parameters
+    width = state.activation if model.lora_rank or (shards and plan.pp > 1) else state.parameter
+    num_bytes = num_samples * sum(each.num_bytes(width) for each in inputs)
+    if shards and width != state.activation:
+        num_bytes += plan.microbatch_size * sum(each.num_bytes(state.activation) for each in inputs if each.is_cast)
+    return num_bytes
 
 
 def _with_kernels(layer: LayerSpec) -> LayerSpec:

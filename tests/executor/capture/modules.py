@@ -253,6 +253,41 @@ def scaled_batch(number: int) -> tuple[Tensor, ...]:
     return (torch.randn(number, 4, 16),)
 
 
+class NormedBlock(nn.Module):
+    """A convolution with a batch norm, which has running statistics."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + functional.relu(self.norm(self.conv(x))) * scale.to(x.dtype)
+
+
+class Normed(nn.Module):
+    """Blocks with batch norms, a table that all of them read, and one that nothing reads."""
+
+    scale: Tensor
+
+    def __init__(self, channels: int = 8, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(NormedBlock(channels) for _ in range(num_blocks))
+        self.head = nn.Linear(channels, 10)
+        self.register_buffer("scale", torch.rand(channels, 1, 1), persistent=False)
+        self.register_buffer("places", torch.arange(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, self.scale)
+        return functional.cross_entropy(self.head(x.mean((2, 3))), torch.zeros(len(x), dtype=torch.int64))
+
+
+def normed_batch(number: int) -> tuple[Tensor, ...]:
+    return (torch.randn(number, 3, 8, 8),)
+
+
 class Dropping(nn.Module):
     """torch's own encoder, with dropout."""
 

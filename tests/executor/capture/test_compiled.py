@@ -106,6 +106,40 @@ def test_a_compiled_block_saves_what_torch_saves(name: str) -> None:
     assert found < 0.9 * saved_bytes(plain[2])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("name", "error"), [("DiT", 0.02), ("UNet", 0.06)])
+def test_backward_moves_what_inductor_says(name: str, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that its kernels read and write, without sums of biases and copies to the layout of convolutions."""
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    make, shapes = BLOCKS[name]
+    found, generate = [], GraphLowering.codegen
+
+    def counted(graph: Any) -> Any:
+        result = generate(graph)
+        for node in graph.scheduler.nodes if graph.is_backward else ():
+            parts = [part for part in node.get_nodes() if part.node is not None]
+            origins = {str(origin.target) for part in parts for origin in part.node.origins}
+            of_weights = all(part.is_reduction() and part.node.get_size()[0] == 1 for part in parts)
+            is_layout = origins == {"aten.convolution_backward.default"}
+            if not isinstance(node, ExternKernelSchedulerNode | NopKernelSchedulerNode) and not (
+                of_weights or is_layout
+            ):
+                found.append(node.get_read_write_buffers_sizes())
+        return result
+
+    monkeypatch.setattr(GraphLowering, "codegen", counted)
+    torch._dynamo.reset()
+    inputs = [torch.randn(NUM_SAMPLES, *shape, requires_grad=True) for shape in shapes]
+    torch.compile(make(), dynamic=False)(*inputs).sum().backward()
+    graph = model_from_module(Blocks(make), lambda n: tuple(torch.randn(n, *s) for s in shapes), precisions=("fp32",))
+    traffic = layer_traffic(compiled_blocks(captured_layers(graph), "fp32")[2], 4, 4, "compiled")
+    assert NUM_SAMPLES * sum(each.backward_bytes for each in traffic) == pytest.approx(sum(found), rel=error)
+
+
 def test_a_fused_kernel_moves_what_enters_and_leaves_it() -> None:
     """The kernels of a diffusion transformer's block, counted by hand in FP32, for 64 tokens of width 64.
 
@@ -142,13 +176,14 @@ def test_a_compiled_llama_is_that_of_the_family() -> None:
         assert first == pytest.approx(second, rel=0.05), direction
 
 
-RUNS = ["ddp", "zero3", "zero3, recomputed"]
+STAGES: dict[str, dict[str, Any]] = {"stages": {"pp": 2, "schedule": "1f1b"}}
+RUNS = ["ddp", "zero3", "zero3, recomputed", "stages"]
 COMPILED = catalog.software("torch").model_copy(update={"compiled": True})
 
 
 @pytest.mark.parametrize("plan", slow_except([], RUNS))
 def test_compiled_ranks_equal_one_process(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ParallelPlan(microbatch_size=SIZE, **PLANS[plan])
+    made = ParallelPlan(microbatch_size=SIZE, **(PLANS | STAGES)[plan])
     training = TrainingSpec(global_batch_size=NUM_MICROBATCHES * SIZE * made.dp, precision="fp32")
     model = ModelSpec(name="DiT", family="captured", captured=captured("DiT"))
     prediction = predict(Job(model, catalog.cluster("dgx-h100", made.num_devices), training, made, COMPILED))

@@ -17,7 +17,7 @@ from simplan.training import Precision
 from simplan.validate.compare import issued_as_predicted, predicted_communications
 from tests.executor.capture import test_running
 from tests.executor.capture.test_running import assert_equal_to_one_process, job_of, prediction_of
-from tests.executor.dry_run.accounting import predicted_peak
+from tests.executor.dry_run.accounting import account, predicted_peak
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
 from tests.executor.train.test_equality import run_in_float64
 from tests.support.slow import slow_except
@@ -63,6 +63,26 @@ def test_pipelines_equal_one_process(name: str, plan: str, tmp_path: Path) -> No
 def test_pipelines_issue_what_is_predicted(name: str, plan: str, precision: Precision, tmp_path: Path) -> None:
     """Tensors between stages, their gradients, and all collectives: kinds, groups, bytes and order."""
     assert issued_as_predicted(run_job(job_of(prediction_of(name, PLANS[plan], precision)), tmp_path))
+
+
+UNITS: dict[str, Any] = PLANS["zero3"] | {"fsdp_units": ["DiffusionBlock"]}
+
+
+@pytest.mark.slow
+def test_stages_have_units_by_class(tmp_path: Path) -> None:
+    """Small blocks join the root unit of their stage: equal to one process, and issued as predicted."""
+    job = job_of(prediction_of("Alternating", UNITS), dtype="fp64")
+    run = run_in_float64(job, tmp_path)
+    assert_equal_to_one_process(job, run.measurement.losses, tmp_path)
+    assert issued_as_predicted(run_job(job_of(prediction_of("Alternating", UNITS)), tmp_path / "issued"))
+
+
+@pytest.mark.parametrize("precision", slow_except(["bf16"], ["fp32", "bf16"]))
+def test_stages_with_units_by_class_are_rehearsed(precision: Precision) -> None:
+    job = job_of(prediction_of("Alternating", UNITS, precision))
+    for rank in (0, job.plan.num_devices - 1):
+        assert issued(job, rank, fake=True)
+        assert predicted_peak(job, rank).total_bytes == pytest.approx(account(job, rank).total_bytes, rel=0.02)
 
 
 @pytest.mark.slow

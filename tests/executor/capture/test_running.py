@@ -23,6 +23,7 @@ from executor.calibration.captured_timing import time_captured
 from executor.calibration.timing import Bench
 from executor.capture.capture import model_from_module
 from executor.checks import check_job
+from executor.dry_run.rehearse import rehearse
 from executor.run import run_job
 from simplan import catalog
 from simplan.cost.calibration.format import ShapeRequest
@@ -51,6 +52,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "Alternating": (modules.Alternating, modules.scaled_batch),
     "StateSpaceModel": (modules.StateSpaceModel, modules.token_batch),
     "Recommender": (modules.Recommender, modules.recommender_batch),
+    "Normed": (modules.Normed, modules.normed_batch),
 }
 PLANS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -74,12 +76,18 @@ def captured(name: str) -> CapturedModel:
     return model_from_module(make(), batch).model_copy(update=origin)
 
 
-def prediction_of(name: str, plan: dict[str, Any], precision: Precision = "fp32") -> Prediction:
+def prediction_of(
+    name: str,
+    plan: dict[str, Any],
+    precision: Precision = "fp32",
+    num_microbatches: int = NUM_MICROBATCHES,
+    **training: Any,
+) -> Prediction:
     """Prediction of a plan; memory is that of any cluster."""
     made = ParallelPlan(microbatch_size=SIZE, **plan)
-    training = TrainingSpec(global_batch_size=NUM_MICROBATCHES * SIZE * made.dp, precision=precision)
+    asked = TrainingSpec(global_batch_size=num_microbatches * SIZE * made.dp, precision=precision, **training)
     model = ModelSpec(name=name, family="captured", captured=captured(name))
-    return predict(Job(model, catalog.cluster("dgx-h100", made.num_devices), training, made, catalog.software("torch")))
+    return predict(Job(model, catalog.cluster("dgx-h100", made.num_devices), asked, made, catalog.software("torch")))
 
 
 def job_of(prediction: Prediction, **fields: Any) -> RunSpec:
@@ -157,13 +165,31 @@ def assert_equal_to_one_process(job: RunSpec, found_losses: Sequence[float], fol
         assert seen == set(wanted)
 
 
-ISSUED = [("DiT", "ddp"), ("StateSpaceModel", "zero3, recomputed"), ("Recommender", "zero3"), ("DiT", "diloco")]
+ISSUED = [
+    ("Normed", "ddp"),
+    ("DiT", "ddp"),
+    ("Normed", "zero1"),
+    ("StateSpaceModel", "zero3, recomputed"),
+    ("Recommender", "zero3"),
+    ("DiT", "diloco"),
+]
 
 
-@pytest.mark.parametrize(("name", "plan"), slow_except(ISSUED[:1], ISSUED))
+@pytest.mark.parametrize(("name", "plan"), slow_except(ISSUED[:2], ISSUED))
 def test_ranks_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> None:
     """Kinds, groups, bytes and order of collectives."""
     assert issued_as_predicted(run_job(job_of(prediction_of(name, PLANS[plan])), tmp_path))
+
+
+def test_buffers_are_broadcast_as_torch_does_it(tmp_path: Path) -> None:
+    """Once per step by torch's own record, although a step has two forwards: the buffers of each dtype together."""
+    job = job_of(prediction_of("Normed", PLANS["ddp"]), dtype="fp64")
+    run_in_float64(job, tmp_path)
+    wanted: dict[torch.dtype, int] = {}
+    for buffer in modules.Normed().buffers():
+        wanted[buffer.dtype] = wanted.get(buffer.dtype, 0) + buffer.numel()
+    found = torch.load(tmp_path / "collectives.rank1.pt")
+    assert [elements for kind, elements in found if kind == "broadcast"] == [*wanted.values()]
 
 
 BY_CLASS: dict[str, Any] = {"dp_shard": 2, "fsdp_units": ["DiffusionBlock"]}
@@ -218,6 +244,24 @@ def test_the_peak_of_a_rank_is_that_of_torchs_tracker(name: str, plan: str, prec
     """On tensors without data, which have no scratch inside of kernels."""
     prediction = prediction_of(name, PLANS[plan], precision)
     assert prediction.memory[0].allocated_bytes == pytest.approx(account(job_of(prediction), 0).total_bytes, rel=0.055)
+
+
+@pytest.mark.parametrize(("plan", "precision", "loss_bytes"), [("one", "fp32", 4), ("zero3", "bf16", 2)])
+def test_the_batch_of_a_step_is_in_memory(plan: str, precision: Precision, loss_bytes: int) -> None:
+    """Of 6 microbatches in place of 2, in FP32, by the prediction and by torch, which has a loss of each besides."""
+    jobs = [prediction_of("UNet", PLANS[plan], precision, number) for number in (2, 6)]
+    predicted = [each.memory[0].allocated_bytes for each in jobs]
+    torchs = [account(job_of(each), 0).total_bytes for each in jobs]
+    more = 4 * sum(tensor.nbytes for tensor in modules.unet_batch(SIZE))
+    assert predicted[1] - predicted[0] == torchs[1] - torchs[0] - 4 * loss_bytes == more
+
+
+@pytest.mark.parametrize("plan", slow_except(["zero3"], ["one", "ddp", "zero3"]))
+def test_weights_of_16_bits_that_two_layers_share_are_rehearsed(plan: str) -> None:
+    """torch swaps no fake tensor that has two names, as it does to change its dtype."""
+    prediction = prediction_of("StateSpaceModel", PLANS[plan], "bf16", pure_bf16=True)
+    alone = rehearse(job_of(prediction), 0, fake=True)
+    assert prediction.memory[0].allocated_bytes == pytest.approx(alone.peak_memory.allocated_bytes, rel=0.055)
 
 
 class Clocked(nn.Module):

@@ -134,7 +134,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_ranks_equal_one_process(name: str, layer_type: str, tmp_path: Path) -> None:
     """One process that runs the same microbatches: batch norms take the statistics of each, on its rank.
 
-    Running statistics are buffers: no training step reads them, and ranks do not exchange them.
+    Running statistics are buffers, which no training step reads; DDP broadcasts those of the first rank.
     """
     schedule, plan = STRATEGIES[name]
     job = make_job(schedule, model=model(layer_type), plan=plan, dtype="fp64", num_steps=1)
