@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -17,7 +17,7 @@ import yaml
 from simplan.accuracy.outcome import RunOutcome
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-LEFT_OUT_FILE = resources.files(__package__) / "left_out.yaml"
+LEFT_OUT_FILE = Path(__file__).with_name("left_out.yaml")
 
 
 class LeftOut(NamedTuple):

@@ -95,7 +95,9 @@ def _tables(result: Accuracy) -> Iterator[tuple[str, Table]]:
             "best plan (regret), and the order of pairs more than 3 % apart"
         )
         rows = [
-            [name, *_choice_cells(figures.choosing)] for name, figures in _figures(result) if figures.choosing.num_groups
+            [name, *_choice_cells(figures.choosing)]
+            for name, figures in _figures(result)
+            if figures.choosing.num_groups
         ]
         yield title, (["file", *_OF_CHOICES], rows)
     if rows := _wrong(result):

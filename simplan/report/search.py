@@ -219,6 +219,8 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
             f"  step time    {format_time(best.step_time_s)}  "
             f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
         )
+        if why.weakest_term is not None:
+            yield f"  least known  {why.weakest_term.fact}"
     mfu = "" if why is None or why.mfu is None else f", MFU {format_percent(why.mfu)}"
     yield f"  throughput   {best.tokens_per_s_per_device:,.0f} {result.unit}/s per device{mfu}"
     if best.cost_dollars is not None:
