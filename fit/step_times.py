@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from fit.known import (
     known_lines,
     left_out_lines,
 )
-from fit.perturbation import parts_of
+from fit.perturbation import MovedParts, parts_of
 from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAINED, TOGETHER
 from fit.robust import Constant, Floats, Residuals, Values, constants_text, minimize, number_text, slopes
 from fit.rows import FitCosts, FitRow, fold_of, load_rows, part_of
@@ -83,30 +84,10 @@ def main() -> None:
             values = {field: values[field] for field in ALL} | fit(rows, values)
     print("\n".join(constants_text(constants_of(rows), values)))
     tables = {"textbook": textbook, "fitted": log_errors(rows, values)}
-    priors = {constant.name: constant.textbook for constant in constants_of(rows)}
-
-    derivatives = _derivatives(rows, values)
-
-    def refit(seen: Sequence[FitRow]) -> dict[str, float]:
-        return priors | fit(seen, values, _ITERATIONS_LEFT_OUT, derivatives)
-
-    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), refit, log_errors)
-    tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), refit, log_errors)
-    for name, of_row in _PARTS.items():
-        tables[f"{name} left out"], _ = left_out(rows, of_row, refit, log_errors)
-    parts, five = parts_of(rows, values), tables["five-fold"]
-    spread = fit_spread(parts, five)
-    sources: dict[str, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        sources[row.source].append(index)
-    print("\n".join(errors_text({**sources, "all": range(len(rows))}, tables)))
-    means = [100 * np.abs(np.expm1(tables["source left out"][indices])).mean() for indices in sources.values()]
-    print(f"a whole source left out, median over the sources: {np.median(means):.1f} %")
-    inside, scores = within_left_out(parts, five, [fold_of(row.job, FOLDS) for row in rows])
-    print(
-        f"inside 90 % intervals: five-fold {100 * within(parts, five, spread).mean():.0f} %, with widths from other "
-        f"folds {100 * inside.mean():.0f} % (interval score {scores.mean():.3f})"
-    )
+    folds = _left_out(rows, values, tables)
+    parts = parts_of(rows, values)
+    spread = fit_spread(parts, tables["five-fold"])
+    _print_errors(rows, tables, parts, spread)
     grounds, names = [ground_of(row.job) for row in rows], [row.source for row in rows]
     left = {
         name: LeftOut(tables[f"{name} left out"], counts_without(grounds, [of_row(row) for row in rows]))
@@ -114,17 +95,97 @@ def main() -> None:
     }
     unknown = fit_unknown(parts, [*left.values()], names, spread)
     print("\n".join(coverage_text(parts, left, spread, unknown)))
-    if arguments.write:
-        errors, ids = tables["source left out"], [row.run.id for row in rows]
-        KNOWN_FILE.write_text("\n".join([*known_lines(grounds, names, errors, spread, unknown), ""]), encoding="utf-8")
-        lines = left_out_lines(ids, errors - tables["fitted"], parts, left["source"], spread, unknown)
-        LEFT_OUT_RUNS.write_text("\n".join([*lines, ""]), encoding="utf-8")
-        print(f"wrote {KNOWN_FILE.name} and {LEFT_OUT_RUNS.name}")
-    if arguments.write and not arguments.keep:
-        FITTED_FILE.write_text(fitted_text(values, rows, spread), encoding="utf-8")
+    if not arguments.write:
+        return
+    errors, ids = left["source"].errors, [row.run.id for row in rows]
+    known = known_lines(grounds, names, errors, spread, unknown)
+    moved = left_out_lines(ids, errors - tables["fitted"], parts, left["source"], spread, unknown)
+    written = {KNOWN_FILE: "\n".join([*known, ""]), LEFT_OUT_RUNS: "\n".join([*moved, ""])}
+    if not arguments.keep:
         in_order = [folds[fold] for fold in range(FOLDS)]
-        LEFT_OUT_FILE.write_text(left_out_text(rows, in_order), encoding="utf-8")
-        print(f"wrote {FITTED_FILE.name} and {LEFT_OUT_FILE.name}")
+        written |= {FITTED_FILE: fitted_text(values, rows, spread), LEFT_OUT_FILE: left_out_text(rows, in_order)}
+    for path, text in written.items():
+        path.write_text(text, encoding="utf-8")
+    print(f"wrote {', '.join(path.name for path in written)}")
+
+
+def _left_out(rows: Sequence[FitRow], values: Values, tables: dict[str, Floats]) -> dict[Hashable, dict[str, float]]:
+    """Add errors with parts left out of the fit to the tables; returns the constants of each fold."""
+    priors = {constant.name: constant.textbook for constant in constants_of(rows)}
+    derivatives = _derivatives(rows, values)
+
+    def refit(seen: Sequence[FitRow]) -> dict[str, float]:
+        return priors | fit(seen, values, _ITERATIONS_LEFT_OUT, derivatives)
+
+    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), refit, log_errors)
+    tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), refit, log_errors)
+    near = _FirstOrder(values, derivatives, dict(zip((row.run.id for row in rows), tables["fitted"], strict=True)))
+    for name, of_row in _PARTS.items():
+        if name == "source":
+            tables[f"{name} left out"], _ = left_out(rows, of_row, refit, log_errors)
+        else:
+            tables[f"{name} left out"], _ = left_out(rows, of_row, near.fit, near.log_errors, jobs=1)
+    return folds
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstOrder:
+    """Errors to first order in logarithms of constants, about those of all rows; a fit then takes milliseconds.
+
+    Attributes:
+        values: Constants of all rows.
+        derivatives: Of residuals, by run and constant.
+        errors: Log errors with all constants, by run.
+    """
+
+    values: Values
+    derivatives: Mapping[str, Mapping[str, float]]
+    errors: Mapping[str, float]
+
+    def log_errors(self, rows: Sequence[FitRow], values: Values) -> Floats:
+        """Logarithm of predicted over measured step time, by row."""
+        moved = {name: float(np.log(value / self.values[name])) for name, value in values.items()}
+        return np.array([self.errors[row.run.id] + _STD * self._moved(row, moved) for row in rows])
+
+    def _moved(self, row: FitRow, moved: Values) -> float:
+        return sum(slope * moved.get(name, 0.0) for name, slope in self.derivatives[row.run.id].items())
+
+    def fit(self, rows: Sequence[FitRow]) -> dict[str, float]:
+        """Constants of some rows; those that only others depend on have their priors."""
+        constants = constants_of(rows)
+        names = [constant.name for constant in constants]
+        slopes = np.array([[self.derivatives[row.run.id].get(name, 0.0) for name in names] for row in rows])
+        errors = np.array([self.errors[row.run.id] for row in rows]) / _STD
+        begin = np.log([self.values[name] for name in names])
+
+        def residuals(x: Floats, indices: Sequence[int]) -> Floats:
+            return np.asarray((errors + slopes @ (np.log(x) - begin))[list(indices)])
+
+        sizes = Counter(row.source for row in rows)
+        weights = np.array([_weight(row, sizes[row.source]) for row in rows])
+        priors = _values(textbook=True)
+        start = {name: self.values[name] for name in names}
+        return priors | minimize(
+            constants, residuals, weights, start=start, most_iterations=_ITERATIONS, slopes_at_start=slopes
+        )
+
+
+def _print_errors(
+    rows: Sequence[FitRow], tables: Mapping[str, Floats], parts: Sequence[MovedParts], spread: SpreadEstimate
+) -> None:
+    """Print the tables of errors by source, and the coverage of intervals on known ground."""
+    sources: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        sources[row.source].append(index)
+    print("\n".join(errors_text({**sources, "all": range(len(rows))}, tables)))
+    means = [100 * np.abs(np.expm1(tables["source left out"][indices])).mean() for indices in sources.values()]
+    print(f"a whole source left out, median over the sources: {np.median(means):.1f} %")
+    five = tables["five-fold"]
+    inside, scores = within_left_out(parts, five, [fold_of(row.job, FOLDS) for row in rows])
+    print(
+        f"inside 90 % intervals: five-fold {100 * within(parts, five, spread).mean():.0f} %, with widths from other "
+        f"folds {100 * inside.mean():.0f} % (interval score {scores.mean():.3f})"
+    )
 
 
 def fit(

@@ -135,6 +135,11 @@ def kernel_fields(architecture: str) -> dict[str, Any]:
     return {"kernels": kernel_rates(architecture).model_dump(), "sources": _kernel_sources(architecture)}
 
 
+def has_kernel_rates(architecture: str) -> bool:
+    """True for an architecture with kernel efficiencies of its own, published or fitted."""
+    return any(architecture in _parsed(file)["architectures"] for file in ("kernels", "kernels_fitted"))
+
+
 @cache
 def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
     """Kernel efficiencies of an architecture; general values for one that is not in the catalog.

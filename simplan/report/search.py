@@ -219,8 +219,6 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
             f"  step time    {format_time(best.step_time_s)}  "
             f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
         )
-        if why.weakest_term is not None:
-            yield f"  least known  {why.weakest_term.fact}"
     mfu = "" if why is None or why.mfu is None else f", MFU {format_percent(why.mfu)}"
     yield f"  throughput   {best.tokens_per_s_per_device:,.0f} {result.unit}/s per device{mfu}"
     if best.cost_dollars is not None:
@@ -240,6 +238,8 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
         yield f"  {'':11}  {words}"
     if why is None:
         return
+    if why.weakest_term is not None:
+        yield f"  least known  {why.weakest_term.fact}"
     first, *others = (f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
     yield f"  bottleneck   {', '.join((f'{first} of the step of rank {why.busiest_rank}', *others))}"
     if why.contention:
