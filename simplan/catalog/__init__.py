@@ -137,7 +137,8 @@ def kernel_fields(architecture: str) -> dict[str, Any]:
 
 def has_kernel_rates(architecture: str) -> bool:
     """True for an architecture with kernel efficiencies of its own, published or fitted."""
-    return any(architecture in _parsed(file)["architectures"] for file in ("kernels", "kernels_fitted"))
+    own = _parsed("kernels")["architectures"].get(architecture, {})
+    return architecture in _parsed("kernels_fitted")["architectures"] or any(key != "sources" for key in own)
 
 
 @cache

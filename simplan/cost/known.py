@@ -27,8 +27,8 @@ _RANKS = (1, 8, 64, 512, 4096)
 """Largest numbers of devices of each bin but the last."""
 
 _GENERAL_STD = 0.3
-"""Deviation that an architecture adds which has the kernel efficiencies of any device. An assumption: predicted as such,
-H100, A100 and B200 are 9% faster, 17% slower and 24% faster than with their own constants."""
+"""Deviation that an architecture without kernel efficiencies of its own adds. An assumption: predicted as such, H100,
+A100 and B200 are 9% faster, 17% slower and 24% faster than with their own constants."""
 
 
 class Ground(NamedTuple):
