@@ -136,6 +136,7 @@ class Headline:
         step_time_interval_s: 90 % interval of the step time; None until the full prediction is computed.
         memory: Memory of the peak-memory rank.
         mfu: Model FLOPs utilization, causal attention counted half; None when the peak FLOP/s is unknown.
+        least_known: What is known least, as a sentence without a period; empty until the full prediction is computed.
     """
 
     job: Job
@@ -143,6 +144,7 @@ class Headline:
     step_time_interval_s: tuple[float, float] | None
     memory: RankMemory
     mfu: float | None
+    least_known: str = ""
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
@@ -196,7 +198,8 @@ def quick_headline(scenario: Scenario) -> Headline | None:
 def headline_of_prediction(prediction: Prediction) -> Headline:
     """Headline from a full prediction."""
     one = prediction
-    return Headline(one.job, one.step_time_s, one.step_time_interval_s, one.worst_memory, one.mfu)
+    least_known = "" if one.weakest_term is None else one.weakest_term.fact
+    return Headline(one.job, one.step_time_s, one.step_time_interval_s, one.worst_memory, one.mfu, least_known)
 
 
 _IDLE = 0.3

@@ -36,6 +36,8 @@ def left_out(
     part_of: Callable[[_Row], Hashable],
     fit: Callable[[Sequence[_Row]], dict[str, float]],
     log_errors: Callable[[Sequence[_Row], Values], Floats],
+    *,
+    jobs: int = -1,
 ) -> tuple[Floats, dict[Hashable, dict[str, float]]]:
     """Held-out log errors, and constants by part; each part is predicted by a fit without it.
 
@@ -44,6 +46,7 @@ def left_out(
         part_of: Part of a row.
         fit: Fit of some rows, with values of all constants.
         log_errors: Logarithms of predicted over measured times of some rows.
+        jobs: Number of processes; -1 for one per core.
     """
 
     def without(part: Hashable) -> tuple[Floats, dict[str, float]]:
@@ -52,7 +55,7 @@ def left_out(
 
     parts = [part_of(row) for row in rows]
     names = list(dict.fromkeys(parts))
-    found = Parallel(n_jobs=-1)(delayed(without)(part) for part in names)
+    found = Parallel(n_jobs=jobs)(delayed(without)(part) for part in names)
     errors = np.zeros(len(rows))
     for part, (own, _) in zip(names, found, strict=True):
         errors[[each == part for each in parts]] = own

@@ -184,6 +184,8 @@ def load_peaks(paths: Sequence[Path]) -> list[PeakRow]:
 def fitted_lines(rows: Sequence[PeakRow], fitted: Deviations, wider: Deviations) -> Iterator[str]:
     """Lines of memory_fitted.yaml."""
     yield "# Written by `make fit` (python -m fit.peak_memory), from scenarios/published and rehearsed_peaks.yaml."
+    runtimes = sorted({catalog.software(row.software).runtime for row in rows})
+    yield f"runtimes: [{', '.join(runtimes)}]  # whose peaks were compared"
     yield "unfitted:"
     yield f"  transient_std: {wider.transient:.3f}"
     yield f"  allocator_std: {wider.allocator:.3f}"

@@ -54,7 +54,7 @@ class SpreadEstimate:
     def half_widths(self, parts: Sequence[MovedParts]) -> tuple[Floats, Floats]:
         """Lower and upper half widths of 90% intervals, in logarithms."""
         own = [self.computing.get(part.software, self.common) for part in parts]
-        down, up = _deviations(parts, np.array(own), self.between_nodes)
+        down, up = deviations(parts, np.array(own), self.between_nodes)
         return NINE_IN_TEN * down, NINE_IN_TEN * up
 
 
@@ -71,9 +71,9 @@ def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
     drawn = (logs[:, None] - logs) ** 2 / 2 / _TOGETHER**2  # by common scale and own
     best, spread = -np.inf, SpreadEstimate({}, 0.0, 0.0)
     for between in _BETWEEN:
-        down, up = _deviations(parts, _SCALES[:, None], float(between))
+        down, up = deviations(parts, _SCALES[:, None], float(between))
         unusual = np.log(between / _BETWEEN_USUAL) ** 2 / 2 / _BETWEEN_LOG_STD**2
-        likely = own @ _log_density(errors, down, up).T  # by profile and own scale
+        likely = own @ log_density(errors, down, up).T  # by profile and own scale
         each = likely[:, None, :] - drawn
         total = each.max(axis=2).sum(axis=0) - unusual
         common = int(total.argmax())
@@ -83,29 +83,6 @@ def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
             computing = dict(zip(names, map(float, scales), strict=True))
             spread = SpreadEstimate(computing, float(_SCALES[common]), float(between))
     return spread
-
-
-def unfitted_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[str], spread: SpreadEstimate) -> float:
-    """Relative standard deviation of compute for a framework without fitted runs.
-
-    The interval covers 90% of runs, with equal weight per source.
-
-    Args:
-        parts: Sensitivities of all runs.
-        errors: Log errors of leave-one-source-out fits.
-        sources: Source of each run.
-        spread: Spread with the deviation of communication between nodes.
-    """
-    late = errors < 0
-    shorter, longer = _communications(parts, spread.between_nodes)
-    communications = np.where(late, longer, shorter)
-    off = np.sqrt(np.maximum(0.0, (errors / NINE_IN_TEN) ** 2 - communications**2))
-    shares = np.array([part.computing for part in parts])
-    needed = np.where(late, np.expm1(off) / shares, _slower(-np.expm1(-off) / shares))
-    weights = np.array([1 / list(sources).count(source) for source in sources])
-    order = np.argsort(needed)
-    reached = np.cumsum(weights[order]) / weights.sum()
-    return float(needed[order][np.searchsorted(reached, _INSIDE)])
 
 
 def within(parts: Sequence[MovedParts], errors: Floats, spread: SpreadEstimate) -> Floats:
@@ -139,27 +116,31 @@ def interval_score(parts: Sequence[MovedParts], errors: Floats, spread: SpreadEs
     return np.asarray(high - low + 2 / (1 - _INSIDE) * missing)
 
 
-def _deviations(parts: Sequence[MovedParts], computing: Floats, between: float) -> tuple[Floats, Floats]:
-    """Standard deviations of log step times, down and up; compute and communication are independent."""
+def deviations(parts: Sequence[MovedParts], computing: Floats, between: float | Floats) -> tuple[Floats, Floats]:
+    """Standard deviations of log step times, down and up; compute and communication are independent.
+
+    Args:
+        parts: Sensitivities of runs.
+        computing: ``(..., runs)`` Relative standard deviations of compute.
+        between: Relative standard deviation of communication between nodes, one for all or ``(runs,)``.
+    """
     shares = np.array([part.computing for part in parts])
     shorter, longer = _communications(parts, between)
     down, up = -np.log1p(-shares * computing / (1 + computing)), np.log1p(shares * computing)
     return np.hypot(down, shorter), np.hypot(up, longer)
 
 
-def _communications(parts: Sequence[MovedParts], between: float) -> tuple[Floats, Floats]:
+def _communications(parts: Sequence[MovedParts], between: float | Floats) -> tuple[Floats, Floats]:
     """Shortening and lengthening of steps by communication and host work, in logarithms."""
     sides = ([part.shorter for part in parts], [part.longer for part in parts])
-    shorter, longer = (np.array([np.interp(between, BETWEEN, own) for own in side]) for side in sides)
+    stds = np.broadcast_to(between, len(parts))
+    shorter, longer = (
+        np.array([np.interp(std, BETWEEN, own) for std, own in zip(stds, side, strict=True)]) for side in sides
+    )
     return shorter, longer
 
 
-def _slower(saved: Floats) -> Floats:
-    """Deviation x for which a cost divided by 1 + x shrinks by the fraction ``saved``; infinite from 1 on."""
-    return np.where(saved < 1, saved / np.maximum(1e-9, 1 - saved), np.inf)
-
-
-def _log_density(errors: Floats, down: Floats, up: Floats) -> Floats:
+def log_density(errors: Floats, down: Floats, up: Floats) -> Floats:
     """Log density of Student's t in two halves of unequal scale (Fernandez and Steel 1998)."""
     to_scale = NINE_IN_TEN / _T_NINE_IN_TEN
     scales = np.where(errors < 0, up, down) * to_scale

@@ -1,36 +1,48 @@
 """Fit kernel efficiencies to step times of published training runs, and report the prediction errors.
 
-    python -m fit.step_times scenarios/published [--rounds N] [--write]
+    python -m fit.step_times scenarios/published [--rounds N] [--keep] [--write]
 
 Fitted are a few rates per architecture, a few framework constants, and common constants (``fit.rates``). They start
 from, and are regularized toward, the prior values of kernels.yaml. A step time is the longest path through the work of
 a step. Near the present constants it is therefore a sum of costs times counts
 (``simplan.predict.step_summary.step_terms``). The fit evaluates the terms of that sum with the code that predicts, and
 each round recomputes the longest paths. A source counts as its number of runs to the power of 0.75. ``--write``
-replaces kernels_fitted.yaml.
+replaces kernels_fitted.yaml, and with it what the constants were validated on: known.yaml of the catalog, and
+left_out.yaml of ``simplan.accuracy``. With ``--keep`` only these two, for the constants that the catalog has.
 
-Four errors are printed: in-sample; five-fold by model and device, so that near-duplicates stay together; five-fold by
-run, as for a table with missing rows; and leave-one-source-out. Predictions of a fitted framework carry the spread of
-the second; predictions of other frameworks carry that of the last.
+Errors are printed in-sample; five-fold by model and device, so that near-duplicates stay together; five-fold by run, as
+for a table with missing rows; and with a whole source, device, architecture or framework left out. Predictions on known
+ground carry the spread of the second; what is unknown adds the spread of the last four (``fit.known``).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from fit.cross_validation import FOLDS, LEFT_OUT_FILE, errors_text, left_out, left_out_text
-from fit.perturbation import parts_of
+from fit.known import (
+    KNOWN_FILE,
+    LeftOut,
+    counts_without,
+    coverage_text,
+    fit_unknown,
+    known_lines,
+    left_out_lines,
+)
+from fit.perturbation import MovedParts, parts_of
 from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAINED, TOGETHER
 from fit.robust import Constant, Floats, Residuals, Values, constants_text, minimize, number_text, slopes
 from fit.rows import FitCosts, FitRow, fold_of, load_rows, part_of
-from fit.spread import SpreadEstimate, fit_spread, unfitted_std, within, within_left_out
+from fit.spread import SpreadEstimate, fit_spread, within, within_left_out
 from simplan import catalog
+from simplan.accuracy.left_out import LEFT_OUT_FILE as LEFT_OUT_RUNS
+from simplan.cost.known import ground_of
 
 FITTED_FILE = Path(catalog.__file__).parent / "kernels_fitted.yaml"
 
@@ -46,6 +58,13 @@ _ITERATIONS = 8
 _ITERATIONS_LEFT_OUT = 1
 """Iterations of held-out fits: one Gauss-Newton step from the fit of all rows, whose derivatives serve every held-out
 fit (approximate cross-validation: Giordano et al. 2019, A Swiss Army Infinitesimal Jackknife)."""
+_PARTS: Mapping[str, Callable[[FitRow], Hashable]] = {
+    "source": lambda row: row.source,
+    "device": lambda row: row.job.cluster.device.id,
+    "architecture": lambda row: row.architecture,
+    "framework": lambda row: row.job.software.rates_profile,
+}
+"""Parts of the runs that are left out, of which the fit then knows less."""
 
 
 def main() -> None:
@@ -53,18 +72,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="fit kernels on published training runs")
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=3, help="how often longest paths are looked for")
+    parser.add_argument("--keep", action="store_true", help="keep the constants of the catalog")
     parser.add_argument("--write", action="store_true", help=f"replace {FITTED_FILE.name}")
     arguments = parser.parse_args()
-    values = _textbook_values()
-    for number in range(arguments.rounds):
+    values = _values(textbook=not arguments.keep)
+    for number in range(1 if arguments.keep else arguments.rounds):
         rows = load_rows(arguments.runs, values)
         if not number:
-            textbook = log_errors(rows, values)
-        values = {field: values[field] for field in ALL} | fit(rows, values)
+            textbook = log_errors(rows, _values(textbook=True))
+        if not arguments.keep:
+            values = {field: values[field] for field in ALL} | fit(rows, values)
     print("\n".join(constants_text(constants_of(rows), values)))
     tables = {"textbook": textbook, "fitted": log_errors(rows, values)}
-    priors = {constant.name: constant.textbook for constant in constants_of(rows)}
+    folds = _left_out(rows, values, tables)
+    parts = parts_of(rows, values)
+    spread = fit_spread(parts, tables["five-fold"])
+    _print_errors(rows, tables, parts, spread)
+    grounds, names = [ground_of(row.job) for row in rows], [row.source for row in rows]
+    left = {
+        name: LeftOut(tables[f"{name} left out"], counts_without(grounds, [of_row(row) for row in rows]))
+        for name, of_row in _PARTS.items()
+    }
+    unknown = fit_unknown(parts, [*left.values()], names, spread)
+    print("\n".join(coverage_text(parts, left, spread, unknown)))
+    if not arguments.write:
+        return
+    errors, ids = left["source"].errors, [row.run.id for row in rows]
+    known = known_lines(grounds, names, errors, spread, unknown)
+    moved = left_out_lines(ids, errors - tables["fitted"], parts, left["source"], spread, unknown)
+    written = {KNOWN_FILE: "\n".join([*known, ""]), LEFT_OUT_RUNS: "\n".join([*moved, ""])}
+    if not arguments.keep:
+        in_order = [folds[fold] for fold in range(FOLDS)]
+        written |= {FITTED_FILE: fitted_text(values, rows, spread), LEFT_OUT_FILE: left_out_text(rows, in_order)}
+    for path, text in written.items():
+        path.write_text(text, encoding="utf-8")
+    print(f"wrote {', '.join(path.name for path in written)}")
 
+
+def _left_out(rows: Sequence[FitRow], values: Values, tables: dict[str, Floats]) -> dict[Hashable, dict[str, float]]:
+    """Add errors with parts left out of the fit to the tables; returns the constants of each fold."""
+    priors = {constant.name: constant.textbook for constant in constants_of(rows)}
     derivatives = _derivatives(rows, values)
 
     def refit(seen: Sequence[FitRow]) -> dict[str, float]:
@@ -72,29 +119,73 @@ def main() -> None:
 
     tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.job, FOLDS), refit, log_errors)
     tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), refit, log_errors)
-    tables["source left out"], _ = left_out(rows, lambda row: row.source, refit, log_errors)
-    parts, five = parts_of(rows, values), tables["five-fold"]
-    spread = fit_spread(parts, five)
-    unseen = unfitted_std(parts, tables["source left out"], [row.source for row in rows], spread)
+    near = _FirstOrder(values, derivatives, dict(zip((row.run.id for row in rows), tables["fitted"], strict=True)))
+    for name, of_row in _PARTS.items():
+        if name == "source":
+            tables[f"{name} left out"], _ = left_out(rows, of_row, refit, log_errors)
+        else:
+            tables[f"{name} left out"], _ = left_out(rows, of_row, near.fit, near.log_errors, jobs=1)
+    return folds
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstOrder:
+    """Errors to first order in logarithms of constants, about those of all rows; a fit then takes milliseconds.
+
+    Attributes:
+        values: Constants of all rows.
+        derivatives: Of residuals, by run and constant.
+        errors: Log errors with all constants, by run.
+    """
+
+    values: Values
+    derivatives: Mapping[str, Mapping[str, float]]
+    errors: Mapping[str, float]
+
+    def log_errors(self, rows: Sequence[FitRow], values: Values) -> Floats:
+        """Logarithm of predicted over measured step time, by row."""
+        moved = {name: float(np.log(value / self.values[name])) for name, value in values.items()}
+        return np.array([self.errors[row.run.id] + _STD * self._moved(row, moved) for row in rows])
+
+    def _moved(self, row: FitRow, moved: Values) -> float:
+        return sum(slope * moved.get(name, 0.0) for name, slope in self.derivatives[row.run.id].items())
+
+    def fit(self, rows: Sequence[FitRow]) -> dict[str, float]:
+        """Constants of some rows; those that only others depend on have their priors."""
+        constants = constants_of(rows)
+        names = [constant.name for constant in constants]
+        slopes = np.array([[self.derivatives[row.run.id].get(name, 0.0) for name in names] for row in rows])
+        errors = np.array([self.errors[row.run.id] for row in rows]) / _STD
+        begin = np.log([self.values[name] for name in names])
+
+        def residuals(x: Floats, indices: Sequence[int]) -> Floats:
+            return np.asarray((errors + slopes @ (np.log(x) - begin))[list(indices)])
+
+        sizes = Counter(row.source for row in rows)
+        weights = np.array([_weight(row, sizes[row.source]) for row in rows])
+        priors = _values(textbook=True)
+        start = {name: self.values[name] for name in names}
+        return priors | minimize(
+            constants, residuals, weights, start=start, most_iterations=_ITERATIONS, slopes_at_start=slopes
+        )
+
+
+def _print_errors(
+    rows: Sequence[FitRow], tables: Mapping[str, Floats], parts: Sequence[MovedParts], spread: SpreadEstimate
+) -> None:
+    """Print the tables of errors by source, and the coverage of intervals on known ground."""
     sources: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         sources[row.source].append(index)
     print("\n".join(errors_text({**sources, "all": range(len(rows))}, tables)))
     means = [100 * np.abs(np.expm1(tables["source left out"][indices])).mean() for indices in sources.values()]
     print(f"a whole source left out, median over the sources: {np.median(means):.1f} %")
+    five = tables["five-fold"]
     inside, scores = within_left_out(parts, five, [fold_of(row.job, FOLDS) for row in rows])
-    outside = within(parts, tables["source left out"], replace(spread, computing={}, common=unseen))
     print(
         f"inside 90 % intervals: five-fold {100 * within(parts, five, spread).mean():.0f} %, with widths from other "
-        f"folds {100 * inside.mean():.0f} % (interval score {scores.mean():.3f}), source left out "
-        f"{100 * outside.mean():.0f} %"
+        f"folds {100 * inside.mean():.0f} % (interval score {scores.mean():.3f})"
     )
-    text = fitted_text(values, rows, spread, unseen)
-    if arguments.write:
-        FITTED_FILE.write_text(text, encoding="utf-8")
-        in_order = [folds[fold] for fold in range(FOLDS)]
-        LEFT_OUT_FILE.write_text(left_out_text(rows, in_order), encoding="utf-8")
-        print(f"wrote {FITTED_FILE.name} and {LEFT_OUT_FILE.name}")
 
 
 def fit(
@@ -222,31 +313,31 @@ def log_errors(rows: Sequence[FitRow], values: Values) -> Floats:
     return np.array([np.log(row.predicted_s(costs) / row.measured_s) for row in rows])
 
 
-def _textbook_values() -> dict[str, float]:
-    """Prior values of all constants, including those without data, so that fits do not depend on earlier fits."""
-    values = {field: getattr(catalog.kernel_rates("other", textbook=True), field) for field in ALL}
+def _values(*, textbook: bool) -> dict[str, float]:
+    """All constants of the catalog, or their priors; also those without data, so that fits do not depend on others."""
+    common = catalog.kernel_rates("other", textbook=textbook)
+    values = {field: getattr(common, field) for field in ALL}
     for architecture in {catalog.device(name).architecture for name in catalog.names("devices")}:
-        rates = catalog.kernel_rates(architecture, textbook=True)
+        rates = catalog.kernel_rates(architecture, textbook=textbook)
         values |= {f"{architecture}.{field}": getattr(rates, field) for field in ARCHITECTURE}
         values |= {f"{architecture}.{kernel}": share.sustained for kernel, share in rates.attention.items()}
     for name in catalog.names("software"):
-        software = catalog.software(name, textbook=True).rates
+        software = catalog.software(name, textbook=textbook).rates
         values |= {f"{name}.{field}": getattr(software, field) for field in SOFTWARE}
     return values
 
 
-def fitted_text(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unseen: float) -> str:
-    """Text of kernels_fitted.yaml; ``unseen`` is the standard deviation of compute for profiles without fitted runs."""
-    return "\n".join([*_lines(values, rows, spread, unseen), ""])
+def fitted_text(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate) -> str:
+    """Text of kernels_fitted.yaml."""
+    return "\n".join([*_lines(values, rows, spread), ""])
 
 
-def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unseen: float) -> Iterator[str]:
+def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate) -> Iterator[str]:
     yield "# Written by `make fit` (python -m fit.step_times), from kernels.yaml and scenarios/published."
     yield "all:"
     for field in ALL:
         if field in values:
             yield f"  {field}: {number_text(values[field])}"
-    yield f"  unfitted_std: {unseen:.2f}"
     yield f"  inter_node_std: {spread.between_nodes:.2f}"
     yield "architectures:"
     for owner, own in _by(rows, lambda row: row.architecture):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic_core import to_jsonable_python
 
+from simplan.cost.known import WeakestTerm
 from simplan.job import Job
 from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
@@ -584,6 +585,7 @@ class Prediction:
         table: Action table, one row per pipeline rank.
         step_time_s: Seconds of one optimizer step (Level 2).
         step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
+        weakest_term: What is known least, for its effect on the interval; None without uncertainty.
         action_level: Simulates ``action_level_step_time_s``, which few ask for.
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
@@ -636,6 +638,7 @@ class Prediction:
     hashing: HashedStep | None = None
     compression: CompressionStep | None = None
     replication: ReplicationRound | ReplicationWorkers | None = None
+    weakest_term: WeakestTerm | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -813,6 +816,7 @@ class Prediction:
             "table": format_table(self.table),
             "step_time_s": self.step_time_s,
             "step_time_interval_s": list(self.step_time_interval_s),
+            "weakest_term": None if self.weakest_term is None else asdict(self.weakest_term),
             "action_level_step_time_s": self.action_level_step_time_s,
             "bubble_fraction": self.bubble_fraction,
             "reference_s": self.reference_s,

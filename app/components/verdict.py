@@ -125,7 +125,13 @@ def show_numbers(
     limits_s = headline.step_time_interval_s
     interval = " to ".join(map(format_time, limits_s)) if limits_s else "interval pending"
     cells = [
-        ("Step time", format_time(headline.step_time_s), interval, f"{meaning('step_time_s')}; {meaning('interval')}"),
+        (
+            "Step time",
+            format_time(headline.step_time_s),
+            interval,
+            f"{meaning('step_time_s')}; {meaning('interval')}"
+            + (f". Least known: {headline.least_known}" if headline.least_known else ""),
+        ),
         (
             f"{each.capitalize()} per second",
             f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",

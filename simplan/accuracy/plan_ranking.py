@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -19,45 +19,87 @@ _OF_PLAN = {"optimizer", "fused_optimizer", "clip_grad_norm"}
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """Predicted choice in a group of runs that differ only in their plan.
+
+    Attributes:
+        model: Name of the model.
+        devices: Devices of all runs, in words.
+        chosen, best: Runs predicted and measured to be fastest.
+        regret: Relative excess of the measured step time of ``chosen`` over that of ``best``.
+    """
+
+    file: str
+    model: str
+    devices: str
+    num_runs: int
+    chosen: str
+    best: str
+    regret: float
+
+
+@dataclass(frozen=True, slots=True)
 class Choices:
     """Quality of predicted choices among plans.
 
     Attributes:
         num_groups: Groups of at least two runs that differ only in their plan.
         num_runs: Runs in the groups.
+        num_best: Groups in which the plan predicted to be best is the measured best.
         median_regret, mean_regret, max_regret: Relative excess of the measured step time of the plan predicted to be
             best over the measured best, per group. None without groups.
         num_pairs: Pairs of plans in a group whose measured times differ by more than 3%.
         kendall_tau: Fraction of the pairs predicted in the right order minus the fraction in the wrong order; None
             without pairs.
+        wrong: Choices of other plans than the best, largest regret first.
     """
 
     num_groups: int
     num_runs: int
+    num_best: int
     median_regret: float | None
     mean_regret: float | None
     max_regret: float | None
     num_pairs: int
     kendall_tau: float | None
+    wrong: tuple[Choice, ...] = ()
 
 
 def choices(outcomes: Iterable[RunOutcome]) -> Choices:
-    """Evaluate choices in groups of runs of one file that differ only in their plan."""
+    """Evaluate choices in groups of runs of one file that differ only in their plan.
+
+    They have the model (vocabulary and adapters apart), sequence length, devices, global batch, precision and software
+    version in common, and what they state of the software that no plan decides.
+    """
     groups = [group for group in _groups(outcomes) if len({_plan(outcome) for outcome in group}) > 1]
-    regrets = []
-    for group in groups:
-        best_s = min(_measured_s(outcome) for outcome in group)
-        regrets.append(_measured_s(min(group, key=_predicted_s)) / best_s - 1)
+    found = [_choice(group) for group in groups]
+    regrets = [choice.regret for choice in found]
     pairs = [pair for group in groups for pair in _pairs(group)]
     orders = [float(np.sign(was) * np.sign(said)) for said, was in pairs if abs(was) > math.log(_APART)]
     return Choices(
         num_groups=len(groups),
         num_runs=sum(len(group) for group in groups),
+        num_best=sum(regret == 0 for regret in regrets),
         median_regret=float(np.median(regrets)) if regrets else None,
         mean_regret=float(np.mean(regrets)) if regrets else None,
         max_regret=max(regrets) if regrets else None,
         num_pairs=len(orders),
         kendall_tau=float(np.mean(orders)) if orders else None,
+        wrong=tuple(sorted((c for c in found if c.regret > 0), key=lambda choice: -choice.regret)),
+    )
+
+
+def _choice(group: Sequence[RunOutcome]) -> Choice:
+    chosen, best = min(group, key=_predicted_s), min(group, key=_measured_s)
+    job = best.run.known_job
+    return Choice(
+        file=best.file,
+        model=job.model.name,
+        devices=job.cluster.devices_in_words,
+        num_runs=len(group),
+        chosen=chosen.run.id,
+        best=best.run.id,
+        regret=_measured_s(chosen) / _measured_s(best) - 1,
     )
 
 
@@ -93,9 +135,8 @@ def _groups(outcomes: Iterable[RunOutcome]) -> list[list[RunOutcome]]:
 
 
 def _stated(software: Mapping[str, Any]) -> Iterator[Any]:
-    """Settings of the software that do not follow from the plan; None for those that the run does not state."""
-    yield from (software.get(name) for name in ("compiled", "grad_overlap", "channels_last"))
-    yield software["tp_overlap"] in ("gathers", "all") if "tp_overlap" in software else None
+    """Settings of the software that no plan decides, as overlap does; None for those that the run does not state."""
+    yield from (software.get(name) for name in ("compiled", "channels_last"))
     yield software.get("layers", {}).get("attention")
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
+from simplan.accuracy.left_out import without_sources
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.plan_ranking import Choices, choices
 from simplan.accuracy.statistics import (
@@ -26,6 +27,18 @@ IN_CATALOG, NOT_IN_CATALOG = "frameworks in the catalog", "other frameworks"
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOutFigures:
+    """Figures of runs of a fit, each predicted with constants fitted without its whole source."""
+
+    step_time: IntervalFigures
+    choosing: Choices
+
+    def to_json(self) -> dict[str, Any]:
+        """Part of the JSON document."""
+        return asdict(self) | {"step_time": self.step_time.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Error figures of a set of runs.
 
@@ -36,6 +49,7 @@ class Figures:
         peak_memory: Errors and interval coverage of memory peaks: ``all``, and by kind of figure.
         oom: Counts of correct and wrong out-of-memory predictions.
         choosing: Quality of choices among plans.
+        source_left_out: The same of those that a fit used, predicted without their source; None without such runs.
     """
 
     num_runs: int
@@ -45,10 +59,12 @@ class Figures:
     peak_memory: dict[str, IntervalFigures]
     oom: Verdicts
     choosing: Choices
+    source_left_out: LeftOutFigures | None = None
 
     @classmethod
     def of(cls, outcomes: Sequence[RunOutcome]) -> Figures:
         """Compute the figures of outcomes."""
+        left = without_sources(outcomes)
         return cls(
             num_runs=len(outcomes),
             num_skipped=sum(outcome.predicted is None for outcome in outcomes),
@@ -57,6 +73,7 @@ class Figures:
             peak_memory=memory_figures(outcomes),
             oom=verdicts(outcomes),
             choosing=choices(outcomes),
+            source_left_out=LeftOutFigures(step_time_figures(left), choices(left)) if left else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -64,7 +81,9 @@ class Figures:
         figures = asdict(self)
         by_kind = {kind: own.to_json() for kind, own in self.peak_memory.items()}
         peak_memory = by_kind.pop("all") | {"by_kind": by_kind}
-        return figures | {"step_time": self.step_time.to_json(), "peak_memory": peak_memory, "oom": self.oom.to_json()}
+        left = None if self.source_left_out is None else self.source_left_out.to_json()
+        own = {"peak_memory": peak_memory, "oom": self.oom.to_json(), "source_left_out": left}
+        return figures | {"step_time": self.step_time.to_json(), **own}
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,12 @@ def kernel_fields(architecture: str) -> dict[str, Any]:
     return {"kernels": kernel_rates(architecture).model_dump(), "sources": _kernel_sources(architecture)}
 
 
+def has_kernel_rates(architecture: str) -> bool:
+    """True for an architecture with kernel efficiencies of its own, published or fitted."""
+    own = _parsed("kernels")["architectures"].get(architecture, {})
+    return architecture in _parsed("kernels_fitted")["architectures"] or any(key != "sources" for key in own)
+
+
 @cache
 def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
     """Kernel efficiencies of an architecture; general values for one that is not in the catalog.
@@ -149,10 +155,7 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
         attention = dict(entry.get("attention", {}))
         for name, sustained in own.pop("attention", {}).items():
             attention[name] = attention[name] | {"sustained": sustained}
-        shared = dict(fitted["all"])
-        if not entry and not own:
-            del shared["unfitted_std"]  # applies to known architectures only
-        entry |= shared | own | {"attention": attention}
+        entry |= fitted["all"] | own | {"attention": attention}
     return KernelRates.model_validate(entry)
 
 
@@ -237,7 +240,7 @@ def _kernel_sources(architecture: str) -> dict[str, str]:
     textbook, kernels = kernel_rates(architecture, textbook=True), kernel_rates(architecture)
     entry = _parsed("kernels")["architectures"].get(architecture, {})
     sources = {f"kernels.{key}": source for key, source in _sources("kernels", entry.get("sources", {})).items()}
-    for name in (name for name in KernelRates.model_fields if name not in ("unfitted_std", "inter_node_std")):
+    for name in (name for name in KernelRates.model_fields if name != "inter_node_std"):
         before, now = getattr(textbook, name), getattr(kernels, name)
         if before != now and isinstance(before, float):
             key = f"kernels.{name}"
@@ -406,9 +409,19 @@ def _memory_spread(name: str, rates_of: str | None) -> tuple[dict[str, Any], str
     return spread, f"fitted on {' and '.join(own['fitted_on'] for own in owners)}"
 
 
+def known() -> dict[str, Any]:
+    """Fitted runs by what they ran on, and deviations where there are none (``simplan.cost.known``)."""
+    return _parsed("known")
+
+
 def unfitted_memory_spread() -> MemorySpread:
     """Uncertainty of peak memory under a framework without published peaks of its own."""
     return MemorySpread.model_validate(_parsed("memory_fitted")["unfitted"])
+
+
+def has_compared_peaks(runtime: str) -> bool:
+    """True for a runtime of software whose predicted peaks of memory were compared with measured ones."""
+    return runtime in _parsed("memory_fitted")["runtimes"]
 
 
 def _software_files() -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from copy import copy
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Self
 
@@ -31,6 +33,7 @@ class AnalyticCost:
         stack: Slowdown of communication in training with a framework; None for no slowdown.
         collectives: Algorithms that the plan prescribes; None for the library's choice.
         server_shares: Fraction of the gradients on each parameter server; empty for equal parts.
+        between_std: Relative standard deviation of communication between nodes, in addition to its own.
 
     Attributes:
         placement: Devices of the ranks of communication; None if they are the devices of their own numbers.
@@ -45,11 +48,12 @@ class AnalyticCost:
         stack: FrameworkRates | None = None,
         collectives: Collectives | None = None,
         server_shares: tuple[float, ...] = (),
+        between_std: float = 0.0,
     ) -> None:
         self._cluster = cluster
         self._kernels = kernels
         self._stack = stack or FrameworkRates()
-        self._collectives, self._server_shares = collectives, server_shares
+        self._collectives, self._server_shares, self._between_std = collectives, server_shares, between_std
         self._route_of = lru_cache(maxsize=1024)(partial(route_of, cluster=cluster))
         self._compute = cache(kernels.cost_estimate)
         self._moved: dict[tuple[CollectiveKind, int, ExpertDraw | None, Route | None], CostEstimate] = {}
@@ -86,6 +90,8 @@ class AnalyticCost:
         if estimate is None:
             prescribed = self._collectives, self._server_shares
             estimate = communication_cost(communication, self._cluster, route, *prescribed)
+            if self._between_std and route is not None and route.between is not None:
+                estimate = replace(estimate, relative_std=math.hypot(estimate.relative_std, self._between_std))
             estimate = self._moved[key] = estimate.times(self._slowdown(route))
         return estimate
 

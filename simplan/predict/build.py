@@ -17,6 +17,7 @@ from simplan.cost.calibration.format import Calibration, way_of_mixing
 from simplan.cost.calibration.store import refuse_other_device
 from simplan.cost.communication.host_link import host_memory_rate
 from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.known import Ground, ground_of, known_of
 from simplan.cost.mixed import MixedCost
 from simplan.cost.model import CostModel
 from simplan.cost.program_costs import pass_time_s
@@ -285,6 +286,7 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
         num_microbatches,
         plan.collectives,
         job.server_shares,
+        ground_of(job),
         updates_on_host=plan.offload_optimizer,
         updated_by_servers=plan.replication is not None and plan.replication.has_servers,
     )
@@ -307,11 +309,13 @@ def _kept_cost(
     num_microbatches: int,
     collectives: Collectives | None,
     server_shares: tuple[float, ...],
+    ground: Ground,
     *,
     updates_on_host: bool,
     updated_by_servers: bool,
 ) -> AnalyticCost:
     """Cached cost model with its estimates: plans of a search share most of them."""
+    known = known_of(ground)
     kernels = kernel_cost(
         cluster.device,
         precision,
@@ -324,8 +328,10 @@ def _kept_cost(
         host_bytes_per_s=host_memory_rate(cluster, whole_node=updated_by_servers)
         if updates_on_host or updated_by_servers
         else None,
+        known=known,
     )
-    return AnalyticCost(cluster, kernels, software.rates, collectives, server_shares)
+    between_std = known.std("communication")
+    return AnalyticCost(cluster, kernels, software.rates, collectives, server_shares, between_std)
 
 
 def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreUse | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -13,7 +14,8 @@ from simplan.cluster.topology import hashed, with_seed
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, pace_in_words
 from simplan.cost.communication.collectives import bus_factor
-from simplan.cost.model import CostEstimate, CostModel
+from simplan.cost.known import ErrorShare, weakest_term
+from simplan.cost.model import CostEstimate, CostModel, Provenance
 from simplan.cost.program_costs import ProgramCosts
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
@@ -27,7 +29,14 @@ from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.rounds.fewer_replicas import numbers_left, with_replicas_left
-from simplan.predict.simulated import ErrorSource, Simulated, error_sources, interval_s, moved_durations_s
+from simplan.predict.simulated import (
+    ErrorSource,
+    Simulated,
+    error_sources,
+    interval_s,
+    moved_durations_s,
+    sources_of_error,
+)
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import (
     BackupStep,
@@ -103,7 +112,8 @@ def predict_step(
             check_executable(step.tables[0], plan, job.software)
     load_for_another(step.programs)
     simulated, fine = step.full, step.programs[0]
-    step_time_s, *moved_s = step.seconds(partial(_vectors, sources=error_sources(fine))).tolist()
+    sources = error_sources(fine)
+    step_time_s, *moved_s = step.seconds(partial(_vectors, sources=sources)).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
     memory = _with_first_steps(step, step.memory())
@@ -129,6 +139,7 @@ def predict_step(
         table=step.tables[0],
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
+        weakest_term=weakest_term(job, _error_shares(simulated, sources, step_time_s, moved_s)),
         action_level=_ActionLevel(job, extent, calibration, folding, step.assignment, step.tables),
         bubble_fraction=step.idle_fraction(),
         capacity_bytes=worst_memory(memory).capacity_bytes,
@@ -156,6 +167,27 @@ def predict_step(
         replication=_replication(step, step_time_s, calibration),
     )
     return prediction, simulated
+
+
+def _error_shares(
+    simulated: Simulated, sources: Sequence[ErrorSource], step_time_s: float, moved_s: Sequence[float]
+) -> dict[ErrorSource, ErrorShare]:
+    """Effect of each source of error on the step, with ``moved_s`` as of ``interval_s``."""
+    program, costs = simulated.program, simulated.program_costs
+    timed = [
+        any(costs.by_work[part].cost_estimate.provenance is Provenance.CALIBRATED for part in work)
+        for work in program.works
+    ]
+    timed_s = np.where(np.array(timed, dtype=bool)[program.columns.work], costs.durations_s, 0.0)
+    found: dict[ErrorSource, ErrorShare] = {}
+    own = sources_of_error(program)
+    for source, longer_s in zip(sources, moved_s, strict=False):
+        seconds = float(costs.durations_s[own[source]].sum())
+        if seconds:
+            std = float(costs.deviations_s[own[source]].sum()) / seconds
+            is_timed = 2 * float(timed_s[own[source]].sum()) > seconds
+            found[source] = ErrorShare(math.log(longer_s / step_time_s), std, is_timed)
+    return found
 
 
 def _with_first_steps(step: TruncatedStep, memory: tuple[RankMemory, ...]) -> tuple[RankMemory, ...]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
+from simplan import catalog
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.predict.simulated import NINE_IN_TEN
@@ -13,9 +14,6 @@ from simplan.prediction import MemoryKind, RankMemory
 from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import host_peak_bytes, memory_peak, persistent_bytes, step_peaks, whole_blocks
 from simplan.software.rates import MemorySpread
-
-_COMPARED = frozenset({"torch", "megatron"})
-"""Runtimes with published peaks of memory; XLA plans its buffers in ways of its own, and prints none."""
 
 
 class RankPeaks(NamedTuple):
@@ -92,7 +90,7 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
         {},
         short_bytes=short,
         capacity_bytes=capacity,
-        is_compared=software.runtime in _COMPARED,
+        is_compared=catalog.has_compared_peaks(software.runtime),
     )
     return _with_intervals(memory, peaks, software.memory_spread, has_allocator=True)
 

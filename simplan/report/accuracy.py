@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from simplan.accuracy.outcome import RunOutcome
-from simplan.accuracy.result import Accuracy, Figures
+from simplan.accuracy.plan_ranking import Choices
+from simplan.accuracy.result import Accuracy, Figures, LeftOutFigures
 from simplan.accuracy.statistics import ErrorFigures, IntervalFigures
 from simplan.job import Job
 from simplan.report.comparison import format_error
@@ -15,6 +16,7 @@ from simplan.units import counted, format_percent, format_time
 
 _NUM_WORST = 10
 _MAX_IDS = 8
+_LARGE_REGRET = 0.05
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -92,8 +94,26 @@ def _tables(result: Accuracy) -> Iterator[tuple[str, Table]]:
             "Plan choice for the same training: percent by which the plan predicted to be best is slower than the\n"
             "best plan (regret), and the order of pairs more than 3 % apart"
         )
-        headers = ["file", "groups", "runs", "median regret", "mean", "max", "pairs", "Kendall's tau"]
-        rows = [[name, *_choice_cells(figures)] for name, figures in _figures(result) if figures.choosing.num_groups]
+        rows = [
+            [name, *_choice_cells(figures.choosing)]
+            for name, figures in _figures(result)
+            if figures.choosing.num_groups
+        ]
+        yield title, (["file", *_OF_CHOICES], rows)
+    if rows := _wrong(result):
+        title = f"Choices that cost more than {format_percent(_LARGE_REGRET)}"
+        yield title, (["file", "model", "devices", "runs", "predicted best", "measured best", "regret"], rows)
+    if any(figures.source_left_out for _, figures in _figures(result)):
+        title = (
+            "The whole source left out: runs that constants are fitted on, predicted with constants of the other\n"
+            "sources; errors, intervals and choices as above"
+        )
+        headers = ["file", "runs", "mean", "median", "p90", "max", "bias", "coverage", "+/-", *_OF_CHOICES]
+        rows = [
+            [name, *_left_out_cells(figures.source_left_out)]
+            for name, figures in _figures(result)
+            if figures.source_left_out is not None
+        ]
         yield title, (headers, rows)
 
 
@@ -119,14 +139,40 @@ def _memory_cells(figures: Figures) -> list[str]:
     ]
 
 
-def _choice_cells(figures: Figures) -> list[str]:
-    choices = figures.choosing
+_OF_CHOICES = ["groups", "runs", "best chosen", "median regret", "mean", "max", "pairs", "Kendall's tau"]
+
+
+def _choice_cells(choosing: Choices) -> list[str]:
     return [
-        str(choices.num_groups),
-        str(choices.num_runs),
-        *map(_percent, (choices.median_regret, choices.mean_regret, choices.max_regret)),
-        str(choices.num_pairs),
-        "" if choices.kendall_tau is None else f"{choices.kendall_tau:.2f}",
+        str(choosing.num_groups),
+        str(choosing.num_runs),
+        str(choosing.num_best),
+        *map(_percent, (choosing.median_regret, choosing.mean_regret, choosing.max_regret)),
+        str(choosing.num_pairs),
+        "" if choosing.kendall_tau is None else f"{choosing.kendall_tau:.2f}",
+    ]
+
+
+def _left_out_cells(left: LeftOutFigures) -> list[str]:
+    found = left.step_time
+    choosing = _choice_cells(left.choosing) if left.choosing.num_groups else [""] * len(_OF_CHOICES)
+    return [str(found.errors.num), *_error_cells(found.errors), *_interval_cells(found), *choosing]
+
+
+def _wrong(result: Accuracy) -> list[list[str]]:
+    """Rows of choices with a large regret."""
+    return [
+        [
+            result.names[choice.file],
+            choice.model,
+            choice.devices,
+            str(choice.num_runs),
+            choice.chosen,
+            choice.best,
+            format_percent(choice.regret),
+        ]
+        for choice in result.overall.choosing.wrong
+        if choice.regret > _LARGE_REGRET
     ]
 
 

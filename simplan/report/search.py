@@ -238,6 +238,8 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
         yield f"  {'':11}  {words}"
     if why is None:
         return
+    if why.weakest_term is not None:
+        yield f"  least known  {why.weakest_term.fact}"
     first, *others = (f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
     yield f"  bottleneck   {', '.join((f'{first} of the step of rank {why.busiest_rank}', *others))}"
     if why.contention:

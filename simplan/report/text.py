@@ -159,6 +159,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     interval = memory_interval(worst.device_interval_bytes)
     more = f"; {device_memory_words(worst)}" if worst.short_bytes else ""
     yield f"  memory       {format_bytes(worst.needed_bytes)}  ({interval}{more})"
+    if prediction.weakest_term is not None:
+        yield f"  least known  {prediction.weakest_term.fact}"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
         noun = "tokens" if prediction.job.model.sample == "sequence" else f"{prediction.job.model.sample}s"

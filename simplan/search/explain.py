@@ -48,6 +48,7 @@ def explain_plan(
     worst, network = prediction.worst_memory, prediction.network
     return SearchExplanation(
         step_time_interval_s=prediction.step_time_interval_s,
+        weakest_term=prediction.weakest_term,
         mfu=prediction.mfu,
         allocated_bytes=worst.allocated_bytes,
         reserved_bytes=worst.reserved_bytes,

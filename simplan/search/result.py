@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
+from simplan.cost.known import WeakestTerm
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import MemoryVerdict
 from simplan.search.space import Objective
@@ -52,6 +53,7 @@ class SearchExplanation:
 
     Attributes:
         step_time_interval_s: 90% interval of the step time, in seconds.
+        weakest_term: What is known least, for its effect on the interval; None without uncertainty.
         mfu: Model FLOPs utilization; None if the device peak is unknown.
         allocated_bytes, reserved_bytes: Allocated and reserved peak of the peak-memory rank.
         device_interval_bytes: 90% interval of the device memory of the peak-memory rank.
@@ -70,6 +72,7 @@ class SearchExplanation:
     """
 
     step_time_interval_s: tuple[float, float]
+    weakest_term: WeakestTerm | None
     mfu: float | None
     allocated_bytes: int
     reserved_bytes: int
@@ -173,6 +176,7 @@ class RankedPlan:
             memory |= {"allocated": why.allocated_bytes / GIB, "reserved": why.reserved_bytes / GIB}
             document |= {
                 "step_time_interval_s": list(why.step_time_interval_s),
+                "weakest_term": to_jsonable_python(why.weakest_term),
                 "memory_verdict": why.memory_verdict,
                 "peak_memory_interval_gib": {"device": [end / GIB for end in why.device_interval_bytes]},
                 "mfu": why.mfu,

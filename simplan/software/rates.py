@@ -108,9 +108,6 @@ class KernelRates(Spec):
         host_batch_overhead_s: Seconds of CPU work before a forward where the framework waits for it
             (``SoftwareSpec.waits_for_batch``). The GPU starves while the CPU takes the microbatch, copies and
             broadcasts it, makes masks, and launches again.
-        unfitted_std: Relative standard deviation of step times for a framework or an architecture without in-sample
-            runs. For an unknown architecture it is an assumption: predicted as such, H100, A100 and B200 are 9% faster,
-            17% slower and 24% faster than with their own constants.
         moe_std: Relative standard deviation of the time of layers with experts, not fitted: about 90% of 150 published
             runs with experts have an error of at most 1.645 of it.
         inter_node_std: Relative standard deviation of communication between nodes in training; None for that of
@@ -149,7 +146,6 @@ class KernelRates(Spec):
     host_call_s: NonNegative = 8e-6
     host_step_overhead_s: NonNegative = 0.01
     host_batch_overhead_s: NonNegative = 0.5e-3
-    unfitted_std: NonNegative = 0.3
     moe_std: NonNegative = 0.25
     inter_node_std: NonNegative | None = None
     fitted_on: str | None = None
@@ -178,8 +174,8 @@ class FrameworkRates(Spec):
             kernels overlap, and ranks arrive late.
         inter_slowdown: ``intra_slowdown`` of communication between nodes, on the networks of the machines that the
             framework usually runs on.
-        relative_std: Relative standard deviation of step times; None without a fit, where ``KernelRates.unfitted_std``
-            applies.
+        relative_std: Relative standard deviation of compute on ground where runs were fitted (``simplan.cost.known``);
+            None without a fit.
         fitted_on: Runs that constants were fitted on; None if all are priors.
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simplan.accuracy.left_out import LeftOut, without_sources
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.plan_ranking import choices
 from simplan.accuracy.result import Figures
@@ -137,8 +138,25 @@ def test_choosing_looks_at_runs_that_differ_in_their_plan_only() -> None:
     found = choices(outcomes)
     assert (found.num_groups, found.num_runs) == (1, 4)
     assert found.median_regret == pytest.approx(0.1)
+    assert (found.num_best, [(each.chosen, each.best) for each in found.wrong]) == (0, [("a", "b")])
+    assert found.wrong[0].regret == pytest.approx(0.1)
     assert found.num_pairs == 5
     assert found.kendall_tau == pytest.approx((3 - 2) / 5)
+
+
+def test_runs_of_a_fit_are_predicted_without_their_source_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first would be 10 % slower and measured as fast as predicted; the second is in no fit."""
+    known = {"a": LeftOut(1.1, 0.9, 1.2)}
+    monkeypatch.setattr("simplan.accuracy.left_out._left_out", lambda: known)
+    outcomes = [outcome(run("a", measured__step_time_s=0.022), 0.02), outcome(run("b"), 0.02)]
+    [found] = without_sources(outcomes)
+    assert found.error == pytest.approx(0.0)
+    assert found.predicted is not None
+    assert found.predicted.step_time_interval_s == pytest.approx((0.9 * 0.022, 1.2 * 0.022))
+    left = Figures.of(outcomes).source_left_out
+    assert left is not None
+    assert (left.step_time.errors.num, left.step_time.interval_coverage) == (1, 1.0)
+    assert Figures.of(outcomes[1:]).source_left_out is None
 
 
 def test_skipped_runs_are_counted_and_nothing_else() -> None:

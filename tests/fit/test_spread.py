@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fit.perturbation import BETWEEN, MovedParts
-from fit.spread import SpreadEstimate, fit_spread, interval_score, unfitted_std, within, within_left_out
+from fit.spread import SpreadEstimate, fit_spread, interval_score, within, within_left_out
 
 MADE = {"steady": 0.04, "usual": 0.08, "erratic": 0.2}
 TRUTH = SpreadEstimate(MADE, 0.08, 0.6)
@@ -74,30 +74,6 @@ def test_a_framework_of_few_runs_is_drawn_to_the_others() -> None:
     lucky = [part("few", 1.0)] * 2
     spread = fit_spread([*parts, *lucky], np.append(errors, [0.001, -0.001]))
     assert 0.02 < spread.computing["few"] < spread.common < 0.07
-
-
-def test_of_a_framework_that_was_never_seen_nine_in_ten_are_inside_each_source_counting_alike() -> None:
-    """By hand: nine sources of one run 10 % off, and a tenth of many that are much further off."""
-    plain = SpreadEstimate({}, 0.1, 0.5)
-    parts = [part("any", 0.5)] * 59
-    late = -np.array([0.1] * 9 + [0.5] * 50)
-    sources = [f"source {index}" for index in range(9)] + ["tenth"] * 50
-    assert unfitted_std(parts, late, sources, plain) == pytest.approx(np.expm1(0.1 / 1.645) / 0.5)
-    assert unfitted_std(parts, late, ["one"] * 59, plain) == pytest.approx(np.expm1(0.5 / 1.645) / 0.5)
-    saved = -np.expm1(-0.1 / 1.645) / 0.5  # of what is computed, were it faster
-    assert unfitted_std(parts, -late, sources, plain) == pytest.approx(saved / (1 - saved))
-    waiting = [part("any", 0.5, 0.1)] * 59
-    beside = np.sqrt((0.1 / 1.645) ** 2 - np.log(1.05) ** 2)
-    assert unfitted_std(waiting, late, sources, plain) == pytest.approx(np.expm1(beside) / 0.5)
-
-
-def test_what_an_unseen_framework_needs_is_what_holds_nine_in_ten() -> None:
-    rng = np.random.default_rng(2)
-    parts = [part("any", 0.6, 0.1), part("any", 0.9), part("any", 0.8, 0.02, 0.3)] * 40
-    errors = rng.normal(0.0, 0.2, len(parts))
-    needed = unfitted_std(parts, errors, ["one"] * len(parts), TRUTH)
-    spread = SpreadEstimate({}, needed * 1.0001, TRUTH.between_nodes)
-    assert within(parts, errors, spread).mean() == pytest.approx(0.9, abs=0.01)
 
 
 def test_an_interval_by_hand() -> None:

@@ -9,6 +9,7 @@ from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.kernels import KernelCost, Transposed
 from simplan.cost.compute.matmul import MatmulRates
 from simplan.cost.compute.traffic import KernelSet
+from simplan.cost.known import Known
 from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
 from simplan.software.rates import AttentionEfficiency, FrameworkRates, KernelRates
@@ -31,6 +32,7 @@ def kernel_cost(
     shards_parameters: bool,
     num_microbatches: int = 1,
     host_bytes_per_s: float | None = None,
+    known: Known | None = None,
 ) -> KernelCost:
     """Returns the kernel costs of a device of the catalog.
 
@@ -40,6 +42,7 @@ def kernel_cost(
         shards_parameters: True if FSDP reduces gradients; their accumulation is then part of FSDP's copies.
         num_microbatches: Microbatches per step, over which casts of weights that run once per step are spread.
         host_bytes_per_s: See ``KernelCost``.
+        known: What fitted runs say of the job; None for deviations on known ground.
 
     Raises:
         SpecError: The catalog has no peak for the precision, or no memory bandwidth.
@@ -68,9 +71,7 @@ def kernel_cost(
         state=state,
         optimizer=optimizer,
         provenance=lower[0][1] if lower else provenance,
-        relative_std=rates.unfitted_std
-        if rates.fitted_on is None or stack.relative_std is None
-        else stack.relative_std,
+        relative_std=_relative_std(stack, known),
         slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
         num_devices=num_devices,
         traffic=software.traffic,
@@ -84,6 +85,14 @@ def kernel_cost(
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
         host_bytes_per_s=host_bytes_per_s,
     )
+
+
+def _relative_std(stack: FrameworkRates, known: Known | None) -> float:
+    """Returns the deviation on known ground, widened by what is unknown."""
+    if known is None:
+        return stack.relative_std or 0.0
+    own = known.common_std if stack.relative_std is None else stack.relative_std
+    return math.hypot(own, known.std("compute"))
 
 
 def _is_launched(device: DeviceSpec, software: SoftwareSpec) -> bool:

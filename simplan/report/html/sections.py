@@ -57,6 +57,7 @@ def prediction_section(document: Document) -> str:
     verdict = document.get("memory_verdict") or ""
     shown = [
         ("step time", f"{format_time(document['step_time_s'])} ({format_time(low_s)} to {format_time(high_s)})"),
+        ("least known", (document.get("weakest_term") or {}).get("fact", "")),
         (
             "memory",
             f"{needed:.2f} GiB{f' of {capacity:.2f} GiB' if capacity else ''}{f': {verdict}' if verdict else ''}",
