@@ -17,7 +17,9 @@ from simplan.training import LAYERWISE, num_gratings
 from simplan.wording import either, nearest_divisors
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
-_TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate"})
+_TORCH_OPTIMIZERS = frozenset(
+    {"torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate"}
+)
 """Frameworks that use torch.optim's optimizers."""
 
 _NOT_IN_LOW_PRECISION = {

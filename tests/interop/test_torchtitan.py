@@ -219,7 +219,11 @@ def test_function_in_python_is_read_without_running_it(tmp_path: Path, monkeypat
     job = source.scenario().job
     assert job.model.name == "qwen3-14b"
     assert (job.model.seq_len, job.plan.microbatch_size, job.plan.recompute) == (8192, 2, "selective_op")
-    assert (job.plan.tp, job.plan.dp_shard, job.software.title) == (4, 4, "torchtitan, compiled, CUDA graphs, loss in chunks")
+    assert (job.plan.tp, job.plan.dp_shard, job.software.title) == (
+        4,
+        4,
+        "torchtitan, compiled, CUDA graphs, loss in chunks",
+    )
     assert source.configuration is not None
     assert [setting.key for setting in source.configuration.unknown] == ["training.unheard_of"]
     for name, words in {"loops": r"in range\(3\)", "calls": "os", "gone": "has no function gone"}.items():
