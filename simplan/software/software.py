@@ -484,7 +484,7 @@ class SoftwareSpec(Spec):
             update={
                 "compiled": self.compiled and self.runtime == "torch",
                 "compiled_in_parts": self.executable,
-                "loss": self.compiled and self.layers.compiled_loss or self.layers.loss,
+                "loss": (self.compiled and self.layers.compiled_loss) or self.layers.loss,
                 "fused_softmax": self.compiled or self.layers.fused_softmax,
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,
