@@ -109,6 +109,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             plan.collectives is not None,
             "the executor leaves algorithms to the library; remove it",
         ),
+        "software.dtensor": (
+            software.dtensor,
+            "the executor splits plain tensors, not DTensors; use false",
+        ),
         "plan.grad_dtype": (
             plan.grad_dtype not in (None, "fp32"),
             "the executor keeps gradients in the precision of the weights; leave it out",

@@ -20,6 +20,7 @@ from simplan.wording import either
 _OPTIONS = {
     "compiled": "torch.compile",
     "cuda_graphs": "CUDA graphs",
+    "dtensor": "DTensor",
     "loss": "Loss",
     "tp_overlap": "Tensor-parallel overlap",
     "grad_overlap": "Gradient overlap",

@@ -29,6 +29,7 @@ _TARGETS = {
     "megatron-lm": "megatron",
     "megatron-lm-2021": "megatron",
     "megatron-lm-2022": "megatron",
+    "torchtitan-2024": "torchtitan",
     "torchtitan-2025": "torchtitan",
     "k8s": "kubernetes",
     "sbatch": "slurm",

@@ -13,7 +13,7 @@ from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, un
 from simplan.wording import divisors, either
 
 _FAMILIES = ("gpt", "llama")
-_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate")
+_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate")
 _MAX_BROADCASTS = 4096
 """Broadcasts of an update with torch's ZeroRedundancyOptimizer: each lists all ranks, so their size is the square."""
 _WITH_HOST_OPTIMIZER = (*_WITH_FSDP2, "deepspeed")

@@ -17,7 +17,9 @@ from simplan.training import LAYERWISE, num_gratings
 from simplan.wording import either, nearest_divisors
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
-_TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate"})
+_TORCH_OPTIMIZERS = frozenset(
+    {"torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate"}
+)
 """Frameworks that use torch.optim's optimizers."""
 
 _NOT_IN_LOW_PRECISION = {
@@ -147,19 +149,13 @@ def low_precision_modelled(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.precision", sentence, "use bf16")
 
 
-_COMPILED_BY_TORCHTITAN = ("fp8", "mxfp8")
-
-
-@unmodelled("precisions of 8 and 4 bits in compiled blocks are not modeled")
-def compiled_low_precision(job: Job) -> Iterator[Problem]:
-    software, precision = job.software, job.training.precision
-    if software.compiled and software.executable and precision in software.low_precision:
-        sentence = "in compiled blocks is not modeled: casts are fused with what is around them"
-        apart = "software.compiled = false, where casts are kernels of their own and can cost more than they save"
-        fix = f"use bf16, or {apart}"
-        if precision in _COMPILED_BY_TORCHTITAN:
-            fix = f"use software: torchtitan-2025 (with FlashAttention 2, slower at long sequences), {fix[4:]}"
-        yield problem_of(job, "training.precision", sentence, fix)
+@rule("torchtitan's CUDA graphs capture neither pipelines nor expert parallelism", reads="pp ep")
+def cuda_graphs_of_torchtitan(job: Job) -> Iterator[Problem]:
+    """As torchtitan 0.3, torchtitan/trainer.py, ``_validate_cuda_graphs``, for the all-to-all of torch."""
+    plan = job.plan
+    if job.software.cuda_graphs and job.software.id == "torchtitan" and plan.pp * plan.ep > 1:
+        what = f"a pipeline (plan.pp = {plan.pp})" if plan.pp > 1 else f"expert parallelism (plan.ep = {plan.ep})"
+        yield problem_of(job, "software.cuda_graphs", f"torchtitan captures no step with {what}", "use false")
 
 
 _WITHOUT_CHUNKS = ("bert", "resnet", "t5", "vit")

@@ -29,6 +29,7 @@ SoftwareOption = Literal[
     "channels_last",
     "compiled",
     "cuda_graphs",
+    "dtensor",
     "expert_dispatch",
     "expert_overlap",
     "fp8_activation_input",
@@ -280,6 +281,13 @@ class SoftwareSpec(Spec):
             "graphs hold is not counted."
         ),
     )
+    dtensor: bool = Field(
+        False,
+        description=(
+            "Tensor-parallel ranks hold DTensors (torch's parallelize_module, NeMo AutoModel), whose dispatch costs the "
+            "host time in blocks that are neither compiled nor in CUDA graphs."
+        ),
+    )
     channels_last: bool = Field(
         False,
         description=(
@@ -414,6 +422,7 @@ class SoftwareSpec(Spec):
             "channels_last": "channels last" if self.channels_last else "",
             "compiled": "compiled" if self.compiled else "",
             "cuda_graphs": "CUDA graphs" if self.cuda_graphs else "",
+            "dtensor": "DTensor" if self.dtensor else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
             "fp8_activation_input": "FP8 inputs of activations" if self.fp8_activation_input else "",
@@ -494,6 +503,7 @@ class SoftwareSpec(Spec):
             update={
                 "compiled": self.compiled and self.runtime == "torch",
                 "compiled_in_parts": self.executable,
+                "loss": (self.compiled and self.layers.compiled_loss) or self.layers.loss,
                 "fused_softmax": self.compiled or self.layers.fused_softmax,
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,

@@ -14,6 +14,7 @@ from simplan.cost.compute.traffic import layer_traffic
 from simplan.cost.model import Provenance
 from simplan.model.layer import Gemm, ParameterSpec, Pointwise
 from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.program.program import LayerWork, Phase
 from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
@@ -66,6 +67,26 @@ def test_a_compiled_loss_passes_twice_over_logits_in_16_bits() -> None:
 SHORT = layer_of_kernels(
     (Gemm("w", 8, 8, 8), Pointwise("p", 8, 8)), (ParameterSpec("w.weight", (8, 8)),), key="short kernels"
 )
+
+
+@pytest.mark.parametrize(("sequence_parallel", "forward", "backward"), [(True, 5.5, 7.7), (False, 3.85, 5.4)])
+def test_dtensors_cost_the_host_as_much_as_measured(
+    sequence_parallel: bool, forward: float, backward: float
+) -> None:
+    """Multiples of a plain block's forward and backward, measured by benchmarks/dtensor_host.py with torch 2.13."""
+    without, model, software = replace(COST, kernel_set="composed"), catalog.model("llama3-8b"), catalog.software("torch")
+    having = replace(without, dtensor=True)
+    plain, split = (
+        software.layers_of(model, plan)[1]
+        for plan in (ParallelPlan(), ParallelPlan(tp=2, sequence_parallel=sequence_parallel))
+    )
+    both = sum(without.host_calls(LayerWork(plain, phase, 1, 0)) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    for phase, measured in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+        work = LayerWork(split, phase, 1, 0)
+        more = having.host_calls(work) - without.host_calls(work)
+        assert more / both == pytest.approx(measured, rel=0.12)
+        alone = LayerWork(plain, phase, 1, 0)
+        assert having.host_calls(alone) == without.host_calls(alone)
 
 
 def test_a_layer_of_short_kernels_takes_as_long_as_the_host_issues_them() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simplan import catalog
+from simplan.api import predict as predict_from
 from simplan.model.layer import CollectiveKind
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
@@ -249,10 +251,7 @@ def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:
 
 
 def test_torch_and_torchtitan_differ_by_the_trainer() -> None:
-    """FSDP2 is the same code under both: same memory, and the same time except what torchtitan does between steps.
-
-    On an A100, where both have the same attention.
-    """
+    """FSDP2 is the same code under both: same memory, and the same time except what torchtitan does between steps."""
     plan = ParallelPlan(dp_shard=16, zero_stage=2)
     mine, theirs = (
         predict(job_of("llama3-8b", plan, cluster="dgx-a100-80gb", software=name, num_microbatches=4, precision="bf16"))
@@ -262,6 +261,32 @@ def test_torch_and_torchtitan_differ_by_the_trainer() -> None:
     assert theirs.step_time_s - mine.step_time_s == pytest.approx(between_s, rel=1e-6)
     assert mine.memory[0].by_category == theirs.memory[0].by_category
     assert (mine.fits, mine.memory[0].short_bytes) == (theirs.fits, theirs.memory[0].short_bytes)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("cluster", ["dgx-h100", "dgx-b200"])
+@pytest.mark.parametrize(
+    ("model", "seq_len", "plan"),
+    [
+        ("llama3-8b", 8192, {"dp_shard": 16}),
+        ("llama3-8b", 8192, {"tp": 8, "dp_shard": 8}),
+        ("llama3-8b", 32768, {"dp_shard": 16, "recompute": "full"}),
+        ("llama3-8b", 2**20, {"dp_shard": 1, "cp": 16, "cp_comm": "all_gather", "recompute": "full"}),
+        ("llama3-70b", 8192, {"dp_shard": 64, "recompute": "full"}),
+        ("qwen3-14b", 4096, {"dp_shard": 8, "recompute": "selective_op"}),
+    ],
+)
+def test_one_fsdp2_plan_takes_as_long_under_torch_and_torchtitan(
+    model: str, seq_len: int, plan: dict[str, Any], cluster: str, *, compiled: bool
+) -> None:
+    ranks = plan["dp_shard"] * plan.get("tp", 1) * plan.get("cp", 1)
+    keys = {"cluster.preset": cluster, "cluster.num_devices": ranks, "model.seq_len": seq_len}
+    keys |= {"global_batch_size": 4 * plan["dp_shard"]} | {f"plan.{key}": value for key, value in plan.items()}
+    mine, theirs = (
+        predict_from(model, keys | {"software": {"preset": name, "compiled": compiled}})
+        for name in ("torch", "torchtitan")
+    )
+    assert theirs.step_time_s == pytest.approx(mine.step_time_s, rel=0.03)
 
 
 def test_many_ranks_of_zero1_are_as_slow_as_the_one_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:

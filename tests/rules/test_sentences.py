@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -574,17 +573,17 @@ def test_ep_in_a_placement_is_where_the_mesh_has_it(placement: tuple[str, ...], 
     assert [said.split("; ")[-1] for said in found] == ["write [tp, cp, ep, dp, pp], or leave ep out"] * (not is_mesh)
 
 
-@pytest.mark.parametrize("precision", sorted(catalog.software("torch").low_precision))
-def test_way_out_of_compiled_low_precision_is_one(precision: str) -> None:
-    compiled = catalog.software("torch").model_copy(update={"compiled": True})
-    job = job_of("llama3-8b", {"dp_shard": 8}, cluster=catalog.cluster("dgx-b200", 8), software=compiled)
-    [problem] = violations(job.with_changes({"training.precision": precision}))
-    others = [name for name in catalog.names("software") if f"software: {name} " in problem.fix]
-    assert bool(others) == (precision in catalog.software("torchtitan-2025").low_precision)
-    for name in others:
-        other = replace(job, software=catalog.software(name).model_copy(update={"compiled": True}))
-        assert not violations(other.with_changes({"training.precision": precision}))
-        assert other.software.rates.attention_kernel == "flash2", "as the fix says"
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"ep": 4, "dp_shard": 8}])
+def test_torchtitan_captures_neither_pipelines_nor_expert_parallelism(plan: dict[str, Any]) -> None:
+    """As its own check says; frameworks of Megatron's kin capture blocks one by one."""
+    titan, bridge = (
+        catalog.software(name).model_copy(update={"cuda_graphs": True}) for name in ("torchtitan", "megatron-bridge")
+    )
+    model = model_of(num_experts=8, top_k=2)
+    [sentence] = problems(model, plan, software=titan)
+    assert sentence.startswith("software.cuda_graphs = true: torchtitan captures no step with ")
+    assert sentence.endswith("; use false")
+    assert not any("cuda_graphs" in said for said in problems(model, plan, software=bridge))
 
 
 @pytest.mark.parametrize("devices", [3, 7, 12, 24, 40, 48, 96])

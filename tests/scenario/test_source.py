@@ -70,7 +70,16 @@ def test_model_with_overrides_is_the_job_of_a_file(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", sorted(catalog.names("software")))
 def test_context_ranks_alone_shard_where_the_software_does(name: str) -> None:
-    of_fsdp = {"torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate", "deepspeed", "maxtext"}
+    of_fsdp = {
+        "torch",
+        "torchtitan",
+        "torchtitan-2024",
+        "torchtitan-2025",
+        "transformers",
+        "accelerate",
+        "deepspeed",
+        "maxtext",
+    }
     wanted = 3 if name in of_fsdp else 0
     given = {"cluster.num_devices": 8, "model.seq_len": 4096, "software": name}
     unsharded = scenario_from("llama2-7b", given | {"plan.dp_replicate": 8}).job

@@ -79,6 +79,7 @@ def kernel_cost(
         winograd=precision == "fp32",
         transposed=_transposed(precision, software),
         host_call_s=rates.host_call_s if _is_launched(device, software) else 0.0,
+        dtensor=software.dtensor and not software.compiled,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
         joined=software.layers.fused_gemms,

@@ -39,6 +39,11 @@ from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_rate, format_time
 
 _EAGER_ATTENTION_CALLS = 6
+_DTENSOR_CALLS = (26, 46, 66)
+"""Operations of plain torch that take the host as long as DTensor's part of a matmul with its hooks, forward and
+backward, and of a collective in one direction. A Llama block of torch 2.13 takes 5.5 times its plain forward and backward more in
+forward and 7.7 times in backward with sequence parallelism, 3.8 and 5.4 times without; these are 81 operations
+(measured on a CPU with a fake process group, benchmarks/dtensor_host.py, 2026-11-30)."""
 _FUSED_CASTS = 0.6
 """Bytes of casts to 8 bits that are compiled, relative to single kernels: of 7 bytes per element of 16 bits (read for
 the largest, read for the cast, written, and written transposed with its read) a fused kernel before saves about 3."""
@@ -74,6 +79,7 @@ class KernelCost:
         winograd: Convolutions of 3 x 3 with stride 1 run as Winograd's algorithm (FP32).
         transposed: Convolutions whose operands and results are transposed, since they are stored channels first.
         host_call_s: See ``KernelRates``; 0 where the host launches no single kernels.
+        dtensor: Tensor-parallel ranks hold DTensors; see ``SoftwareSpec``.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
         joined: True if matrices with the same input are fused; see ``LayerImplementation.fused_gemms``.
@@ -94,6 +100,7 @@ class KernelCost:
     winograd: bool = False
     transposed: Transposed = "none"
     host_call_s: float = 0.0
+    dtensor: bool = False
     accumulation_bytes: int = 0
     low: MatmulRates | None = None
     joined: bool = False
@@ -170,7 +177,21 @@ class KernelCost:
         low, wide = self._split(running_kernels(work), work)
         b, phase = work.microbatch_size, work.phase
         launches = sum(launches for _, launches in self._memory_bound(work).values())
-        return launches + sum(self._calls_of(kernel, b, phase) for kernel in (*low, *wide))
+        calls = launches + sum(self._calls_of(kernel, b, phase) for kernel in (*low, *wide))
+        return calls + self._dtensor_calls(work)
+
+    def _dtensor_calls(self, work: LayerWork) -> int:
+        """Returns what DTensor costs the host besides, in operations of plain torch; collectives' goes to matmuls."""
+        running = sum(isinstance(kernel, Gemm) for kernel in running_kernels(work))
+        split = [k for k in work.layer.kernels if isinstance(k, LayerCollective) and k.axis == "tp"]
+        if not (self.dtensor and split and running):
+            return 0
+        of_forward, of_backward, of_collective = _DTENSOR_CALLS
+        backward = work.phase in _BACKWARD
+        collectives = sum((k.backward if backward else k.forward) is not None for k in split)
+        of_collectives = of_collective * collectives / sum(isinstance(kernel, Gemm) for kernel in work.layer.kernels)
+        halves = 2 if work.phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) else 1
+        return round(running * ((of_backward if backward else of_forward) + of_collectives) / halves)
 
     def _memory_bound(self, work: LayerWork) -> dict[str, tuple[float, int]]:
         """Returns memory-bound kernels, casts and sums of bias gradients; see ``_memory_bound``."""

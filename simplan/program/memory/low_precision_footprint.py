@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from simplan.model.fused_gemms import joins
+from simplan.model.kernel import Pointwise
 from simplan.model.layer import Gemm, LayerSpec, Operator, Tensor
 from simplan.model.low_precision import LinearFormat, quantized_linears
 from simplan.software.software import StateBytes
@@ -29,9 +30,13 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
         form: Format of linear layers; None for no quantization.
         joined: True if matrices with the same input are fused.
     """
-    if form is None or (form.kept == "wide" and not form.eager):
+    if form is None:
         return layer
     quantized = [gemm.name for gemm in quantized_linears(layer, form) if gemm.trained]
+    if form.kept == "wide" and layer.compiled and not form.wide_weight_gradient:
+        return _saving_what_casts_read(layer, form, quantized)
+    if form.kept == "wide" and not form.eager:
+        return layer
     if form.eager:
         return replace(layer, late_savers=tuple(quantized))
     operators: list[Operator] = []
@@ -50,6 +55,37 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
         copy = Tensor(f"{gemm.name} input in {form.precision}", form.quantized_bytes(gemm.k, rows), 1)
         operators.append(replace(operator, makes=(*operator.makes, copy), saves=(copy.name,)))
         before = operator
+    return replace(layer, operators=tuple(operators))
+
+
+def _saving_what_casts_read(layer: LayerSpec, form: LinearFormat, quantized: Collection[str]) -> LayerSpec:
+    """Returns a compiled layer, in which the cast of a quantized input in backward makes the input itself, if it can.
+
+    It can where the input follows from tensors that other operators save (a norm, an activation). A BF16 matmul needs
+    it in memory, so it is saved (``LayerImplementation.compiled``). An input that another operator saves anyway, such
+    as the output of the attention core, is saved quantized as well. Measured: torchao 0.18, partitioner of torch 2.13.
+    """
+    gemms = {
+        index: operator.kernel
+        for index, operator in enumerate(layer.operators)
+        if isinstance(operator.kernel, Gemm) and operator.kernel.name in quantized
+    }
+    others = {name for index, operator in enumerate(layer.operators) if index not in gemms for name in operator.saves}
+    made_again, there = set[str](), others | {tensor.name for tensor in layer.inputs}
+    for operator in layer.operators:
+        if (operator.kernel is None or isinstance(operator.kernel, Pointwise)) and there.issuperset(operator.reads):
+            made_again |= {tensor.name for tensor in operator.makes} - there
+            there |= made_again
+    operators = list(layer.operators)
+    for index, gemm in gemms.items():
+        operator = operators[index]
+        wide = {name for name in operator.saves if name not in made_again}
+        copies = [
+            Tensor(f"{gemm.name} input in {form.precision}", form.quantized_bytes(gemm.k, gemm.m), 1)
+            for _ in wide & others
+        ]
+        names = tuple(copy.name for copy in copies) or tuple(wide)
+        operators[index] = replace(operator, makes=(*operator.makes, *copies), saves=names)
     return replace(layer, operators=tuple(operators))
 
 

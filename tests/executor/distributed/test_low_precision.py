@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,32 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from executor import checks
 from executor.checks import check_job
+from executor.distributed import compiling
 from executor.distributed.precision import Autocast, with_fp8_linears
 from executor.dry_run.memory_tracker import StorageTracker
-from executor.models.model import build_stage
+from executor.models.model import Stage, build_stage
 from executor.run import run_job
 from executor.train.data import make_batch
 from executor.train.loss import cross_entropy
+from simplan import catalog
 from simplan.cost.compute.low_precision import LinearRates
 from simplan.cost.compute.matmul import MatmulRates
 from simplan.errors import NotModelledError
+from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layer
 from simplan.model.layer import Gemm, LayerKind, ParameterSpec
 from simplan.model.low_precision import TORCHAO_RECIPES, Fp8Recipe, linear_format
 from simplan.model.model import ModelSpec
-from simplan.program.memory.low_precision_footprint import backward_scratch, forward_scratch_bytes
+from simplan.program.memory.low_precision_footprint import backward_scratch, forward_scratch_bytes, keeping_quantized
 from simplan.program.program import Phase
 from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.software.software import StateBytes
 from simplan.training import TrainingSpec
 from tests.cost.rates import PLAIN, changed
-from tests.executor.conftest import make_job
+from tests.executor.conftest import RANK_PROGRAMS, make_job
 from tests.executor.dry_run.accounting import account, predicted_peak
+from tests.executor.models.family_models import variant
+from tests.executor.models.layer_runs import BATCH, STATES, LayerRun, traced
 from tests.layers import layer_of_kernels
 from tests.support.slow import slow_except
 
@@ -317,6 +323,45 @@ def test_ranks_have_the_losses_of_one_process(
     wanted = one_process(job, 3, casts_weights="dp_shard" in plan)
     assert measurement.losses[0] == pytest.approx(wanted[0], rel=1e-6)
     assert measurement.losses == pytest.approx(wanted, rel=5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of itself
+def test_compiled_ranks_have_the_losses_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To rounding: a compiled graph keeps in FP32 what eager operations round to 16 bits."""
+    compiled = catalog.software("torch").model_copy(update={"compiled": True})
+    job = job_of(tiny("llama"), {"dp_shard": 2}, 4, software=compiled)
+    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+    measurement = run_job(job, tmp_path, rank_module="compiling_worker")
+    assert all(int((tmp_path / f"graphs.rank{rank.rank}").read_text()) > 0 for rank in measurement.ranks)
+    assert measurement.losses == pytest.approx(one_process(job, 3, casts_weights=True), rel=5e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("family", "precision", "recipe"),
+    slow_except([("llama", "cast", "rowwise")], list(product(("gpt", "llama"), ("autocast", "cast"), TORCHAO_RECIPES))),
+)
+def test_a_compiled_block_saves_what_torch_saves(
+    family: str, precision: str, recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch's partitioner; scales of columns count for every sequence."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager_decomp_partition")
+    torch._dynamo.reset()
+    spec, form = variant(family), linear_format("fp8", recipe, "wide")
+
+    def prepare(stage: Stage) -> None:
+        for layer in stage.layers.values():
+            with_fp8_linears(layer, spec.layers[1], recipe)
+        compiling.compile_blocks(stage, spec, whole=True)
+
+    state = STATES[precision].model_copy(update={"linear": form})
+    run = LayerRun(spec, 1, "none", precision, state=state, prepare=prepare)
+    layer = keeping_quantized(implemented_layer(run.layer, LayerImplementation(compiled=True), dropout=False), form)
+    made = BATCH * run.layer.output_bytes(run.state.activation, run.state.residual)[0]
+    outputs, held, _ = traced(run.forward)
+    assert held - made == pytest.approx(run.kept_bytes(layer), rel=0.01)
+    del outputs
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_repeated_keys_are_exchanged_as_often_as_there_are_queries_to_a_key() ->
     """Of 4 ranks with n tokens: keys and values 2 n h, of all ranks, and fp32 gradients home in 4 hops."""
     shared = TINY.model_copy(update={"family": "llama", "num_key_value_heads": TINY.num_attention_heads // 2})
     plan, own = ParallelPlan(cp=4, cp_comm="all_gather"), 2 * TINY.seq_len // 4 * TINY.hidden_size
-    block = catalog.software("torchtitan").layers_of(shared, plan)[1]
+    block = catalog.software("torchtitan-2025").layers_of(shared, plan)[1]
     found = [
         (k.forward, k.backward, k.elements, k.bytes_per_element)
         for k in block.kernels

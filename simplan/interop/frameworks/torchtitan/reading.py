@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from simplan import catalog
 from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration
 from simplan.interop.frameworks import names_without_effect
@@ -356,13 +357,15 @@ def _optimizer(settings: RunSettings) -> None:
 
 
 def _software(settings: RunSettings) -> None:
-    """Put the profile: the one of 2025 has a compiled loss, the one of 2024 an eager loss."""
+    """Put the profile, by the age of the file, and its options."""
     parts = settings.listed("compile.components")
     enabled = settings.flag("compile.enable")
     model, loss = (enabled and part in parts for part in ("model", "loss"))
-    profile = "torchtitan-2025" if loss else "torchtitan"
-    settings.put("software.preset", profile, "compile.components" if enabled else "compile.enable")
+    profile = catalog.software("torchtitan-2024" if settings.is_of_2024 else "torchtitan")
+    settings.put("software.preset", profile.id, "compile.enable")
     settings.put("software.compiled", model, "compile.enable")
+    if loss is not (model and profile.layers.compiled_loss is not None):
+        settings.not_modeled("compile.components", f"the loss is {'not ' * (not loss)}compiled")
     if (
         settings.flag("parallelism.enable_async_tensor_parallel")
         and settings.whole("parallelism.tensor_parallel_degree") > 1
@@ -375,20 +378,16 @@ def _software(settings: RunSettings) -> None:
 
 
 def _version_0_3(settings: RunSettings) -> None:
-    """Put the loss of version 0.3, and note features that the profiles of 2024 and 2025 do not have."""
+    """Put the loss and the CUDA graphs of version 0.3, and note its attention."""
     if settings["loss"] == "chunked":
         settings.put("software.loss", "chunked", "loss")
-    graphs = not settings["training.disable_cuda_graphs"]
-    features = [
-        *["steps replayed from CUDA graphs, with less time on the host"] * graphs,
-        "attention by FlexAttention or of variable length, within documents",
-    ]
-    settings.reading.not_modeled("config", f"version 0.3 has {'; '.join(features)}")
+    if not settings["training.disable_cuda_graphs"]:
+        settings.put("software.cuda_graphs", True, "training.disable_cuda_graphs")
+    attention = "version 0.3 attends within documents; with FlexAttention, its default, slower on Blackwell"
+    settings.reading.not_modeled("config", attention)
     for key in settings.names:
         if key == "loss.num_chunks" and settings[key] != _NUM_CHUNKS:
             settings.not_modeled(key, f"chunks of the loss are {_NUM_CHUNKS}")
-        if key == "training.disable_cuda_graphs":
-            settings.not_modeled(key, "see config")
 
 
 def _rest(settings: RunSettings) -> None:

@@ -23,7 +23,7 @@ from simplan.program.action import Table, format_table
 from simplan.wording import either
 
 TARGET, TARGET_TOML = "torchtitan", "torchtitan's TOML files (version 0.2)"
-_PROFILES = ("torchtitan", "torchtitan-2025")
+_PROFILES = ("torchtitan-2024", "torchtitan-2025", "torchtitan")
 _IGNORED = frozenset({"name", "sources", "packs", "seq_len", "max_position_embeddings"})
 _TABLE_FILE = "schedule.csv"
 _P = "parallelism."
@@ -205,21 +205,28 @@ class _Job(Writing):
     def _software(self) -> None:
         software = self.job.software
         self.allowed("software.id", _PROFILES, f"add --software {either(reversed(_PROFILES))}")
-        self.taken("software.compiled", "software.tp_overlap")
+        self.taken("software.compiled", "software.cuda_graphs", "software.tp_overlap")
         if self.is_toml:
             self.allowed("software.loss", ("whole",), "use whole: version 0.2 has none in chunks; or --to torchtitan")
         else:
             self.taken("software.loss")
-        parts = [*(["model"] if software.compiled else []), *(["loss"] if software.id == "torchtitan-2025" else [])]
+        layers = software.layers
+        loss = layers.compiled_loss if software.compiled and layers.compiled_loss else layers.loss
+        parts = ["model"] * software.compiled + ["loss"] * (loss == "logits")
         self.set("compile.enable", bool(parts), "software")
         if parts:
             self.set("compile.components", parts, "software")
         if software.tp_overlap not in ("none", "all") or (software.tp_overlap == "all" and not software.compiled):
             self.refuse("software.tp_overlap", "use none, or all with software.compiled = true")
+        if software.id != "torchtitan":
+            version = "0.2" if self.is_toml else "0.3"
+            self.notes.append(f"the settings are of torchtitan {version}, and {software.id} is {software.stands_for}")
         prefix = _P if self.is_toml else "compile."
         self.set(f"{prefix}enable_async_tensor_parallel", software.tp_overlap == "all", "software.tp_overlap")
         if not self.is_toml:
-            self.set("training.disable_cuda_graphs", True, "pipelines need it, and simplan has no CUDA graphs")
+            self.set("training.disable_cuda_graphs", not software.cuda_graphs, "software.cuda_graphs")
+        elif software.cuda_graphs:
+            self.refuse("software.cuda_graphs", "use false: version 0.2 has none; or --to torchtitan")
         norm = self.value("training.clip_grad_norm")
         self.set("training.max_norm", 1.0 if norm is None else norm, "training.clip_grad_norm")
         if norm is None:

@@ -87,6 +87,7 @@ _PLAN = {
 _SIXTEEN_BITS = StateBytes(parameter=2, gradient=2, master=4, activation=2, boundary=2).model_dump(mode="json")
 """Widths of Apex's level O2, which patches no function (NVIDIA/apex, docs/source/amp.rst), and of llm.c
 (karpathy/llm.c, train_gpt2.cu: floatX is bf16, master weights are fp32)."""
+_AUTOMODEL = "automodel"  # NVIDIA-NeMo/Automodel: parallelize_module, FSDP2 and torch's pipelines, not Megatron Core
 _CUDNN_FIRST = 2026  # torch 2.9 (October 2025) still prefers FlashAttention 2; see ``rates`` of the profile ``torch``
 _TORCH = "torch"  # the profile with the most features
 _AS_WIDE: Mapping[str, str] = MappingProxyType({"fp16": "bf16", "bf16": "fp16", "tf32": "fp32"})
@@ -185,6 +186,8 @@ class _Conversion:
         if given.channels_last:
             section["channels_last"] = True
         version = given.version or ""
+        if _AUTOMODEL in version.lower():
+            section["dtensor"] = True
         if "Apex O2" in version or given.framework == "llm.c":
             section["state_bytes"] = {"fp16": _SIXTEEN_BITS, "bf16": _SIXTEEN_BITS}
             self.notes.append("weights and all activations in 16 bits, with fp32 master weights")

@@ -82,7 +82,7 @@ def test_profiles_of_all_frameworks_are_in_the_catalog() -> None:
         ("megatron-lm", "2021", {"zero_stage": 1}, "plan.zero_stage = 1 with megatron-lm-2021: equal numbers"),
         ("nemo", "24.07", {"zero_stage": 3}, "plan.zero_stage = 3 with nemo: parameters are gathered"),
         ("llm-foundry", None, {"zero_stage": 3, "precision": "fp16"}, "plan.precision = fp16 with llm-foundry: el"),
-        ("torchtitan", None, {"zero_stage": 2, "precision": "fp16"}, "plan.precision = fp16 with torchtitan-2025: el"),
+        ("torchtitan", None, {"zero_stage": 2, "precision": "fp16"}, "plan.precision = fp16 with torchtitan: el"),
         ("maxtext", None, {"zero_stage": 3, "precision": "fp8"}, "plan.precision = fp8 with maxtext: quantized"),
         ("maxtext", None, {"zero_stage": 3, "grad_dtype": "bf16"}, "plan.grad_dtype = bf16 with maxtext: kept and red"),
     ],
