@@ -34,7 +34,7 @@ from simplan.model.implementations.expert_dispatch import (
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, with_loss_in_chunks
 from simplan.model.implementations.transformers_code import as_transformers
 from simplan.model.kernel import LOSS, LayerCollective
-from simplan.model.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
+from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.parts.attention import MASK
 from simplan.model.parts.experts import GATE_AND_UP
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
@@ -104,6 +104,8 @@ class LayerImplementation(Spec):
             torch/_functorch/config.py: ban_recompute_materialized_backward).
         compiled_in_parts: Compiled blocks with collectives are several graphs, between which recomputation is eager
             (simplan's executor); else one (torchtitan: fullgraph=True). Set from the profile.
+        holds_logits: The training loop holds the model's output, with its logits, until backward is done
+            (``outputs.loss.backward()``); else they are freed after the loss.
         full_recompute_pass: Recomputation re-executes a block to its end, as in an autograd function that calls the
             block (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is
             needed.
@@ -139,6 +141,7 @@ class LayerImplementation(Spec):
     regathers_tokens: bool = False
     compiled: bool = False
     compiled_in_parts: bool = Field(default=False, exclude=True)
+    holds_logits: bool = False
     full_recompute_pass: bool = False
 
 
@@ -185,6 +188,8 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     chunked = implementation.chunked_loss if layer.kind is LayerKind.HEAD else None
     if chunked is not None:
         operators = tuple(with_loss_in_chunks(operators, chunked))
+    if holds := implementation.holds_logits and layer.kind is LayerKind.HEAD and chunked is None:
+        operators = tuple(_with_logits_held(operators))
     constants = layer.constants
     if skips or (implementation.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != MASK)
@@ -199,6 +204,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     words += [f"experts by {implementation.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
     words += ["weighted activations" * (other_experts and implementation.weighted_activations)]
     words += ["FP8 gate inputs" * implementation.eight_bit_gate_inputs]
+    words += ["logits held" * holds]
     words += [chunked.words] if chunked is not None else []
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     return replace(
@@ -310,6 +316,18 @@ def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Ope
         name = kernel.name if isinstance(kernel, Pointwise) else "embedding"
         mask = Tensor(f"{name} mask", operator.makes[0].elements, MASK_BYTES)
         yield replace(operator, makes=(*operator.makes, mask), saves=(*operator.saves, mask.name))
+
+
+def _with_logits_held(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """Operators of a head whose loss keeps the logits as the projection makes them."""
+    logits = {operator.makes[0].name for operator in operators if isinstance(operator.kernel, Gemm) and operator.makes}
+    sources = {o.makes[0].name: o.reads[0] for o in operators if o.is_cast and o.reads[0] in logits}
+    for operator in operators:
+        if isinstance(operator.kernel, Pointwise) and operator.kernel.name == LOSS:
+            source = operator.reads[0]
+            held = sources.get(source, source)
+            operator = replace(operator, saves=tuple(dict.fromkeys((*operator.saves, held))))
+        yield operator
 
 
 def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:
