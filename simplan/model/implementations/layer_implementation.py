@@ -24,6 +24,7 @@ from simplan.model.implementations.attention import (
     with_narrow_values,
     with_repeated_keys,
 )
+from simplan.model.implementations.eager_attention import eager_core
 from simplan.model.implementations.expert_dispatch import (
     ExpertDispatch,
     dispatched,
@@ -34,7 +35,7 @@ from simplan.model.implementations.expert_dispatch import (
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, with_loss_in_chunks
 from simplan.model.implementations.transformers_code import as_transformers
 from simplan.model.kernel import LOSS, LayerCollective
-from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
+from simplan.model.layer import Attention, Gemm, LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.parts.attention import MASK
 from simplan.model.parts.experts import GATE_AND_UP
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
@@ -222,7 +223,9 @@ def _with_attention(
     operators: tuple[Operator, ...], implementation: LayerImplementation, *, dropout: bool
 ) -> tuple[tuple[Operator, ...], bool, list[str]]:
     """Operators with an implementation's attention, whether its kernel skips keys of a window, and its key's words."""
-    if implementation.attention == "unfused":
+    if implementation.attention == "unfused" and implementation.model_code == "transformers":
+        operators = tuple(found for operator in operators for found in _eager(operator))
+    elif implementation.attention == "unfused":
         operators = tuple(
             found
             for operator in operators
@@ -253,6 +256,16 @@ def _with_attention(
     ]
     words += ["skips" * implementation.skips_keys, "one call" * one_call, "FP8 attention" * eight_bits]
     return operators, skips, words
+
+
+def _eager(operator: Operator) -> Iterator[Operator]:
+    """Attention of transformers with ``attn_implementation="eager"``, in place of one kernel."""
+    core = operator.kernel
+    if not isinstance(core, Attention) or core.eager:
+        yield operator
+        return
+    eager = replace(core, eager=True, fused_softmax=False)
+    yield from eager_core(eager, operator.reads, operator.makes[0].name, as_transformers=True)
 
 
 def _with_fused_gates(operators: Sequence[Operator], *, narrow: bool) -> tuple[Operator, ...]:
