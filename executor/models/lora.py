@@ -26,10 +26,13 @@ class LoraLinear(nn.Linear):
         super().__init__(k, n, bias=linear.bias is not None)
         self.lora_a = nn.Linear(k, rank, bias=False)
         self.lora_b = nn.Linear(rank, n, bias=False)
+    def base(self, x: Tensor) -> Tensor:
+        """The layer without its adapter."""
+        return functional.linear(x, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., k) to (..., n)."""
-        return self.adapted(functional.linear(x, self.weight, self.bias), self.lora_a(x), self.lora_b.weight)
+        return self.adapted(self.base(x), self.lora_a(x), self.lora_b.weight)
 
     @staticmethod
     def adapted(output: Tensor, narrow: Tensor, b: Tensor) -> Tensor:

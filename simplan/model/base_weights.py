@@ -68,6 +68,12 @@ class BaseWeights(Spec):
         """``block_size``, or that of the format."""
         return self.block_size or (GROUP_SIZE if self.format in ("gptq_int4", "awq_int4") else BLOCK_SIZE)
 
+    @property
+    def words(self) -> str:
+        """Format in words."""
+        doubled = " with double quantization" * self.double_quantization
+        return f"{self.format}{doubled}" + (f" ({self.library})" if self.library == "torchao" else "")
+
     def stored(self, *, compiled: bool) -> WeightFormat:
         """Stored form of the weights; ``compiled`` as in ``weight_format``."""
         return weight_format(

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from simplan.accuracy.measured import Measured
 from simplan.cluster.topology import TOPOLOGIES, GraphLink, Pcie
 from simplan.goodput.sections import SECTIONS
+from simplan.model.base_weights import BaseWeights
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
@@ -45,8 +46,11 @@ _WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping with
 
 
 def training_fields() -> list[dict[str, str]]:
-    """Every key of ``training:`` in the order of ``TrainingSection``."""
-    return _fields_of(TrainingSection)
+    """Every key of ``training:`` in the order of ``TrainingSection``, those of ``base_weights`` after it."""
+    rows = _fields_of(TrainingSection)
+    place = next(number for number, row in enumerate(rows) if row["name"] == "base_weights")
+    inner = [{**row, "name": f"base_weights.{row['name']}"} for row in _fields_of(BaseWeights)]
+    return [*rows[:place], {**rows[place], "values": "mapping"}, *inner, *rows[place + 1 :]]
 
 
 def measured_fields() -> list[dict[str, str]]:
