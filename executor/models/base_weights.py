@@ -50,12 +50,11 @@ class _Unpacking:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., k) to (..., n)."""
-        from bitsandbytes.autograd import MatMul4Bit  # an extra
+        from bitsandbytes import matmul_4bit  # an extra
 
         weight, bias = self._module.weight, self._module.bias
         narrow = None if bias is None else bias.to(self._width)
-        # a sum over the packed tensor as it is: FSDP gives back a tensor without the class of bitsandbytes
-        out: Tensor = MatMul4Bit.apply(x.to(self._width), weight.data.t(), None, narrow, self._state)
+        out: Tensor = matmul_4bit(x.to(self._width), weight.data.t(), self._state, bias=narrow)
         return out.to(x.dtype)
 
 

@@ -29,11 +29,12 @@ GROUP_SIZE = 128
 """Elements of a row per scale of GPTQ and AWQ checkpoints."""
 STORAGE_BYTES: dict[WeightStorage, int] = {"uint8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 
-_EAGER_TORCHAO_BYTES = 14
-"""Bytes per element at the peak of torchao's eager unpacking: two index tensors of 8 bytes per pair, their values, the
-scaled values and the result (get_original_weight), in 16 bits."""
-_EAGER_TORCHAO_TRAFFIC = 33
-_EAGER_TORCHAO_KERNELS = 16
+_EAGER_INDEX_BYTES, _EAGER_COPIES = 8, 3
+"""Bytes per element of index tensors, and copies of the weight, at the peak of torchao's eager unpacking: two indices of
+8 bytes per pair of elements; their values, the scaled values and the result (get_original_weight)."""
+_EAGER_TRAFFIC = 15, 9
+"""Bytes per element that its operations read and write: fixed ones, and per byte of the element."""
+_EAGER_KERNELS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ class WeightFormat:
         elements, result = n * k, rows * (n if forward else k) * width
         if forward and self.quantizes_input:  # INT8 input, INT32 result
             return rows * (k + 4 * n)
-        unpacking = elements * (_EAGER_TORCHAO_BYTES if self.eager else width)
+        unpacking = elements * (_EAGER_INDEX_BYTES + _EAGER_COPIES * width if self.eager else width)
         if self.unpacked_scale_elements:
             unpacking += 4 * -(-elements // self.unpacked_scale_elements)
         return max(elements * width, unpacking - result)
@@ -119,13 +120,14 @@ class WeightFormat:
     def unpacked_traffic(self, n: int, k: int, width: int) -> int:
         """Bytes read and written to unpack a weight of n x k once."""
         if self.eager:
-            return _EAGER_TORCHAO_TRAFFIC * n * k
+            fixed, per_byte = _EAGER_TRAFFIC
+            return (fixed + per_byte * width) * n * k
         return self.packed_bytes(n * k) + self.scale_bytes((n, k)) + width * n * k
 
     @property
     def unpacking_kernels(self) -> int:
         """Kernels that unpack a weight once."""
-        return _EAGER_TORCHAO_KERNELS if self.eager else 1 + bool(self.unpacked_scale_elements)
+        return _EAGER_KERNELS if self.eager else 1 + bool(self.unpacked_scale_elements)
 
 
 def weight_format(
