@@ -11,6 +11,7 @@ from executor.models.lora import LoraLinear
 from simplan.model.base_weights import BaseWeights, stored_weights
 from simplan.model.layer import LayerSpec
 
+_BF16_BYTES = 2
 _STORAGE = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -22,7 +23,7 @@ def quantize(layer: nn.Module, spec: LayerSpec, base: BaseWeights) -> None:
         spec: The layer with adapters, without the form of its weights.
         base: Form of the weights.
     """
-    stored = stored_weights(spec, base.stored(compiled=False))
+    stored = stored_weights(spec, base.stored(_BF16_BYTES))
     pairs = zip(list(layer.named_parameters()), spec.parameters, strict=True)
     for path, parameter in [(path, parameter) for (path, parameter), said in pairs if said.name in stored]:
         owner, _, name = path.rpartition(".")

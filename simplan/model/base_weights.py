@@ -74,14 +74,15 @@ class BaseWeights(Spec):
         doubled = " with double quantization" * self.double_quantization
         return f"{self.format}{doubled}" + (f" ({self.library})" if self.library == "torchao" else "")
 
-    def stored(self, *, compiled: bool) -> WeightFormat:
-        """Stored form of the weights; ``compiled`` as in ``weight_format``."""
+    def stored(self, width: int, *, compiled: bool = False) -> WeightFormat:
+        """Stored form of the weights; ``width`` and ``compiled`` as in ``weight_format``."""
         return weight_format(
             self.format,
             library=self.library or "bitsandbytes",
             double_quantization=self.double_quantization,
             block_size=self.elements_per_scale,
             storage=self.storage,
+            width=width,
             compiled=compiled,
         )
 

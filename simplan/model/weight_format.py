@@ -115,6 +115,8 @@ class WeightFormat:
         unpacking = elements * (_EAGER_INDEX_BYTES + _EAGER_COPIES * width if self.eager else width)
         if self.unpacked_scale_elements:
             unpacking += 4 * -(-elements // self.unpacked_scale_elements)
+        if self.eager:
+            unpacking += width * -(-elements // self.scales[0][1])
         return max(elements * width, unpacking - result)
 
     def unpacked_traffic(self, n: int, k: int, width: int) -> int:
@@ -137,20 +139,23 @@ def weight_format(
     double_quantization: bool,
     block_size: int,
     storage: WeightStorage,
+    width: int,
     compiled: bool,
 ) -> WeightFormat:
     """Stored form of the frozen weights of a run.
 
     Args:
         block_size: Elements per scale.
+        width: Bytes per element of the weights before they were quantized.
         compiled: torch.compile fuses what single operations would do.
     """
     wide = WeightFormat(name=name, element_bits=4)
     if name in ("nf4", "fp4") and library == "torchao":
-        # uint8 pairs, an int8 scale per block, a 16-bit factor per 256 blocks, their mean and the table in 16 bits
-        levels = ((1, block_size), (2, block_size * SCALES_PER_BLOCK))
+        # uint8 pairs, an int8 scale per block; a factor per 256 blocks, their mean and the table as wide as the weights
+        levels = ((1, block_size), (width, block_size * SCALES_PER_BLOCK))
+        tables = 17 * width
         return replace(
-            wide, name=f"{name}-torchao", scales=levels, tensor_bytes=34, shards_scales=True, eager=not compiled
+            wide, name=f"{name}-torchao", scales=levels, tensor_bytes=tables, shards_scales=True, eager=not compiled
         )
     if name in ("nf4", "fp4"):
         odd = f"-b{block_size}" * (block_size != BLOCK_SIZE)

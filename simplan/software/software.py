@@ -579,7 +579,7 @@ class SoftwareSpec(Spec):
         frozen, wide = (4, 4) if upcasts else (state.frozen, narrow)
         adapter_bytes = narrow if self.autocast else state.parameter
         found = FrozenBase(
-            weights=None if base is None else base.stored(compiled=self.compiled),
+            weights=None if base is None else base.stored(narrow, compiled=self.compiled),
             activation_bytes=wide,
             compute_bytes=narrow,
             adapter_bytes=adapter_bytes,
