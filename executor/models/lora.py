@@ -26,6 +26,7 @@ class LoraLinear(nn.Linear):
         super().__init__(k, n, bias=linear.bias is not None)
         self.lora_a = nn.Linear(k, rank, bias=False)
         self.lora_b = nn.Linear(rank, n, bias=False)
+
     def base(self, x: Tensor) -> Tensor:
         """The layer without its adapter."""
         return functional.linear(x, self.weight, self.bias)

@@ -35,7 +35,6 @@ from executor.models.embedding_and_head import (
     PositionEmbedding,
     ScaledEmbedding,
 )
-from executor.models.base_weights import quantize
 from executor.models.lora import add_adapters, freeze
 from executor.models.moe import deepseek_block, moe_block
 from executor.models.resnet import ResNetHead, ResNetStem, resnet_block
@@ -172,6 +171,8 @@ def build_stage(
         if spec.lora_rank:
             freeze(layer, spec.layers[index], frozen_dtype or dtype)
         if base_weights is not None:
+            from executor.models.base_weights import quantize
+
             quantize(layer, spec.layers[index], base_weights)
         if dims.tp.mesh is not None and dims.dp.size > 1:
             with_local_weights(layer, dims.tp.mesh)

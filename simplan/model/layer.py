@@ -25,8 +25,8 @@ from simplan.model.kernel import (
     Pointwise,
     has_backward,
 )
-from simplan.model.weight_format import WeightFormat
 from simplan.model.operator import Operator, Role, Tensor, saved_by, storages
+from simplan.model.weight_format import WeightFormat
 
 __all__ = [
     "Attention",

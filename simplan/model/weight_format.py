@@ -30,8 +30,10 @@ GROUP_SIZE = 128
 STORAGE_BYTES: dict[WeightStorage, int] = {"uint8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 
 _EAGER_INDEX_BYTES, _EAGER_COPIES = 8, 3
-"""Bytes per element of index tensors, and copies of the weight, at the peak of torchao's eager unpacking: two indices of
-8 bytes per pair of elements; their values, the scaled values and the result (get_original_weight)."""
+"""Bytes per element of index tensors, and copies of the weight, at the peak of torchao's eager unpacking.
+
+These are two indices of 8 bytes per pair of elements; their values, the scaled values and the result
+(get_original_weight)."""
 _EAGER_TRAFFIC = 15, 9
 """Bytes per element that its operations read and write: fixed ones, and per byte of the element."""
 _EAGER_KERNELS = 16

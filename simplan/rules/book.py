@@ -14,7 +14,6 @@ from simplan.cluster.background import BackgroundJob
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job, background_job
 from simplan.rules import (
-    base_weights,
     cluster,
     collectives,
     compression,
@@ -36,8 +35,8 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.relative_buckets, model.resnet_needs_depths, model.patches_of_image, model.lora_targets_need_rank,
     model.lora_targets_exist, model.top_k_within_experts, model.dense_layers_within_layers,
     model.gate_needs_shared_expert, model.capacity_for_tokens, training.lora_needs_adapters,
-    training.adapters_need_lora, base_weights.base_weights_of_adapters, base_weights.base_weights_of_format,
-    base_weights.base_weights_of_shards, base_weights.autocast_of_adapters, base_weights.base_weights_divide,
+    training.adapters_need_lora, training.base_weights_of_adapters, training.base_weights_of_format,
+    training.base_weights_of_shards, training.autocast_of_adapters, training.base_weights_divide,
     training.chunks_of_loss_are_equal, cluster.link_within_nodes,
     cluster.network_between_nodes, cluster.topology_of_cluster,
     cluster.background_traffic, cluster.background_jobs, cluster.stragglers_of_cluster, cluster.slow_links_of_topology,
@@ -94,7 +93,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     training.low_precision_modelled, schedule.split_backward_in_low_precision, schedule.split_backward_compiled,
     sharding.offload_compiled, training.compiled_low_precision,
     training.chunked_loss_modelled, model.max_predictions_unsplit, model.mtp_modelled,
-    model.mtp_with_adapters, base_weights.base_weights_of_software, base_weights.base_weights_of_splits,
+    model.mtp_with_adapters, training.base_weights_of_software, training.base_weights_of_splits,
     sharding.mtp_sharded, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
     model.transformers_recompute, model.transformers_split_backward,

@@ -184,13 +184,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         operators = tuple(_summed_again(operator) for operator in operators)
     if dropout:
         operators = tuple(_with_masks(layer, operators))
-    if implementation.loss != "log_probabilities":
-        operators = tuple(_with_loss(operators, implementation.loss))
-    chunked = implementation.chunked_loss if layer.kind is LayerKind.HEAD else None
-    if chunked is not None:
-        operators = tuple(with_loss_in_chunks(operators, chunked))
-    if holds := implementation.holds_logits and layer.kind is LayerKind.HEAD and chunked is None:
-        operators = tuple(_with_logits_held(operators))
+    operators, loss_words = _with_losses(layer, operators, implementation)
     constants = layer.constants
     if skips or (implementation.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != MASK)
@@ -205,8 +199,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     words += [f"experts by {implementation.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
     words += ["weighted activations" * (other_experts and implementation.weighted_activations)]
     words += ["FP8 gate inputs" * implementation.eight_bit_gate_inputs]
-    words += ["logits held" * holds]
-    words += [chunked.words] if chunked is not None else []
+    words += loss_words
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     return replace(
         layer,
@@ -329,6 +322,22 @@ def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Ope
         name = kernel.name if isinstance(kernel, Pointwise) else "embedding"
         mask = Tensor(f"{name} mask", operator.makes[0].elements, MASK_BYTES)
         yield replace(operator, makes=(*operator.makes, mask), saves=(*operator.saves, mask.name))
+
+
+def _with_losses(
+    layer: LayerSpec, operators: tuple[Operator, ...], implementation: LayerImplementation
+) -> tuple[tuple[Operator, ...], list[str]]:
+    """Operators with an implementation's loss, and its words in the layer's key."""
+    if implementation.loss != "log_probabilities":
+        operators = tuple(_with_loss(operators, implementation.loss))
+    if layer.kind is not LayerKind.HEAD:
+        return operators, []
+    if implementation.chunked_loss is not None:
+        chunked = implementation.chunked_loss
+        return tuple(with_loss_in_chunks(operators, chunked)), [chunked.words]
+    if implementation.holds_logits:
+        return tuple(_with_logits_held(operators)), ["logits held"]
+    return operators, []
 
 
 def _with_logits_held(operators: Sequence[Operator]) -> Iterator[Operator]:

@@ -140,8 +140,8 @@ def _copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> i
     """Returns the bytes of the copy of a matrix that forward creates in the activation dtype and saves for backward.
 
     FSDP all-gathers weights in that dtype; experts that it does not shard are copied. Frozen weights are stored in that
-    dtype, unless the framework made them FP32. A copy that backward does not need for a gradient is not saved. Low-precision linear layers quantize the
-    weights directly.
+    dtype, unless the framework made them FP32. A copy that backward does not need for a gradient is not saved.
+    Low-precision linear layers quantize the weights directly.
     """
     if state.linear is not None and kernel in quantized_linears(layer, state.linear):
         return kept_weight_bytes(state.linear, kernel)

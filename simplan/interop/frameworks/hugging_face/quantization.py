@@ -38,7 +38,7 @@ _DYNAMIC = re.compile(r"(?i)unsloth-bnb-4bit$")
 
 
 def weights_of_checkpoint(name: str) -> dict[str, Any] | None:
-    """Keys of ``base_weights`` that the name of a checkpoint says; None for names that say none of the known formats."""
+    """Keys of ``base_weights`` that the name of a checkpoint says; None for other names."""
     if _DYNAMIC.search(name):  # some layers stay in 16 bits
         return None
     return next((keys for pattern, keys in _CHECKPOINTS if pattern.search(name)), None)
@@ -69,7 +69,10 @@ def _bits(run: TrainerRun, found: dict[str, Any]) -> str | None:
         four = adapter
     eight = next((key for key in _EIGHT if trainer.is_true(key)), None)
     if "quantization_bit" in trainer:
-        bits, method = whole(trainer.value("quantization_bit")), str(trainer.value("quantization_method", "bnb")).lower()
+        bits, method = (
+            whole(trainer.value("quantization_bit")),
+            str(trainer.value("quantization_method", "bnb")).lower(),
+        )
         if method not in ("bnb", "bitsandbytes"):
             trainer.refuse("quantization_method", "is not modeled yet", "use bnb")
         elif bits not in (4, 8):
