@@ -148,9 +148,21 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"format": "nf4"}, {"lora_rank": 0, "task": "sft"}, "base_weights.format = nf4: is for frozen weights below"),
     ({"format": "int8", "double_quantization": True}, {}, "double_quantization = true: quantizes the scales of nf4"),
     ({"format": "int8"}, {"num_devices": 8, "dp_shard": 8, "zero_stage": 3}, "format = int8: cannot be sharded"),
-    ({"format": "awq_int4"}, {"num_devices": 8, "dp_shard": 8, "zero_stage": 3}, "format = awq_int4: cannot be sharded"),
-    ({"format": "nf4"}, {"num_devices": 8, "dp_shard": 8, "zero_stage": 3}, "storage = uint8: is not the type in which ranks gather"),
-    ({**FLOATS, "upcast": True}, {"num_devices": 8, "dp_shard": 8, "zero_stage": 3}, "upcast = true: is not done under FSDP and ZeRO-3"),
+    (
+        {"format": "awq_int4"},
+        {"num_devices": 8, "dp_shard": 8, "zero_stage": 3},
+        "format = awq_int4: cannot be sharded",
+    ),
+    (
+        {"format": "nf4"},
+        {"num_devices": 8, "dp_shard": 8, "zero_stage": 3},
+        "storage = uint8: is not the type in which ranks gather",
+    ),
+    (
+        {**FLOATS, "upcast": True},
+        {"num_devices": 8, "dp_shard": 8, "zero_stage": 3},
+        "upcast = true: is not done under FSDP and ZeRO-3",
+    ),
     ({"format": "nf4", "library": "torchao"}, {}, "library = torchao: always quantizes the scales"),
     ({"format": "fp4", "library": "torchao"}, {}, "library = torchao: has nf4 alone"),
     ({"format": "nf4", "block_size": 48}, {}, "block_size = 48: must be a power of two from 32 to 4096; use 64"),
@@ -173,5 +185,3 @@ def test_weights_that_cannot_be_are_refused(base: dict[str, Any], keys: dict[str
 
 def test_words_of_a_format() -> None:
     assert BaseWeights(format="nf4", double_quantization=True).words == "nf4 with double quantization"
-
-

@@ -1,7 +1,7 @@
 """Frozen weights of few bits in settings of the Hugging Face stack: bitsandbytes' arguments, and names of checkpoints.
 
-Defaults: transformers 5.24, utils/quantization_config.py (BitsAndBytesConfig: fp4, no double quantization, uint8); TRL
-(trl/trainer/model_config.py: nf4); axolotl at 067b021, loaders/model.py (nf4, double quantization, BF16 storage);
+Defaults: TRL (trl/trainer/model_config.py) and PEFT's examples, whose arguments scripts have: nf4, no double
+quantization, uint8; axolotl at 067b021, loaders/model.py (nf4, double quantization, BF16 storage);
 LLaMA-Factory at ff6d4d1, model/model_utils/quantization.py (nf4, double quantization, storage of the compute dtype).
 """
 
@@ -91,8 +91,7 @@ def _read_variant(run: TrainerRun, found: dict[str, Any], key: str) -> None:
     trainer = run.trainer
     chosen = bool(run.is_axolotl or run.is_factory)
     kind = trainer.first(*_TYPES)
-    default = "nf4" if chosen or run.is_trl or key == "use_4bit_quantization" else "fp4"
-    word = str(trainer.value(kind, default) if kind is not None else default).lower()
+    word = str(trainer.value(kind, "nf4") if kind is not None else "nf4").lower()
     if word in ("nf4", "fp4"):
         found["format"] = word
     else:
