@@ -14,8 +14,8 @@ from simplan.interop.frameworks.hugging_face.models import config_of
 from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS
 from simplan.interop.writing import MASTER_ADDR, NODE_RANK, Exported, Option, Writing
 from simplan.job import Job
-from simplan.model.base_weights import BaseWeights
 from simplan.model.adapters import MODULES
+from simplan.model.base_weights import BaseWeights
 from simplan.rules.model import has_transformers_code
 from simplan.wording import either
 
