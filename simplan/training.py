@@ -110,6 +110,11 @@ def _modelled(name: Any) -> Any:
     return name
 
 
+def _of_format(value: Any) -> Any:
+    """Mapping with a format for a format alone."""
+    return {"format": value} if isinstance(value, str) else value
+
+
 class TrainingSpec(Spec):
     """Batch, precision and optimizer of one run.
 
@@ -155,8 +160,12 @@ class TrainingSpec(Spec):
     task: Literal["pretrain", "sft", "lora"] = Field(
         "pretrain", description="lora trains adapters of model.lora_rank only; sft computes the same as pretrain"
     )
-    base_weights: BaseWeights | None = Field(
-        None, description="frozen linear layers below adapters in few bits (QLoRA): format, double_quantization ..."
+    base_weights: Annotated[BaseWeights | None, BeforeValidator(_of_format)] = Field(
+        None,
+        description=(
+            "frozen linear layers below adapters in few bits (QLoRA): a format, or a mapping of format, "
+            "double_quantization, block_size, storage, library and upcast"
+        ),
     )
     backup_workers: Natural = Field(
         0, description="replicas of plan.dp_replicate whose gradients, the last to arrive, a step drops"

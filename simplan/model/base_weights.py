@@ -68,6 +68,10 @@ class BaseWeights(Spec):
         """``block_size``, or that of the format."""
         return self.block_size or (GROUP_SIZE if self.format in ("gptq_int4", "awq_int4") else BLOCK_SIZE)
 
+    def __str__(self) -> str:
+        """See ``words``."""
+        return self.words
+
     @property
     def words(self) -> str:
         """Format in words."""

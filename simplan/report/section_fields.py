@@ -46,11 +46,9 @@ _WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping with
 
 
 def training_fields() -> list[dict[str, str]]:
-    """Every key of ``training:`` in the order of ``TrainingSection``, those of ``base_weights`` after it."""
-    rows = _fields_of(TrainingSection)
-    place = next(number for number, row in enumerate(rows) if row["name"] == "base_weights")
-    inner = [{**row, "name": f"base_weights.{row['name']}"} for row in _fields_of(BaseWeights)]
-    return [*rows[:place], {**rows[place], "values": "mapping"}, *inner, *rows[place + 1 :]]
+    """Every key of ``training:`` in the order of ``TrainingSection``."""
+    formats = values_of(BaseWeights.model_fields["format"].annotation, [])
+    return [row | ({"values": formats} if row["name"] == "base_weights" else {}) for row in _fields_of(TrainingSection)]
 
 
 def measured_fields() -> list[dict[str, str]]:

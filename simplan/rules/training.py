@@ -283,6 +283,10 @@ def base_weights_of_software(job: Job) -> Iterator[Problem]:
     if precision not in _WITH_BASE:
         sentence = f"is not modeled yet with training.precision = {precision}"
         yield _of_base("format", base.format, sentence, "use training.precision = bf16")
+    if job.model.captured is not None:
+        yield _of_base(
+            "format", base.format, "is not modeled yet for captured models", f"use a model of a family, {_WITHOUT_BASE}"
+        )
     if software.compiled and library == "bitsandbytes":
         sentence = "is not modeled yet with software.compiled = true: bitsandbytes' functions break its graphs"
         yield _of_base("format", base.format, sentence, "use library: torchao, or software.compiled = false")
