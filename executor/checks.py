@@ -133,6 +133,11 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         ),
         "plan.tp": (fp8 and plan.tp > 1, not_split.format("matrices")),
         "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),
+        "training.base_weights.format": _base_weights_limit(job),
+        "software.autocast": (
+            not software.autocast,
+            "the executor trains adapters under autocast; use true",
+        ),
         "software.channels_last": (
             software.channels_last,
             "the executor stores images channels first; use false",
@@ -157,6 +162,22 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
     yield from _unmodelled_workers(job)
     yield from _unmodelled_replication(job)
     yield from _unmeasured_first_steps(job)
+
+
+def _base_weights_limit(job: RunSpec) -> tuple[bool, str]:
+    """True if frozen weights of few bits are none that the executor runs, and the sentence with the fix."""
+    base = job.training.base_weights
+    if base is None:
+        return False, ""
+    library = base.library or "bitsandbytes"
+    if base.format not in ("nf4", "fp4"):
+        return True, "the executor runs nf4 and fp4 of bitsandbytes, and nf4 of torchao; use nf4"
+    if base.upcast:
+        return True, "the executor has frozen weights in the precision of computation; use upcast: false"
+    if job.checkpointing is not None:
+        return True, "the executor writes no checkpoints of packed weights; leave out checkpoints"
+    extra = "simplan[few-bits]" if library == "bitsandbytes" else "simplan[float8]"
+    return find_spec(library) is None, f"needs {library}, which is not installed; pip install '{extra}'"
 
 
 def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:

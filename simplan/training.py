@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from simplan.base import Count, Natural, Positive, Spec
+from simplan.model.base_weights import BaseWeights
 from simplan.model.low_precision import Fp8Recipe
 from simplan.unmodeled import OPTIMIZERS as OPTIMIZERS_NOT_MODELED
 
@@ -109,6 +110,11 @@ def _modelled(name: Any) -> Any:
     return name
 
 
+def _of_format(value: Any) -> Any:
+    """Mapping with a format for a format alone."""
+    return {"format": value} if isinstance(value, str) else value
+
+
 class TrainingSpec(Spec):
     """Batch, precision and optimizer of one run.
 
@@ -127,6 +133,7 @@ class TrainingSpec(Spec):
         task: Purpose of the run. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
             ``sft`` computes the same as ``pretrain``: tokens of prompts and padding are masked in the loss, but their
             logits are computed.
+        base_weights: Frozen linear layers below adapters in few bits (QLoRA); None for weights of the usual width.
         backup_workers: Data-parallel replicas whose gradients a step drops: it goes on when all but these have arrived
             (Chen et al. 2016, arXiv:1604.00981). Dropped sequences do not count in throughput.
         data: Synthetic samples of a run; a prediction does not depend on them. ``random`` has uniform tokens, or noise
@@ -152,6 +159,13 @@ class TrainingSpec(Spec):
     clip_grad_norm: Positive | None = Field(None, description="maximum norm of the gradients of the model")
     task: Literal["pretrain", "sft", "lora"] = Field(
         "pretrain", description="lora trains adapters of model.lora_rank only; sft computes the same as pretrain"
+    )
+    base_weights: Annotated[BaseWeights | None, BeforeValidator(_of_format)] = Field(
+        None,
+        description=(
+            "frozen linear layers below adapters in few bits (QLoRA): a format, or a mapping of format, "
+            "double_quantization, block_size, storage, library and upcast"
+        ),
     )
     backup_workers: Natural = Field(
         0, description="replicas of plan.dp_replicate whose gradients, the last to arrive, a step drops"

@@ -27,11 +27,6 @@ _RECORDS = (
         "use plan.compression with plan.dp_replicate, or plan.grad_dtype: bf16",
     ),
     Unmodeled(
-        "QLoRA is",
-        "qlora load_in_4bit load_in_8bit bnb_4bit_quant_type quantization quantization_config nf4 int4",
-        "use training.task: lora with model.lora_rank, whose frozen weights are 16 bits wide",
-    ),
-    Unmodeled(
         "reinforcement learning is",
         "rlhf ppo grpo dpo rl reward_model",
         "use training.task: sft, which has the cost of an update of the policy",

@@ -85,7 +85,8 @@ class _LayerBench:
             return [build(seed=seed, model_code=shape.model_code, **options) for seed in range(num_copies)]
 
         recipe = shape.fp8_recipe if shape.dtype == "fp8" else None
-        stages = copies(dtype, self._dims, fp8_recipe=recipe, frozen_dtype=compute_dtype)
+        packed = shape.base_weights
+        stages = copies(dtype, self._dims, fp8_recipe=recipe, frozen_dtype=compute_dtype, base_weights=packed)
         if shape.compiled:
             from executor.distributed.compiling import compile_blocks
 

@@ -31,10 +31,14 @@ class LoraLinear(nn.Linear):
         self.lora_b = nn.Linear(rank, n, bias=False)
         self.dropout = dropout
 
+    def base(self, x: Tensor) -> Tensor:
+        """The layer without its adapter."""
+        return functional.linear(x, self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., k) to (..., n)."""
         narrow = self.lora_a(self.dropped(x))
-        return self.adapted(functional.linear(x, self.weight, self.bias), narrow, self.lora_b.weight)
+        return self.adapted(self.base(x), narrow, self.lora_b.weight)
 
     def dropped(self, x: Tensor) -> Tensor:
         """The input of A (..., k): x after dropout with the function of CUDA, which keeps a mask of booleans."""

@@ -39,6 +39,7 @@ from executor.models.lora import add_adapters, freeze
 from executor.models.moe import deepseek_block, moe_block
 from executor.models.resnet import ResNetHead, ResNetStem, resnet_block
 from executor.models.t5 import T5Embedding, T5Head, t5_block
+from simplan.model.base_weights import BaseWeights
 from simplan.model.implementations.layer_implementation import ModelCode
 from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe
@@ -129,6 +130,7 @@ def build_stage(
     around_rerun: Around = nullcontext,
     fp8_recipe: Fp8Recipe | None = None,
     frozen_dtype: torch.dtype | None = None,
+    base_weights: BaseWeights | None = None,
     model_code: ModelCode = "framework",
     finish: Callable[[int, nn.Module], None] = lambda index, layer: None,
 ) -> Stage:
@@ -143,6 +145,7 @@ def build_stage(
         recompute_layers: Number of the stage's first blocks that ``recompute`` applies to; None for all blocks.
         fp8_recipe: Scaling recipe of the blocks' FP8 linear layers; None without FP8.
         frozen_dtype: Dtype of weights that are not trained; None for ``dtype``.
+        base_weights: Form of frozen matrices of few bits; None for ``frozen_dtype``.
         model_code: Origin of the modules: this package, or transformers.
         finish: Called with the index of every layer and the layer after its construction. Sharding a layer there keeps
             the device from ever storing an unsharded stage.
@@ -167,6 +170,10 @@ def build_stage(
         _draw_weights(layer, spec, index, seed, dims)
         if spec.lora_rank or spec.frozen:
             freeze(layer, spec.layers[index], frozen_dtype or dtype)
+        if base_weights is not None:
+            from executor.models.base_weights import quantize
+
+            quantize(layer, spec.layers[index], base_weights)
         if dims.tp.mesh is not None and dims.dp.size > 1:
             with_local_weights(layer, dims.tp.mesh)
         if spec.tied_embeddings and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):

@@ -81,7 +81,7 @@ class Trainer:
         self._optim_action = row[-1]
         assert self._optim_action.kind is ActionKind.OPTIM
 
-        self._layers = job.software.layers_of(job.model, plan)
+        self._layers = job.software.layers_of(job.model, plan, job.training)
         self._captured_data = self._make_captured_data()
         self.stages: dict[int, Stage] = {}
         for index in sorted({action.stage for action in row}):
@@ -335,6 +335,7 @@ class Trainer:
             around_rerun=self._recorder.rerun,
             fp8_recipe=fp8_recipe(job),
             frozen_dtype=compute_dtype(job),
+            base_weights=job.training.base_weights,
             model_code=job.software.layers.model_code,
             finish=finish,
         )

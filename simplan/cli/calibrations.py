@@ -395,4 +395,6 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         compiled=scenario.job.software.compiled,
         model_code=scenario.job.software.layers.model_code,
         chunked_loss=scenario.job.software.chunked_losses.get(scenario.job.software.loss),
+        base_weights=training.base_weights,
+        frozen_base=None if training.base_weights is None else scenario.job.software.state(training, plan).base,
     )

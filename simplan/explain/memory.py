@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from simplan.explain.term import ExplainedTerm
 from simplan.job import Job
+from simplan.model.layer import LayerSpec
 from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
 from simplan.program.memory.low_precision_footprint import persistent_weight_bytes
@@ -69,7 +70,8 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
     state, resting = job.software.state(job.training, job.plan), program.persistent_bytes[rank]
     trained = _num_trained(prediction, program, rank)
     quantized = _quantized_bytes(prediction, rank)
-    wide = resting[MemoryCategory.PARAMETERS] - quantized
+    packed, form = _packed_bytes(prediction, rank)
+    wide = resting[MemoryCategory.PARAMETERS] - quantized - packed
     frozen = 0 if trained is None else (wide - trained * state.parameter) // state.frozen
     is_parameters = category is MemoryCategory.PARAMETERS
     width = {
@@ -84,6 +86,8 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
         formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
     elif frozen:
         formula = f"{kept // width:,} parameters trained x {width} B"
+    if packed and is_parameters:
+        formula += f" + {format_bytes(packed, digits=4)} of frozen weights in {form}"
     if job.plan.shards_parameters:
         formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
     if outer_bytes:
@@ -151,14 +155,31 @@ def _activations(program: Program, rank: int) -> str:
     return " + ".join(parts)
 
 
+def _packed_bytes(prediction: Prediction, rank: int) -> tuple[int, str]:
+    """Persistent bytes of a rank's weights of few bits with their scales, and the format of these."""
+    plan, num_bytes, word = prediction.job.plan, 0, ""
+    num_shards = plan.dp_shard * plan.cp if plan.shards_parameters else 1
+    for layer in _layers_of_rank(prediction, rank):
+        for parameter in layer.parameters:
+            if parameter.stored is not None:
+                num_bytes += parameter.stored.shard_bytes(parameter.shape, num_shards)
+                word = parameter.stored.name
+    return num_bytes, word
+
+
 def _quantized_bytes(prediction: Prediction, rank: int) -> int:
     """Persistent bytes of a rank's quantized weights beyond its BF16 weights; negative if they replace those."""
-    plan, software = prediction.job.plan, prediction.job.software
+    plan = prediction.job.plan
     if plan.shards_parameters:
         return 0
-    state = software.state(prediction.job.training, plan)
-    layers = software.layers_of(prediction.job.model, plan)
-    pp_rank = RankMapping.of(plan).place(rank).pp
+    state = prediction.job.software.state(prediction.job.training, plan)
+    return sum(persistent_weight_bytes(layer, state) for layer in _layers_of_rank(prediction, rank))
+
+
+def _layers_of_rank(prediction: Prediction, rank: int) -> list[LayerSpec]:
+    """Layers of the stages on a rank."""
+    job = prediction.job
+    layers = job.software.layers_of(job.model, job.plan, job.training)
+    pp_rank = RankMapping.of(job.plan).place(rank).pp
     mine = [stage for stage, at in stage_to_rank(prediction.table).items() if at == pp_rank]
-    held = [layers[index] for stage in mine for index in prediction.assignment.layer_range(stage)]
-    return sum(persistent_weight_bytes(layer, state) for layer in held)
+    return [layers[index] for stage in mine for index in prediction.assignment.layer_range(stage)]

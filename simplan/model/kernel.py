@@ -7,6 +7,8 @@ from enum import StrEnum
 from math import comb
 from typing import Literal, NamedTuple
 
+from simplan.model.weight_format import WeightFormat
+
 TOKEN_TABLE = "wte"
 """Name of the ``Lookup`` of tokens in the embedding; any other ``Lookup`` reads a smaller table."""
 
@@ -96,6 +98,8 @@ class Gemm:
         joint: Fusion group: matmuls with one input and the same word can be fused (QKV, gate-up); empty for none.
         chunks: Chunks of tokens of separate matmuls; None for one matmul of all tokens.
         relative_std: Relative standard deviation of the time of a kind that was never fitted; 0 for that of the device.
+        stored: Stored form of a frozen weight that every matmul unpacks first; None for a weight that is used as it is.
+        full_precision: The matmul is in FP32, regardless of the precision of the run.
     """
 
     name: str
@@ -112,6 +116,8 @@ class Gemm:
     joint: str = ""
     chunks: Chunks | None = None
     relative_std: float = 0.0
+    stored: WeightFormat | None = None
+    full_precision: bool = False
 
     @property
     def flops(self) -> int:

@@ -26,6 +26,7 @@ from simplan.model.kernel import (
     has_backward,
 )
 from simplan.model.operator import Operator, Role, Tensor, saved_by, storages
+from simplan.model.weight_format import WeightFormat
 
 __all__ = [
     "Attention",
@@ -71,6 +72,7 @@ class ParameterSpec:
             average its gradients.
         frozen: The weight is not trained: no gradient, no optimizer states.
         in_root: The weight is outside of the layer's module, so that FSDP has it in its root unit.
+        stored: Stored form of a frozen weight of few bits; None for a weight of the usual width.
     """
 
     name: str
@@ -79,6 +81,7 @@ class ParameterSpec:
     expert: bool = False
     frozen: bool = False
     in_root: bool = False
+    stored: WeightFormat | None = None
 
     @property
     def num_elements(self) -> int:

@@ -157,7 +157,7 @@ def _shard_classes(job: Job) -> tuple[int, ...]:
     plan = job.plan
     if not plan.shards_parameters:
         return ()
-    parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
+    parameters = (p for layer in set(job.software.layers_of(job.model, plan, job.training)) for p in layer.parameters)
     shapes = frozenset(p.shape for p in parameters if p.partial_gradient and not p.expert)
     return _classes_of_shards(shapes, plan.dp_shard * plan.cp)
 
@@ -435,7 +435,7 @@ def _layer_times_s(job: Job, cost: CostModel, group: int | None = None) -> list[
 def layer_times_s(job: Job, cost: CostModel, size: int, group: int | None) -> list[float]:
     """Forward plus backward seconds of every layer for a microbatch of ``size`` sequences on a node group."""
     plan, seconds = job.plan, dict[str, float]()
-    for layer in (layers := job.software.layers_of(job.model, plan)):
+    for layer in (layers := job.software.layers_of(job.model, plan, job.training)):
         if layer.key not in seconds:
             seconds[layer.key] = sum(
                 cost.compute(LayerWork(layer, phase, size, layer.num_parameters, group=group)).seconds

@@ -353,7 +353,7 @@ def _simulation_assumptions(job: Job, extent: Extent, calibration: Calibration |
 def _reference_s(cost: CostModel, job: Job) -> float | None:
     if not isinstance(cost, CalibratedCost):
         return None
-    keys = {layer.key for layer in job.software.layers_of(job.model, job.plan)}
+    keys = {layer.key for layer in job.software.layers_of(job.model, job.plan, job.training)}
     return cost.reference_s(keys, job.plan.microbatch_size)
 
 
@@ -362,7 +362,7 @@ def recomputed_share(job: Job, assignment: StageAssignment) -> float:
     plan = job.plan
     again = total = 0
     found: dict[tuple[object, Recompute, int], tuple[int, int]] = {}
-    for number, layer in enumerate(job.software.layers_of(job.model, plan)):
+    for number, layer in enumerate(job.software.layers_of(job.model, plan, job.training)):
         mode = recompute_of(layer, plan, assignment.place(number))
         key = (layer.key, mode, (number - 1) % 2)  # selective_layer has two kinds of blocks
         if key not in found:
@@ -469,7 +469,7 @@ def fullest_excess(packs: PackStatistics, num_ranks: int, packs_each: int) -> fl
 def attention_s(job: Job, assignment: StageAssignment, table: Table, cost: CostModel) -> float:
     """Seconds of attention cores in a step, on the pipeline rank with the most."""
     plan = job.plan
-    layers = job.software.layers_of(job.model, plan)
+    layers = job.software.layers_of(job.model, plan, job.training)
     found: dict[tuple[object, Recompute, int], float] = {}
 
     def of_layer(index: int) -> float:

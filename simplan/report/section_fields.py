@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from simplan.accuracy.measured import Measured
 from simplan.cluster.topology import TOPOLOGIES, GraphLink, Pcie
 from simplan.goodput.sections import SECTIONS
+from simplan.model.base_weights import BaseWeights
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
@@ -46,7 +47,8 @@ _WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping with
 
 def training_fields() -> list[dict[str, str]]:
     """Every key of ``training:`` in the order of ``TrainingSection``."""
-    return _fields_of(TrainingSection)
+    formats = values_of(BaseWeights.model_fields["format"].annotation, [])
+    return [row | ({"values": formats} if row["name"] == "base_weights" else {}) for row in _fields_of(TrainingSection)]
 
 
 def measured_fields() -> list[dict[str, str]]:

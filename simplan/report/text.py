@@ -265,6 +265,8 @@ def _peak_words(job: Job) -> str:
 
 def _precision(job: Job) -> str:
     training = job.training
+    if training.base_weights is not None:
+        return f"{training.precision}, base weights in {training.base_weights.words}"
     if not training.pure_bf16:
         return training.precision
     return "pure bf16" if training.precision == "bf16" else f"{training.precision} with pure bf16"

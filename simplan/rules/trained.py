@@ -1,7 +1,8 @@
-"""Rules about what is trained: adapters, frozen weights, and the task that says so."""
+"""Rules about what is trained: adapters, frozen weights and their form, and the task that says so."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import cast
 
@@ -15,6 +16,7 @@ from simplan.model.layer import Gemm, LayerKind, LayerSpec, Role
 from simplan.model.low_precision import LowPrecision
 from simplan.model.model import ModelSpec
 from simplan.model.module_names import PartName, matrices, modules, part_name
+from simplan.model.weight_format import FOUR_BITS, SCALES_PER_BLOCK
 from simplan.plan.shard import Shard
 from simplan.rules.rule import not_modelled, problem_of, rule, unmodelled
 from simplan.wording import either
@@ -257,3 +259,158 @@ def pipelines_of_frozen_parts(job: Job) -> Iterator[Problem]:
     if job.model.frozen and job.plan.pp > 1:
         what = "a pipeline of which some stages may have no backward (model.frozen)"
         yield not_modelled(job, "plan.pp", what, "use 1")
+
+
+_BASE_WEIGHTS = "training.base_weights"
+_MIN_BLOCK, _MAX_BLOCK = 32, 4096
+_WITH_BASE = ("bf16", "fp16", "fp32", "tf32")
+_STORED_AS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32"}
+"""Precision -> type in which FSDP and ZeRO-3 gather weights: packed ones must have it, or they would be cast."""
+_WITHOUT_BASE = "or remove training.base_weights"
+
+
+def _of_base(key: str, value: object, sentence: str, fix: str) -> Problem:
+    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    return Problem(field=f"{_BASE_WEIGHTS}.{key}", value=shown, rule=sentence, fix=fix)
+
+
+@rule("base_weights is for frozen weights below adapters")
+def base_weights_of_adapters(job: Job) -> Iterator[Problem]:
+    base, task = job.training.base_weights, job.training.task
+    if base is not None and task != "lora":
+        sentence = f"is for frozen weights below adapters (training.task = lora), and training.task = {task}"
+        yield _of_base(
+            "format", base.format, sentence, f"use training.task = lora with model.lora_rank, {_WITHOUT_BASE}"
+        )
+
+
+@rule("double quantization, block sizes and libraries go with formats that have them")
+def base_weights_of_format(job: Job) -> Iterator[Problem]:
+    base = job.training.base_weights
+    if base is None:
+        return
+    blocked = base.format in ("nf4", "fp4")
+    if base.double_quantization and not blocked:
+        sentence = f"quantizes the scales of nf4 and fp4, and training.base_weights.format = {base.format}"
+        yield _of_base("double_quantization", True, sentence, "use format: nf4, or remove it")
+    if base.storage != "uint8" and not (blocked and base.library != "torchao"):
+        sentence = f"is of bitsandbytes' nf4 and fp4, and training.base_weights.format = {base.format}"
+        yield _of_base("storage", base.storage, sentence, "remove it")
+    if base.library == "torchao" and base.format != "nf4":
+        sentence = f"has nf4 alone, and training.base_weights.format = {base.format}"
+        yield _of_base("library", base.library, sentence, "use format: nf4, or library: bitsandbytes")
+    elif base.library == "torchao" and not base.double_quantization:
+        sentence = "always quantizes the scales of nf4"
+        yield _of_base("library", base.library, sentence, "write double_quantization: true")
+    if base.library == "bitsandbytes" and base.format not in ("nf4", "fp4", "int8"):
+        sentence = f"has nf4, fp4 and int8, and training.base_weights.format = {base.format}"
+        yield _of_base("library", base.library, sentence, "remove it")
+    size = base.block_size
+    if size is None:
+        return
+    if base.format in ("int8", "fp8"):
+        sentence = f"is of formats with 4 bits, and training.base_weights.format = {base.format}"
+        yield _of_base("block_size", size, sentence, "remove it")
+    elif not _MIN_BLOCK <= size <= _MAX_BLOCK or size & (size - 1):
+        sentence = f"must be a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}"
+        nearest = 1 << min(12, max(5, round(math.log2(size))))
+        yield _of_base("block_size", size, sentence, f"use {nearest}")
+
+
+@rule("sharded ranks gather weights of few bits as floating-point storage of 4 bits", reads="shards_parameters")
+def base_weights_of_shards(job: Job) -> Iterator[Problem]:
+    base, plan, software = job.training.base_weights, job.plan, job.software
+    if base is None or not plan.shards_parameters:
+        return
+    whole = "use plan.dp_replicate (DDP)"
+    shards = f"plan.zero_stage = {plan.zero_stage}"
+    if base.format == "int8":
+        sentence = f"cannot be sharded: FSDP and ZeRO-3 take quantized weights of 4 bits only, and {shards}"
+        yield _of_base("format", base.format, sentence, f"use format: nf4, or {whole}")
+    elif base.format in ("gptq_int4", "awq_int4"):
+        sentence = f"cannot be sharded: LLaMA-Factory refuses weights that were quantized before with {shards}"
+        yield _of_base("format", base.format, sentence, f"use format: nf4 with storage: bf16, or {whole}")
+    elif base.format in ("nf4", "fp4") and base.library != "torchao":
+        gathered = _STORED_AS.get(job.training.precision, "bf16")
+        as_it_is = software.executable and gathered == "fp32"  # FSDP2 without a policy of mixed precision
+        if base.storage != gathered and not (as_it_is and base.storage == "uint8"):
+            sentence = f"is not the type in which ranks gather weights, which shards need ({shards})"
+            yield _of_base("storage", base.storage, sentence, f"use storage: {gathered}, or {whole}")
+    if base.upcast:
+        sentence = f"is not done under FSDP and ZeRO-3, and {shards}"
+        yield _of_base("upcast", True, sentence, f"remove it, or {whole}")
+
+
+@rule("autocast is an option of training adapters on whole weights", reads="shards_parameters")
+def autocast_of_adapters(job: Job) -> Iterator[Problem]:
+    if job.software.autocast:
+        return
+    fix = "remove software.autocast"
+    if job.training.task != "lora":
+        sentence = f"is modeled for adapters (training.task = lora), and training.task = {job.training.task}"
+        yield problem_of(job, "software.autocast", sentence, fix)
+    elif job.plan.shards_parameters:
+        sentence = f"does not go with the mixed precision of plan.zero_stage = {job.plan.zero_stage}"
+        yield problem_of(job, "software.autocast", sentence, fix)
+
+
+@unmodelled("weights of few bits are not modeled for this software or precision")
+def base_weights_of_software(job: Job) -> Iterator[Problem]:
+    base, software, precision = job.training.base_weights, job.software, job.training.precision
+    if base is None:
+        return
+    library = base.library or "bitsandbytes"
+    if library not in software.base_weights:
+        sentence = f"in tensors of {library} is not modeled yet with {software.id}"
+        known = ("torch", "accelerate", "deepspeed")[: 3 if library == "bitsandbytes" else 2]
+        yield _of_base("format", base.format, sentence, f"use software {either(known)}, {_WITHOUT_BASE}")
+    if precision not in _WITH_BASE:
+        sentence = f"is not modeled yet with training.precision = {precision}"
+        yield _of_base("format", base.format, sentence, "use training.precision = bf16")
+    if job.model.captured is not None:
+        yield _of_base(
+            "format", base.format, "is not modeled yet for captured models", f"use a model of a family, {_WITHOUT_BASE}"
+        )
+    if software.compiled and library == "bitsandbytes":
+        sentence = "is not modeled yet with software.compiled = true: bitsandbytes' functions break its graphs"
+        yield _of_base("format", base.format, sentence, "use library: torchao, or software.compiled = false")
+
+
+@unmodelled("weights of few bits are not modeled with splits of layers", reads="tp cp pp ep")
+def base_weights_of_splits(job: Job) -> Iterator[Problem]:
+    base, plan = job.training.base_weights, job.plan
+    if base is None:
+        return
+    for axis in ("tp", "cp", "pp", "ep"):
+        if (degree := getattr(plan, axis)) > 1:
+            sentence = f"with {_BASE_WEIGHTS}, weights of few bits, is not modeled yet with plan.{axis} = {degree}"
+            yield problem_of(job, f"plan.{axis}", sentence, "use 1, and dp_replicate or dp_shard")
+
+
+@rule(
+    "frozen matrices divide into whole blocks and shards of torchao's and GPTQ's formats",
+    reads="shards_parameters dp_shard tp",
+    after_others=True,
+)
+def base_weights_divide(job: Job) -> Iterator[Problem]:
+    base, plan = job.training.base_weights, job.plan
+    if base is None or (base.library != "torchao" and base.format not in FOUR_BITS[2:]):
+        return
+    size = base.elements_per_scale
+    for layer in {*job.software.layers_of(job.model, plan, job.training)}:
+        for parameter in layer.parameters:
+            if parameter.stored is None:
+                continue
+            n, k = parameter.shape
+            if base.library == "torchao":
+                shards = plan.dp_shard if plan.shards_parameters else 1
+                unit = size * SCALES_PER_BLOCK * shards
+                fits = n * k % unit == 0 and n % shards == 0
+                words = f"{unit:,} elements" + (f" and {shards} shards of its rows" if shards > 1 else "")
+            else:
+                fits, words = k % size == 0, f"groups of {size} inputs"
+            if not fits:
+                sentence = f"needs {words}, and {parameter.name} is {n:,} x {k:,}"
+                fix = "use library: bitsandbytes" if base.library == "torchao" else "use another block_size"
+                yield _of_base("format", base.format, sentence, fix)
+                return

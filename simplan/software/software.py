@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from simplan.base import Count, Natural, NonNegative, Spec
+from simplan.model.base_weights import FrozenBase, with_frozen_base
 from simplan.model.captured.compiled import compiled_blocks
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, LossMode
 from simplan.model.layer import LayerSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
+from simplan.model.weight_format import WeightLibrary
 from simplan.plan.plan import ParallelPlan, RecomputeModule
 from simplan.plan.shard import Shard
 from simplan.software.rates import FrameworkRates, MemorySpread
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16", "pure_bf16"]
 SoftwareOption = Literal[
+    "autocast",
     "broadcast_buffers",
     "channels_last",
     "compiled",
@@ -99,6 +102,8 @@ class StateBytes(Spec):
             saves for backward; 0 for none.
         linear: Quantization format of the linear layers of blocks; None for no quantization. Belongs to one training
             run, not to the catalog.
+        base: Frozen weights below adapters, and the precision of adapters, where these are not as frozen and activation
+            say; None otherwise. Belongs to one training run, not to the catalog.
         gathers_experts: FSDP shards and all-gathers expert-parallel weights. Belongs to one plan, not to the catalog.
     """
 
@@ -118,6 +123,7 @@ class StateBytes(Spec):
     flattened: Natural = 0
     weight_copy: Natural = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
+    base: FrozenBase | None = Field(default=None, exclude=True)
     gathers_experts: bool = Field(default=False, exclude=True)
 
     if TYPE_CHECKING:  # fields without a default may be left out
@@ -187,6 +193,9 @@ class SoftwareSpec(Spec):
         lora_state_bytes, sharded_lora_state_bytes: ``state_bytes`` and ``sharded_state_bytes`` for adapters, with all
             other weights frozen.
         low_precision: Supported precisions of linear layers below 16 bits; everything else is then as for BF16.
+        base_weights: Libraries whose weights of few bits the framework trains adapters on; empty for none.
+        upcast_frozen: Frozen weights of 16 bits next to those of few bits become FP32, if ranks do not shard them.
+        peft_adapters: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
         rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and the
@@ -264,6 +273,16 @@ class SoftwareSpec(Spec):
     lora_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)
     sharded_lora_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
+    base_weights: Annotated[tuple[WeightLibrary, ...], Field(strict=False)] = ()
+    upcast_frozen: bool = False
+    peft_adapters: bool = False
+    autocast: bool = Field(
+        True,
+        description=(
+            "Adapters are trained under torch.autocast. Without it, modules compute in the precision of their weights: "
+            "adapters, and what prepare_model_for_kbit_training makes FP32, in FP32."
+        ),
+    )
     layers: LayerImplementation = LayerImplementation()
     rates: FrameworkRates = FrameworkRates()
     rates_of: str | None = None
@@ -418,6 +437,7 @@ class SoftwareSpec(Spec):
     def title(self) -> str:
         """Name of the profile, with the options that are set."""
         words: dict[SoftwareOption, str] = {
+            "autocast": "" if self.autocast else "no autocast",
             "broadcast_buffers": "" if self.broadcast_buffers else "buffers not broadcast",
             "channels_last": "channels last" if self.channels_last else "",
             "compiled": "compiled" if self.compiled else "",
@@ -492,9 +512,18 @@ class SoftwareSpec(Spec):
         compiled = self.compiled_reserve_fraction if self.compiled else None
         return self.reserve_fraction if compiled is None else compiled
 
-    def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
-        """Layers of a model, as one rank holds and computes them."""
-        return _implemented_layers(self.padded(model, plan), plan.shard, self._implementation)
+    def layers_of(
+        self, model: ModelSpec, plan: ParallelPlan, training: TrainingSpec | None = None
+    ) -> tuple[LayerSpec, ...]:
+        """Layers of a model, as one rank holds and computes them.
+
+        Args:
+            training: Training run, which says the form of frozen weights; None for weights of the usual width.
+        """
+        base = None
+        if training is not None and (training.base_weights is not None or not self.autocast):
+            base = self.state(training, plan).base
+        return _implemented_layers(self.padded(model, plan), plan.shard, self._implementation, base)
 
     @cached_property
     def _implementation(self) -> LayerImplementation:
@@ -544,6 +573,8 @@ class SoftwareSpec(Spec):
         if self.holds_whole_weights(plan):
             whole = self.lora_state_bytes if training.task == "lora" else self.state_bytes
             state = state.model_copy(update={"flattened": whole[wide].flattened})  # type: ignore[index]
+        if training.base_weights is not None or not self.autocast:
+            state = self._with_frozen_base(state, training, plan)
         if low is None:
             return state
         weights = "microbatch" if plan.shards_parameters and low.weights == "step" else low.weights
@@ -557,6 +588,28 @@ class SoftwareSpec(Spec):
             any_layout=self.fp8_any_layout,
         )
         return state.model_copy(update={"linear": form})
+
+    def _with_frozen_base(self, state: StateBytes, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
+        """Widths with frozen weights in few bits, or without autocast."""
+        base, narrow = training.base_weights, state.activation
+        upcasts = base is not None and (
+            base.upcast if base.upcast is not None else self.upcast_frozen and not plan.shards_parameters
+        )
+        # an embedding or a norm in FP32 makes FP32 hidden states, which linear layers hand on
+        frozen, wide = (4, 4) if upcasts else (state.frozen, narrow)
+        adapter_bytes = narrow if self.autocast else state.parameter
+        found = FrozenBase(
+            weights=None if base is None else base.stored(narrow, compiled=self.compiled),
+            activation_bytes=wide,
+            compute_bytes=narrow,
+            adapter_bytes=adapter_bytes,
+            attention_bytes=narrow if self.autocast else wide,
+            autocast=self.autocast,
+            peft=self.peft_adapters,
+        )
+        widths = {"frozen": frozen, "activation": wide, "residual": max(wide, state.residual), "boundary": wide}
+        apart = {} if self.autocast else {"weight_copy": 0, "matmul_gradient": state.parameter}
+        return state.model_copy(update={"base": found, **widths, **apart})
 
     def holds_whole_weights(self, plan: ParallelPlan) -> bool:
         """True for a plan that shards gradients, and of which ranks hold whole weights in the optimizer step."""
@@ -582,8 +635,14 @@ class SoftwareSpec(Spec):
 
 
 @lru_cache(maxsize=256)
-def _implemented_layers(model: ModelSpec, shard: Shard, implementation: LayerImplementation) -> tuple[LayerSpec, ...]:
+def _implemented_layers(
+    model: ModelSpec, shard: Shard, implementation: LayerImplementation, base: FrozenBase | None
+) -> tuple[LayerSpec, ...]:
     """Cached layers under an implementation: plans of a search share most of them."""
+    if base is not None:
+        layers = _implemented_layers(model, shard, implementation, None)
+        made = {layer: with_frozen_base(layer, base) for layer in {*layers}}
+        return tuple(made[layer] for layer in layers)
     layers = model.layers_of(shard)
     if model.captured is not None:
         return compiled_blocks(layers, model.captured.computed_in) if implementation.compiled else layers

@@ -72,7 +72,8 @@ def test_public_configuration_becomes_its_plan(kind: str, entry: dict[str, Any],
     assert job.software.id == entry["expect"].get("software", "accelerate")
     for section in ("plan", "training", "model"):
         for key, value in entry["expect"].get(section, {}).items():
-            assert getattr(getattr(job, section), key) == value, key
+            found = getattr(getattr(job, section), key)
+            assert (found.model_dump(exclude_unset=True) if isinstance(value, dict) else found) == value, key
 
 
 @pytest.mark.parametrize(("kind", "entry"), IMPORTED)
@@ -120,6 +121,15 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": (
         "accelerate",
         {"plan.dp_shard": 8, "training.task": "lora", "model.lora_rank": 16, "model.lora_targets": ["q", "v"]},
+    ),
+    "qlora": (
+        "accelerate",
+        {
+            "plan.dp_shard": 8,
+            "training.task": "lora",
+            "model.lora_rank": 16,
+            "training.base_weights": {"format": "nf4", "double_quantization": True, "storage": "bf16"},
+        },
     ),
     "ds zero 0": ("deepspeed", {"plan.dp_replicate": 8}),
     "ds zero 1": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 1, "training.optimizer": "adam"}),
@@ -643,6 +653,53 @@ def test_axolotl_shards_and_splits_as_it_says(name: str, tmp_path: Path) -> None
     assert {key: getattr(job.plan, key) for key in expected} == expected
 
 
+FEW_BITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "axolotl": (
+        f"{_AXOLOTL}adapter: qlora\nload_in_4bit: true\nlora_r: 8\nbf16: true\n",
+        {"format": "nf4", "double_quantization": True, "storage": "bf16", "upcast": False},
+    ),
+    "axolotl, by its library": (
+        f"{_AXOLOTL}adapter: qlora\nlora_r: 8\nfp16: true\n"
+        "bnb_config_kwargs: {bnb_4bit_quant_type: fp4, bnb_4bit_use_double_quant: false}\n",
+        {"format": "fp4", "storage": "bf16", "upcast": False},
+    ),
+    "axolotl, 8 bits": (
+        f"{_AXOLOTL}adapter: lora\nload_in_8bit: true\nlora_r: 8\n",
+        {"format": "int8", "upcast": False},
+    ),
+    "LLaMA-Factory": (
+        f"{_ADAPTERS}lora\nquantization_bit: 4\n",
+        {"format": "nf4", "double_quantization": True, "storage": "bf16", "upcast": False},
+    ),
+    "LLaMA-Factory, 8 bits": (f"{_ADAPTERS}lora\nquantization_bit: 8\n", {"format": "int8", "upcast": False}),
+    "arguments of TRL": (
+        f"{_FACTORY}bf16: true\nuse_peft: true\nlora_r: 8\nload_in_4bit: true\nuse_bnb_nested_quant: true\n",
+        {"format": "nf4", "double_quantization": True},
+    ),
+    "a checkpoint of GPTQ": (
+        _AXOLOTL.replace("Qwen2.5-7B", "Qwen2.5-7B-Instruct-GPTQ-Int4") + "adapter: lora\nlora_r: 8\nbf16: true\n",
+        {"format": "gptq_int4"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_weights_of_few_bits_are_read(name: str, tmp_path: Path) -> None:
+    """axolotl: loaders/model.py; LLaMA-Factory: model/model_utils/quantization.py; TRL: trainer/model_config.py."""
+    text, expected = FEW_BITS[name]
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    overrides = {
+        "cluster.preset": "dgx-h100",
+        "cluster.num_devices": 1,
+        "plan.zero_stage": 0,
+        "model.preset": "qwen2.5-7b",
+    }
+    base = scenario_from(path, overrides).job.training.base_weights
+    assert base is not None
+    assert base.model_dump(exclude_unset=True) == expected
+
+
 REFUSED: dict[str, tuple[str, str]] = {
     "oft": (f"{_ADAPTERS}oft\n", "finetuning_type"),
     "freeze": (f"{_ADAPTERS}freeze\n", "finetuning_type"),
@@ -653,7 +710,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "muon": (f"{_ADAPTERS}full\nuse_muon: true\n", "use_muon"),
     "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
     "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),
-    "qlora": (f"{_AXOLOTL}adapter: qlora\nlora_r: 8\n", "adapter"),
+    "weights of another library": (f"{_ADAPTERS}lora\nquantization_bit: 4\nquantization_method: hqq\n", "quantization"),
+    "weights of 3 bits": (f"{_ADAPTERS}lora\nquantization_bit: 3\n", "quantization_bit"),
     "experts": (f"{_AXOLOTL}expert_parallel_size: 2\n", "expert_parallel_size"),
     "spectrum": (f"{_AXOLOTL}plugins: [axolotl.integrations.spectrum.SpectrumPlugin]\n", "plugins"),
     "other devices": ("distributed_type: MULTI_NPU\nnum_processes: 8\nmixed_precision: bf16\n", "distributed_type"),

@@ -30,8 +30,6 @@ def refusal(section: str, line: str) -> SpecError:
     [
         ("plan", "zeroplusplus: true", "plan.zeroplusplus: compression of the weights and gradients of ZeRO (ZeRO++) "
          "is not modeled yet; use plan.compression with plan.dp_replicate"),
-        ("training", "qlora: true", "training.qlora: QLoRA is not modeled yet; use training.task: lora with "),
-        ("training", "task: qlora", 'training.task = "qlora": QLoRA is not modeled yet; use training.task: lora with '),
         ("plan", "schedule: pipedream", 'plan.schedule = "pipedream": an asynchronous pipeline is not modeled yet; '),
     ],
 )  # fmt: skip

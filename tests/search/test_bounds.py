@@ -214,6 +214,30 @@ def test_memory_bounds_in_low_precision_are_close(software: str, precision: str)
     assert np.median((bounds - context_bytes) / (exact - context_bytes)) > 0.9
 
 
+@pytest.mark.parametrize(
+    ("software", "base"),
+    [
+        ("torch", {"format": "nf4", "storage": "bf16"}),
+        ("torch", {"format": "nf4", "library": "torchao", "double_quantization": True}),
+        ("accelerate", {"format": "nf4", "storage": "bf16", "double_quantization": True}),
+        ("deepspeed", {"format": "fp4", "storage": "bf16"}),
+        ("accelerate", {"format": "int8"}),
+    ],
+)
+def test_bounds_with_weights_of_few_bits_hold_for_every_plan(software: str, base: dict[str, Any]) -> None:
+    """Scales that every rank has, packed weights that it shares, and FP32 ones where weights are whole."""
+    job = small_job("llama", 4, batch=16, software=software, lora_rank=8, num_hidden_layers=4, **LARGE)
+    job = job.with_changes({"training.task": "lora", "training.base_weights": base})
+    space = SearchSpace(tp=(1,), pp=(1,), cp=(1,), microbatch_size=(1, 4), recompute=("none", "full"))
+    candidates = candidates_of(job, that_it_has(job.software, space))
+    bounds = Bounds(job).of(candidates)
+    for row in range(len(candidates)):
+        num_bytes, seconds = evaluate_step(job.with_plan(candidates.plan(row)), whole=True)
+        assert seconds is not None
+        assert 0.7 * num_bytes < bounds.device_bytes[row] <= num_bytes
+        assert 0 < bounds.step_time_s[row] <= seconds * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("order", [*itertools.permutations(("tp", "dp", "pp"))])
 @pytest.mark.parametrize("degrees", [{"dp_shard": 4, "tp": 2}, {"dp_replicate": 4, "tp": 2}, {"dp_shard": 4, "pp": 2}])
 def test_bounds_follow_the_placement(degrees: dict[str, int], order: tuple[str, ...]) -> None:

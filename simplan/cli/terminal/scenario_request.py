@@ -126,6 +126,13 @@ OVERRIDES = (
         "Tokens per optimizer step, e.g. 4M, instead of sequences; rounded to a batch that the plan divides.",
     ),
     Override(("--precision",), "training.precision", str, "Precision, e.g. bf16 or fp8.", completion.precisions),
+    Override(("--task",), "training.task", str, "Purpose of the run: pretrain, sft or lora."),
+    Override(
+        ("--quantize",),
+        "training.base_weights.format",
+        str,
+        "Format of frozen weights below adapters (QLoRA), e.g. nf4 or int8.",
+    ),
     Override(("--tp",), "plan.tp", int, "Tensor-parallel degree."),
     Override(("--pp",), "plan.pp", int, "Pipeline-parallel degree."),
     Override(("--cp",), "plan.cp", int, "Context-parallel degree."),

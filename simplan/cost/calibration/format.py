@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from simplan.base import Count, Natural, NonNegative, Positive, Seconds, Spec
+from simplan.model.base_weights import BaseWeights, FrozenBase, with_frozen_base
 from simplan.model.captured.compiled import compiled_blocks
 from simplan.model.implementations.layer_implementation import LayerImplementation, ModelCode, implemented_layers
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss
@@ -226,6 +227,8 @@ class ShapeRequest(Spec):
         compiled: True if blocks are compiled.
         model_code: Source of the modules that are timed.
         chunked_loss: Chunks of output projection and loss; None for all tokens in one piece.
+        base_weights: Form of frozen matrices of few bits; None for whole ones.
+        frozen_base: The same with the widths of a run, by which layers differ.
     """
 
     model: ModelSpec
@@ -238,6 +241,8 @@ class ShapeRequest(Spec):
     compiled: bool = False
     model_code: ModelCode = "framework"
     chunked_loss: ChunkedLoss | None = None
+    base_weights: BaseWeights | None = None
+    frozen_base: FrozenBase | None = None
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -248,7 +253,11 @@ class ShapeRequest(Spec):
         implementation = LayerImplementation(
             compiled=self.compiled, model_code=self.model_code, chunked_loss=self.chunked_loss
         )
-        return implemented_layers(self.model.layers_of(self.shard), implementation, self.model.family)
+        layers = implemented_layers(self.model.layers_of(self.shard), implementation, self.model.family)
+        if self.frozen_base is None:
+            return layers
+        made = {layer: with_frozen_base(layer, self.frozen_base) for layer in {*layers}}
+        return tuple(made[layer] for layer in layers)
 
 
 class CalibrationRequest(Spec):

@@ -48,7 +48,9 @@ def kernel_cost(
         SpecError: The catalog has no peak for the precision, or no memory bandwidth.
     """
     wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
-    _check(device, precision, wanted)
+    base = state.base
+    in_full = base is not None and not base.autocast and precision in _SIXTEEN_BITS
+    _check(device, precision, [*wanted, *(["fp32"] if in_full else [])])
     if software.cuda_graphs:
         replayed = device.kernels.model_copy(update={"kernel_overhead_s": device.kernels.graph_overhead_s})
         device = device.model_copy(update={"kernels": replayed})
@@ -57,12 +59,19 @@ def kernel_cost(
     matmuls = _matmul_rates(
         device, ceiling * rates.matmul_efficiency * stack.framework_efficiency, _aligned(rates, wanted[0])
     )
+    full = None
+    if in_full:
+        full_ceiling = _ceiling(device, "fp32")[0]
+        full = _matmul_rates(
+            device, full_ceiling * rates.matmul_efficiency * stack.framework_efficiency, _aligned(rates, "fp32")
+        )
     attention_kernel = rates.kernel_of(stack.attention_kernel)
+    wide_attention = full is not None and base is not None and base.attention_bytes > base.compute_bytes
     return KernelCost(
         matmuls=matmuls,
         attention=AttentionRates(
-            matmuls,
-            ceiling * stack.framework_efficiency,
+            full if full is not None and wide_attention else matmuls,
+            (full_ceiling if wide_attention else ceiling) * stack.framework_efficiency,
             _UNKNOWN_SHARE if attention_kernel is None else rates.attention[attention_kernel],
             state,
             next((rate for name, rate in rates.low_attention.items() if name == precision), None),
@@ -81,6 +90,7 @@ def kernel_cost(
         host_call_s=rates.host_call_s if _is_launched(device, software) else 0.0,
         dtensor=software.dtensor and not software.compiled,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
+        full=full,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
         joined=software.layers.fused_gemms,
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,

@@ -82,6 +82,7 @@ class KernelCost:
         dtensor: Tensor-parallel ranks hold DTensors; see ``SoftwareSpec``.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
+        full: Rates of FP32 matmuls of a run in fewer bits; None for none.
         joined: True if matrices with the same input are fused; see ``LayerImplementation.fused_gemms``.
         weight_casts: Fraction of the microbatches in which weights of low-precision linear layers are cast.
         host_bytes_per_s: See ``host_memory_rate``; None for none.
@@ -103,6 +104,7 @@ class KernelCost:
     dtensor: bool = False
     accumulation_bytes: int = 0
     low: MatmulRates | None = None
+    full: MatmulRates | None = None
     joined: bool = False
     weight_casts: float = 1.0
     host_bytes_per_s: float | None = None
@@ -203,7 +205,8 @@ class KernelCost:
         match kernel:
             case Gemm():
                 matmuls = num_chunks(kernel, b) * max(1, len(gemm_sizes(kernel, b, phase)))
-                casts = self._stored_bytes(kernel) > self.state.weight_copy > 0 and phase is Phase.FORWARD
+                narrows = self._stored_bytes(kernel) > self.state.weight_copy > 0 and phase is Phase.FORWARD
+                casts = int(narrows) if kernel.stored is None else kernel.stored.unpacking_kernels
                 return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
             case Attention():
                 return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
@@ -265,12 +268,30 @@ class KernelCost:
                 raise AssertionError("a collective is no compute")
 
     def _gemm(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
-        launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
+        rates = self.matmuls if self.full is None or not kernel.full_precision else self.full
+        launches_s = rates.launches_s(kernel.num_groups, kernel.streams)
+        yield from self._unpacking(kernel, b, phase)
         for name, matmul in self._matmuls(kernel, b, phase).items():
-            part = self.matmuls.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
+            part = rates.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
             yield part.times(num_chunks(kernel, b), "chunks")
         yield from self._weights(kernel, b, phase)
         yield from self._transposes(kernel, b, phase)
+
+    def _unpacking(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
+        """Yields the kernels that unpack a frozen weight before each of its matmuls."""
+        form = kernel.stored
+        if form is None or not gemm_sizes(kernel, b, phase):
+            return
+        num_bytes = form.unpacked_traffic(kernel.n, kernel.k, self._operand_bytes(kernel))
+        if form.quantizes_input and phase in (Phase.FORWARD, Phase.RECOMPUTE):  # INT8 input, INT32 result
+            rows = b * kernel.m
+            num_bytes = rows * (kernel.k * (1 + self.state.activation) + kernel.n * (4 + self.state.activation))
+        yield self.matmuls.streaming(f"{kernel.name}: weight unpacked", num_bytes, form.unpacking_kernels)
+
+    def _operand_bytes(self, kernel: Gemm) -> int:
+        """Returns the bytes per element of a matmul's operands."""
+        base = self.state.base
+        return self.state.activation if base is None or kernel.stored is None else base.compute_bytes
 
     def _weights(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
         """Yields weight copies before matmuls, and gradient accumulation after them."""
@@ -278,7 +299,7 @@ class KernelCost:
         # autocast keeps the copy of a parameter, but not those that the function of a recomputed chunk makes
         apart = kernel.chunks is not None and not kernel.chunks.in_forward
         stored = self._stored_bytes(kernel)
-        copies = stored > self.state.weight_copy > 0 and (kernel.trained or not apart)
+        copies = stored > self.state.weight_copy > 0 and (kernel.trained or not apart) and kernel.stored is None
         if copies and (phase is Phase.FORWARD or (apart and phase is Phase.RECOMPUTE)):
             copied = (num if apart else 1) * (stored + self.state.weight_copy)
         if kernel.trained and (phase in WEIGHT_GRADIENTS or (in_forward(kernel) and phase is Phase.FORWARD)):
@@ -304,7 +325,7 @@ class KernelCost:
         """Returns the forward matmul, or the input-gradient and weight-gradient matmuls of backward."""
         rows = b / num_chunks(kernel, b)
         elements = rows * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
-        num_bytes = elements * self.state.activation
+        num_bytes = elements * self._operand_bytes(kernel)
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
         sizes = gemm_sizes(kernel, b, phase)
         speeds = {name: _WINOGRAD if self.winograd and _fits_winograd(kernel, name) else 1.0 for name in sizes}

@@ -60,7 +60,13 @@ def eager_attention(
 
 
 def eager_core(
-    core: Attention, names: tuple[str, ...], result: str, *, table: str = "", masked: bool = False
+    core: Attention,
+    names: tuple[str, ...],
+    result: str,
+    *,
+    table: str = "",
+    masked: bool = False,
+    as_transformers: bool = False,
 ) -> list[Operator]:
     """Scores, operations on them, the softmax in FP32, and the matmul of weights and values.
 
@@ -70,6 +76,9 @@ def eager_core(
         names: Names of queries, keys and values.
         table: Name of a tensor with one row per distance, added to the scores; empty for none.
         masked: Masked scores are overwritten.
+        as_transformers: Scores are scaled, and a mask is added, by operations of their own (transformers 5.23,
+            eager_attention_forward). Backward of the softmax multiplies gradients by its result first (torch 2.13,
+            aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out).
     """
     width = core.num_heads * core.head_dim
     keys = (core.num_keys or core.seq_len) * width
@@ -90,6 +99,9 @@ def eager_core(
         scores = step("scores, scaled", scores)
         scores = step("scores under tanh", scores, saves=(capped,))
         scores = step("scores, capped", scores)
+    if as_transformers:
+        scores = step("scores, scaled", scores)
+        scores = step("scores with a mask", scores, passes=True)
     if table:
         bias = Tensor(f"{core.name} bias", core.num_scores, residual=True, per_microbatch=True)
         lookup = Lookup(bias.name, core.num_scores // core.num_heads, core.num_heads)
@@ -99,7 +111,8 @@ def eager_core(
         scores = step("scores that count", scores, in_place=True)
     wide = step("scores in FP32", scores, width=FP32_BYTES, is_cast=True)
     softmax = f"{core.name} weights"
-    weights = step("weights", wide, width=FP32_BYTES, saves=(softmax,))
+    scratch = (Tensor(f"{core.name} weights, gradients times", core.num_scores, FP32_BYTES),) * as_transformers
+    weights = step("weights", wide, width=FP32_BYTES, saves=(softmax,), backward_scratch=scratch)
     narrow = step("weights in 16 bits", weights, is_cast=True)
     output = Tensor(result, core.seq_len * width)
     operands = (narrow, c)

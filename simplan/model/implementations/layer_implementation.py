@@ -24,6 +24,7 @@ from simplan.model.implementations.attention import (
     with_narrow_values,
     with_repeated_keys,
 )
+from simplan.model.implementations.eager_attention import eager_core
 from simplan.model.implementations.expert_dispatch import (
     ExpertDispatch,
     dispatched,
@@ -34,7 +35,7 @@ from simplan.model.implementations.expert_dispatch import (
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, with_loss_in_chunks
 from simplan.model.implementations.transformers_code import as_transformers
 from simplan.model.kernel import LOSS, LayerCollective
-from simplan.model.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
+from simplan.model.layer import Attention, Gemm, LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.parts.attention import MASK
 from simplan.model.parts.experts import GATE_AND_UP
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
@@ -105,6 +106,8 @@ class LayerImplementation(Spec):
             torch/_functorch/config.py: ban_recompute_materialized_backward).
         compiled_in_parts: Compiled blocks with collectives are several graphs, between which recomputation is eager
             (simplan's executor); else one (torchtitan: fullgraph=True). Set from the profile.
+        holds_logits: The training loop holds the model's output, with its logits, until backward is done
+            (``outputs.loss.backward()``); else they are freed after the loss.
         full_recompute_pass: Recomputation re-executes a block to its end, as in an autograd function that calls the
             block (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is
             needed.
@@ -141,6 +144,7 @@ class LayerImplementation(Spec):
     regathers_tokens: bool = False
     compiled: bool = False
     compiled_in_parts: bool = Field(default=False, exclude=True)
+    holds_logits: bool = False
     full_recompute_pass: bool = False
 
 
@@ -182,11 +186,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
         operators = tuple(_summed_again(operator) for operator in operators)
     if dropout:
         operators = tuple(_with_masks(layer, operators))
-    if implementation.loss != "log_probabilities":
-        operators = tuple(_with_loss(operators, implementation.loss))
-    chunked = implementation.chunked_loss if layer.kind is LayerKind.HEAD else None
-    if chunked is not None:
-        operators = tuple(with_loss_in_chunks(operators, chunked))
+    operators, loss_words = _with_losses(layer, operators, implementation)
     constants = layer.constants
     if skips or (implementation.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != MASK)
@@ -201,7 +201,7 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     words += [f"experts by {implementation.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
     words += ["weighted activations" * (other_experts and implementation.weighted_activations)]
     words += ["FP8 gate inputs" * implementation.eight_bit_gate_inputs]
-    words += [chunked.words] if chunked is not None else []
+    words += loss_words
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     return replace(
         layer,
@@ -218,7 +218,9 @@ def _with_attention(
     operators: tuple[Operator, ...], implementation: LayerImplementation, *, dropout: bool
 ) -> tuple[tuple[Operator, ...], bool, list[str]]:
     """Operators with an implementation's attention, whether its kernel skips keys of a window, and its key's words."""
-    if implementation.attention == "unfused":
+    if implementation.attention == "unfused" and implementation.model_code == "transformers":
+        operators = tuple(found for operator in operators for found in _eager(operator))
+    elif implementation.attention == "unfused":
         operators = tuple(
             found
             for operator in operators
@@ -249,6 +251,16 @@ def _with_attention(
     ]
     words += ["skips" * implementation.skips_keys, "one call" * one_call, "FP8 attention" * eight_bits]
     return operators, skips, words
+
+
+def _eager(operator: Operator) -> Iterator[Operator]:
+    """Attention of transformers with ``attn_implementation="eager"``, in place of one kernel."""
+    core = operator.kernel
+    if not isinstance(core, Attention) or core.eager:
+        yield operator
+        return
+    eager = replace(core, eager=True, fused_softmax=False)
+    yield from eager_core(eager, operator.reads, operator.makes[0].name, as_transformers=True)
 
 
 def _with_fused_gates(operators: Sequence[Operator], *, narrow: bool) -> tuple[Operator, ...]:
@@ -312,6 +324,34 @@ def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Ope
         name = kernel.name if isinstance(kernel, Pointwise) else "embedding"
         mask = Tensor(f"{name} mask", operator.makes[0].elements, MASK_BYTES)
         yield replace(operator, makes=(*operator.makes, mask), saves=(*operator.saves, mask.name))
+
+
+def _with_losses(
+    layer: LayerSpec, operators: tuple[Operator, ...], implementation: LayerImplementation
+) -> tuple[tuple[Operator, ...], list[str]]:
+    """Operators with an implementation's loss, and its words in the layer's key."""
+    if implementation.loss != "log_probabilities":
+        operators = tuple(_with_loss(operators, implementation.loss))
+    if layer.kind is not LayerKind.HEAD:
+        return operators, []
+    if implementation.chunked_loss is not None:
+        chunked = implementation.chunked_loss
+        return tuple(with_loss_in_chunks(operators, chunked)), [chunked.words]
+    if implementation.holds_logits:
+        return tuple(_with_logits_held(operators)), ["logits held"]
+    return operators, []
+
+
+def _with_logits_held(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """Operators of a head whose loss keeps the logits as the projection makes them."""
+    logits = {operator.makes[0].name for operator in operators if isinstance(operator.kernel, Gemm) and operator.makes}
+    sources = {o.makes[0].name: o.reads[0] for o in operators if o.is_cast and o.reads[0] in logits}
+    for operator in operators:
+        if isinstance(operator.kernel, Pointwise) and operator.kernel.name == LOSS:
+            source = operator.reads[0]
+            held = sources.get(source, source)
+            operator = replace(operator, saves=tuple(dict.fromkeys((*operator.saves, held))))
+        yield operator
 
 
 def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:

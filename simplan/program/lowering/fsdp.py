@@ -130,7 +130,7 @@ class FsdpHooks(Hooks):
             unit = self.units[stage][index]
             if self._reshards and not unit.stays:
                 self._gathered.discard(index)
-                effects.append(MemoryEffect.freeing(_GATHERED, unit.padded * self.stages.state.gathered))
+                effects.append(MemoryEffect.freeing(_GATHERED, unit.gathered_bytes(self.stages.state)))
         if part.stop == len(self.stages.layers[stage]) and self._forward_buffer_bytes:
             effects.append(MemoryEffect.freeing(_BUFFERS, self._forward_buffer_bytes))
             self._forward_buffer_bytes = 0
@@ -194,7 +194,7 @@ class FsdpHooks(Hooks):
             return
         for index in [*self.gathering]:
             self.writer.block_on(self.gathering.pop(index))
-            freed = self.units[action.stage][index].padded * self.stages.state.gathered
+            freed = self.units[action.stage][index].gathered_bytes(self.stages.state)
             self.writer.compute(action, "drop", memory=[MemoryEffect.freeing(_BUFFERS, freed)])
         if self._synchronizes:
             self._finish(action)
@@ -241,13 +241,13 @@ class FsdpHooks(Hooks):
     def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
         """Issues the all-gather of a unit, and before it the copy from the host if parameters are offloaded."""
         state, unit = self.stages.state, self.units[action.stage][index]
-        num_bytes = unit.padded * state.gathered
+        num_bytes = unit.gathered_bytes(state)
         group = self._group(unit)
         cast_bytes = unit.trained_padded * state.gathered // len(group) if self._casts else 0
         if self._host_waits and not in_background:
             waits = [self.writer.last_compute]
         if self._copies_to_host:
-            fetched_bytes = unit.padded * state.parameter // len(group)
+            fetched_bytes = unit.stored_bytes(state) // len(group)
             # cast parameter by parameter; without casts all stay until they are in the all-gather's buffer
             cast_bytes = cast_bytes if self._casts else fetched_bytes
             name = self.name(action, index, "fetch")
@@ -272,7 +272,7 @@ class FsdpHooks(Hooks):
         In forward the buffer of the previous unit is freed; a variable in torch references it until after the copy.
         """
         unit = self.units[action.stage][index]
-        num_bytes = unit.padded * self.stages.state.gathered
+        num_bytes = unit.gathered_bytes(self.stages.state)
         freed = self._forward_buffer_bytes if in_forward else num_bytes
         buffers = MemoryEffect(_BUFFERS, 0, -freed)
         if in_forward:
@@ -348,7 +348,7 @@ class FsdpHooks(Hooks):
         ]
         if index in self._gathered:  # resharded before the buffer is made
             self._gathered.discard(index)
-            gathered_bytes = unit.padded * state.gathered
+            gathered_bytes = unit.gathered_bytes(state)
             memory.append(MemoryEffect(_GATHERED, -gathered_bytes, -gathered_bytes))
         self._reduce_buffer_bytes = input_bytes
         self.writer.block_on(self._last_scatter)
@@ -407,7 +407,7 @@ class FsdpHooks(Hooks):
         """Frees the unsharded parameters of some units."""
         gathered = [index for index in indices if index in self._gathered]
         self._gathered -= {*gathered}
-        num_bytes = sum(self.units[action.stage][index].padded for index in gathered) * self.stages.state.gathered
+        num_bytes = sum(self.units[action.stage][index].gathered_bytes(self.stages.state) for index in gathered)
         if num_bytes:
             self.writer.compute(action, name, memory=[MemoryEffect.freeing(_GATHERED, num_bytes)])
 

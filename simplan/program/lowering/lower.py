@@ -400,9 +400,9 @@ class _RankLowering:
         crossed = [boundary for stage in mine for boundary in (stage - 1, stage) if stages.crosses(boundary)]
         received_bytes = sum(stages.boundary_bytes[b] for b in crossed) * stages.num_microbatches
         trained = self.states.elements.trained
-        frozen = self.states.elements.weights - trained
+        frozen = self.states.elements.weights - trained - self.states.elements.packed
         state = stages.state
-        parameter_bytes = trained * state.parameter + frozen * state.frozen
+        parameter_bytes = trained * state.parameter + frozen * state.frozen + self.states.elements.packed_bytes
         optimizer_bytes = self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer)
         outer_bytes = joined_bytes = 0
         if (replication := stages.plan.replication) is not None:

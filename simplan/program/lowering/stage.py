@@ -66,6 +66,7 @@ class Stages:
         brought: Per stage and layer, the parameters that the layer adds to the stage.
         owned: Per stage and layer, the elements of these parameters.
         trained: Per stage and layer, the elements that are not frozen.
+        copied: ``owned``, in which a weight of few bits counts as much as its bytes.
         experts: Per stage and layer, the elements of expert-parallel parameters. Data parallelism skips them, or FSDP
             shards them over fewer ranks.
         units: Per stage, FSDP's units; empty if parameters are not sharded.
@@ -89,7 +90,7 @@ class Stages:
         self.placement = stage_to_rank(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = job.num_microbatches
-        built, joined = software.layers_of(model, plan), software.layers.fused_gemms
+        built, joined = software.layers_of(model, plan, training), software.layers.fused_gemms
         made = {layer: layer for layer in {*built}}
         if self.state.linear is not None:
             made = {layer: keeping_quantized(layer, self.state.linear, joined=joined) for layer in made}
@@ -104,6 +105,7 @@ class Stages:
         self.owned = self._elements(lambda parameter: True)
         self.trained = self._elements(lambda parameter: not parameter.frozen)
         self.experts = self._elements(lambda parameter: parameter.expert)
+        self.copied = self._copied_elements()
         in_root = blocks_in_root(model.captured, model_layers, plan.fsdp_units) if model.captured is not None else ()
         self.units: list[tuple[Unit, ...]] = [
             fsdp_units(
@@ -140,6 +142,20 @@ class Stages:
         alike = {id(parameters): parameters for of_stage in self.brought for parameters in of_stage}
         found = {key: sum(p.num_elements for p in parameters if counts(p)) for key, parameters in alike.items()}
         return [[found[id(parameters)] for parameters in of_stage] for of_stage in self.brought]
+
+    def _copied_elements(self) -> list[list[int]]:
+        """Returns ``owned`` with packed weights as elements of all-gathered ones."""
+        if self.state.base is None:
+            return self.owned
+        num_shards, width = self.plan.dp_shard * self.plan.cp, self.state.gathered
+
+        def saved(parameters: Iterable[ParameterSpec]) -> int:
+            stored = [p for p in parameters if p.stored is not None]
+            packed = sum(p.stored.gathered_bytes(p.shape, num_shards) for p in stored if p.stored is not None)
+            return sum(p.num_elements for p in stored) - packed // width
+
+        pairs = zip(self.owned, self.brought, strict=True)
+        return [[n - saved(p) for n, p in zip(owned, brought, strict=True)] for owned, brought in pairs]
 
     def leaving(self, layers: Sequence[LayerSpec]) -> tuple[StageOutput, ...]:
         """Returns the tensors that a stage with the given layers sends to the next stage."""
@@ -230,7 +246,7 @@ class Stages:
         if works is None:
             b = self.plan.microbatch_size
             experts = self.experts[stage]
-            number = self.owned[stage] if phase is Phase.GATHER_COPY else self.trained[stage]
+            number = self.copied[stage] if phase is Phase.GATHER_COPY else self.trained[stage]
             rest = [each - apart for each, apart in zip(number, experts, strict=True)]
             counted = {"all": number, "experts": experts, "rest": rest}[of]
             works = self._work[key] = tuple(LayerWork(self.layers[stage][i], phase, b, counted[i]) for i in part)
@@ -265,7 +281,7 @@ class Stages:
             left: See ``LayerFootprint``.
         """
         b, state = self.plan.microbatch_size, self.state
-        footprint = layer_footprint(layer, b, state, kept)._replace(left=left)
+        footprint = layer_footprint(layer, b, state, kept)._replace(left=left, left_logits=self._left_logits(layer))
         if ends[0]:  # the input is a receive buffer, which is counted there
             footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
         if self.software.layers.split_backward == "matmuls":
@@ -292,6 +308,17 @@ class Stages:
                 return -layer.parameters[0].num_elements * self.state.residual
             case LayerKind.BLOCK:
                 return 0
+
+    def _left_logits(self, layer: LayerSpec) -> int:
+        """Returns bytes of logits that the training loop holds between the head's and the embedding's backward."""
+        if not self.software.layers.holds_logits or self.num_stages > 1 or layer.kind is LayerKind.BLOCK:
+            return 0
+        head = self.layers[0][-1]
+        logits = next((o.makes[0] for o in head.operators if isinstance(o.kernel, Gemm) and o.makes[0].logits), None)
+        if logits is None or head.loss_chunks is not None:
+            return 0
+        num_bytes = self.plan.microbatch_size * logits.num_bytes(self.state.activation, self.state.residual)
+        return num_bytes if layer.kind is LayerKind.HEAD else -num_bytes
 
     def loss_effects(self, stage: int, *, forward: bool) -> tuple[MemoryEffect, ...]:
         """Returns memory changes of the head on the other side of its module's hooks.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
+
+if TYPE_CHECKING:
+    from simplan.software.software import StateBytes
 
 
 class Unit(NamedTuple):
@@ -23,6 +26,8 @@ class Unit(NamedTuple):
         matrices: Elements of each trained parameter that is not a vector, in the order of forward.
         has_backward: True unless backward does not reach the unit: all weights in it and before it are frozen.
         experts: True for the expert-parallel experts of a layer, sharded over the ranks that hold the same experts.
+        packed: ``padded`` of weights of few bits alone.
+        packed_bytes: Bytes of these when they are gathered; they stay packed.
     """
 
     layers: tuple[int, ...]
@@ -34,6 +39,16 @@ class Unit(NamedTuple):
     matrices: tuple[int, ...]
     has_backward: bool = True
     experts: bool = False
+    packed: int = 0
+    packed_bytes: int = 0
+
+    def gathered_bytes(self, state: StateBytes) -> int:
+        """Returns the bytes of the all-gathered unit."""
+        return (self.padded - self.packed) * state.gathered + self.packed_bytes
+
+    def stored_bytes(self, state: StateBytes) -> int:
+        """Returns the bytes of the shards of all ranks, without scales that ranks do not share."""
+        return (self.padded - self.packed) * state.parameter + self.packed_bytes
 
 
 def fsdp_units(
@@ -94,6 +109,7 @@ def _owned(layers: Sequence[LayerSpec], *, tied: bool = False, experts: bool = F
 def _unit(owned: Sequence[ParameterSpec], last: LayerSpec, num_shards: int) -> Unit:
     """Returns a unit without positions in a stage."""
     trained = [parameter for parameter in owned if not parameter.frozen]
+    stored = [(parameter, parameter.stored) for parameter in owned if parameter.stored is not None]
     return Unit(
         (),
         sum(parameter.num_elements for parameter in owned),
@@ -103,6 +119,8 @@ def _unit(owned: Sequence[ParameterSpec], last: LayerSpec, num_shards: int) -> U
         trained_padded=sum(padded_elements(parameter.shape, num_shards) for parameter in trained),
         matrices=tuple(parameter.num_elements for parameter in trained if len(parameter.shape) > 1),
         has_backward=bool(trained) or last.kind is LayerKind.HEAD or not last.needed.isdisjoint(last.outputs),
+        packed=sum(padded_elements(parameter.shape, num_shards) for parameter, _ in stored),
+        packed_bytes=sum(form.gathered_bytes(parameter.shape, num_shards) for parameter, form in stored),
     )
 
 
@@ -170,4 +188,6 @@ def _one(units: tuple[Unit, ...]) -> Unit:
         trained_padded=sum(unit.trained_padded for unit in units),
         matrices=tuple(matrix for unit in units for matrix in unit.matrices),
         experts=units[0].experts,
+        packed=sum(unit.packed for unit in units),
+        packed_bytes=sum(unit.packed_bytes for unit in units),
     )

@@ -28,6 +28,7 @@ class LayerFootprint(NamedTuple):
         input_bytes: The layer's input as part of ``activations``.
         left: Gradient of a tied weight that backward leaves for the other layer; negative for the layer that consumes
             it.
+        left_logits: Likewise logits that the training loop holds until backward reaches the embedding.
     """
 
     activations: int
@@ -37,6 +38,7 @@ class LayerFootprint(NamedTuple):
     input_bytes: int
     output_bytes: int
     left: int = 0
+    left_logits: int = 0
 
 
 def layer_footprint(
@@ -126,6 +128,7 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
         for point in footprint.forward if forward else footprint.backward:
             worst.see(point, *((activations, logits) if forward else before), gradients)
         gradients += 0 if forward else footprint.left
+        logits += 0 if forward else footprint.left_logits
     return worst.effects(activations, logits, gradients)
 
 

@@ -18,12 +18,16 @@ class LayerStates(NamedTuple):
 
     Attributes:
         weights: Weights held between steps.
+        packed: Weights of these that are stored in few bits.
+        packed_bytes: Bytes of these, with their scales.
         trained: Weights of these that have gradients.
         experts: Elements of expert-parallel parameters.
         partial: Elements whose gradients are partial sums, to be all-reduced over tensor-parallel ranks.
     """
 
     weights: int
+    packed: int
+    packed_bytes: int
     trained: int
     experts: int
     partial: int
@@ -40,12 +44,16 @@ def layer_states(
         shard: Index of the shard; shard 0 has the padded size.
     """
     found = [0, 0, 0, 0]
+    packed = packed_bytes = 0
     for parameter in parameters:
         over, index = (expert_shards, 0) if parameter.expert else (num_shards, shard)
         number = shard_elements(parameter.shape, over, index)
         for place, counts in enumerate((True, not parameter.frozen, parameter.expert, parameter.partial_gradient)):
             found[place] += number * counts
-    return LayerStates(*found)
+        if parameter.stored is not None:
+            packed += number
+            packed_bytes += parameter.stored.shard_bytes(parameter.shape, over, index)
+    return LayerStates(found[0], packed, packed_bytes, *found[1:])
 
 
 class RankStates:

@@ -103,11 +103,20 @@ class LayerTensors:
             found += self._reordered_bytes(kernel, kernel.forward if forward else kernel.backward, forward=forward)
         elif isinstance(kernel, Gemm) and forward and self.state.linear is not None:
             found += forward_scratch_bytes(self.layer, kernel, self.microbatch_size, self.state)
+        if isinstance(kernel, Gemm) and kernel.stored is not None and (forward or kernel.propagates):
+            rows, width = self.microbatch_size * kernel.m, self._unpacked_width
+            found += kernel.stored.scratch_bytes(kernel.n, kernel.k, rows, width, forward=forward)
         return found
 
     def logits_scratch_bytes(self, operator: Operator) -> int:
         """Returns bytes of logits that exist only while the backward of an operator runs."""
         return sum(self._bytes(tensor) for tensor in operator.backward_scratch if tensor.logits)
+
+    @property
+    def _unpacked_width(self) -> int:
+        """Bytes per element of weights that matmuls unpack."""
+        assert self.state.base is not None
+        return self.state.base.compute_bytes
 
     def _width(self, tensor: Tensor) -> int:
         return tensor.width(self.state.activation, self.state.residual)
@@ -130,16 +139,16 @@ class LayerTensors:
 def _copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
     """Returns the bytes of the copy of a matrix that forward creates in the activation dtype and saves for backward.
 
-    FSDP all-gathers weights in that dtype; experts that it does not shard are copied. Frozen weights are copied unless
-    they are stored in that dtype. A copy that backward does not need for a gradient is not saved. Low-precision linear
-    layers quantize the weights directly.
+    FSDP all-gathers weights in that dtype; experts that it does not shard are copied. Frozen weights are stored in that
+    dtype, unless the framework made them FP32. A copy that backward does not need for a gradient is not saved.
+    Low-precision linear layers quantize the weights directly.
     """
     if state.linear is not None and kernel in quantized_linears(layer, state.linear):
         return kept_weight_bytes(state.linear, kernel)
-    if not kernel.propagates:
+    if kernel.stored is not None or kernel.full_precision or not kernel.propagates:
         return 0
-    if not kernel.trained:
-        return kernel.weight_elements * state.weight_copy if state.frozen > state.weight_copy else 0
+    if not kernel.trained:  # autocast narrows what was made FP32
+        return kernel.weight_elements * (state.weight_copy if state.frozen > state.weight_copy else 0)
     spread = not state.gathers_experts and any(p.expert and p.name == f"{kernel.name}.weight" for p in layer.parameters)
     narrows = spread and state.gathered != state.parameter
     return kernel.weight_elements * (state.weight_copy or (state.gathered if narrows else 0))

@@ -34,7 +34,7 @@ from simplan.training import LAYERWISE
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
 """Action table of one microbatch through all layers."""
-_NUM_SUMMED = 6  # fields of StageBytes, the first ones, that are sums over layers
+_NUM_SUMMED = 7  # fields of StageBytes, the first ones, that are sums over layers
 _MANY = 10**9  # parameters; large enough that the update time per parameter is constant
 
 Floats = NDArray[np.float64]
@@ -44,7 +44,7 @@ class LayerBytes(NamedTuple):
     """Memory of the layers for one microbatch on the first rank of a stage.
 
     Attributes:
-        summed: ``(6, layers + 1)`` Prefix sums of the first six fields of ``StageBytes``, exclusive of the layer.
+        summed: ``(7, layers + 1)`` Prefix sums of the first seven fields of ``StageBytes``, exclusive of the layer.
         input_bytes, output_bytes: ``(layers,)`` Input of a layer, and its output without tensors it only passes on.
         backward_bytes: ``(layers,)`` Peak bytes of a layer's backward beyond the saved activations.
     """
@@ -55,7 +55,7 @@ class LayerBytes(NamedTuple):
     backward_bytes: Floats
 
     def of_stages(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
-        """``(9, stages)`` Fields of ``StageBytes`` for stages of some layers.
+        """``(10, stages)`` Fields of ``StageBytes`` for stages of some layers.
 
         Args:
             starts, ends: ``(stages,)`` First layer of each stage, and the one after its last.
@@ -88,7 +88,8 @@ class StageBytes(NamedTuple):
 
     Attributes:
         trained, experts, frozen: Weight elements, tied weights counted once: trained except expert-parallel ones;
-            trained expert-parallel ones; frozen ones.
+            trained expert-parallel ones; frozen ones, those of few bits as equally many bytes of others.
+        scale_bytes: Scales of weights of few bits that every rank holds.
         quantized_bytes: Quantized weights between steps, minus the weights that they replace.
         kept_bytes: Bytes saved for backward, including layer inputs.
         between_bytes: Part of ``kept_bytes`` still saved between dgrad and wgrad; 0 for an unsplit backward.
@@ -100,6 +101,7 @@ class StageBytes(NamedTuple):
     trained: Floats
     experts: Floats
     frozen: Floats
+    scale_bytes: Floats
     quantized_bytes: Floats
     kept_bytes: Floats
     between_bytes: Floats
@@ -353,12 +355,17 @@ def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ..
     own = [p for p in layer.parameters if p.name not in layer.tied]
     trained = sum(p.num_elements for p in own if not p.frozen)
     experts = sum(p.num_elements for p in own if p.expert and not p.frozen)
-    frozen = sum(p.num_elements for p in own if p.frozen)
+    frozen: float = sum(p.num_elements for p in own if p.frozen and p.stored is None)
+    scale_bytes = 0
+    for p in own:
+        if p.stored is not None:
+            frozen += p.stored.divided_bytes(p.shape) / stages.state.frozen
+            scale_bytes += p.stored.replicated_bytes(p.shape)
     worst = sum(effect.during_bytes for effect in layers_effects([footprint], forward=False))
     made = sum(tensor.num_bytes for tensor in stages.leaving([layer]) if tensor.returns and not tensor.passes)
     kept = 0 if stages.plan.offload_activations else footprint.activations
     quantized = persistent_weight_bytes(layer, stages.state)
-    return trained - experts, experts, frozen, quantized, kept, between, footprint.input_bytes, made, worst
+    return trained - experts, experts, frozen, scale_bytes, quantized, kept, between, footprint.input_bytes, made, worst
 
 
 _BOTH = (Phase.FORWARD, Phase.BACKWARD)

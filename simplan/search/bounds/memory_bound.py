@@ -93,7 +93,7 @@ class MemoryBound:
         """
         state = self._job.software.state(self._job.training, rows.plan(0))
         stages, placement, num_ranks = pipeline.stages, pipeline.placement, pipeline.num_ranks
-        elements = (stages.trained, stages.experts, stages.frozen, stages.quantized_bytes)
+        elements = (stages.trained, stages.experts, stages.frozen, stages.scale_bytes, stages.quantized_bytes)
         held, update = self._held_bytes(rows, state, *(pipeline.of_ranks(of)[ways] for of in elements))
         kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
         crosses = np.diff(placement) != 0
@@ -128,7 +128,7 @@ class MemoryBound:
         has at least the last layer.
         """
         layers, state = pipeline.layers, self._job.software.state(self._job.training, rows.plan(0))
-        elements = (layers.trained, layers.experts, layers.frozen, layers.quantized_bytes)
+        elements = (layers.trained, layers.experts, layers.frozen, layers.scale_bytes, layers.quantized_bytes)
         held, update = self._held_bytes(rows, state, *(of[ways] for of in elements))
         kept = layers.kept_bytes
         if self._job.software.preallocated_receives:
@@ -145,10 +145,19 @@ class MemoryBound:
         return (np.maximum(most, last),)
 
     def _held_bytes(
-        self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats, frozen: Floats, quantized: Floats
+        self,
+        rows: Candidates,
+        state: StateBytes,
+        trained: Floats,
+        experts: Floats,
+        frozen: Floats,
+        scales: Floats,
+        quantized: Floats,
     ) -> tuple[Floats, Floats]:
         """``(rows, ranks)`` Bytes held all the time, and more in the update, by rank or layer from its elements."""
         held = self._state_bytes(rows, state, trained, experts, frozen)
+        if not rows.base.offload_optimizer:
+            held = held + scales
         if not rows.shards_parameters[0]:
             held = held + quantized
         update = self._update_bytes(rows, state, trained, experts)

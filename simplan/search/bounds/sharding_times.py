@@ -118,7 +118,7 @@ class ShardingTimes:
         num_shards = plan.dp_shard * plan.cp
         key = plan.shard, num_shards, plan.expert_shards, plan.pp > 1
         if (units := self._units.get(key)) is None:
-            layers = self._job.software.layers_of(self._job.model, plan)
+            layers = self._job.software.layers_of(self._job.model, plan, self._job.training)
             units = fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
             self._units[key] = units
         return units
@@ -133,12 +133,12 @@ class ShardingTimes:
         found = []
         apart = plan.replicas_apart
         for unit in units:
-            key = unit.padded, unit.trained_padded, unit.experts
+            key = unit.gathered_bytes(state), unit.trained_padded, unit.experts
             if key not in known:
                 groups = groups_of(plan, cluster, "expert_shard" if unit.experts else "shard")
                 num_bytes = unit.trained_padded * state.reduced
                 known[key] = (
-                    collective_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, groups),
+                    collective_s(CollectiveKind.ALL_GATHER, key[0], groups),
                     collective_s(CollectiveKind.REDUCE_SCATTER, num_bytes, groups),
                     0.0 if apart else collective_s(CollectiveKind.ALL_REDUCE, num_bytes // len(groups[0]), replicas),
                 )

@@ -53,11 +53,3 @@ PEFT_TARGETS = [MODULES["q_proj"], MODULES["v_proj"]]
 """Matrices with adapters in a Llama by default, PEFT ``utils/constants.py``."""
 ADAPTER_RANKS = {"use_peft": 16, "finetuning_type": 8}
 """Switch -> rank of TRL's and LLaMA-Factory's arguments by default."""
-QUANTIZED = (
-    "load_in_4bit",
-    "load_in_8bit",
-    "use_4bit_quantization",
-    "use_8bit_quantization",
-    "quantization_bit",
-    "q_lora",
-)

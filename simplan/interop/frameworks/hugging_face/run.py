@@ -19,6 +19,7 @@ from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.devices import read_devices
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
+from simplan.interop.frameworks.hugging_face.quantization import read_base_weights, weights_of_checkpoint
 from simplan.interop.frameworks.hugging_face.strategies import (
     DEEPSPEED_DEFAULT,
     ask_for_fsdp_file,
@@ -433,8 +434,7 @@ class TrainerRun:
         key = self.trainer.first("model_name_or_path", "config_name", "base_model")
         name = str(self.trainer.value(key) or "") if key is not None else ""
         if _FEW_BITS.search(name.rstrip("/").rpartition("/")[2]):
-            rule = "names weights of few bits, which are not modeled yet"
-            self.trainer.refuse(key or "", rule, "name a checkpoint of 16 bits")
+            self._read_few_bits(key or "", name.rstrip("/").rpartition("/")[2])
         base = folder_of(self.reading.file)
         folders = (name, ".") if self.reads_others else ()
         folder = next((each for each in folders if each and _config_in(base, each) is not None), None)
@@ -451,6 +451,15 @@ class TrainerRun:
             fix = "add --model with its config.json, or with a name of `simplan show models`"
             self.reading.ask("model.preset", "model.hf_config", what=what, fix=fix)
         self.trainer.no_effect(("model_name_or_path", "config_name", "base_model", *names.LENGTHS))
+
+    def _read_few_bits(self, key: str, name: str) -> None:
+        """Read the weights of a checkpoint whose name says that they are quantized."""
+        known = weights_of_checkpoint(name) if self._adapter_rank() is not None else None
+        if known is None:
+            rule = "names weights of few bits, which are not modeled yet"
+            self.trainer.refuse(key, rule, "name a checkpoint of 16 bits")
+            return
+        self.trainer.put("training.base_weights", known, key)
 
     def _adapter_rank(self) -> tuple[str, int] | None:
         """Setting and rank of low-rank adapters, 0 if it is not said; None if all weights are trained."""
@@ -469,10 +478,7 @@ class TrainerRun:
     def _read_adapters(self) -> None:
         trainer = self.trainer
         read_adapter_kind(self)
-        for key in trainer.settings:
-            if key.startswith(names.QUANTIZED) and key in trainer and trainer.value(key) not in (False, "false", "no"):
-                rule, fix = "is not modeled yet: frozen weights of 4 or 8 bits", "use LoRA with weights of 16 bits"
-                trainer.refuse(key, rule, fix)
+        read_base_weights(self)
         for key, (neutral, what) in table("other_tasks").items():
             if key in trainer and str(trainer.value(key)).lower() not in neutral:
                 fix = "predict an update of its policy as sft" if "preference" in what or "learning" in what else ""

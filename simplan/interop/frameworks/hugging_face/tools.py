@@ -113,8 +113,5 @@ def read_adapter_kind(run: TrainerRun) -> None:
     kind = str(trainer.value(key)).lower() if key is not None else "lora"
     if kind == "freeze":
         trainer.refuse(key or "", "trains a part of the blocks, which is not modeled yet", "use full or lora")
-    elif kind == "qlora":
-        rule = "trains adapters next to weights of 4 bits, which is not modeled yet"
-        trainer.refuse(key or "", rule, "use lora with weights of 16 bits")
-    elif kind not in ("lora", "full", "none", "false"):
+    elif kind not in ("lora", "qlora", "full", "none", "false"):
         trainer.refuse(key or "", "is not modeled yet", "use lora, or train all weights")

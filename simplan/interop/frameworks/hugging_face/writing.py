@@ -15,6 +15,7 @@ from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS
 from simplan.interop.writing import MASTER_ADDR, NODE_RANK, Exported, Option, Writing
 from simplan.job import Job
 from simplan.model.adapters import MODULES
+from simplan.model.base_weights import BaseWeights
 from simplan.rules.model import has_transformers_code
 from simplan.wording import either
 
@@ -224,6 +225,24 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
         writing.set("--use_peft", True, "training.task")
         writing.set("--lora_r", model.lora_rank, "model.lora_rank")
         writing.set("--lora_target_modules", targets, "model.lora_targets")
+    if training.base_weights is not None:
+        _write_base_weights(writing, training.base_weights)
+
+
+def _write_base_weights(writing: Writing, base: BaseWeights) -> None:
+    """Arguments of TRL's ModelConfig for weights of few bits."""
+    key, is_four = "training.base_weights", base.format in ("nf4", "fp4")
+    if not (is_four or base.format == "int8") or base.library == "torchao":
+        writing.refuse(key, "use nf4, fp4 or int8 of bitsandbytes")
+    if base.upcast is not None or base.block_size is not None:
+        writing.refuse(key, "remove upcast and block_size, which the script decides")
+    writing.taken(key)
+    writing.set("--load_in_4bit" if is_four else "--load_in_8bit", True, key)
+    if is_four:
+        writing.set("--bnb_4bit_quant_type", base.format, key)
+        writing.set("--use_bnb_nested_quant", base.double_quantization, key)
+        words = {"uint8": "uint8", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        writing.set("--bnb_4bit_quant_storage", words[base.storage], key)
 
 
 def _write_loss(writing: Writing) -> None:

@@ -1,0 +1,230 @@
+"""Frozen weights of few bits below adapters (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+
+Linear layers of blocks are stored in few bits, and every matmul unpacks its weight first: once per microbatch in
+forward, again in recomputation, and again in backward for the gradient of the input. Embeddings, the output head,
+norms, biases, routers and experts held as one tensor stay wide (transformers 5.24, quantizers/base.py,
+get_keys_to_not_convert; bitsandbytes replaces modules of class nn.Linear only).
+
+PEFT's adapters have a precision of their own. Without autocast their input is cast to it, saved once more, and their
+result is cast back (huggingface/peft at 5d602fd, src/peft/tuners/lora/layer.py and bnb.py, ``_cast_input_dtype``).
+Under autocast every cast of a wide input makes a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pydantic import Field
+
+from simplan.base import Count, Spec
+from simplan.model.kernel import Pointwise
+from simplan.model.layer import Attention, Gemm, LayerKind, LayerSpec, Operator, Role, Tensor
+from simplan.model.parts.part import FP32_BYTES, cast
+from simplan.model.weight_format import (
+    BLOCK_SIZE,
+    GROUP_SIZE,
+    WeightFormat,
+    WeightFormatName,
+    WeightLibrary,
+    WeightStorage,
+    weight_format,
+)
+
+
+class BaseWeights(Spec):
+    """Form of the frozen weights of linear layers; all other frozen weights stay wide.
+
+    Attributes:
+        block_size: Elements per scale; None for that of the format.
+        library: Library whose tensors hold the weights; None for bitsandbytes, and for checkpoints in other formats.
+        upcast: Remaining frozen weights are FP32 (PEFT's ``prepare_model_for_kbit_training``); None for what the
+            framework does (``SoftwareSpec.upcast_frozen``).
+    """
+
+    format: WeightFormatName = Field(
+        description="nf4 and fp4 (4 bits, bitsandbytes or torchao), int8 (LLM.int8), fp8, gptq_int4, awq_int4"
+    )
+    double_quantization: bool = Field(
+        False, description="scales of nf4 and fp4 are quantized to 8 bits as well, with a scale per 256 of them"
+    )
+    block_size: Count | None = Field(None, description="elements per scale; default: 64, of GPTQ and AWQ 128")
+    storage: WeightStorage = Field(
+        "uint8", description="type of the packed tensor (bnb_4bit_quant_storage); FSDP1 and ZeRO-3 shard floats only"
+    )
+    library: WeightLibrary | None = Field(
+        None, description="bitsandbytes or torchao (nf4 alone, always with double quantization); default: bitsandbytes"
+    )
+    upcast: bool | None = Field(
+        None,
+        description=(
+            "embeddings, head, norms and biases are FP32, as prepare_model_for_kbit_training makes them; default: as "
+            "the framework does"
+        ),
+    )
+
+    @property
+    def elements_per_scale(self) -> int:
+        """``block_size``, or that of the format."""
+        return self.block_size or (GROUP_SIZE if self.format in ("gptq_int4", "awq_int4") else BLOCK_SIZE)
+
+    def __str__(self) -> str:
+        """See ``words``."""
+        return self.words
+
+    @property
+    def words(self) -> str:
+        """Format in words."""
+        doubled = " with double quantization" * self.double_quantization
+        return f"{self.format}{doubled}" + (f" ({self.library})" if self.library == "torchao" else "")
+
+    def stored(self, width: int, *, compiled: bool = False) -> WeightFormat:
+        """Stored form of the weights; ``width`` and ``compiled`` as in ``weight_format``."""
+        return weight_format(
+            self.format,
+            library=self.library or "bitsandbytes",
+            double_quantization=self.double_quantization,
+            block_size=self.elements_per_scale,
+            storage=self.storage,
+            width=width,
+            compiled=compiled,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenBase:
+    """Frozen weights and adapters of one run.
+
+    Attributes:
+        weights: Stored form of linear layers; None for wide weights.
+        activation_bytes: Bytes per element of activations.
+        compute_bytes: Bytes per element of operands of matmuls with unpacked weights.
+        adapter_bytes: Bytes per element of operands of adapters.
+        attention_bytes: Bytes per element of operands of the attention core.
+        autocast: Matmuls that torch.autocast knows narrow their operands; else a module computes in the precision of
+            its weight, adapters in FP32.
+        peft: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
+    """
+
+    weights: WeightFormat | None
+    activation_bytes: int
+    compute_bytes: int
+    adapter_bytes: int
+    attention_bytes: int
+    autocast: bool
+    peft: bool
+
+    @property
+    def key(self) -> str:
+        """Suffix of the keys of layers."""
+        stored = "" if self.weights is None else f",{self.weights.name}"
+        widths = self.activation_bytes, self.compute_bytes, self.adapter_bytes, self.attention_bytes
+        return f"{stored}{',peft' * self.peft},{':'.join(map(str, widths))}{',autocast' * self.autocast}"
+
+    @property
+    def copies_results(self) -> bool:
+        """True if PEFT copies results of base layers."""
+        return self.peft and self.weights is not None and self.weights.element_bits == 4
+
+
+def with_frozen_base(layer: LayerSpec, base: FrozenBase) -> LayerSpec:
+    """A layer with adapters, or frozen, whose base weights are stored as ``base`` says."""
+    stored = stored_weights(layer, base.weights)
+    operators = tuple(_operators(layer, base, stored))
+    parameters = tuple(replace(p, stored=base.weights) if p.name in stored else p for p in layer.parameters)
+    return replace(layer, key=f"{layer.key}{base.key}", operators=operators, parameters=parameters)
+
+
+def stored_weights(layer: LayerSpec, form: WeightFormat | None) -> frozenset[str]:
+    """Names of the weights of a layer that are stored in few bits: frozen matrices of linear layers of a block."""
+    if form is None or layer.kind is not LayerKind.BLOCK:
+        return frozenset()
+    linear = {
+        f"{kernel.name}.weight"
+        for kernel, roles in zip(layer.kernels, layer.roles, strict=True)
+        if isinstance(kernel, Gemm) and kernel.num_groups == 1 and roles.isdisjoint(_WIDE) and not kernel.trained
+    }
+    return frozenset(p.name for p in layer.parameters if p.frozen and p.name in linear and len(p.shape) == 2)
+
+
+_WIDE = frozenset({Role.GATING, Role.EXPERTS, Role.ADAPTER, Role.UNQUANTIZED})
+"""Roles of matmuls whose weights stay wide."""
+
+
+def _operators(layer: LayerSpec, base: FrozenBase, stored: frozenset[str]) -> Iterator[Operator]:
+    names = {kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm)}
+    for operator in layer.operators:
+        kernel = operator.kernel
+        if isinstance(kernel, Gemm) and f"{kernel.name}.weight" in stored:
+            copies = base.copies_results and f"{kernel.name}{_A}" in names
+            yield from _unpacked(operator, kernel, base, copies=copies)
+        elif isinstance(kernel, Gemm):
+            is_adapter = kernel.name.endswith((_A, _B))
+            width = base.adapter_bytes if is_adapter else base.activation_bytes
+            whole = not base.autocast and width == FP32_BYTES
+            wide = replace(operator, kernel=replace(kernel, full_precision=whole))
+            yield from _in_width(wide, width, base) if is_adapter else (wide,)
+        elif isinstance(kernel, Attention) and not kernel.eager:
+            yield from _core(operator, layer, base)
+        else:
+            yield operator
+
+
+_A, _B = ".lora_a", ".lora_b"
+
+
+def _unpacked(operator: Operator, kernel: Gemm, base: FrozenBase, *, copies: bool) -> Iterator[Operator]:
+    """A matmul that unpacks its weight; its input is cast to the precision of the weight, and its result back."""
+    form = base.weights
+    assert form is not None
+    (result, *others), name = operator.makes, kernel.name
+    output = replace(result, name=f"{name} result to copy") if copies else result
+    inner = replace(operator, kernel=replace(kernel, stored=form), makes=(output, *others))
+    for step in _in_width(inner, base.compute_bytes, base):
+        is_matmul = step.kernel is not None
+        yield replace(step, saves=step.reads[:1] if form.keeps_input else ()) if is_matmul else step
+    if copies:
+        copy = Pointwise(f"{name}.lora_copy", result.elements, result.elements, moves=True)
+        yield Operator(kernel=copy, reads=(output.name,), makes=(result,), passes=True, roles=operator.roles)
+
+
+def _in_width(operator: Operator, width: int, base: FrozenBase) -> Iterator[Operator]:
+    """A matmul in another precision than activations: its input is cast, and its result is cast back.
+
+    A of an adapter reads what B makes of it in their precision, so that only B casts back.
+    """
+    kernel, (result, *others) = operator.kernel, operator.makes
+    assert isinstance(kernel, Gemm)
+    if width == base.activation_bytes:
+        yield operator
+        return
+    source = operator.reads[0]
+    if not kernel.name.endswith(_B):
+        copy = Tensor(f"{kernel.name} input", kernel.input_elements, width)
+        yield cast(source, copy)
+        saves = tuple(copy.name if name == source else name for name in operator.saves)
+        operator = replace(operator, reads=(copy.name, *operator.reads[1:]), saves=saves)
+    if kernel.name.endswith(_A):
+        yield replace(operator, makes=(replace(result, bytes_per_element=width), *others))
+        return
+    product = replace(result, name=f"{kernel.name} result", bytes_per_element=width)
+    yield replace(operator, makes=(product, *others))
+    yield cast(product.name, result)
+
+
+def _core(operator: Operator, layer: LayerSpec, base: FrozenBase) -> Iterator[Operator]:
+    """An attention core whose operands autocast narrows."""
+    width = base.attention_bytes
+    if width == base.activation_bytes:
+        yield operator
+        return
+    copies = {name: Tensor(f"{name}, cast", layer.tensors[name].elements, width) for name in operator.reads}
+    for name, copy in copies.items():
+        yield cast(name, copy)
+    names = {name: copy.name for name, copy in copies.items()}
+    yield replace(
+        operator,
+        reads=tuple(names.values()),
+        makes=tuple(replace(tensor, bytes_per_element=tensor.bytes_per_element or width) for tensor in operator.makes),
+        saves=tuple(names.get(name, name) for name in operator.saves),
+    )
