@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from simplan.optimizers import OPTIMIZERS
 from simplan.program.program import MemoryCategory
-from simplan.training import OPTIMIZERS, TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job, make_model
 from tests.executor.distributed.test_level2 import check_run
 from tests.executor.dry_run.accounting import account, predicted_peak
