@@ -41,6 +41,18 @@ Situation = Literal["fsdp2", "tp", "ep", "experts", "on_host", "no_cuda", "repli
 """Property of a job under which an optimizer may not work; ``simplan.rules.optimizers`` decides which a job has."""
 
 
+REFUSED_WORDS: Mapping[Situation, str] = {
+    "fsdp2": "FSDP2",
+    "tp": "tensor parallelism",
+    "ep": "expert parallelism",
+    "experts": "experts in torch",
+    "on_host": "offload_optimizer",
+    "no_cuda": "devices without CUDA",
+    "replication": "workers that do not wait for each other",
+}
+"""Situations in words."""
+
+
 class StoredTensor(NamedTuple):
     """A parameter, or the shard or flat buffer of it, of which a rank holds optimizer states.
 

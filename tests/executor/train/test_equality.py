@@ -37,7 +37,9 @@ def one_process(
     if not all.
     """
     model = build_stage(job.model, range(len(job.model.layers)), torch.float64, torch.device("cpu"), job.seed)
-    optimizer = reference_optimizer(job.training, list(model.parameters()))
+    blocks = [layer for index, layer in model.layers.items() if 0 < int(index) < len(job.model.layers) - 1]
+    matrices = [parameter for block in blocks for parameter in block.parameters() if parameter.ndim == 2]
+    optimizer = reference_optimizer(job.training, list(model.parameters()), matrices)
     num_samples = job.training.global_batch_size
     num_parts = num_samples // job.plan.microbatch_size
     losses, gradients = [], []
