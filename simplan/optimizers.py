@@ -166,26 +166,24 @@ class Temporaries:
         element_bytes: Bytes per element of a tensor whose weight has 32 bits.
         narrow_bytes: The same for a weight of 16 bits.
         square_bytes: Bytes per element of a square matrix with the shorter side of a matrix.
-        of_whole: Tensors count before they are sharded, with ``gathered_bytes`` per element in addition if they are.
-        gathered_bytes: Bytes per element of whole copies of a sharded tensor.
+        whole_bytes: Both per element of the whole tensor, where it is gathered from shards; zeros where it is not.
         of_matrices: Only matrices of blocks have them.
     """
 
     element_bytes: int
     narrow_bytes: int
     square_bytes: int = 0
-    of_whole: bool = False
-    gathered_bytes: int = 0
+    whole_bytes: tuple[int, int] = (0, 0)
     of_matrices: bool = False
 
     def num_bytes(self, tensor: StoredTensor, widths: Widths) -> int:
         """Bytes of the temporaries of one tensor."""
         if self.of_matrices and not tensor.is_matrix:
             return 0
-        shape = tensor.whole_shape or tensor.shape if self.of_whole else tensor.shape
-        each = self.narrow_bytes if widths.parameter == 2 else self.element_bytes
-        if self.of_whole and tensor.whole_shape != tensor.shape:
-            each += self.gathered_bytes
+        sizes, shape = (self.element_bytes, self.narrow_bytes), tensor.shape
+        if any(self.whole_bytes) and tensor.whole_shape not in ((), shape):
+            sizes, shape = self.whole_bytes, tensor.whole_shape
+        each = sizes[widths.parameter == 2]
         side = min(shape[-2:], default=0) if len(shape) >= 2 else 0
         stacked = math.prod(shape[:-2])
         return each * math.prod(shape) + self.square_bytes * side * side * stacked
@@ -272,7 +270,8 @@ class OptimizerFacts:
         """
         if not self.by_tensor:
             return int(self.streamed_bytes * fraction) - widths.saved_bytes
-        return self._own_bytes(fraction) + 2 * self.least_state_bytes(widths)
+        own = self._own_bytes(fraction) + 2 * self.least_state_bytes(widths)
+        return min(own, OPTIMIZERS[self.others].update_bytes(fraction, widths)) if self.others else own  # type: ignore[index]
 
     def _own_bytes(self, fraction: float) -> float:
         """Bytes streamed per weight, without states."""
@@ -321,7 +320,7 @@ _OF_BNB: Mapping[Situation, tuple[str, str]] = {
     "on_host": _ON_HOST,
 }
 _NO_PAGES: Mapping[Situation, tuple[str, str]] = {
-    "no_cuda": ("has states in CUDA's managed memory, and this device has none", "use {} without paged_")
+    "no_cuda": ("has states in CUDA's managed memory, and this device has none", "use the optimizer without paged_")
 }
 _OF_TORCHAO: Mapping[Situation, tuple[str, str]] = {
     **_ONE_BY_ONE,
@@ -414,7 +413,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
         by_tensor=True,
         host_calls=17,
         synchronizes=True,  # item() of two norms
-        temporaries=Temporaries(4, 2, of_whole=True, gathered_bytes=8),
+        temporaries=Temporaries(4, 2, whole_bytes=(12, 6)),
         gathers="all",
         refused_under={
             **_ONE_BY_ONE,
@@ -435,7 +434,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
         like="adamw",
         by_tensor=True,
         host_calls=28,
-        temporaries=Temporaries(8, 4, square_bytes=4, of_whole=True, of_matrices=True),
+        temporaries=Temporaries(8, 6, square_bytes=4, whole_bytes=(6, 6), of_matrices=True),
         orthogonalizes=True,
         others="adamw",
         gathers="matrices",

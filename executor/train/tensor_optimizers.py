@@ -110,7 +110,10 @@ class Muon(torch.optim.Optimizer):
         momentum = _local(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - _MUON_MOMENTUM)
         update = gradient.lerp(momentum, _MUON_MOMENTUM)
-        matrix = whole(update.bfloat16(), parameter, self._shards)
+        matrix = update
+        if _sharded_dim(parameter) is not None:
+            matrix = whole(update.bfloat16(), parameter, self._shards)
+        del update
         direction = _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
         rows, columns = parameter.shape
         weight.mul_(1 - rate * _WEIGHT_DECAY)

@@ -79,8 +79,6 @@ def dtypes_of_states(job: Job) -> Iterator[Problem]:
 @unmodelled("paged states need CUDA", reads_cluster=True)
 def pages_of_cuda(job: Job) -> Iterator[Problem]:
     """Managed memory is CUDA's; on CPUs bitsandbytes falls back to plain states with a warning."""
-    name, kind = job.training.optimizer, job.cluster.device.kind
-    if "no_cuda" in (OPTIMIZERS[name].refused_under or {}) and kind != "gpu":
-        sentence, _ = (OPTIMIZERS[name].refused_under or {})["no_cuda"]
-        plain = name.removeprefix("paged_")
-        yield problem_of(job, "training.optimizer", sentence, f"use {plain if plain in OPTIMIZERS else 'adamw'}")
+    refused = OPTIMIZERS[job.training.optimizer].refused_under or {}
+    if "no_cuda" in refused and job.cluster.device.kind != "gpu":
+        yield problem_of(job, "training.optimizer", *refused["no_cuda"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, get_args
@@ -11,6 +12,8 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import simplan
 from executor.train.optimizers import make_optimizer
@@ -148,3 +151,44 @@ def test_newton_schulz_multiplies_as_torch_does() -> None:
         _zeropower_via_newtonschulz(torch.randn(96, 160), (3.4445, -4.7750, 2.0315), 5, 1e-7)
     products = newton_schulz_products((96, 160))
     assert counter.get_total_flops() == sum(number * 2 * m * n * k for (m, n, k), number in products)
+
+
+class LargestSum(TorchDispatchMode):
+    """Bytes of tensors that operations make, at their largest sum."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.most_bytes = self._now_bytes = 0
+        self._held = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._held:
+                self._held[storage._cdata] = storage.nbytes()
+                self._now_bytes += storage.nbytes()
+                self.most_bytes = max(self.most_bytes, self._now_bytes)
+                weakref.finalize(storage, self._freed, storage._cdata)
+        return result
+
+    def _freed(self, key: int) -> None:
+        self._now_bytes -= self._held.pop(key, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adafactor_torch"])
+def test_temporaries_are_those_of_the_package(name: OptimizerName, dtype: torch.dtype) -> None:
+    """Scalars, rows and columns are left out."""
+    matrix = nn.Parameter(torch.randn(256, 512, dtype=dtype))
+    optimizer = make_optimizer(name, [matrix])
+    matrix.grad = torch.randn_like(matrix)
+    optimizer.step()
+    states = [state for state in optimizer.state[matrix].values() if isinstance(state, Tensor)]
+    with LargestSum([matrix, matrix.grad, *states]) as found:
+        optimizer.step()
+    own, width = OPTIMIZERS[name].temporaries, dtype.itemsize
+    assert own is not None
+    stored = StoredTensor((256, 512), is_matrix=True, whole_shape=(256, 512))
+    expected = own.num_bytes(stored, Widths(width, width, width))
+    assert expected <= found.most_bytes <= expected + 6 * 4 * (256 + 512)
