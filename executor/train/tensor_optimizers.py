@@ -176,6 +176,49 @@ def _factors(gradient: Tensor) -> dict[str, Tensor]:
     return {"step": step, "row_var": gradient.new_zeros((*rows, 1)), "col_var": gradient.new_zeros(columns)}
 
 
+class _OverShards:
+    """The step of torchao's AdamW over local shards.
+
+    ``DTensor.from_local``, which torchao 0.18 calls, makes a view of a state, which forgets that the weight is not in
+    FP32; torch 2.13 cannot compile that. Blocks of states are those of the shard, either way.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: dict[nn.Parameter, dict[str, Tensor]]
+    _new_buffer: Callable[[Tensor, bool], Tensor]
+    is_adamw: bool
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Updates all parameters, with one compilation for every shape."""
+        from torch._dynamo.utils import disable_cache_limit
+        from torchao.optim.adam import single_param_adam
+
+        compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+        with disable_cache_limit():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is None or not _local(parameter).numel():
+                        continue
+                    state = self.state[parameter]
+                    if not state:
+                        state["step"] = torch.tensor(0.0)
+                        for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                            state[name] = _as_sharded(self._new_buffer(_local(parameter), is_signed), parameter)
+                    state["step"] += 1
+                    weight, gradient = _local(parameter).detach(), _local(parameter.grad)
+                    moments = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+                    numbers = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
+                    compiled(weight, gradient, state["step"], *moments, None, *numbers, self.is_adamw, False)
+
+
+def _as_sharded(state: Tensor, like: nn.Parameter) -> Tensor:
+    """A state of a shard as a DTensor with the placement of the parameter, for checkpoints."""
+    if not isinstance(like, DTensor):
+        return state
+    return DTensor(state, like._spec, requires_grad=False)  # type: ignore[abstract]
+
+
 def of_package(name: OptimizerName, parameters: Any, rate: float) -> torch.optim.Optimizer:
     """An optimizer of bitsandbytes, torchao or transformers, with the settings of the executor's AdamW.
 
@@ -189,6 +232,7 @@ def of_package(name: OptimizerName, parameters: Any, rate: float) -> torch.optim
         kind = getattr(import_module("transformers.optimization"), facts.kind)
         made = kind(parameters, lr=rate, scale_parameter=False, relative_step=False)
     else:
-        made = getattr(import_module(f"{facts.package}.optim"), facts.kind)(parameters, lr=rate)
+        kind = getattr(import_module(f"{facts.package}.optim"), facts.kind)
+        made = (type(facts.kind, (_OverShards, kind), {}) if facts.package == "torchao" else kind)(parameters, lr=rate)
     assert isinstance(made, torch.optim.Optimizer)
     return made

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from executor.train.tensor_optimizers import of_package
+from simplan.optimizers import OPTIMIZERS
 from simplan.training import TrainingSpec
 
 RATE = 1e-3
@@ -63,9 +65,20 @@ class Muon:
             part.step()
 
 
+class Eager:
+    """An optimizer of torchao, whose step is not compiled."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        with mock.patch("torch.compile", lambda function, **_: function):
+            self.optimizer.step()
+
+
 def reference_optimizer(
     training: TrainingSpec, weights: list[nn.Parameter], matrices: Sequence[nn.Parameter] = ()
-) -> torch.optim.Optimizer | Lars | Lamb | Muon:
+) -> torch.optim.Optimizer | Lars | Lamb | Muon | Eager:
     """The optimizer of a training; it updates weights that need gradients.
 
     Args:
@@ -90,4 +103,5 @@ def reference_optimizer(
         case "adafactor_torch":
             return torch.optim.Adafactor(weights, foreach=False)
         case _:
-            return of_package(training.optimizer, weights, RATE)
+            made = of_package(training.optimizer, weights, RATE)
+            return Eager(made) if OPTIMIZERS[training.optimizer].package == "torchao" else made
