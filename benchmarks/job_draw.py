@@ -17,11 +17,12 @@ from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
 from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import ModelSpec
+from simplan.optimizers import OptimizerName
 from simplan.plan.plan import Recompute, RecomputeModule
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import cost_model
 from simplan.scenario import Scenario, scenario_from
-from simplan.training import OptimizerName, Precision
+from simplan.training import Precision
 from simplan.wording import divisors
 
 Document = dict[str, Any]

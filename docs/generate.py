@@ -52,6 +52,7 @@ def pages() -> dict[str, str]:
         "reference/catalog.md": _catalog(),
         "reference/frameworks.md": _frameworks(),
         "reference/schedules.md": _schedules(),
+        "reference/optimizers.md": _optimizers(),
         "reference/metrics.md": _metrics(),
         "reference/published-runs.md": _of_repository("scenarios/published/README.md"),
         "contributing.md": _of_repository("CONTRIBUTING.md"),
@@ -166,6 +167,23 @@ def _schedules() -> str:
     head = f"{_GENERATED} by `simplan show schedules`.*"
     more = "`schedule: FILE.csv` and installed packages add [custom schedules](../how-to/custom-schedule.md)."
     return "\n\n".join(["# Schedules", head, _listed("schedules"), more]) + "\n"
+
+
+def _optimizers() -> str:
+    head = f"{_GENERATED} by `simplan show optimizers`.*"
+    more = (
+        "Bytes of states per weight are those of a matrix of 4,096 x 4,096 that is not sharded, without copies of "
+        "weights of a framework; where the framework decides, they are torch's, as wide as the weights. "
+        "bitsandbytes keeps tensors below 4,096 weights in FP32, and under Hugging Face's Trainer embeddings as "
+        "well. torchao keeps shards below 4,096 weights, and those that are no whole blocks of 256 (128 for 4 "
+        "bits), as wide as the weights. Paged states are in the predicted `device` memory as far as there is room, "
+        "in no counter of torch (`allocated`, `reserved`), and do not decide whether a plan fits. Muon's states "
+        "are those of matrices of blocks; embeddings, head, norms and biases have AdamW's. Under FSDP2 ranks "
+        "gather its matrices in BF16, and all of them orthogonalize each; under Megatron Core ranks own whole "
+        "matrices. `training.optimizer_dtypes` has types of Adam's states, for Megatron's precision-aware "
+        "optimizer and torchtitan."
+    )
+    return "\n\n".join(["# Optimizers", head, more, _listed("optimizers")]) + "\n"
 
 
 def _metrics() -> str:

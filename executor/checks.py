@@ -17,6 +17,7 @@ from simplan import catalog
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
 from simplan.model.low_precision import TORCHAO_RECIPES
+from simplan.optimizers import OPTIMIZERS
 from simplan.plan.compression import Compression
 from simplan.program.tables.executable import check_executable
 from simplan.rules import RULES, violations
@@ -25,6 +26,8 @@ from simplan.runs.run_spec import RunSpec, rounds_beyond_run
 from simplan.wording import either
 
 _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # dtype of a job by precision
+_EXTRAS = {"bitsandbytes": "bitsandbytes", "torchao": "float8", "transformers": "transformers"}
+"""Extra of this project with each package that has optimizers."""
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with a margin
 _RULES = [rule for rule in RULES if not rule.reads_cluster and rule is not stages_within_layers]
 """Rules about plans; ranks know the boundaries of stages, one of which may be the embedding alone."""
@@ -158,6 +161,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             rule, _, fix = sentence.partition("; ")
             yield Problem(field=field, value=_value(job, field), rule=rule, fix=fix)
     yield from unmodelled_recompute(job)
+    yield from _unmodelled_optimizer(job)
     yield from _unmodelled_captures(job)
     yield from _unmodelled_workers(job)
     yield from _unmodelled_replication(job)
@@ -176,8 +180,29 @@ def _base_weights_limit(job: RunSpec) -> tuple[bool, str]:
         return True, "the executor has frozen weights in the precision of computation; use upcast: false"
     if job.checkpointing is not None:
         return True, "the executor writes no checkpoints of packed weights; leave out checkpoints"
-    extra = "simplan[few-bits]" if library == "bitsandbytes" else "simplan[float8]"
+    extra = "simplan[bitsandbytes]" if library == "bitsandbytes" else "simplan[float8]"
     return find_spec(library) is None, f"needs {library}, which is not installed; pip install '{extra}'"
+
+
+def _unmodelled_optimizer(job: RunSpec) -> Iterator[Problem]:
+    """Optimizers of other packages, and what those cannot do on this machine."""
+    name, package = job.training.optimizer, OPTIMIZERS[job.training.optimizer].package
+    on_cuda = runs_on_cuda(job, job.plan.num_devices)
+    limits = {
+        f"needs {package}, which is not installed; pip install 'simplan[{_EXTRAS.get(package)}]', or use adamw": (
+            package in _EXTRAS and find_spec(package) is None
+        ),
+        "has states in CUDA's managed memory; use the one without paged_, or CUDA devices": (
+            OPTIMIZERS[name].is_paged and not on_cuda
+        ),
+        "updates FP32, BF16 and FP16 weights only; use dtype fp32 or bf16": (
+            package == "bitsandbytes" and job.dtype == "fp64"
+        ),
+    }
+    for sentence, is_violated in limits.items():
+        if is_violated:
+            rule, _, fix = sentence.partition("; ")
+            yield Problem(field="training.optimizer", value=name, rule=rule, fix=fix)
 
 
 def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
@@ -379,11 +404,16 @@ def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
 
 def _no_compiler(job: RunSpec, num_ranks: int) -> Iterator[Problem]:
     """On CPUs torch.compile writes C++; on CUDA devices triton, which comes with torch."""
-    if not job.software.compiled or runs_on_cuda(job, num_ranks):
+    of_torchao = OPTIMIZERS[job.training.optimizer].package == "torchao"
+    if runs_on_cuda(job, num_ranks) or not (job.software.compiled or of_torchao):
         return
     if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         rule = "needs a C++ compiler on this machine, and there is no g++ or clang++"
-        yield Problem(field="software.compiled", value="true", rule=rule, fix="install one, or use false")
+        if job.software.compiled:
+            yield Problem(field="software.compiled", value="true", rule=rule, fix="install one, or use false")
+        if of_torchao:
+            name = job.training.optimizer
+            yield Problem(field="training.optimizer", value=name, rule=rule, fix="install one, or use adamw")
 
 
 def _no_such_device(job: RunSpec) -> Iterator[Problem]:

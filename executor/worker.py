@@ -44,6 +44,7 @@ from executor.profiling.recorder import Recorder, make_clock
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
 from simplan.io import write_whole
+from simplan.optimizers import OPTIMIZERS
 from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping
 from simplan.runs.run_spec import RunSpec
@@ -331,7 +332,7 @@ def _train(
         first = _joined(job, trainer, dims.members)
     _keep_steps_before(first, files.steps)
     watched: AbstractContextManager[None] = nullcontext()
-    if job.software.compiled:
+    if job.software.compiled or OPTIMIZERS[job.training.optimizer].package == "torchao":
         from executor.distributed.compiling import watched_compilation
 
         watched = watched_compilation(heartbeat)

@@ -36,10 +36,13 @@ class Job:
     software: SoftwareSpec
 
     def __post_init__(self) -> None:
-        """Gives a captured model its precision, a plan the captured layout, and software that of the device."""
+        """Gives a captured model its precision, a plan the captured layout, software that of device and optimizer."""
         any_layout = self.training.precision == "fp8" and self.cluster.device.kernels.fp8_any_layout
         if self.software.fp8_any_layout != any_layout:
             object.__setattr__(self, "software", self.software.model_copy(update={"fp8_any_layout": any_layout}))
+        whole = self.software.with_whole_tensors(self.training)
+        if whole is not self.software:
+            object.__setattr__(self, "software", whole)
         captured = self.model.captured
         if captured is None:
             return

@@ -61,6 +61,9 @@ class RankMemory:
             ``short_bytes``.
         capacity_bytes: Memory of the rank's device; None if unknown.
         is_compared: Peaks of the framework's runtime were compared with measured ones.
+        paged_bytes: Bytes of optimizer states in managed memory, which no counter of the allocator has.
+        evicted_bytes: Part of these for which the device has no room, and which is on the host; not in
+            ``device_bytes``.
     """
 
     rank: int
@@ -75,6 +78,8 @@ class RankMemory:
     interval_bytes: dict[MemoryKind, tuple[int, int]] = field(default_factory=dict)
     capacity_bytes: int | None = None
     is_compared: bool = True
+    paged_bytes: int = 0
+    evicted_bytes: int = 0
 
     def measurable_bytes(self, kind: MemoryKind) -> int:
         """Peak that a measurement on this device shows, where the allocator does without ``short_bytes``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
@@ -11,57 +10,8 @@ from pydantic import BeforeValidator, Field
 from simplan.base import Count, Natural, Positive, Spec
 from simplan.model.base_weights import BaseWeights
 from simplan.model.low_precision import Fp8Recipe
+from simplan.optimizers import UPDATES, OptimizerName, UpdateName
 from simplan.unmodeled import OPTIMIZERS as OPTIMIZERS_NOT_MODELED
-
-OptimizerName = Literal["adam", "adamw", "sgd", "sgd_momentum", "lars", "lamb"]
-_Foreach = Literal["adam_foreach", "adamw_foreach", "sgd_foreach", "sgd_momentum_foreach"]
-UpdateName = OptimizerName | _Foreach
-"""An optimizer and the kernels of its step; ``_foreach`` for a sequence of kernels over lists of all tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerFacts:
-    """One optimizer.
-
-    Attributes:
-        num_states: Tensors stored per parameter, each as wide as ``StateBytes.moment``.
-        streamed_bytes: Bytes read and written per FP32 parameter by one step, zeroing the gradient included.
-        num_norms: Norms computed per parameter tensor; ranks with shards of a tensor sum the squares.
-        num_temporaries: Temporary tensors of a step, each as large as all parameters.
-    """
-
-    num_states: int
-    streamed_bytes: int
-    num_norms: int = 0
-    num_temporaries: int = 0
-
-
-OPTIMIZERS: dict[UpdateName, OptimizerFacts] = {
-    # in fused kernels all read weight and gradient, write the weight and zero the gradient; a state is read and written
-    "sgd": OptimizerFacts(0, 16),
-    "sgd_momentum": OptimizerFacts(1, 24),
-    "adam": OptimizerFacts(2, 32),
-    "adamw": OptimizerFacts(2, 32),
-    "lars": OptimizerFacts(1, 32, 2),  # weight and gradient once more, for their norms
-    "lamb": OptimizerFacts(2, 44, 2),  # the update is written in place of the gradient, and read with the weight
-}
-"""Optimizers by name: SGD (with momentum 0.9), Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), LARS (You
-et al. 2017, arXiv:1708.03888), LAMB (You et al. 2020, arXiv:1904.00962)."""
-
-UPDATES: dict[UpdateName, OptimizerFacts] = {
-    **OPTIMIZERS,
-    # torch 2.13, optim/sgd.py: weight += gradient, or momentum *= and += before it
-    "sgd_foreach": OptimizerFacts(0, 12 + 4),
-    "sgd_momentum_foreach": OptimizerFacts(1, 8 + 12 + 12 + 4),
-    # torch 2.13, optim/adam.py: lerp, mul, addcmul, a root in a separate tensor, its div and add, addcdiv
-    "adam_foreach": OptimizerFacts(2, 12 + 8 + 12 + 8 + 8 + 8 + 16 + 4, num_temporaries=1),
-    "adamw_foreach": OptimizerFacts(2, 8 + 12 + 8 + 12 + 8 + 8 + 8 + 16 + 4, num_temporaries=1),  # and decay
-}
-"""Optimizers with fused kernels, and with torch's sequence of kernels (``foreach``), whose bytes are summed."""
-
-LAYERWISE = frozenset(name for name, facts in OPTIMIZERS.items() if facts.num_norms)
-"""Optimizers whose step depends on norms."""
-
 
 DataName = Literal["random", "markov", "gratings"]
 
@@ -104,7 +54,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 
 def _modelled(name: Any) -> Any:
     """Tell optimizers that are not modeled from misspelt names."""
-    if isinstance(name, str) and any(part in name.lower() for part in OPTIMIZERS_NOT_MODELED):
+    if isinstance(name, str) and name not in UPDATES and any(part in name.lower() for part in OPTIMIZERS_NOT_MODELED):
         known = ", ".join(get_args(OptimizerName))
         raise ValueError(f"is an optimizer that is not modeled yet, for it keeps other states; modeled: {known}")
     return name
@@ -113,6 +63,30 @@ def _modelled(name: Any) -> Any:
 def _of_format(value: Any) -> Any:
     """Mapping with a format for a format alone."""
     return {"format": value} if isinstance(value, str) else value
+
+
+StateType = Literal["fp32", "fp16", "bf16", "fp8"]
+"""Type in which a state of the optimizer is stored."""
+
+
+class OptimizerDtypes(Spec):
+    """Types of Adam's states, where they are not those of the framework.
+
+    Megatron Core has them in its precision-aware optimizer (``core/optimizer/optimizer_config.py``), with FP32 weights
+    as BF16 weights and 16 bits more (``store_param_remainders``). torchtitan has both states in BF16
+    (``components/optimizer.py``, ``fused_opt_states_bf16``).
+
+    Attributes:
+        exp_avg, exp_avg_sq: First and second moment.
+        main_params: FP32 copy of the weights.
+    """
+
+    exp_avg: StateType = Field("fp32", description="type of Adam's mean of gradients")
+    exp_avg_sq: StateType = Field("fp32", description="type of Adam's mean of squared gradients")
+    main_params: Literal["fp32", "fp16"] = Field(
+        "fp32",
+        description="type of Megatron's copy of the weights; fp32 is stored as 16 bits next to BF16 weights",
+    )
 
 
 class TrainingSpec(Spec):
@@ -126,6 +100,7 @@ class TrainingSpec(Spec):
             Else BF16 is mixed precision, with FP32 weights or FP32 copies of them.
         fp8_recipe: FP8 scaling recipe; None for per-tensor scaling (``tensorwise``), and for other precisions.
         optimizer: Optimizer; ``simplan.training`` has its states, traffic and norms.
+        optimizer_dtypes: Types of Adam's states; None for those of the framework.
         fused_optimizer: One kernel reads and writes all tensors of a step; false for torch's ``foreach``, a sequence of
             kernels, which for Adam needs a tensor as large as all parameters of the rank. None for fused where there is
             such a kernel, which is all except LARS and LAMB.
@@ -152,6 +127,9 @@ class TrainingSpec(Spec):
     fp8_recipe: Fp8Recipe | None = Field(None, description="for fp8: scaling granularity; default: per tensor")
     optimizer: Annotated[OptimizerName, BeforeValidator(_modelled)] = Field(
         "adamw", description="optimizer, with its states per parameter"
+    )
+    optimizer_dtypes: OptimizerDtypes | None = Field(
+        None, description="types of Adam's states in Megatron's precision-aware optimizer, or BF16 in torchtitan"
     )
     fused_optimizer: bool | None = Field(
         None, description="one kernel for the update; false for torch's foreach; default: where such a kernel exists"

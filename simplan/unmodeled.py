@@ -39,7 +39,10 @@ _RECORDS = (
 )
 _BY_WORD = {word: record for record in _RECORDS for word in record.words.split()}
 
-OPTIMIZERS = ("8bit", "8-bit", "4bit", "paged", "adafactor", "muon", "lion", "shampoo", "soap", "sophia", "galore")
+OPTIMIZERS = (
+    "8bit", "8-bit", "4bit", "paged", "ademamix", "apollo", "dion", "galore", "grokadamw", "lion", "lomo", "muon",
+    "schedule_free", "shampoo", "soap", "sophia", "stable_adamw",
+)  # fmt: skip
 """Parts of the names of optimizers with other states, to tell them from misspelt names."""
 
 

@@ -15,6 +15,7 @@ from docs.generate import first_screen, pages
 from simplan import catalog
 from simplan.cli.app import app
 from simplan.cli.listing import listing
+from simplan.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,6 +51,7 @@ def test_generated_pages_have_every_command_option_and_entry() -> None:
         assert all(f"| `{row['name']}` |" in written["reference/catalog.md"] for row in listing(kind)), kind
     assert all(f"\n## {name}\n" in written["reference/frameworks.md"] for name in catalog.names("software"))
     assert all(f"| `{row['name']}` |" in written["reference/schedules.md"] for row in listing("schedules"))
+    assert all(f"| `{name}` |" in written["reference/optimizers.md"] for name in OPTIMIZERS)
     assert all(f"| `{row['name']}` |" in written["reference/metrics.md"] for row in listing("metrics"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from torch.optim.sgd import sgd
 
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import Stage, split_dimensions
+from simplan.model.layer import LayerKind
+from simplan.optimizers import UPDATES, OptimizerName, UpdateName
 from simplan.plan.compression import in_whole_blocks
 from simplan.runs.run_spec import RunSpec
-from simplan.training import UpdateName
 
 if TYPE_CHECKING:
     from executor.distributed.compression import MomentumCompression
@@ -33,23 +34,30 @@ class ShardGroups:
         shard: Ranks over which FSDP shards all parameters.
         tp: Tensor-parallel ranks.
         replicated: Ids of parameters that each tensor-parallel rank holds in full; the first rank counts them.
+        matrices: Ids of matrices of blocks; None if nothing is known of the parameters.
     """
 
     shard: Peers = field(default_factory=Peers)
     tp: Peers = field(default_factory=Peers)
     replicated: frozenset[int] = frozenset()
+    matrices: frozenset[int] | None = None
 
     @classmethod
     def of(cls, job: RunSpec, stages: Iterable[Stage], dims: ParallelDims) -> ShardGroups:
         """The groups of one rank and its stages. Experts that FSDP shards over tensor-parallel ranks are split."""
-        plan, replicated = job.plan, set()
+        plan, replicated, matrices = job.plan, set(), set()
         layers = job.software.layers_of(job.model, plan)
         for stage in stages:
             split = split_dimensions(stage, job)
+            blocks = [index for index in stage.layers if layers[int(index)].kind is LayerKind.BLOCK]
+            of_blocks = {id(parameter) for index in blocks for parameter in stage.layers[index].parameters()}
             for name, parameter, said in stage.with_specs(layers):
+                if id(parameter) in of_blocks and parameter.ndim == 2:
+                    matrices.add(id(parameter))
                 if name not in split and not (said.expert and plan.expert_shards > 1):
                     replicated.add(id(parameter))
-        return cls(dims.fsdp if plan.shards_parameters else Peers(), dims.tp, frozenset(replicated))
+        shards = dims.fsdp if plan.shards_parameters else Peers()
+        return cls(shards, dims.tp, frozenset(replicated), frozenset(matrices))
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True when this rank counts its shard of a parameter: no other rank counts the same elements."""
@@ -109,6 +117,8 @@ def make_optimizer(
     settings: dict[str, Any] = {"lr": _LEARNING_RATE, "fused" if name == update else "foreach": True}
     if momentum is not None:
         return OneBitAdam(parameters, momentum, decays=name == "adamw", settings=settings)
+    if UPDATES[update].by_tensor:
+        return _from_tensor_to_tensor(cast("OptimizerName", name), parameters, groups or ShardGroups())
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": partial(_Adam, **settings),
         "adamw": partial(_AdamW, **settings),
@@ -118,6 +128,18 @@ def make_optimizer(
         "lamb": partial(Lamb, groups=groups or ShardGroups()),
     }
     return kinds[name](parameters)
+
+
+def _from_tensor_to_tensor(name: OptimizerName, parameters: Any, groups: ShardGroups) -> torch.optim.Optimizer:
+    """Muon, Adafactor, or an optimizer of another package."""
+    from executor.train import tensor_optimizers
+
+    if name == "muon":
+        adamw = partial(_AdamW, lr=_LEARNING_RATE, fused=True)
+        return tensor_optimizers.Muon(parameters, adamw, groups.matrices, groups.shard)
+    if name == "adafactor_torch":
+        return tensor_optimizers.Adafactor(parameters, groups.shard)
+    return tensor_optimizers.of_package(name, parameters, _LEARNING_RATE)
 
 
 class _Adam(torch.optim.Adam):

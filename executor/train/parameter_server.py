@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from executor.profiling.recorder import Recorder
 from executor.train.optimizers import make_optimizer
 from simplan.errors import RunError
+from simplan.optimizers import UpdateName
 from simplan.plan.replication import Replication
 from simplan.program.lowering.servers import FP32_BYTES, HEADER_BYTES
 from simplan.runs.measurement import MeasuredUpdate
-from simplan.training import UpdateName
 from simplan.units import counted
 
 HEADER = HEADER_BYTES // FP32_BYTES

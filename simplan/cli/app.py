@@ -863,9 +863,9 @@ def show(
         typer.Argument(
             metavar="KIND",
             autocompletion=completion.kinds,
-            help="Kind: devices, links, clusters, topologies, models, software, reliability, schedules, metrics, "
-            "scenario; and the keys of a scenario's model, cluster, topology, training, plan, search-space, expect, "
-            "measured, run or schema (JSON Schema).",
+            help="Kind: devices, links, clusters, topologies, models, software, reliability, schedules, "
+            "optimizers, metrics, scenario; and the keys of a scenario's model, cluster, topology, training, plan, "
+            "search-space, expect, measured, run or schema (JSON Schema).",
         ),
     ] = None,
     name: Annotated[

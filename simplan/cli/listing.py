@@ -18,6 +18,15 @@ from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.measured_links import catalog_cluster, measured_collectives
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.captured.file import read_captured
+from simplan.optimizers import (
+    OPTIMIZERS,
+    REFUSED_WORDS,
+    UPDATES,
+    OptimizerFacts,
+    OptimizerName,
+    StoredTensor,
+    Widths,
+)
 from simplan.program.schedules import SCHEDULES
 from simplan.report.captured import captured_json, captured_text
 from simplan.report.plan_fields import plan_fields
@@ -321,6 +330,29 @@ def _schedules() -> list[Row]:
     return [row(name, getdoc(schedule) or "") for name, schedule in SCHEDULES.items() if name != "none"]
 
 
+def _optimizers() -> list[Row]:
+    return [_optimizer(name, facts) for name, facts in OPTIMIZERS.items()]
+
+
+def _optimizer(name: OptimizerName, facts: OptimizerFacts) -> Row:
+    matrix = StoredTensor((4096, 4096), is_matrix=True, whole_shape=(4096, 4096))
+    narrow, wide = (facts.state_bytes(matrix, Widths(width, width, width)) / 4096**2 for width in (2, 4))
+    own, refused = facts.temporaries, facts.refused_under or {}
+    temporaries = "" if own is None else format_bytes(own.num_bytes(matrix, Widths(4, 4, 4)))
+    if f"{name}_foreach" in UPDATES and UPDATES[f"{name}_foreach"].num_temporaries:  # type: ignore[index]
+        temporaries = "with foreach, one as large as all weights"
+    return {
+        "name": name,
+        "package": facts.package,
+        "states": str(facts.num_states),
+        "B per weight in fp32": f"{wide:.4g}",
+        "in bf16": f"{narrow:.4g}",
+        "temporaries of 4,096 x 4,096": temporaries,
+        "not with": ", ".join(REFUSED_WORDS[situation] for situation in refused if situation != "replication"),
+        "software": ", ".join(facts.software) or "all",
+    }
+
+
 _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "devices": _devices,
     "links": _links,
@@ -330,6 +362,7 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "software": _software,
     "reliability": _reliability,
     "schedules": _schedules,
+    "optimizers": _optimizers,
     "metrics": definitions,
     "scenario": scenario_sections,
     "model": model_fields,

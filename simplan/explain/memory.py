@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from simplan.explain.term import ExplainedTerm
 from simplan.job import Job
 from simplan.model.layer import LayerSpec
+from simplan.optimizers import OPTIMIZERS
 from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
 from simplan.program.memory.low_precision_footprint import persistent_weight_bytes
-from simplan.program.program import MemoryCategory, Program
+from simplan.program.program import LayerWork, MemoryCategory, Program
 from simplan.program.tables.complete import stage_to_rank
+from simplan.program.timeline import SpanKind
 from simplan.sim.memory import peak_position
 from simplan.units import format_bytes
 
@@ -81,10 +83,13 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
     }[category]
     outer_bytes = _outer_bytes(job, trained or wide // state.parameter) if category is MemoryCategory.OPTIMIZER else 0
     kept = (wide if is_parameters else resting.get(category, 0)) - outer_bytes
-    formula = f"{kept // max(1, width):,} parameters x {width} B"
+    formula = f"{int(kept // max(1, width)):,} parameters x {width} B"
+    facts = OPTIMIZERS[job.training.optimizer]
+    if category is MemoryCategory.OPTIMIZER and facts.by_tensor:
+        formula = f"{_num_updated(program, rank):,} parameters, by the shape of every tensor"
     if frozen and is_parameters:
         formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
-    elif frozen:
+    elif frozen and not (category is MemoryCategory.OPTIMIZER and facts.by_tensor):
         formula = f"{kept // width:,} parameters trained x {width} B"
     if packed and is_parameters:
         formula += f" + {format_bytes(packed, digits=4)} of frozen weights in {form}"
@@ -124,7 +129,16 @@ def _num_trained(prediction: Prediction, program: Program, rank: int) -> int | N
     state = job.software.state(job.training, job.plan)
     if resting.get(MemoryCategory.GRADIENTS):
         return resting[MemoryCategory.GRADIENTS] // state.gradient
-    return resting.get(MemoryCategory.OPTIMIZER, 0) // max(1, state.optimizer_bytes(job.training.optimizer))
+    if OPTIMIZERS[job.training.optimizer].by_tensor:
+        return _num_updated(program, rank)
+    return resting.get(MemoryCategory.OPTIMIZER, 0) // max(1, int(state.optimizer_bytes(job.training.optimizer)))
+
+
+def _num_updated(program: Program, rank: int) -> int:
+    """Parameters that a rank updates."""
+    ops = (program.ops[index] for index in program.by_rank[rank])
+    works = (work for op in ops if op.kind is SpanKind.OPTIMIZER for work in op.work)
+    return sum(work.num_parameters for work in works if isinstance(work, LayerWork))
 
 
 def _logits(prediction: Prediction, num_bytes: int) -> str:

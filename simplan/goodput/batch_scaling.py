@@ -19,7 +19,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from simplan.base import Count, Positive, SpecOfKind
-from simplan.training import NumTokens, OptimizerName
+from simplan.optimizers import OPTIMIZERS, OptimizerName
+from simplan.training import NumTokens
 
 _KAPLAN_TOKENS, _KAPLAN_EXPONENT = 2e8, 0.21
 _MIN_POINTS = 2
@@ -185,4 +186,4 @@ _LEARNING_RATES: Mapping[OptimizerName, LearningRateRule] = {
 
 def learning_rate_rule(optimizer: OptimizerName) -> LearningRateRule:
     """Growth of the learning rate of an optimizer with the batch; LARS and LAMB are for batches beyond the others."""
-    return _LEARNING_RATES[optimizer]
+    return _LEARNING_RATES.get(optimizer) or _LEARNING_RATES[OPTIMIZERS[optimizer].like]  # type: ignore[index]

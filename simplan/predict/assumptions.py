@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
 from simplan.cluster.topology import hashed
@@ -10,13 +10,13 @@ from simplan.cost.model import Provenance
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.model.families import FAMILIES
+from simplan.optimizers import OPTIMIZERS
 from simplan.plan.replication import Replication
 from simplan.prediction import RankMemory
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.rules.collectives import unused_collectives
 from simplan.software.software import SoftwareSpec
-from simplan.training import OPTIMIZERS
 from simplan.units import GIB, counted, format_bytes, format_percent
 
 _LARGE_BUFFERS = 0.1
@@ -280,6 +280,25 @@ def buffer_assumption(job: Job, worst: RankMemory) -> tuple[str, ...]:
         f"receive buffer for each of {job.num_microbatches} microbatches from each neighboring stage before the first "
         "step, and keeps sent tensors to the end of the step; Megatron-LM does neither",
     )
+
+
+def pages_assumption(job: Job, memory: Sequence[RankMemory]) -> Iterator[str]:
+    """Sentences on optimizer states in managed memory (bitsandbytes, docs/source/explanations/optimizers.mdx)."""
+    worst = max(memory, key=lambda rank: (rank.evicted_bytes, rank.paged_bytes))
+    if not worst.paged_bytes:
+        return
+    yield (
+        f"{format_bytes(worst.paged_bytes)} of states of {job.training.optimizer} are in managed memory, as those of "
+        "tensors from 100,000 elements on: torch's counters (allocated, reserved) do not have them, the device "
+        "(NVML) does as far as there is room, and a rank fits if everything else does"
+    )
+    link = job.cluster.host_link
+    if worst.evicted_bytes:
+        seconds = "" if link is None else f", about {4 * worst.evicted_bytes / link.bytes_per_s:.2g} s"
+        yield (
+            f"{format_bytes(worst.evicted_bytes)} of them have no room and move to the device and back in every "
+            f"step, at about half of the bandwidth of the host link{seconds} more, which the step time does not include"
+        )
 
 
 def padding_assumption(job: Job) -> tuple[str, ...]:

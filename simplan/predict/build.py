@@ -25,6 +25,7 @@ from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
+from simplan.optimizers import UpdateName
 from simplan.plan.collectives import Collectives
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
@@ -49,7 +50,7 @@ from simplan.program.tables.table import plan_table
 from simplan.sim.engine import CoreUse
 from simplan.software.rates import FrameworkRates
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training import Precision, TrainingSpec, UpdateName
+from simplan.training import Precision, TrainingSpec
 
 if TYPE_CHECKING:
     from simplan.runs.run_spec import RunSpec

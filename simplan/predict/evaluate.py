@@ -24,7 +24,7 @@ from simplan.model.packing import PackStatistics
 from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.plan.schedules import is_custom_schedule
-from simplan.predict.assumptions import assumptions, buffer_assumption
+from simplan.predict.assumptions import assumptions, buffer_assumption, pages_assumption
 from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
@@ -156,6 +156,7 @@ def predict_step(
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
             *buffer_assumption(job, worst_memory(memory)),
+            *pages_assumption(job, memory),
             *_packing_assumptions(step, step_time_s),
             *_simulation_assumptions(job, extent, calibration),
         ),

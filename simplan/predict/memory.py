@@ -23,12 +23,14 @@ class RankPeaks(NamedTuple):
         resting: Persistent bytes between steps.
         rebuild: Additional bytes held once, between the first two steps.
         passes, update: Transient peaks of the passes and of the optimizer; see ``StepPeaks``.
+        paged: Part of ``resting`` in managed memory.
     """
 
     resting: int
     rebuild: int
     passes: int
     update: int
+    paged: int = 0
 
     @property
     def allocated(self) -> int:
@@ -38,7 +40,8 @@ class RankPeaks(NamedTuple):
 
 def rank_peaks(program: Program, rank: int) -> RankPeaks:
     """Tensor bytes of one rank of a Level 2 Program."""
-    return RankPeaks(persistent_bytes(program, rank), program.rebuild_bytes[rank], *step_peaks(program, rank))
+    paged = program.paged_bytes.get(rank, 0)
+    return RankPeaks(persistent_bytes(program, rank), program.rebuild_bytes[rank], *step_peaks(program, rank), paged)
 
 
 def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> dict[int, RankMemory]:
@@ -67,6 +70,8 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     beyond the tensors is optional; ``short_bytes`` is the part for which the device has no memory. Fragmentation inside
     blocks in use is not counted; no measurements of it are public.
     """
+    if peaks.paged:
+        return _with_pages(peaks, job, calibration, rank)
     software, capacity = job.software, job.memory_bytes_of(rank)
     allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)
     if job.cluster.device.kind == "cpu":
@@ -93,6 +98,26 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
         is_compared=catalog.has_compared_peaks(software.runtime),
     )
     return _with_intervals(memory, peaks, software.memory_spread, has_allocator=True)
+
+
+def _with_pages(peaks: RankPeaks, job: Job, calibration: Calibration | None, rank: int) -> RankMemory:
+    """Device memory of a rank with states in managed memory, which is outside of torch's allocator.
+
+    They are on the device as far as there is room beside everything else, and on the host otherwise (bitsandbytes,
+    ``functional.py``, ``get_paged``: cudaMallocManaged); so they decide nothing about whether the rank fits.
+    """
+    memory = device_memory(peaks._replace(resting=peaks.resting - peaks.paged, paged=0), job, calibration, rank=rank)
+    room = peaks.paged if memory.capacity_bytes is None else max(0, memory.capacity_bytes - memory.device_bytes)
+    there = min(peaks.paged, room)
+    low, high = memory.interval_bytes["device"]
+    intervals = memory.interval_bytes | {"device": (low + there, high + there)}
+    return replace(
+        memory,
+        device_bytes=memory.device_bytes + there,
+        interval_bytes=intervals,
+        paged_bytes=peaks.paged,
+        evicted_bytes=peaks.paged - there,
+    )
 
 
 def _with_intervals(memory: RankMemory, peaks: RankPeaks, spread: MemorySpread, *, has_allocator: bool) -> RankMemory:

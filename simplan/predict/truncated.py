@@ -321,7 +321,7 @@ class TruncatedStep:
         found = {rank: rank_peaks(program, rank) for rank in program.ranks}
         for rank, more in found.items() if shorter else ():
             less = rank_peaks(shorter[0], rank)
-            passes, update = map(self._extrapolated, more[-2:], less[-2:])
+            passes, update = map(self._extrapolated, more[2:4], less[2:4])
             found[rank] = more._replace(passes=passes, update=update)
         return found
 

@@ -69,6 +69,20 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+class TensorUpdates(NamedTuple):
+    """An update that goes from tensor to tensor, of one layer on one rank.
+
+    Attributes:
+        num_bytes: Bytes that it reads and writes.
+        num_tensors: Tensors, each updated by kernels of its own.
+        products: Matmuls as (rows, columns, depth), each with its number.
+    """
+
+    num_bytes: int
+    num_tensors: int
+    products: tuple[tuple[tuple[int, int, int], int], ...] = ()
+
+
 class LayerWork(NamedTuple):
     """One phase of one layer for one microbatch.
 
@@ -85,6 +99,7 @@ class LayerWork(NamedTuple):
         cuts: Number of collectives for which the kernels are split into chunks that overlap with communication.
         on_host: True if the CPU does the work in host memory (only phases of parameters and gradients).
         group: Node group of the device that does it (``ClusterSpec.node_groups``); None for the only or fastest one.
+        updates: Work of an optimizer whose update depends on the shapes of tensors; None for equal bytes per parameter.
     """
 
     layer: LayerSpec
@@ -95,6 +110,7 @@ class LayerWork(NamedTuple):
     cuts: int = 0
     on_host: bool = False
     group: int | None = None
+    updates: TensorUpdates | None = None
 
 
 class Communication(NamedTuple):
@@ -314,6 +330,7 @@ class Program:
         persistent_bytes: Per rank, persistent memory between steps by category, in bytes.
         rebuild_bytes: Per rank, bytes of additional buffers when DDP rebuilds its buckets before the second step: the
             old and the new buckets are resident together.
+        paged_bytes: Per rank with states in managed memory, bytes of these.
         one_memory: True if host and device share one memory (a CPU), so that offloaded bytes count as well.
         all_written_out: True if, at Level 2, every rank and every layer has separate operations.
     """
@@ -329,6 +346,7 @@ class Program:
     persistent_bytes: dict[int, dict[MemoryCategory, int]]
     rebuild_bytes: dict[int, int]
     one_memory: bool = False
+    paged_bytes: Mapping[int, int] = field(default_factory=dict)
     layer_names: Mapping[int, Sequence[str]] = field(default_factory=dict)
     all_written_out: bool = False
 

@@ -13,6 +13,7 @@ from types import MappingProxyType, ModuleType
 from simplan.cluster.background import BackgroundJob
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job, background_job
+from simplan.optimizers import OPTIMIZERS
 from simplan.rules import (
     cluster,
     collectives,
@@ -20,6 +21,7 @@ from simplan.rules import (
     experts,
     mixed,
     model,
+    optimizers,
     parallel,
     recompute,
     replication,
@@ -95,6 +97,8 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     cluster.background_jobs_modelled, cluster.software_of_this_machine, mixed.groups_of_equal_devices,
     mixed.microbatch_sizes_of_experts,
     mixed.microbatch_sizes_modelled,
+    optimizers.optimizer_of_software, optimizers.optimizer_of_plan, optimizers.pages_of_cuda,
+    optimizers.dtypes_of_states,
     training.fused_optimizer_of_torch, training.layerwise_optimizer_modelled, training.norms_modelled,
     training.low_precision_modelled, schedule.split_backward_in_low_precision, schedule.split_backward_compiled,
     sharding.offload_compiled,
@@ -124,6 +128,9 @@ _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
             job.model.num_experts > 0 or job.software.expert_overlap or job.plan.ep > 1 or job.plan.etp > 1
         ),
         mixed: lambda job: bool(job.cluster.node_groups) or job.plan.microbatch_sizes is not None,
+        optimizers: lambda job: (
+            OPTIMIZERS[job.training.optimizer].refused_under is not None or job.training.optimizer_dtypes is not None
+        ),
         parallel: lambda job: (
             job.plan.tp > 1 or job.plan.cp > 1 or job.plan.sequence_parallel or job.plan.cp_comm != "ring"
         ),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.optimizers import LAYERWISE
 from simplan.plan.replication import Replication
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
-from simplan.training import LAYERWISE
 from simplan.units import counted
 
 _FIELD = "plan.replication"

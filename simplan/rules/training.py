@@ -10,10 +10,11 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.model.low_precision import LOW_PRECISIONS, LowPrecision, linear_format, quantized_linears
+from simplan.optimizers import LAYERWISE, UPDATES
 from simplan.plan.schedules import SCHEDULE_FACTS, splits_backward
 from simplan.rules.rule import experts_apart, nearest_multiples, not_modelled, problem_of, rule, unmodelled
 from simplan.software.software import SoftwareSpec
-from simplan.training import LAYERWISE, num_gratings
+from simplan.training import num_gratings
 from simplan.wording import either, nearest_divisors
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
@@ -103,7 +104,7 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
     if training.fused_optimizer is None:
         return
     sentence = ""
-    if training.optimizer in LAYERWISE:
+    if f"{training.optimizer}_foreach" not in UPDATES:
         sentence = f"is of torch's optimizers, and {training.optimizer} is none: there is one way to compute its step"
     elif software.id not in _TORCH_OPTIMIZERS:
         sentence = f"is of torch's optimizers, and {software.id} has its own"

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
-from simplan.rules import violations
+from simplan.rules import RULES, Rule, violations
+from simplan.rules.optimizers import optimizer_of_plan
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.collecting import Sections
 from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
@@ -720,7 +721,8 @@ def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch:
         stages: list[dict[str, Any]] = [{}, {"zero_stage": 2}, {"zero_stage": 1}]
         if degree("dp_shard") == 1:  # a plan by itself shards over context-parallel ranks only if it says so
             stages = [{"zero_stage": stage} for stage in (3, 2, 1, 0)]
-        best = min(stages, key=lambda stage: _num_violations({**found, "plan": {**plan, **stage}}, file))
+        told = [rule for rule in RULES if rule is not optimizer_of_plan]  # what an optimizer refuses is told
+        best = min(stages, key=lambda stage: _num_violations({**found, "plan": {**plan, **stage}}, file, told))
         for key, value in best.items():
             assume("plan", key, value, f"the highest that {software.id} has for this plan")
     assume("plan", "microbatch_size", 1, "")
@@ -759,7 +761,7 @@ def _shared_out(found: dict[str, Any], file: str, left: int, missing: list[str])
     return [*best.items()]
 
 
-def _num_violations(data: dict[str, Any], file: str) -> int:
+def _num_violations(data: dict[str, Any], file: str, rules: Sequence[Rule] = RULES) -> int:
     """Number of violated rules of a plan with a batch that it divides; 0 for a document that is wrong anyway."""
     try:
         parts = parts_of(Document({**data, "training": {"global_batch_size": 1} | data["training"]}, {}), file)
@@ -769,7 +771,7 @@ def _num_violations(data: dict[str, Any], file: str) -> int:
         batch = job.training.with_changes(global_batch_size=size)
     except ValueError:  # SpecError and pydantic's
         return 0
-    return len(violations(replace(job, training=batch)))
+    return len(violations(replace(job, training=batch), rules))
 
 
 def _batch_override(given: dict[str, Any], typed: Mapping[str, str]) -> tuple[str, Any] | None:

@@ -17,10 +17,11 @@ from simplan.model.implementations.loss_in_chunks import ChunkedLoss, LossMode
 from simplan.model.layer import LayerSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.model.weight_format import WeightLibrary
+from simplan.optimizers import OPTIMIZERS, OptimizerName, Widths
 from simplan.plan.plan import ParallelPlan, RecomputeModule
 from simplan.plan.shard import Shard
 from simplan.software.rates import FrameworkRates, MemorySpread
-from simplan.training import OPTIMIZERS, OptimizerName, TrainingSpec
+from simplan.training import TrainingSpec
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -53,6 +54,9 @@ TensorOverlap = Literal["none", "backward", "gathers", "all"]
 
 _COMPILED_PASSES = 0.7
 """Bytes of memory-bound kernels with compiled blocks, relative to eager kernels that a calibration timed."""
+
+
+_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 class LowPrecisionLinears(Spec):
@@ -104,6 +108,8 @@ class StateBytes(Spec):
             run, not to the catalog.
         base: Frozen weights below adapters, and the precision of adapters, where these are not as frozen and activation
             say; None otherwise. Belongs to one training run, not to the catalog.
+        moments: Each of Adam's states, where a run stores them in types of its own. Belongs to one training run, not to
+            the catalog.
         gathers_experts: FSDP shards and all-gathers expert-parallel weights. Belongs to one plan, not to the catalog.
     """
 
@@ -124,6 +130,7 @@ class StateBytes(Spec):
     weight_copy: Natural = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
     base: FrozenBase | None = Field(default=None, exclude=True)
+    moments: tuple[int, int] | None = Field(default=None, exclude=True)
     gathers_experts: bool = Field(default=False, exclude=True)
 
     if TYPE_CHECKING:  # fields without a default may be left out
@@ -161,9 +168,19 @@ class StateBytes(Spec):
         """Bytes that an update reads and writes relative to FP32: 1/2 for weights of 16 bits without a master copy."""
         return 1 / 2 if not self.master and self.parameter == self.gradient == self.moment == 2 else 1.0
 
-    def optimizer_bytes(self, optimizer: OptimizerName) -> int:
-        """Bytes of optimizer states and master copy for one parameter."""
-        return OPTIMIZERS[optimizer].num_states * self.moment + int(self.master)
+    def widths(self, *, trainer: bool = False) -> Widths:
+        """Widths that states of the optimizer depend on; the optimizer updates the master copy where there is one.
+
+        Args:
+            trainer: See ``Widths``.
+        """
+        first, second = self.moments or (self.moment, self.moment)
+        saved = 0 if self.moments is None else 2 * (2 * self.moment - first - second)
+        return Widths(first, second, int(self.master) or self.parameter, trainer, saved)
+
+    def optimizer_bytes(self, optimizer: OptimizerName) -> float:
+        """Bytes of optimizer states and master copy for one parameter, at least; exact unless they depend on shapes."""
+        return OPTIMIZERS[optimizer].least_state_bytes(self.widths()) + int(self.master)
 
     @model_validator(mode="before")
     @classmethod
@@ -570,6 +587,10 @@ class SoftwareSpec(Spec):
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         wide = "pure_bf16" if training.pure_bf16 else "bf16" if low is not None else training.precision
         state = self._with_gradients(kinds[wide], plan)  # type: ignore[index]
+        if (types := training.optimizer_dtypes) is not None:
+            moments = _STATE_BYTES[types.exp_avg], _STATE_BYTES[types.exp_avg_sq]
+            # FP32 copies of BF16 weights are those weights and 16 bits more
+            state = state.model_copy(update={"moments": moments, "master": min(state.master, 2)})
         if self.holds_whole_weights(plan):
             whole = self.lora_state_bytes if training.task == "lora" else self.state_bytes
             state = state.model_copy(update={"flattened": whole[wide].flattened})  # type: ignore[index]
@@ -610,6 +631,16 @@ class SoftwareSpec(Spec):
         widths = {"frozen": frozen, "activation": wide, "residual": max(wide, state.residual), "boundary": wide}
         apart = {} if self.autocast else {"weight_copy": 0, "matmul_gradient": state.parameter}
         return state.model_copy(update={"base": found, **widths, **apart})
+
+    def with_whole_tensors(self, training: TrainingSpec) -> SoftwareSpec:
+        """The profile with an optimizer that needs whole matrices, which ranks then own instead of flat parts.
+
+        Megatron Core has another distributed optimizer for it (``core/optimizer/layer_wise_optimizer.py``): gradients
+        are all-reduced, ranks own tensors by size, and updated parameters are all-gathered.
+        """
+        if self.optimizer_shards == "parameters" or not OPTIMIZERS[training.optimizer].orthogonalizes:
+            return self
+        return self.model_copy(update={"optimizer_shards": "parameters", "overlap_param_gather": False})
 
     def holds_whole_weights(self, plan: ParallelPlan) -> bool:
         """True for a plan that shards gradients, and of which ranks hold whole weights in the optimizer step."""

@@ -21,10 +21,10 @@ from simplan.cost.compute.matmul import Matmul
 from simplan.cost.model import Provenance
 from simplan.errors import SpecError
 from simplan.model.layer import CollectiveKind, Gemm, LayerSpec, ParameterSpec, Pointwise
+from simplan.optimizers import UpdateName
 from simplan.predict import predict
 from simplan.program.program import LayerWork, Phase
 from simplan.scenario import load_scenario
-from simplan.training import UpdateName
 from tests.cost.rates import cost_of
 from tests.jobs import job_of
 from tests.layers import layer_of_kernels

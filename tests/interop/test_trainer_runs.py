@@ -527,7 +527,7 @@ BAD = {
         "sequences a microbatch has",
     ),
     "nvme": ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', ".json", "NVMe"),
-    "8-bit Adam": ("per_device_train_batch_size: 1\noptim: adamw_bnb_8bit\n", ".yaml", "other states"),
+    "GaLore": ("per_device_train_batch_size: 1\noptim: galore_adamw_8bit\n", ".yaml", "other states"),
 }
 
 
@@ -707,7 +707,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "whole modules": (f"{_ADAPTERS}lora\nadditional_target: embed_tokens\n", "additional_target"),
     "Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size"),
     "fp8": (f"{_ADAPTERS}full\nfp8: true\n", "fp8"),
-    "muon": (f"{_ADAPTERS}full\nuse_muon: true\n", "use_muon"),
+    "Adam-mini": (f"{_ADAPTERS}full\nuse_adam_mini: true\n", "use_adam_mini"),
     "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
     "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),
     "weights of another library": (f"{_ADAPTERS}lora\nquantization_bit: 4\nquantization_method: hqq\n", "quantization"),

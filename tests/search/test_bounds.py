@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from simplan import catalog
 from simplan.job import Job
+from simplan.optimizers import OPTIMIZERS
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict
@@ -56,6 +57,9 @@ def jobs(draw: st.DrawFn) -> Job:
     for option in ("compiled", "gradient_as_bucket_view", "zero_grad_set_to_none"):
         if option in job.software.options:
             job = job.with_changes({f"software.{option}": draw(st.booleans())})
+    of_software = [name for name, facts in OPTIMIZERS.items() if software in facts.software]
+    if of_software and draw(st.booleans()):
+        job = job.with_changes({"training.optimizer": draw(st.sampled_from(of_software))})
     space = SearchSpace(
         cp=(1, 2),
         cp_comm=("ring", "all_gather"),

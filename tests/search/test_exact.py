@@ -22,6 +22,7 @@ from simplan.search.evaluation.workers import Workers
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
 from tests.search.jobs import small_job
+from tests.support.slow import slow_except
 
 SPACE: dict[str, Any] = {
     "schedule": ("gpipe", "1f1b", "zb-h1"),
@@ -95,6 +96,30 @@ def test_the_best_are_the_best_of_predict(software: str, num_devices: int) -> No
         assert (plan.plan, plan.device_bytes, plan.step_time_s) in inside
     assert counts_add_up(result)
     assert result.space.timed < len(inside)
+
+
+BY_TENSOR = [
+    ("adamw_8bit", "torch"),
+    ("muon", "torch"),
+    ("adamw_torch_4bit", "torch"),
+    ("adafactor_torch", "torch"),
+    ("muon", "megatron-core"),
+    ("adafactor", "deepspeed"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "software"), slow_except(BY_TENSOR[:2], BY_TENSOR))
+def test_so_they_are_with_states_by_tensor(optimizer: str, software: str) -> None:
+    """Bytes of states per weight differ between tensors and shards, and bounds have the least."""
+    job = asked_for(4, software).with_changes({"training.optimizer": optimizer})
+    stages = catalog.software(software).zero_stages
+    space = SearchSpace.model_validate({**SPACE, "schedule": ("1f1b",), "tp": (1, 2), "zero_stage": stages, "top": 6})
+    capacity = sorted(num_bytes for _, num_bytes, _ in every_plan(job, space))[len(every_plan(job, space)) // 2]
+    device = job.cluster.device.model_copy(update={"memory_bytes": capacity})
+    job = job.with_changes({"cluster.device": device})
+    result = search(job, space, explain=False)
+    assert [plan.step_time_s for plan in result.ranked] == best_of(fitting(job, space), 6)
+    assert counts_add_up(result)
 
 
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])

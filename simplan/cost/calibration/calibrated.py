@@ -39,10 +39,10 @@ from simplan.model.layer import (
     has_backward,
 )
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
+from simplan.optimizers import UpdateName
 from simplan.plan.placement import Placement
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Phase
-from simplan.training import UpdateName
 from simplan.units import counted, format_bytes, format_number, format_rate, format_time
 
 _SYSTEMATIC_STD = 0.04
@@ -177,7 +177,7 @@ class CalibratedCost:
         else:
             estimate = self._estimate_from(work, timing, 1.0, Provenance.CALIBRATED)
         estimate = self._host_bound(work, estimate)
-        if self._update_fraction == 1.0 or work.phase not in _OF_UPDATES:
+        if self._update_fraction == 1.0 or work.phase not in _OF_UPDATES or work.updates is not None:
             return estimate
         return replace(
             estimate.times(self._update_fraction, "of the bytes"),

@@ -21,8 +21,8 @@ from simplan.model.implementations.loss_in_chunks import ChunkedLoss
 from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.model.model import ModelSpec
+from simplan.optimizers import UpdateName
 from simplan.plan.shard import Shard
-from simplan.training import UpdateName
 
 TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Mixed = Literal["autocast", "cast"]

@@ -13,8 +13,9 @@ from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_model
 from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.model import ModelSpec
+from simplan.optimizers import LAYERWISE
 from simplan.plan.plan import ParallelPlan
-from simplan.training import LAYERWISE, TrainingSpec
+from simplan.training import TrainingSpec
 
 
 def default_path() -> Path:

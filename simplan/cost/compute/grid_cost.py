@@ -30,11 +30,12 @@ from simplan.cost.compute.matmul import (
 from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
 from simplan.model.kernel import in_forward, num_chunks
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Pointwise
-from simplan.program.program import LayerWork, Phase
-from simplan.training import UPDATES, UpdateName
+from simplan.optimizers import UPDATES, UpdateName, Widths
+from simplan.program.program import LayerWork, Phase, TensorUpdates
 from simplan.units import format_time
 
 _SYSTEMATIC_STD = 0.12
+_FP32_WIDTHS = Widths(4, 4, 4)
 """Relative standard deviation between a layer and the sum of its kernels: Python overhead, views, caches."""
 _EXTRAPOLATED_STD = 0.3
 _NEGLIGIBLE = 0.1  # fraction of a layer's time that may lie outside of the timed range
@@ -167,7 +168,8 @@ class GridCost:
     ) -> None:
         self._grid = grid
         self._optimizer: KernelName = "sgd" if optimizer.startswith("sgd") else "adamw"
-        self._of_timed = UPDATES[optimizer].streamed_bytes / UPDATES[self._optimizer].streamed_bytes
+        self._timed_bytes = UPDATES[self._optimizer].streamed_bytes
+        self._of_timed = UPDATES[optimizer].update_bytes(1.0, _FP32_WIDTHS) / self._timed_bytes
         self._accumulates = accumulates
         self._traffic = traffic
 
@@ -183,6 +185,9 @@ class GridCost:
 
     def _times(self, work: LayerWork) -> Iterator[tuple[str, GridTime]]:
         phase = work.phase
+        if work.updates is not None:
+            yield from self._tensor_updates(work.updates)
+            return
         if phase in _OF_PARAMETERS or phase is Phase.OPTIMIZER:
             name = _OF_PARAMETERS.get(phase, self._optimizer)
             if work.num_parameters:
@@ -197,6 +202,14 @@ class GridCost:
                 yield kernel.name + suffix, time
         if gradients and self._accumulates:
             yield "gradients added up", self._grid.time("accumulate", (gradients,))
+
+    def _tensor_updates(self, updates: TensorUpdates) -> Iterator[tuple[str, GridTime]]:
+        """Yields the streams of an update from tensor to tensor, by its bytes, and its matmuls."""
+        if updates.num_bytes:
+            yield self._optimizer, self._grid.time(self._optimizer, (updates.num_bytes / self._timed_bytes,))
+        for sizes, number in updates.products:
+            time = self._grid.time("linear", sizes)
+            yield f"orthogonalization {' x '.join(map(str, sizes))}", time._replace(seconds=number * time.seconds)
 
     def _kernel(self, kernel: Kernel, work: LayerWork) -> Iterator[tuple[str, GridTime]]:
         """Yields times of a kernel, each with what it computes after the name of the kernel."""

@@ -12,9 +12,10 @@ from simplan.cost.compute.traffic import KernelSet
 from simplan.cost.known import Known
 from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
+from simplan.optimizers import UpdateName
 from simplan.software.rates import AttentionEfficiency, FrameworkRates, KernelRates
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training import Precision, UpdateName
+from simplan.training import Precision
 
 _SIXTEEN_BITS: tuple[Dtype, ...] = ("bf16", "fp16")
 _FP4_BITS = 4

@@ -32,10 +32,10 @@ from simplan.model.layer import (
     has_backward,
 )
 from simplan.model.low_precision import quantized_linears
+from simplan.optimizers import UPDATES, UpdateName
 from simplan.program.memory.split_footprint import weighted_kernels
-from simplan.program.program import LayerWork, Phase
+from simplan.program.program import LayerWork, Phase, TensorUpdates
 from simplan.software.software import StateBytes
-from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_rate, format_time
 
 _EAGER_ATTENTION_CALLS = 6
@@ -116,6 +116,8 @@ class KernelCost:
         half has the other matmul, the lookups, and passes that read activations and gradients again for the weights of
         norms. Copies, gradient division and the optimizer stream a fixed number of bytes per parameter.
         """
+        if work.updates is not None:
+            return self._tensor_updates(work.updates)
         if width := self._streamed_bytes(work.phase):
             host_rate = self.host_bytes_per_s if work.on_host else None
             rate, parameters = host_rate or self.matmuls.bytes_per_s, work.num_parameters
@@ -136,6 +138,24 @@ class KernelCost:
             own_s = [part.seconds * max(relative_std, _std_of(part.name, unfitted)) for part in parts]
             relative_std = sum(own_s) / total_s if total_s else relative_std
         return CostEstimate(tuple(parts), self.provenance, relative_std)
+
+    def _tensor_updates(self, updates: TensorUpdates) -> CostEstimate:
+        """Returns an update from tensor to tensor: streamed bytes, matmuls, and the host's part.
+
+        The device waits for a host that issues kernels tensor by tensor, and always where the host waits for it.
+        """
+        facts = UPDATES[self.optimizer]
+        parts = [self.matmuls.streaming("states and weights", updates.num_bytes, updates.num_tensors)]
+        for (rows, columns, depth), number in updates.products:
+            gemm = Gemm(f"orthogonalization {rows} x {columns} x {depth}", rows, columns, depth, trained=False)
+            parts += [part.times(number, "matmuls") for part in self._gemm(gemm, 1, Phase.RECOMPUTE)]
+        parts = self._on_slowest(parts)
+        device_s, calls = sum([part.seconds for part in parts]), updates.num_tensors * facts.host_calls
+        hidden_s = 0.0 if facts.synchronizes else device_s
+        if (more_s := calls * self.host_call_s - hidden_s) > 0:
+            numbers = calls, self.host_call_s, hidden_s
+            parts.append(CostPart("waiting for the host", more_s, Limit.HOST, _host_words, numbers))
+        return CostEstimate(tuple(parts), Provenance.DATASHEET, self.relative_std)
 
     def seconds(self, work: LayerWork) -> float:
         """Returns the seconds of ``cost_estimate``."""
@@ -236,7 +256,7 @@ class KernelCost:
             yield from rates.parts(kernel, work.microbatch_size, work.phase)
             yield from self._weights(kernel, work.microbatch_size, work.phase)
 
-    def _streamed_bytes(self, phase: Phase) -> int:
+    def _streamed_bytes(self, phase: Phase) -> float:
         """Returns the bytes read and written per parameter; 0 for phases that run kernels."""
         match phase:
             case Phase.GATHER_COPY | Phase.REDUCE_COPY:
@@ -246,7 +266,7 @@ class KernelCost:
             case Phase.SCALE:
                 return int(_SCALE_BYTES * self.state.update_fraction)
             case Phase.OPTIMIZER:
-                return int(UPDATES[self.optimizer].streamed_bytes * self.state.update_fraction)
+                return UPDATES[self.optimizer].update_bytes(self.state.update_fraction, self.state.widths())
             case Phase.NORM:
                 return int(_NORM_BYTES * self.state.update_fraction)
             case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:
@@ -417,7 +437,7 @@ def running_indices(work: LayerWork) -> list[int]:
     return running
 
 
-def _parameters_words(width: int, num_parameters: int, bytes_per_s: float) -> str:
+def _parameters_words(width: float, num_parameters: int, bytes_per_s: float) -> str:
     return f"{width} B x {num_parameters:,} parameters / {format_rate(bytes_per_s, digits=4)}"
 
 

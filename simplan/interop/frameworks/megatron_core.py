@@ -17,6 +17,7 @@ from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Match, Reading, Setting
 from simplan.interop.writing import Writing
 from simplan.plan.placement import Placement
+from simplan.wording import either
 
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 _MAX_INTERPOLATIONS = 20
@@ -41,8 +42,13 @@ LORA_TARGETS = {
 TP_PP_DP = ["tp", "cp", "pp", "dp"]
 """Placement by ``use_tp_pp_dp_mapping`` (megatron/training/initialize.py); the only one besides the default."""
 Positions = Literal["learned", "rope", "alibi", "none"]
-OPTIMIZERS = {"adam": "adam", "sgd": "sgd_momentum"}
+OPTIMIZERS = {"adam": "adam", "sgd": "sgd_momentum", "muon": "muon", "dist_muon": "muon"}
 """``OptimizerConfig.optimizer`` -> ``training.optimizer``; its SGD has a momentum of 0.9."""
+_STATE_TYPES = {
+    "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16",
+    "fp8": "fp8", "uint8": "fp8",
+}  # fmt: skip
+"""Types of states of the precision-aware optimizer, as arguments and as torch's dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +475,29 @@ def read_optimizer(reading: Reading, section: str, origin: str) -> None:
     decoupled = reading.truth(f"{section}decoupled_weight_decay", default=True)
     chosen = "adamw" if name == "adam" and decoupled else OPTIMIZERS[name]
     reading.put("training.optimizer", chosen, key if key in reading else origin)
+    keys = {name: f"{section}{name}_dtype" for name in ("exp_avg", "exp_avg_sq", "main_params")}
+    read_types_of_states(reading, f"{section}use_precision_aware_optimizer", keys)
     read_clipping(reading, f"{section}clip_grad")
+
+
+def read_types_of_states(reading: Reading, switch: str, keys: Mapping[str, str]) -> None:
+    """Put the types of states of the precision-aware optimizer, all FP32 by default.
+
+    Args:
+        switch: Setting that turns it on.
+        keys: State in ``training.optimizer_dtypes`` -> setting with its type.
+    """
+    if not reading.truth(switch, default=False):
+        reading.no_effect(*keys.values())
+        return
+    types: dict[str, str] = {}
+    for name, key in keys.items():
+        word = str(reading.value(key, "fp32")).rpartition(".")[2].lower()
+        if word not in _STATE_TYPES:
+            reading.refuse(key, "is not modeled yet", f"use {either(list(dict.fromkeys(_STATE_TYPES.values())))}")
+            return
+        types[name] = _STATE_TYPES[word]
+    reading.put("training.optimizer_dtypes", types, switch)
 
 
 def put_length(reading: Reading, *keys: str) -> None:

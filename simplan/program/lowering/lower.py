@@ -196,6 +196,7 @@ class Lowerer:
             {rank: resting[leader.rank] for rank, leader in leader_of.items()},
             {rank: rebuilt[leader.rank] for rank, leader in leader_of.items()},
             one_memory=how.host_waits,
+            paged_bytes={r: leader.states.paged_bytes for r, leader in leader_of.items() if leader.states.paged_bytes},
             layer_names=stages.layer_names,
             all_written_out=how.level == 2 and how.expand_all and len(folding.ranks) == len(folding.stands_for),
         )
@@ -403,7 +404,7 @@ class _RankLowering:
         frozen = self.states.elements.weights - trained - self.states.elements.packed
         state = stages.state
         parameter_bytes = trained * state.parameter + frozen * state.frozen + self.states.elements.packed_bytes
-        optimizer_bytes = self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer)
+        optimizer_bytes = self.states.optimizer_bytes
         outer_bytes = joined_bytes = 0
         if (replication := stages.plan.replication) is not None:
             outer_bytes = replication.num_outer_states * _OUTER_BYTES * trained

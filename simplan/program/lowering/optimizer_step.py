@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from simplan.model.layer import CollectiveKind
+from simplan.optimizers import OPTIMIZERS
 from simplan.plan.plan import RankGroup
 from simplan.program.action import Action
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
 from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
 from simplan.program.timeline import SpanKind
-from simplan.training import OPTIMIZERS
 
 
 def step_optimizer(action: Action, states: RankStates, writer: RankWriter, release: Sequence[MemoryEffect]) -> None:
     """Writes the optimizer step of a rank.
 
     Gradients of an embedding tied across two ranks are all-reduced, gradients are clipped, and parameters are updated.
-    Updates of whole parameters owned by single ranks are broadcast; evenly sharded updates are all-gathered.
+    Tensors of which a shard is not enough are all-gathered before. Updates of whole parameters owned by single ranks
+    are broadcast; evenly sharded updates are all-gathered.
     """
     stages, mapping = states.stages, states.stages.mapping
     place = mapping.place(writer.rank)
@@ -29,6 +30,10 @@ def step_optimizer(action: Action, states: RankStates, writer: RankWriter, relea
         writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", communication, waits))
     clip_gradients(action, states, writer)
     _reduce_parameter_norms(action, states, writer)
+    gathered = states.whole_gathers()
+    if gathered:
+        waits = [*writer.blocking, writer.last_compute]
+        writer.block_on(writer.collective(action, Stream.SHARD, "all_gather whole tensors", gathered, waits))
     effects = (*release, *_temporaries(states))
     work = tuple(item for stage in stages.stages_of(place.pp) for item in states.updates(stage))
     updated = writer.compute(action, "{action}", work, effects, SpanKind.OPTIMIZER)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
-from simplan.model.layer import CollectiveKind, ParameterSpec
+from simplan.model.layer import CollectiveKind, LayerKind, LayerSpec, ParameterSpec
+from simplan.optimizers import UPDATES, StoredTensor, newton_schulz_products
 from simplan.plan.plan import RankGroup
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
-from simplan.program.program import Communication, LayerWork, Phase
-from simplan.training import UPDATES
+from simplan.program.memory.footprint import brought_parameters
+from simplan.program.program import Communication, LayerWork, Phase, TensorUpdates
 
 
 class LayerStates(NamedTuple):
@@ -79,6 +83,8 @@ class RankStates:
         self.shares_evenly = plan.shards_optimizer_only and stages.software.optimizer_shards == "elements"
         self._deals = plan.shards_optimizer_only and not self.shares_evenly
         self._num_same_experts = len(mapping.group("expert", rank))
+        self._facts = UPDATES[stages.training.update]
+        self._widths = stages.state.widths(trainer=stages.software.trainer)
         self._held = {stage: self._layers(stage) for stage in self._mine}
         every = [each for layers in self._held.values() for each in layers]
         self.elements = LayerStates(*map(sum, zip(*every, strict=True)))
@@ -115,8 +121,27 @@ class RankStates:
         return sum(p.num_elements for parameters in brought for p in parameters) - self.elements.weights
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer states and master copies that the rank holds."""
+        state = self.stages.state
+        if not self._facts.by_tensor:
+            return self.trained_elements * int(state.optimizer_bytes(self.stages.training.optimizer))
+        held = sum(self._facts.state_bytes(tensor, self._widths) for tensor in self._all_stored)
+        return held + self.trained_elements * int(state.master)
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes of these in managed memory, which leaves the device when that is full."""
+        if not self._facts.is_paged:
+            return 0
+        return sum(self._facts.paged_bytes(tensor, self._widths) for tensor in self._all_stored)
+
+    @property
     def temporary_bytes(self) -> int:
         """Temporary bytes of the optimizer step, in which expert-parallel parameters are updated separately."""
+        if self._facts.by_tensor:
+            own = self._facts.temporaries
+            return 0 if own is None else max((own.num_bytes(t, self._widths) for t in self._all_stored), default=0)
         largest = max(self.elements.experts, self.trained_elements - self.elements.experts)
         return UPDATES[self.stages.training.update].num_temporaries * largest * self.stages.state.moment
 
@@ -141,6 +166,12 @@ class RankStates:
     def updates(self, stage: int) -> tuple[LayerWork, ...]:
         """Returns the optimizer's work on a stage; with whole-parameter owners, only layers with owned parameters."""
         works = self.updated_work(stage, Phase.OPTIMIZER)
+        if self._facts.by_tensor:
+            known: dict[tuple[StoredTensor, ...], TensorUpdates] = {}
+            works = tuple(
+                work._replace(updates=known.setdefault(tensors, self._tensor_updates(tensors)))
+                for work, tensors in zip(works, self._stored[stage], strict=True)
+            )
         return tuple(work for work in works if work.num_parameters) if self._deals else works
 
     def _works(self, stage: int, phase: Phase, numbers: Sequence[int]) -> tuple[LayerWork, ...]:
@@ -150,10 +181,53 @@ class RankStates:
             for layer, number in zip(layers, numbers, strict=True)
         )
 
+    def _tensor_updates(self, tensors: Sequence[StoredTensor]) -> TensorUpdates:
+        """Returns the update of some tensors; matrices are orthogonalized whole."""
+        facts, fraction = self._facts, self.stages.state.update_fraction
+        products = Counter[tuple[int, int, int]]()
+        for tensor in tensors if facts.orthogonalizes else ():
+            if tensor.is_matrix:
+                products.update(dict(newton_schulz_products(tensor.whole_shape or tensor.shape)))
+        num_bytes = sum(facts.tensor_bytes(tensor, fraction, self._widths) for tensor in tensors)
+        alone = sum(not self._is_flat and (tensor.is_matrix or not facts.others) for tensor in tensors)
+        return TensorUpdates(num_bytes, alone, tuple(products.items()))
+
+    @property
+    def _is_flat(self) -> bool:
+        """True if the framework's optimizers update one flat buffer in place of tensors."""
+        return self.stages.software.optimizer_shards == "elements"
+
+    @property
+    def _all_stored(self) -> list[StoredTensor]:
+        """Tensors of which the rank holds optimizer states; a flat buffer is one."""
+        if self._is_flat:
+            return [StoredTensor((self.trained_elements,))]
+        return [tensor for layers in self._stored.values() for tensors in layers for tensor in tensors]
+
+    @cached_property
+    def _stored(self) -> dict[int, list[tuple[StoredTensor, ...]]]:
+        """By stage and layer, the tensors, or shards of tensors, of which the rank holds optimizer states."""
+        return {stage: self._stored_of(stage) for stage in self._mine}
+
+    def _stored_of(self, stage: int) -> list[tuple[StoredTensor, ...]]:
+        if self._is_flat:
+            return [(StoredTensor((number,)),) if number else () for number in self._updated[stage]]
+        owned = self._owned_tensors if self._deals else None
+        shards, over_experts = self._shards
+        found = []
+        for position, (layer, parameters) in enumerate(
+            zip(self.stages.layers[stage], self.stages.brought[stage], strict=True)
+        ):
+            mine = [p for p in parameters if not p.frozen]
+            if owned is not None:
+                mine = [p for p in mine if p.expert or (stage, position, p.name) in owned]
+            found.append(tuple(_stored_tensor(p, layer, over_experts if p.expert else shards) for p in mine))
+        return found
+
     @property
     def tensor_sizes(self) -> list[int]:
         """Elements of every trained parameter, in the order of the model, except expert-parallel ones."""
-        return [size for *_, size in self._trained_tensors()]
+        return [parameter.num_elements for *_, parameter in self._trained_tensors()]
 
     @property
     def num_updated_tensors(self) -> int:
@@ -173,15 +247,37 @@ class RankStates:
             if elements and len(group) > 1:
                 yield group, elements * self.stages.state.parameter
 
+    def whole_gathers(self) -> tuple[Communication, ...]:
+        """Returns the all-gathers of tensors that the optimizer needs whole and of which FSDP2 leaves shards.
+
+        Muon gathers its update in BF16 (Liu et al. 2025, arXiv:2502.16982, algorithm 1), Adafactor gradient and weight.
+        """
+        facts, state = self._facts, self.stages.state
+        if not facts.gathers or self._shards[0] == 1:
+            return ()
+        widths = (2,) if facts.orthogonalizes else (state.gradient, state.parameter)
+        return tuple(
+            Communication(CollectiveKind.ALL_GATHER, width * len(self._group) * tensor.num_elements, self._group)
+            for tensor in self._all_stored
+            if tensor.is_matrix or facts.gathers == "all"
+            for width in widths
+        )
+
     def broadcasts(self) -> tuple[Communication, ...]:
         """Returns the broadcasts of updated parameters, in order; the same object for all ranks of a group.
 
-        An owner without parameters sends one FP32 number, as in torch's ZeroRedundancyOptimizer.
+        Megatron Core has one all-gather in their place, padded to the largest part. An owner without parameters sends
+        one FP32 number, as in torch's ZeroRedundancyOptimizer.
         """
         communications = self.stages.broadcasts.get(self._group)
         if communications is None:
             width, dealt = self.stages.state.parameter, self._dealt() if self._deals else ()
             sizes = [width * sum(owned.values()) for owned in dealt]
+            if self.stages.software.runtime == "megatron" and any(sizes):  # core/optimizer/layer_wise_optimizer.py
+                padded = len(self._group) * max(sizes)
+                whole = Communication(CollectiveKind.ALL_GATHER, padded, self._group)
+                self.stages.broadcasts[self._group] = (whole,)
+                return (whole,)
             communications = self.stages.broadcasts[self._group] = tuple(
                 Communication(
                     CollectiveKind.BROADCAST,
@@ -197,18 +293,45 @@ class RankStates:
         """Returns, per rank of the group, the elements that it owns of (stage, layer); created once for all ranks."""
         found = self.stages.deals.get(self._pp_rank)
         if found is None:
-            keys = list(self._trained_tensors())
             found = self.stages.deals[self._pp_rank] = tuple({} for _ in self._group)
-            owners = partition_states([size for *_, size in keys], len(self._group))
-            for (stage, position, size), owner in zip(keys, owners, strict=True):
-                found[owner][stage, position] = found[owner].get((stage, position), 0) + size
+            keys = list(self._trained_tensors())
+            for (stage, position, parameter), owner in zip(keys, self._owners(keys), strict=True):
+                each = found[owner].get((stage, position), 0)
+                found[owner][stage, position] = each + parameter.num_elements
         return found
 
-    def _trained_tensors(self) -> Iterator[tuple[int, int, int]]:
-        """Yields stage, position and elements of every trained parameter, except expert-parallel ones."""
+    def _owners(self, keys: Sequence[tuple[int, int, ParameterSpec]]) -> list[int]:
+        """Returns the owner of each parameter, as an index into the shard group."""
+        return partition_states([parameter.num_elements for *_, parameter in keys], len(self._group))
+
+    @property
+    def _owned_tensors(self) -> set[tuple[int, int, str]]:
+        """Stage, position and name of every parameter that the rank owns."""
+        keys = list(self._trained_tensors())
+        owners = zip(keys, self._owners(keys), strict=True)
+        return {(stage, position, p.name) for (stage, position, p), owner in owners if owner == self._shard}
+
+    def _trained_tensors(self) -> Iterator[tuple[int, int, ParameterSpec]]:
+        """Yields stage, position and every trained parameter, except expert-parallel ones."""
         for stage in self._mine:
             for position, parameters in enumerate(self.stages.brought[stage]):
-                yield from ((stage, position, p.num_elements) for p in parameters if not (p.expert or p.frozen))
+                yield from ((stage, position, p) for p in parameters if not (p.expert or p.frozen))
+
+
+def stored_tensors(layers: Sequence[LayerSpec]) -> Iterator[StoredTensor]:
+    """Yields the whole tensors of layers of which an optimizer has states."""
+    for layer, parameters in zip(layers, brought_parameters(layers), strict=True):
+        yield from (_stored_tensor(parameter, layer, 1) for parameter in parameters if not parameter.frozen)
+
+
+def _stored_tensor(parameter: ParameterSpec, layer: LayerSpec, num_shards: int) -> StoredTensor:
+    """Returns the part of a parameter that shard 0 holds; FSDP2 shards rows, and experts along other dimensions."""
+    whole, number = parameter.shape, shard_elements(parameter.shape, num_shards)
+    row = math.prod(whole[1:])
+    shape = (number // row, *whole[1:]) if row and number % row == 0 else (number,)
+    is_embedding = layer.kind is LayerKind.EMBEDDING and len(whole) == 2
+    is_matrix = layer.kind is LayerKind.BLOCK and 2 <= len(whole) <= 3
+    return StoredTensor(shape if num_shards > 1 else whole, is_embedding, is_matrix, whole)
 
 
 def partition_states(sizes: Sequence[int], num_ranks: int) -> list[int]:

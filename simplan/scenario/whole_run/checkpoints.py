@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from simplan.errors import Problem, SpecError
 from simplan.goodput.sections import CheckpointPolicy
+from simplan.optimizers import OPTIMIZERS
+from simplan.plan.shard import Shard
 from simplan.prediction import Prediction
+from simplan.program.memory.states import stored_tensors
 from simplan.program.program import MemoryCategory
-from simplan.training import UPDATES
 from simplan.units import format_bytes
 
 _STATES = (MemoryCategory.PARAMETERS, MemoryCategory.OPTIMIZER)
@@ -59,8 +61,12 @@ def checkpoint_bytes(prediction: Prediction) -> float:
     model, state = job.padded_model, job.software.state(job.training, job.plan)
     trained = model.num_trained_parameters
     saved = trained if job.training.task == "lora" else model.num_parameters
-    states = state.master + UPDATES[job.training.update].num_states * state.moment
-    return saved * state.parameter + trained * states
+    facts = OPTIMIZERS[job.training.optimizer]
+    if facts.by_tensor:
+        tensors = stored_tensors(model.layers_of(Shard()))
+        states = sum(facts.state_bytes(tensor, state.widths(trainer=job.software.trainer)) for tensor in tensors)
+        return saved * state.parameter + trained * int(state.master) + states
+    return saved * state.parameter + trained * state.optimizer_bytes(job.training.optimizer)
 
 
 def _largest_shares(prediction: Prediction) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from simplan.cost.model import CostModel
 from simplan.cost.program_costs import pass_time_s
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
+from simplan.optimizers import LAYERWISE
 from simplan.plan.plan import LAYER_AXES, ParallelPlan, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS, stage_ranks
 from simplan.predict.build import balances_unequal_stages, cost_model, given_stage_layers
@@ -30,7 +31,6 @@ from simplan.program.tables.partition import (
     balanced_unequal_assignment,
 )
 from simplan.search.bounds.device_groups import Groups, groups_of
-from simplan.training import LAYERWISE
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
 """Action table of one microbatch through all layers."""

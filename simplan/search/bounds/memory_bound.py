@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.job import Job
+from simplan.optimizers import OPTIMIZERS, UPDATES
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.search.bounds.in_flight import Instants, rank_instants
 from simplan.search.bounds.layer_sums import Floats, Pipeline, StageBytes
 from simplan.search.candidates import Candidates, Column
 from simplan.software.software import StateBytes
-from simplan.training import UPDATES
 
 
 class MemoryBound:
@@ -180,6 +180,8 @@ class MemoryBound:
         if rows.base.offload_optimizer:  # in host memory; still a lower bound where a CPU device shares that memory
             return np.zeros_like(trained)
         optimizer_bytes = state.optimizer_bytes(self._job.training.optimizer)
+        if OPTIMIZERS[self._job.training.optimizer].is_paged:  # states leave a device that is full
+            optimizer_bytes = int(state.master)
         weight_bytes = state.parameter + state.gradient + state.unaccumulated
         software, expert_bytes = self._job.software, np.full((1, 1), weight_bytes)
         held = trained * (

@@ -17,8 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from executor.distributed.mesh import Peers
 from executor.distributed.zero import ShardedOptimizer
 from executor.dry_run.rehearse import rehearse
+from simplan.optimizers import OptimizerName
 from simplan.program.memory.states import partition_states
-from simplan.training import OptimizerName, TrainingSpec
+from simplan.training import TrainingSpec
 from simplan.validate.compare import predicted_communications
 from tests.executor.conftest import make_job, make_model
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest import mock
+
 import torch
 from torch import Tensor, nn
 
+from executor.train.tensor_optimizers import of_package
+from simplan.optimizers import OPTIMIZERS
 from simplan.training import TrainingSpec
 
 RATE = 1e-3
@@ -47,8 +52,38 @@ class Lamb:
             w.sub_(RATE * ratio * u)
 
 
-def reference_optimizer(training: TrainingSpec, weights: list[nn.Parameter]) -> torch.optim.Optimizer | Lars | Lamb:
-    """The optimizer of a training; it updates weights that need gradients."""
+class Muon:
+    """torch's Muon for some matrices, and AdamW for all other weights."""
+
+    def __init__(self, weights: list[nn.Parameter], matrices: Sequence[nn.Parameter]) -> None:
+        ids = {id(matrix) for matrix in matrices}
+        others = [weight for weight in weights if id(weight) not in ids]
+        self.parts = (torch.optim.Muon(matrices, lr=RATE), torch.optim.AdamW(others, lr=RATE))
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+class Eager:
+    """An optimizer of torchao, whose step is not compiled."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        with mock.patch("torch.compile", lambda function, **_: function):
+            self.optimizer.step()
+
+
+def reference_optimizer(
+    training: TrainingSpec, weights: list[nn.Parameter], matrices: Sequence[nn.Parameter] = ()
+) -> torch.optim.Optimizer | Lars | Lamb | Muon | Eager:
+    """The optimizer of a training; it updates weights that need gradients.
+
+    Args:
+        matrices: Matrices of blocks, for Muon.
+    """
     weights = [w for w in weights if w.requires_grad]
     match training.optimizer:
         case "adam":
@@ -63,3 +98,10 @@ def reference_optimizer(training: TrainingSpec, weights: list[nn.Parameter]) -> 
             return Lars(weights)
         case "lamb":
             return Lamb(weights)
+        case "muon":
+            return Muon(weights, matrices)
+        case "adafactor_torch":
+            return torch.optim.Adafactor(weights, foreach=False)
+        case _:
+            made = of_package(training.optimizer, weights, RATE)
+            return Eager(made) if OPTIMIZERS[training.optimizer].package == "torchao" else made

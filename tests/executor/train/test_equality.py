@@ -29,21 +29,23 @@ RELATIVE = 1e-9
 
 
 def one_process(
-    job: RunSpec, num_steps: int, kept: Sequence[Sequence[int]] = ()
+    job: RunSpec, num_steps: int, kept: Sequence[Sequence[int]] = (), *, dtype: torch.dtype = torch.float64
 ) -> tuple[list[float], list[dict[str, torch.Tensor]], nn.Module]:
     """Mean loss and gradients of each step, and the trained model.
 
     A step takes one mean over all microbatches, then the update; ``kept`` has the replicas whose microbatches it uses,
     if not all.
     """
-    model = build_stage(job.model, range(len(job.model.layers)), torch.float64, torch.device("cpu"), job.seed)
-    optimizer = reference_optimizer(job.training, list(model.parameters()))
+    model = build_stage(job.model, range(len(job.model.layers)), dtype, torch.device("cpu"), job.seed)
+    blocks = [layer for index, layer in model.layers.items() if 0 < int(index) < len(job.model.layers) - 1]
+    matrices = [parameter for block in blocks for parameter in block.parameters() if parameter.ndim == 2]
+    optimizer = reference_optimizer(job.training, list(model.parameters()), matrices)
     num_samples = job.training.global_batch_size
     num_parts = num_samples // job.plan.microbatch_size
     losses, gradients = [], []
     for step in range(num_steps):
         inputs, targets = model_batch(job.model, seed=job.seed, step=step, first_sample=0, num_samples=num_samples)
-        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
         if kept:
             used = torch.arange(num_samples).view(job.plan.dp, -1)[list(kept[step])].flatten()
             inputs, targets, num_parts = inputs[used], targets[used], len(used) // job.plan.microbatch_size

@@ -23,9 +23,14 @@ PACKING = ("packing", "sample_packing", "neat_packing")
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_apex_fused": "adamw",
-    "paged_adamw_32bit": "adamw", "paged_adamw": "adamw", "sgd": "sgd",
+    "sgd": "sgd", "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "paged_adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw_32bit", "paged_adamw": "paged_adamw_32bit",
+    "adamw_torch_8bit": "adamw_torch_8bit", "adamw_torch_4bit": "adamw_torch_4bit",
+    "ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit", "ao_adamw_fp8": "ao_adamw_fp8",
+    "adafactor": "adafactor", "lion_32bit": "lion", "lion_8bit": "lion_8bit", "paged_lion_8bit": "paged_lion_8bit",
+    "paged_lion_32bit": "paged_lion_32bit", "muon": "muon",
 }  # fmt: skip
-"""``optim`` of TrainingArguments -> optimizer."""
+"""``optim`` of TrainingArguments (``OptimizerNames``), or ``optimizer`` of axolotl (``CustomSupportedOptimizers``)."""
 UNFUSED = ("adamw_torch", "adamw_hf", "sgd")
 DEEPSPEED_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lamb": "lamb", "fusedlamb": "lamb", "sgd": "sgd"}
 

@@ -364,6 +364,9 @@ class TrainerRun:
         if of_deepspeed is not None:
             self._put_optimizer(self.deepspeed, "optimizer.type", names.DEEPSPEED_OPTIMIZERS)
             self.trainer.no_effect(("optim",))
+        elif self.trainer.is_true("use_muon"):  # LLaMA-Factory's, which replaces the one of optim
+            self.trainer.put("training.optimizer", "muon", "use_muon")
+            self.trainer.no_effect(("optim",))
         elif "optim" in self.trainer:
             self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
             if str(self.trainer.value("optim")) in names.UNFUSED and strategy != "deepspeed":
@@ -387,8 +390,6 @@ class TrainerRun:
         word = str(keys.value(key)).lower().removeprefix("optimizernames.")
         if word in known:
             keys.put("training.optimizer", known[word], key)
-            if word.startswith("paged"):
-                keys.not_modeled(key, "its states may move to host memory page by page")
         else:
             rule = "is an optimizer that is not modeled yet, for it has other states"
             keys.refuse(key, rule, "use " + ("AdamW" if known is names.DEEPSPEED_OPTIMIZERS else "adamw_torch_fused"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from simplan.interop.configuration import Setting
 from simplan.interop.frameworks.hugging_face.models import config_of
-from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS
+from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS, OPTIMIZERS
 from simplan.interop.writing import MASTER_ADDR, NODE_RANK, Exported, Option, Writing
 from simplan.job import Job
 from simplan.model.adapters import MODULES
@@ -266,6 +266,7 @@ def _write_optimizer(writing: Writing, *, has_optimizer: bool) -> None:
         writing.taken("training.fused_optimizer")
         fused = training.fused_optimizer is not False
         words = {("adamw", True): "adamw_torch_fused", ("adamw", False): "adamw_torch", ("sgd", False): "sgd"}
+        words |= {(name, True): word for word, name in OPTIMIZERS.items() if name not in ("adamw", "sgd", "muon")}
         if (training.optimizer, fused) not in words:
             writing.refuse("training.optimizer", "use adamw, or sgd with fused_optimizer = false")
         writing.set("--optim", words[training.optimizer, fused], "training.optimizer, training.fused_optimizer")

@@ -7,6 +7,7 @@ megatron/arguments.py at the tags v2.0 (2020) to 23.06.
 from __future__ import annotations
 
 from simplan.interop.configuration import Match
+from simplan.interop.frameworks.megatron_core import OPTIMIZERS
 
 MODEL = (
     Match("--num-layers", "model.num_hidden_layers"),
@@ -47,6 +48,6 @@ DEFAULT = "the default of Megatron-LM"
 
 TRAINING = (
     Match("--global-batch-size", "training.global_batch_size"),
-    Match("--optimizer", "training.optimizer", "adam", values={"adam": "adamw", "sgd": "sgd_momentum"}),
+    Match("--optimizer", "training.optimizer", "adam", values=OPTIMIZERS | {"adam": "adamw"}),
 )
 """Megatron's adam decouples weight decay, as apex's FusedAdam does by default."""

@@ -213,6 +213,9 @@ def read_sharding(reading: MegatronReading) -> None:
         reading.refuse(fsdp, rule, "use --data-parallel-sharding-strategy optim, or import it and set software: torch")
         return
     reading.value(fsdp)
+    if reading.value("--optimizer") == "dist_muon":  # ranks own whole matrices
+        reading.put("plan.zero_stage", 1, "--optimizer")
+        return
     key, instances = "--use-distributed-optimizer", "--num-distributed-optimizer-instances"
     if key in reading or (fsdp and strategy == "optim"):
         key = key if key in reading else fsdp

@@ -203,6 +203,8 @@ class MegatronReading(Reading):
 
     def _read_training(self) -> None:
         self.match(TRAINING)
+        keys = {"exp_avg": "--exp-avg-dtype", "exp_avg_sq": "--exp-avg-sq-dtype", "main_params": "--main-params-dtype"}
+        core.read_types_of_states(self, "--use-precision-aware-optimizer", keys)
         self._read_precision()
         steps = "--step-batch-size-schedule"
         if "--global-batch-size" not in self and steps in self:

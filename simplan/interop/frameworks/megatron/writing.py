@@ -359,7 +359,10 @@ class _Writer(Writing):
         plan = self.job.plan
         self.taken("plan.dp_shard", "plan.dp_replicate", "plan.reshard_after_forward")
         if self.allowed("plan.zero_stage", (0, 1), "use 0 or 1") == 1:
-            self.set("--use-distributed-optimizer", True, "plan.zero_stage")
+            if self.job.training.optimizer == "muon":  # ranks own whole matrices
+                self.taken("plan.zero_stage")
+            else:
+                self.set("--use-distributed-optimizer", True, "plan.zero_stage")
             if plan.dp_replicate > 1:
                 self.set("--num-distributed-optimizer-instances", plan.dp_replicate, "plan.dp_replicate")
         if self.value("plan.grad_sync") == "microbatch":
@@ -419,6 +422,13 @@ class _Writer(Writing):
     def training(self) -> None:
         """Batch, precision and optimizer."""
         self.match(TRAINING)
+        if self.job.training.optimizer == "muon" and self.job.plan.zero_stage == 1:
+            self.set("--optimizer", "dist_muon", "training.optimizer")
+        if (types := self.value("training.optimizer_dtypes")) is not None:
+            self.set("--use-precision-aware-optimizer", True, "training.optimizer_dtypes")
+            for name in ("exp_avg", "exp_avg_sq", "main_params"):
+                key = f"--{name.replace('_', '-')}-dtype"
+                self.set(key, getattr(types, name), "training.optimizer_dtypes")
         self.set("--clip-grad", self.value("training.clip_grad_norm") or 0.0, "training.clip_grad_norm")
         precision = self.allowed("training.precision", _PRECISIONS)
         for key, value in _PRECISIONS[precision]:

@@ -349,6 +349,9 @@ def _optimizer(settings: RunSettings) -> None:
         how = "fused"
     if how == "foreach":
         settings.put("training.fused_optimizer", False, "optimizer.implementation")
+    elif how == "fused_opt_states_bf16":
+        types = {"exp_avg": "bf16", "exp_avg_sq": "bf16"}
+        settings.put("training.optimizer_dtypes", types, "optimizer.implementation")
     elif how != "fused":
         settings.refuse("optimizer.implementation", "is not modeled yet", "use fused or foreach")
     norm = settings["training.max_norm"]
