@@ -65,7 +65,10 @@ def layer_of(
     tied: tuple[str, ...] = (),
     mtp_depth: int = 0,
 ) -> LayerSpec:
-    """A layer composed of parts in the order of forward; without ``outputs``, the last tensor made is the output."""
+    """A layer composed of parts in the order of forward; without ``outputs``, the last tensor made is the output.
+
+    Matmuls of what needs no gradient, such as images, have none to propagate.
+    """
     whole = joined(*parts)
     last = tuple(tensor.name for tensor in whole.operators[-1].makes if tensor.bytes_per_element is None)
     made = LayerSpec(
@@ -83,9 +86,17 @@ def layer_of(
         tied=tied,
         mtp_depth=mtp_depth,
     )
+    needed = made.needed
+    made = replace(made, operators=tuple(_without_gradient(o, needed) for o in made.operators))
     assert sorted(made.gradient_order) == list(range(len(made.parameters))), key
     assert kind is LayerKind.HEAD or len(made.outputs) == len(output_shapes), key
     return made
+
+
+def _without_gradient(operator: Operator, needed: frozenset[str]) -> Operator:
+    if not isinstance(operator.kernel, Gemm) or not needed.isdisjoint(operator.reads):
+        return operator
+    return replace(operator, kernel=replace(operator.kernel, propagates=False))
 
 
 def block_layer(key: str, parts: Iterable[LayerPart | Operator], share: RankShare) -> LayerSpec:

@@ -112,6 +112,9 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     spec = ModelSpec(family=family, num_hidden_layers=2, **LARGE[family])
     wanted = 2 * sum(layer.flops(full_attention=True) for layer in spec.layers)
     assert counted_flops(spec) == pytest.approx(wanted, rel=0.005)
+    if family == "vit":  # images have no gradient
+        wanted = 2 * sum(layer.backward_flops() for layer in spec.layers)
+        assert counted_flops(spec, backward=True) == pytest.approx(wanted, rel=0.005)
 
 
 @pytest.mark.parametrize("shard", ["whole", "tensor", "all_gather", "a2a"])

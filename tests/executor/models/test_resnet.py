@@ -112,9 +112,11 @@ def test_parameters_and_order_of_gradients_are_those_of_the_layers(layer_type: s
 
 @pytest.mark.parametrize("name", ["resnet-18", "resnet-50", "resnet-101"])
 def test_flops_are_those_that_torch_counts(name: str) -> None:
-    """Of images of 224 x 224 pixels."""
+    """Of images of 224 x 224 pixels, which have no gradient."""
     spec = catalog.model(name)
     assert counted_flops(spec) == pytest.approx(2 * sum(layer.flops() for layer in spec.layers), rel=0.005)
+    wanted = 2 * sum(layer.backward_flops() for layer in spec.layers)
+    assert counted_flops(spec, backward=True) == pytest.approx(wanted, rel=0.005)
 
 
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
