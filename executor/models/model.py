@@ -144,7 +144,7 @@ def build_stage(
             ``full`` (every block) or ``selective_layer`` (every second block, from the second on).
         recompute_layers: Number of the stage's first blocks that ``recompute`` applies to; None for all blocks.
         fp8_recipe: Scaling recipe of the blocks' FP8 linear layers; None without FP8.
-        frozen_dtype: Dtype of weights that are not trained; None for ``dtype``.
+        frozen_dtype: Dtype of weights below adapters; None for ``dtype``, in which weights that are frozen alone stay.
         base_weights: Form of frozen matrices of few bits; None for ``frozen_dtype``.
         model_code: Origin of the modules: this package, or transformers.
         finish: Called with the index of every layer and the layer after its construction. Sharding a layer there keeps
@@ -169,7 +169,7 @@ def build_stage(
         _materialize(layer, device, dtype)
         _draw_weights(layer, spec, index, seed, dims)
         if spec.lora_rank or spec.frozen:
-            freeze(layer, spec.layers[index], frozen_dtype or dtype)
+            freeze(layer, spec.layers[index], (frozen_dtype if spec.lora_rank else None) or dtype)
         if base_weights is not None:
             from executor.models.base_weights import quantize
 

@@ -53,11 +53,10 @@ def pure_bf16_modelled(job: Job) -> Iterator[Problem]:
     training, software, plan = job.training, job.software, job.plan
     if not training.pure_bf16 or training.precision in ("fp32", "tf32", "fp16"):
         return
-    if training.task == "lora":
-        yield not_modelled(job, "training.pure_bf16", "pure BF16 with adapters (training.task = lora)", "remove it")
-    elif "pure_bf16" not in software.states(training, plan):
-        what = f"training without FP32 weights with {software.id}"
-        known = "torch, torchtitan, accelerate or transformers"
+    if "pure_bf16" not in software.states(training, plan):
+        adapters = " of adapters" * (training.task == "lora")
+        what = f"training{adapters} without FP32 weights with {software.id}"
+        known = "torch or accelerate" if adapters else "torch, torchtitan, accelerate or transformers"
         yield not_modelled(job, "training.pure_bf16", what, f"remove it, or use software {known}")
     elif plan.grad_dtype == "fp32" and not plan.shards_parameters:
         what = "pure BF16 with gradients in FP32 that are not sharded"
