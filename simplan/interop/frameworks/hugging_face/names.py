@@ -52,7 +52,9 @@ OTHER_DISTRIBUTED_TYPES = {
     "TPU": "simplan knows TPUs under software maxtext",
 }
 
-ADAPTED = {**MODULES, "all": "all", "c_attn": "qkv"}
+ENDS = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "embed_out": "head"}
+"""Ends of a model in transformers -> names in ``model.lora_targets`` and ``lora_modules_to_save``."""
+ADAPTED = {**MODULES, **ENDS, "all": "all", "c_attn": "qkv"}
 """Matrix with adapters -> name in ``model.lora_targets``: PEFT's names, LLaMA-Factory's, and one of GPT-2."""
 PEFT_TARGETS = [MODULES["q_proj"], MODULES["v_proj"]]
 """Matrices with adapters in a Llama by default, PEFT ``utils/constants.py``."""

@@ -16,6 +16,7 @@ from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.frameworks import names_without_effect
 from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.adapters import read_targets
 from simplan.interop.frameworks.hugging_face.devices import read_devices
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
@@ -498,26 +499,7 @@ class TrainerRun:
         else:
             what = f"trains adapters of a rank that it does not say ({key})"
             self.reading.ask("model.lora_rank", what=what, fix="add --set model.lora_rank=8")
-        targets = trainer.first("lora_target_modules", "lora_target")
-        all_matrices = trainer.is_true("lora_target_linear")
-        value = "all" if all_matrices else trainer.value(targets) if targets is not None else None
-        words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
-        known = [names.ADAPTED.get(str(word).lower(), "") for word in words]
-        where = trainer.full("lora_target_linear" if all_matrices else targets or "")
-        if not words:
-            usual = ["all"] if self.is_factory else names.PEFT_TARGETS
-            where = "the default of " + ("LLaMA-Factory" if self.is_factory else "PEFT")
-            self.reading.put("model.lora_targets", usual, where)
-        elif all(known):
-            self.reading.put("model.lora_targets", ["all"] if "all" in known else known, where)
-        else:
-            is_pattern = any(mark in str(value) for mark in "(*\\[+") and isinstance(value, str)
-            rule = (
-                "is a pattern of names, which is not read"
-                if is_pattern
-                else "names other matrices than those of a block"
-            )
-            self.reading.refuse(where, rule, "use all-linear, or names such as q_proj and v_proj")
+        read_targets(self)
 
     # Software, and what is left
 
