@@ -175,7 +175,7 @@ def _chosen(spec: Spec) -> list[str]:
     chosen = []
     for name, info in type(spec).model_fields.items():
         value = getattr(spec, name)
-        usual = info.get_default() if default is None else getattr(default, name)
+        usual = info.get_default(call_default_factory=True) if default is None else getattr(default, name)
         if value != usual and not (info.is_required() and not value):  # sizes that a family does not have are 0
             chosen.append(name)
     return chosen

@@ -11,7 +11,7 @@ from typing import Any
 
 from simplan.interop.configuration import Setting
 from simplan.interop.frameworks.hugging_face.models import config_of
-from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS, OPTIMIZERS
+from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS, ENDS, OPTIMIZERS
 from simplan.interop.writing import MASTER_ADDR, NODE_RANK, Exported, Option, Writing
 from simplan.job import Job
 from simplan.model.adapters import MODULES
@@ -28,7 +28,7 @@ _PROGRAMS = {
     "sft": ("sft.py", "TRL: trl/scripts"),
     "lora": ("sft.py", "TRL: trl/scripts"),
 }
-_TARGETS = {target: module for module, target in MODULES.items()}
+_TARGETS = {target: module for module, target in reversed((MODULES | ENDS).items())}
 
 
 def accelerate_options(job: Job) -> tuple[Option, ...]:
@@ -225,6 +225,10 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
         writing.set("--use_peft", True, "training.task")
         writing.set("--lora_r", model.lora_rank, "model.lora_rank")
         writing.set("--lora_target_modules", targets, "model.lora_targets")
+        writing.set("--lora_dropout", writing.value("model.lora_dropout"), "model.lora_dropout")
+        if ends := writing.value("model.lora_modules_to_save"):
+            modules = {end: module for module, end in reversed(ENDS.items())}
+            writing.set("--lora_modules_to_save", [modules[end] for end in ends], "model.lora_modules_to_save")
     if training.base_weights is not None:
         _write_base_weights(writing, training.base_weights)
 
