@@ -21,13 +21,20 @@ settings.register_profile("same examples", settings.get_profile("new examples"),
 
 ONE_WORKER = (
     "tests/cli/test_run.py",
+    "tests/executor/distributed/test_compression.py",
     "tests/executor/distributed/test_split_layers.py",
+    "tests/executor/train/test_checkpoints.py",
     "tests/explain/test_explain.py",
+    "tests/explain/test_ways_map.py",
     "tests/search/test_exact.py",
     "tests/search/test_partial.py",
     "tests/validate/test_compare.py",
 )
 """Their tests share what is dear to make."""
+
+
+OF_SOURCES = ("tests/test_architecture.py", "tests/test_words.py")
+"""Their tests read the syntax trees of all modules."""
 
 
 class SharedRuns(LoadScopeScheduling):
@@ -37,6 +44,8 @@ class SharedRuns(LoadScopeScheduling):
         file, _, test = nodeid.partition("::")
         if file in ONE_WORKER:
             return file
+        if file in OF_SOURCES:
+            return "sources"
         if file.startswith("tests/executor/") and test.endswith("]"):
             return test[test.index("[") :]
         return nodeid
