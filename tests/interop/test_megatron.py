@@ -23,6 +23,7 @@ from simplan.scenario import load_scenario
 from simplan.scenario.published.reading import read_published
 from simplan.scenario.source import make_job, read_source, scenario_from
 from tests.interop.public import without_clipping
+from tests.support.slow import examples
 from tests.support.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +157,7 @@ _JOBS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(15, 40), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(_JOBS)
 def test_any_job_of_megatron_core_comes_back_from_an_export(tmp_path_factory: Any, chosen: dict[str, Any]) -> None:
     model, zero, interleaved = (chosen.pop(key) for key in ("model", "zero", "interleaved"))
