@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -20,14 +21,28 @@ settings.register_profile("new examples", deadline=None, suppress_health_check=[
 settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True, max_examples=50)
 
 ONE_WORKER = (
+    "tests/app/test_captured.py",
     "tests/cli/test_run.py",
+    "tests/executor/distributed/test_compression.py",
     "tests/executor/distributed/test_split_layers.py",
+    "tests/executor/train/test_asynchronous.py",
+    "tests/executor/train/test_checkpoints.py",
     "tests/explain/test_explain.py",
+    "tests/explain/test_ways_map.py",
+    "tests/report/test_html.py",
     "tests/search/test_exact.py",
     "tests/search/test_partial.py",
     "tests/validate/test_compare.py",
 )
 """Their tests share what is dear to make."""
+
+
+OF_SOURCES = (
+    "tests/test_architecture.py",
+    "tests/test_docs.py::test_pages_that_messages_name_exist",
+    "tests/test_words.py",
+)
+"""Tests that read the syntax trees of all modules."""
 
 
 class SharedRuns(LoadScopeScheduling):
@@ -37,6 +52,8 @@ class SharedRuns(LoadScopeScheduling):
         file, _, test = nodeid.partition("::")
         if file in ONE_WORKER:
             return file
+        if nodeid.startswith(OF_SOURCES):
+            return "sources"
         if file.startswith("tests/executor/") and test.endswith("]"):
             return test[test.index("[") :]
         return nodeid
@@ -48,10 +65,16 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("same examples" if same else "new examples")
 
 
-def pytest_collection_finish() -> None:
-    """What is there by now stays: a garbage collection need not look at it again (a third of a second each time)."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What there is after it stays, so that no garbage collection looks at it: neither while it grows nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

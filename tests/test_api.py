@@ -199,6 +199,7 @@ def test_an_explanation_needs_the_prediction_alone(job: simplan.Job) -> None:
     assert sum(term.value for term in explanation.time) == pytest.approx(prediction.step_time_s)
 
 
+@pytest.mark.slow
 def test_the_notebook_prints_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "docs" / "notebooks" / "python-api.ipynb"
     stored = json.loads(file.read_text(encoding="utf-8"))

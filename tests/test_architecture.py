@@ -16,8 +16,7 @@ from simplan import catalog
 from simplan.model.families import FAMILIES
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.sources import ROOT, nodes, python_files
 
 # Lowest first: a module may import what stands on a lower line, and within its own entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -76,10 +75,6 @@ IN_WORKERS = ("app.figures", "app.fitting", "app.jobs", "app.predictions", "app.
 """Modules of the dashboard that its worker processes import."""
 
 
-def python_files(*packages: str) -> list[Path]:
-    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
-
-
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -90,14 +85,13 @@ def imports_of(source: str, module: str, *, is_package: bool = False) -> Iterato
 
     Except in methods named ``report``, which give a result the text that its command prints.
     """
-    tree = ast.parse(source)
     reports = {
         id(part)
-        for node in ast.walk(tree)
+        for node in nodes(source)
         if isinstance(node, ast.FunctionDef) and node.name == "report"
         for part in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if id(node) in reports:
             continue
         if isinstance(node, ast.Import):
@@ -276,7 +270,7 @@ def test_no_general_module_names_an_operator_of_a_model() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for path in python_files("simplan")
         if not path.is_relative_to(ROOT / "simplan/model")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path.read_text())
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names - OTHER_WORDS
     ]
     assert not found
@@ -288,8 +282,7 @@ def test_every_option_of_a_plan_is_read_where_steps_are_made_or_priced() -> None
         *python_files("simplan/program", "simplan/predict", "simplan/cost"),
         *(ROOT / f"simplan/{name}/{name}.py" for name in ("plan", "software")),
     ]
-    trees = [ast.parse(path.read_text()) for path in made]
-    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read = {node.attr for path in made for node in nodes(path.read_text()) if isinstance(node, ast.Attribute)}
     assert set(ParallelPlan.model_fields) <= read
 
 

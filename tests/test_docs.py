@@ -40,11 +40,14 @@ from tests.support.pages import (
     shown_part,
     snippets,
 )
+from tests.support.sources import docstrings, nodes, python_files
 
 SLOW = (
-    "explanation/figures.md", "how-to/calibrate.md", "how-to/ci.md", "how-to/record-your-loop.md",
-    "how-to/choose-a-way.md", "how-to/network.md", "how-to/one-line.md", "how-to/placement.md", "how-to/rehearse.md",
-    "how-to/search.md", "how-to/troubleshooting.md", "how-to/whole-run.md", "tutorials/first-search.md",
+    "explanation/figures.md", "how-to/calibrate.md", "how-to/choose-a-way.md", "how-to/ci.md",
+    "how-to/frameworks/bridge.md", "how-to/frameworks/index.md", "how-to/frameworks/megatron.md",
+    "how-to/frameworks/torchtitan.md", "how-to/network.md", "how-to/one-line.md", "how-to/placement.md",
+    "how-to/read-a-prediction.md", "how-to/record-your-loop.md", "how-to/rehearse.md", "how-to/search.md",
+    "how-to/troubleshooting.md", "how-to/whole-run.md", "how-to/your-own-model.md", "tutorials/first-search.md",
     "tutorials/run-and-compare.md",
 )  # fmt: skip
 """Pages whose commands take longest: they calibrate, run, or search whole spaces."""
@@ -325,16 +328,10 @@ def navigation() -> set[str]:
 def test_pages_that_messages_name_exist() -> None:
     """And no message names a file that an installed package does not have."""
     named = []
-    for path in (path for package in ("simplan", "app", "executor") for path in (ROOT / package).rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        documented = {
-            id(node.body[0].value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.body
-            and isinstance(node.body[0], ast.Expr)
-        }
-        for node in ast.walk(tree):
+    for path in python_files("simplan", "app", "executor"):
+        source = path.read_text()
+        documented = {id(docstring) for _, docstring in docstrings(source)}
+        for node in nodes(source):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "documentation":
                 named += [ast.literal_eval(argument) for argument in node.args]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.sources import ROOT, docstrings, nodes, python_files
+
 PACKAGES = ("simplan", "app", "executor")
 
 RIDDLE = re.compile(r"(What|Whether|How|Which|Of|As of|The same|Those|That)\b")
@@ -22,10 +22,12 @@ PRIVATE_WORDS = re.compile(
 )
 
 
-@cache
-def _trees() -> dict[str, ast.Module]:
-    files = (file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py")))
-    return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+def _sources() -> dict[str, str]:
+    return {
+        file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8")
+        for package in PACKAGES
+        for file in python_files(package)
+    }
 
 
 def _pages() -> list[Path]:
@@ -35,48 +37,46 @@ def _pages() -> list[Path]:
     return [file for file in files if file.name != "CHANGELOG.md" and "notebooks" not in file.parts]
 
 
-def _riddles(trees: dict[str, ast.Module]) -> list[str]:
+def _riddles(sources: Mapping[str, str]) -> list[str]:
     """File, line and first line of docstrings that begin with a riddle."""
-    found = []
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node) or ""
-                if RIDDLE.match(text):
-                    found.append(f"{name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
-    return found
+    return [
+        f"{name}:{line}: {docstring.value.splitlines()[0]}"
+        for name, source in sources.items()
+        for line, docstring in docstrings(source)
+        if isinstance(docstring.value, str) and RIDDLE.match(docstring.value)
+    ]
 
 
-def _strings(tree: ast.Module) -> Iterator[ast.Constant]:
+def _strings(source: str) -> Iterator[ast.Constant]:
     """String literals with a space, without docstrings of modules, classes, functions and attributes."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    alone = {id(node.value) for node in nodes(source) if isinstance(node, ast.Expr)}
+    for node in nodes(source):
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
-            and id(node) not in docstrings
+            and id(node) not in alone
             and " " in node.value
         ):
             yield node
 
 
-def _private_words(trees: dict[str, ast.Module]) -> dict[tuple[str, str], list[str]]:
+def _private_words(sources: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:
     """(file, word in lower case) -> line and string of each literal with a word of the private vocabulary."""
     found: dict[tuple[str, str], list[str]] = {}
-    for name, tree in trees.items():
-        for node in _strings(tree):
+    for name, source in sources.items():
+        for node in _strings(source):
             for match in PRIVATE_WORDS.finditer(str(node.value)):
                 found.setdefault((name, match[0].lower()), []).append(f"line {node.lineno}: {node.value!r}")
     return found
 
 
 def test_first_lines_of_docstrings_are_no_riddles() -> None:
-    riddles = _riddles(_trees())
+    riddles = _riddles(_sources())
     assert len(riddles) <= MAX_RIDDLES, "begin with a noun or a verb:\n" + "\n".join(riddles)
 
 
 def test_strings_use_no_private_words() -> None:
-    words = _private_words(_trees())
+    words = _private_words(_sources())
     assert not words, "write a plain term:\n" + "\n".join(
         f"{file}: {word}: {words[file, word]}" for file, word in words
     )
@@ -95,6 +95,6 @@ def test_markdown_uses_no_private_words() -> None:
 
 def test_riddles_and_private_words_are_found() -> None:
     source = '"""What is computed."""\nTEXT = f"{2} messages move beside it"\n"""Computing beside messages."""\n'
-    trees = {"a.py": ast.parse(source)}
-    assert _riddles(trees) == ["a.py:1: What is computed."]
-    assert _private_words(trees) == {("a.py", "beside"): ["line 2: ' messages move beside it'"]}
+    sources = {"a.py": source}
+    assert _riddles(sources) == ["a.py:1: What is computed."]
+    assert _private_words(sources) == {("a.py", "beside"): ["line 2: ' messages move beside it'"]}

@@ -78,9 +78,8 @@ def test_run_and_compare(simplan: Simplan, new_simplan: Simplan, tiny: Path, tmp
     refused(simplan("compare", tmp_path / "other.json", measurement), "plan: differs")
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupting_a_run_leaves_nothing_behind(
     number: int, code: int, tiny: Path, tmp_path: Path, calibration: Path, environment: dict[str, str]
 ) -> None:

@@ -353,7 +353,7 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
 @pytest.mark.parametrize(
     ("phase", "workers", "words"),
     [
-        ("bounding candidates", 0, "stopped; best of the first"),
+        pytest.param("bounding candidates", 0, "stopped; best of the first", marks=pytest.mark.slow),
         ("bounding candidates", 1, "stopped; best of the first"),  # while they import
         pytest.param("simulating plans", 2, "stopped; best of the first", marks=pytest.mark.slow),
         pytest.param("explaining plan", 2, "stopped; best of", marks=pytest.mark.slow),

@@ -221,17 +221,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 QUICK = (
-    "one-device-gpt-tied",
     "ddp2-gpt-tied",
     "zero1-2-gpt-tied",
     "interleaved-pp2-v2-llama",
     "1f1b-pp2-zero3-2-llama",
-    "zb-h1-pp2-gpt-tied",
     "zero3-2-llama-recompute-by-products",
     "zb-v-pp2-gpt-tied",
-    "zero3-2-offload-llama",
     "1f1b-pp2-offload-gpt-tied",
-    "zero3-2-optimizer-on-host-gpt-tied",
     "zero2-2-once-a-step-optimizer-on-host-llama",
 )
 """A sample of the strategies for every run of the tests; all others are slow, four ranks most of all."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException
@@ -133,6 +134,22 @@ class ForkingReplicaAgent(ReplicaAgent):
             program = {"module": launch.module, "args": list(launch.args), "environment": environment}
             running[k] = server().ask({"start": {**program, "stdout": made.stdouts[k], "stderr": made.stderrs[k]}})
         return ForkedReplica(running, made.error_files)
+
+
+def run_program(name: str, num_ranks: int, folder: Path) -> None:
+    """Runs a program of ``rank_programs``, whose arguments are a folder and a rank, on forked ranks to its end."""
+    environment = {**rank_environment(), "WORLD_SIZE": str(num_ranks)}
+    running: dict[int, int] = {}
+    for rank in range(num_ranks):
+        program = {"module": f"tests.executor.rank_programs.{name}", "args": [str(folder), str(rank)]}
+        files = {stream: str(folder / f"rank{rank}.{stream}") for stream in ("stdout", "stderr")}
+        running[rank] = server().ask({"start": {**program, **files, "environment": environment}})
+    while running:
+        for rank, pid in list(running.items()):
+            if (code := server().ask({"poll": pid})) is not None:
+                del running[rank]
+                assert code == 0, (folder / f"rank{rank}.stderr").read_text()
+        time.sleep(POLL_S)
 
 
 @contextmanager

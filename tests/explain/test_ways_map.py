@@ -9,7 +9,7 @@ import pytest
 
 from app.figures.ways import ways_figure
 from simplan.errors import SpecError
-from simplan.explain.ways_map import WAYS, ways_lines, ways_map
+from simplan.explain.ways_map import WAYS, WaysMap, ways_lines, ways_map
 from simplan.plan.compression import CompressionKind
 from simplan.plan.replication import ReplicationKind
 from simplan.predict import predict
@@ -18,25 +18,29 @@ from tests.predict.ways.test_replication import job_with
 from tests.search.jobs import small_job
 
 JOB = job_with({}, None, replicas=4)
-MAP = ways_map(JOB, "small")
 
 
-def test_every_point_is_a_prediction() -> None:
+@pytest.fixture(scope="module")
+def drawn_map() -> WaysMap:
+    return ways_map(JOB, "small")
+
+
+def test_every_point_is_a_prediction(drawn_map: WaysMap) -> None:
     assert JOB.cluster.inter_link is not None
-    for curve in MAP.drawn:
+    for curve in drawn_map.drawn:
         for place in (0, -1):
-            link = JOB.cluster.inter_link.model_copy(update={"bytes_per_s": MAP.bytes_per_s[place]})
+            link = JOB.cluster.inter_link.model_copy(update={"bytes_per_s": drawn_map.bytes_per_s[place]})
             job = JOB.with_changes({"cluster.inter_link": link}).with_plan(curve.plan)
             assert curve.step_times_s[place] == pytest.approx(predict(job).step_time_s, rel=1e-3)
 
 
-def test_no_way_gets_slower_with_bandwidth() -> None:
-    for curve in MAP.drawn:
+def test_no_way_gets_slower_with_bandwidth(drawn_map: WaysMap) -> None:
+    for curve in drawn_map.drawn:
         assert all(a >= b * (1 - 1e-9) for a, b in zip(curve.step_times_s, curve.step_times_s[1:], strict=False))
 
 
-def test_on_a_slow_link_ways_that_send_less_are_faster() -> None:
-    first = {curve.name: curve.step_times_s[0] for curve in MAP.drawn}
+def test_on_a_slow_link_ways_that_send_less_are_faster(drawn_map: WaysMap) -> None:
+    first = {curve.name: curve.step_times_s[0] for curve in drawn_map.drawn}
     assert first["fp16 gradients"] < first["whole gradients"]
     assert first["whole gradients"] < 1.001 * first["parameter servers"]  # as fast with a server on every node
     assert first["DiLoCo, 100 steps"] < first["Local SGD, 8 steps"] < first["whole gradients"]
@@ -52,13 +56,13 @@ def test_ways_have_all_kinds_that_exist() -> None:
     }  # fmt: skip
 
 
-def test_it_is_drawn_and_told() -> None:
-    root = ElementTree.fromstring(ways_svg(MAP))
+def test_it_is_drawn_and_told(drawn_map: WaysMap) -> None:
+    root = ElementTree.fromstring(ways_svg(drawn_map))
     drawn = [each for each in root.iter() if each.get("class") == "way"]
-    assert len(drawn) == len(MAP.drawn) == len(ways_figure(MAP)["data"])
-    text = "\n".join(ways_lines(MAP))
-    assert all(curve.name in text for curve in MAP.curves)
-    assert MAP.to_json()["ways"][0]["step_times_s"]
+    assert len(drawn) == len(drawn_map.drawn) == len(ways_figure(drawn_map)["data"])
+    text = "\n".join(ways_lines(drawn_map))
+    assert all(curve.name in text for curve in drawn_map.curves)
+    assert drawn_map.to_json()["ways"][0]["step_times_s"]
 
 
 def test_one_device_has_no_map() -> None:

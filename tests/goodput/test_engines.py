@@ -17,6 +17,7 @@ from simplan.goodput.engines.draws import NUM_PURPOSES, Draws
 from simplan.goodput.engines.simulate import one_run, simulate
 from simplan.goodput.setup import WATERFALL, CauseSetup, OneRun, Runs, RunSetup, Size
 from tests.goodput.setups import changed_fields, checkpointed, failures, setups
+from tests.support.slow import examples
 
 
 def stack(rows: Sequence[OneRun]) -> Runs:
@@ -43,7 +44,7 @@ def test_engines_agree_on_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_STOPS", 300)  # some never end
     seen: set[str] = set()
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples(50, 100))
     @given(setups(), st.integers(0, 2**63 - 1))
     def agree(setup: RunSetup, seed: int) -> None:
         seen.update(changed_fields(setup))

@@ -9,14 +9,14 @@ import yaml
 
 from simplan.job import Job
 from simplan.scenario.source import Source, read_source
+from tests.support.yaml_files import read_yaml
 
 CLUSTER = {"cluster.preset": "dgx-h100"}
 
 
 def cases(framework: str) -> list[dict[str, Any]]:
     """Cases of ``configurations/FRAMEWORK.yaml``: name, source, settings, and what they mean."""
-    text = (Path(__file__).parent / "configurations" / f"{framework}.yaml").read_text(encoding="utf-8")
-    found: list[dict[str, Any]] = yaml.safe_load(text)
+    found: list[dict[str, Any]] = read_yaml(Path(__file__).parent / "configurations" / f"{framework}.yaml")
     return found
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +23,11 @@ from simplan.scenario import load_scenario
 from simplan.scenario.published.reading import read_published
 from simplan.scenario.source import make_job, read_source, scenario_from
 from tests.interop.public import without_clipping
+from tests.support.slow import examples
+from tests.support.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGURATIONS = yaml.safe_load((Path(__file__).parent / "configurations" / "megatron.yaml").read_text())
+CONFIGURATIONS = read_yaml(Path(__file__).parent / "configurations" / "megatron.yaml")
 IMPORTED = [each for each in CONFIGURATIONS if "expect" in each]
 REFUSED = [each for each in CONFIGURATIONS if "refused" in each]
 PUBLISHED = [each for each in CONFIGURATIONS if "published" in each]
@@ -156,7 +157,7 @@ _JOBS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(15, 40), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(_JOBS)
 def test_any_job_of_megatron_core_comes_back_from_an_export(tmp_path_factory: Any, chosen: dict[str, Any]) -> None:
     model, zero, interleaved = (chosen.pop(key) for key in ("model", "zero", "interleaved"))

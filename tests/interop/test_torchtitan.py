@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from simplan import catalog
 from simplan.document import Document
@@ -25,10 +24,9 @@ from simplan.predict import predict
 from simplan.scenario.published.reading import read_published
 from simplan.scenario.source import Source, read_source
 from simplan.training import TrainingSpec
+from tests.support.yaml_files import read_yaml
 
-_PUBLIC: list[dict[str, Any]] = yaml.safe_load(
-    (Path(__file__).parent / "configurations" / "torchtitan.yaml").read_text(encoding="utf-8")
-)
+_PUBLIC: list[dict[str, Any]] = read_yaml(Path(__file__).parent / "configurations" / "torchtitan.yaml")
 _READ = [each for each in _PUBLIC if "expect" in each]
 _REFUSED = [each for each in _PUBLIC if "refused" in each]
 

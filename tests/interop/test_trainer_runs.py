@@ -21,12 +21,13 @@ from simplan.model.model import ModelSpec
 from simplan.predict import predict
 from simplan.scenario import scenario_from
 from simplan.scenario.source import read_source
+from tests.support.yaml_files import read_yaml
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
 CASES = [
     (kind, entry)
     for kind in ("deepspeed", "accelerate", "trainer")
-    for entry in yaml.safe_load((CONFIGURATIONS / f"{kind}.yaml").read_text(encoding="utf-8"))
+    for entry in read_yaml(CONFIGURATIONS / f"{kind}.yaml")
 ]
 ENTRIES = [pytest.param(kind, entry, id=f"{kind}-{entry['name']}") for kind, entry in CASES]
 IMPORTED = [pytest.param(k, e, id=f"{k}-{e['name']}") for k, e in CASES if "refused" not in e]

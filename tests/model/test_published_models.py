@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
+from tests.support.yaml_files import read_yaml
 
-ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("published_models.yaml").read_text())
+ROWS: list[dict[str, Any]] = read_yaml(Path(__file__).with_name("published_models.yaml"))
 FAMILIES_NOT_YET = {"gemma": 6, "gpt_neox": 9, "bloom": 5, "phi": 1}
 """Rows of families that cannot be built yet."""
 

@@ -158,9 +158,8 @@ def test_an_alone_communication_takes_as_long_with_either_kind_of_rates() -> Non
             assert ends_s[0] == pytest.approx(ends_s[1], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("number", "off", "largest"), [(2, 0.026, 6.4), pytest.param(3, 0.079, 8.7, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "off", "largest"), [(2, 0.026, 6.4), (3, 0.079, 8.7)])
 def test_one_rate_per_communication_is_off_as_documented(number: int, off: float, largest: float) -> None:
     """The figures of docs/explanation/communication.md: durations off by more than 5 %, and the largest factor."""
     ratios = []

@@ -16,6 +16,7 @@ from simplan.program.program import Communication
 from simplan.report.drawings.drawing import draw_pipeline, notes
 from simplan.report.text import prediction_text
 from tests.search.jobs import small_job
+from tests.support.slow import examples
 
 ORDERS = [*itertools.permutations(("tp", "cp", "dp", "pp"))]
 PLANS = (
@@ -34,13 +35,13 @@ def placed(plan: ParallelPlan, order: tuple[str, ...] | tuple[int, ...] | None, 
 
 
 @given(st.sampled_from(PLANS), st.sampled_from(ORDERS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(5, 15), deadline=None)
 def test_one_node_predicts_the_same_for_any_placement(plan: ParallelPlan, order: tuple[str, ...]) -> None:
     assert placed(plan, order, 8) == placed(plan, None, 8)
 
 
 @given(st.sampled_from(PLANS), st.sampled_from(ORDERS), st.sampled_from([2, 3, 4]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 def test_folded_is_unfolded_and_lists_are_orders(plan: ParallelPlan, order: tuple[str, ...], per_node: int) -> None:
     job = JOB.with_changes({"cluster.devices_per_node": per_node}).with_num_devices(8)
     job = job.with_plan(plan.model_copy(update={"placement": order}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -21,6 +22,7 @@ from simplan.program.folding import unfolded
 from simplan.search import search
 from simplan.training import TrainingBudget, TrainingSpec
 from tests.jobs import tiny_model
+from tests.support.slow import slow_except
 
 
 def job_of(plan: ParallelPlan, **cluster: object) -> Job:
@@ -93,8 +95,9 @@ def dropping(job: Job, num_dropped: int) -> Job:
 REPLICAS = [ParallelPlan(dp_replicate=16), ParallelPlan(dp_replicate=4, tp=2, pp=2)]
 
 
-@pytest.mark.parametrize("topology", [None, Switch(kind="switch")])
-@pytest.mark.parametrize("plan", REPLICAS)
+@pytest.mark.parametrize(
+    ("plan", "topology"), slow_except([(REPLICAS[1], None)], product(REPLICAS, [None, Switch(kind="switch")]))
+)
 def test_a_backup_worker_removes_the_cost_of_the_slowest_replica(plan: ParallelPlan, topology: Switch | None) -> None:
     none, less, both = (
         job_of(plan, topology=topology, stragglers=stragglers)

@@ -22,6 +22,7 @@ from simplan.units import format_bytes, format_percent, format_time
 from simplan.validate.logged import compare_logged
 from simplan.validate.logged_run import LoggedRun, parse_measured
 from tests.report.test_goodput_drawing import document as goodput_document
+from tests.support.sources import nodes, python_files
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 VOID = ("meta", "br", "img")
@@ -117,10 +118,9 @@ def test_prediction_with_a_topology_shows_its_fabric_and_the_load_of_its_links()
 
 def kinds_written() -> set[str]:
     """Kinds of the JSON documents that any module writes: literals with ``kind`` and ``schema_version``."""
-    root = SCENARIOS.parent
     found = set()
-    for file in (file for package in ("simplan", "executor", "app") for file in (root / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file in python_files("simplan", "executor", "app"):
+        for node in nodes(file.read_text()):
             if isinstance(node, ast.Dict):
                 keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
                 if "kind" in keys and {"schema_version", None} & {*keys}:

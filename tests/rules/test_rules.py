@@ -21,6 +21,7 @@ from simplan.search import SearchSpace
 from simplan.search.enumeration import Enumeration
 from tests.rules.jobs import job, jobs, plans
 from tests.search.jobs import FAMILIES
+from tests.support.slow import examples
 
 
 def violated_by(asked: Job) -> list[Rule]:
@@ -33,7 +34,7 @@ def of_one_field(fields: dict[str, Any], place: int) -> tuple[str, Any]:
 
 
 @given(jobs(), plans(), st.lists(st.builds(of_one_field, plans(), st.integers(0)), min_size=8, max_size=24))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20, 50), deadline=None)
 def test_a_filter_names_the_first_rule_that_a_plan_violates(
     asked: Job, first: dict[str, Any], changes: list[tuple[str, Any]]
 ) -> None:
@@ -46,7 +47,7 @@ def test_a_filter_names_the_first_rule_that_a_plan_violates(
 
 
 @given(jobs())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=examples(40, 75), deadline=None)
 def test_a_job_is_refused_for_all_that_it_violates(asked: Job) -> None:
     told = violations(asked)
     assert told == [problem for rule in violated_by(asked) for problem in rule.problems(asked)]

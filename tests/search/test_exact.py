@@ -70,7 +70,7 @@ def test_the_space_is_worth_searching() -> None:
     assert min(rows, key=lambda row: row[2])[1] > CAPACITY
 
 
-@pytest.mark.parametrize("software", FRAMEWORKS)
+@pytest.mark.parametrize("software", slow_except(["torch", "megatron-core"], FRAMEWORKS))
 @pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_best_are_the_best_of_predict(software: str, num_devices: int) -> None:
     """Whatever the framework, and few plans are timed for it."""
@@ -280,7 +280,7 @@ def test_processes_find_and_count_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("capacity", "options"),
     [
-        (1085, {"top": 1}),
+        pytest.param(1085, {"top": 1}, marks=pytest.mark.slow),
         (1085, {"top": 2, "objectives": ("memory", "step_time")}),
         (1085, {"max_step_time_s": 0.003}),
         pytest.param(100, {}, marks=pytest.mark.slow),  # with which nothing fits

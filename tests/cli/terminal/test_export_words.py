@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.calls import Simplan
+from tests.support.slow import slow_except
 
 _JOB = """
 name: two nodes
@@ -30,7 +31,9 @@ def written(folder: Path, target: str, *, model: str = "llama3-8b", nodes: int =
     return path
 
 
-@pytest.mark.parametrize("target", ["megatron", "torchtitan", "bridge", "slurm", "kubernetes"])
+@pytest.mark.parametrize(
+    "target", slow_except(["megatron", "kubernetes"], ["megatron", "torchtitan", "bridge", "slurm", "kubernetes"])
+)
 def test_export_of_a_plan_that_does_not_fit_says_so(target: str, simplan: Simplan, tmp_path: Path) -> None:
     large = simplan("export", written(tmp_path, target, model="llama3-70b", nodes=1), "--to", target, "-o", "out")
     assert large.returncode == 0, large.stderr
@@ -40,7 +43,7 @@ def test_export_of_a_plan_that_does_not_fit_says_so(target: str, simplan: Simpla
     assert "fit" not in small.stderr.replace("benefit", "")
 
 
-@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("target", slow_except(["megatron"], ["megatron", "torchtitan"]))
 def test_script_of_several_nodes_stops_without_their_addresses(target: str, simplan: Simplan, tmp_path: Path) -> None:
     """With a default, every node would be the first one and wait for the others."""
     for nodes, status in ((2, 1), (1, 0)):

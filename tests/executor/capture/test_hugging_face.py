@@ -34,7 +34,7 @@ KINDS = {
     "zamba2": 4,
 }  # fmt: skip
 """Blocks of a model with few layers, by model_type; the first ones differ most, and run always."""
-NUM_FAST = 4
+NUM_FAST = 3
 RETURNED = {"siglip": 0.03}
 """Relative difference of saved bytes where forward returns tensors, which are held and not saved."""
 SOLVERS = {"qwen3_next": 0.006}

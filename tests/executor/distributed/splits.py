@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +17,9 @@ from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
 from simplan.plan.plan import Recompute
 from simplan.plan.shard import Shard
+from tests.executor.forked import run_program
 from tests.executor.rank_programs.exchanging_ranks import NUM_RANKS, NUM_SAMPLES, SEED
 
-PROGRAM = Path(__file__).parents[1] / "rank_programs" / "exchanging_ranks.py"
 ROOT = Path(__file__).resolve().parents[3]
 Issued = tuple[str, tuple[int, ...], int]
 
@@ -53,12 +50,7 @@ def small_model(family: str) -> ModelSpec:
 def run_cases(cases: list[Case], folder: Path) -> list[list[Any]]:
     """Results of every case by rank (see the rank program)."""
     torch.save([tuple(case) for case in cases], folder / "cases.pt")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen([sys.executable, str(PROGRAM), str(folder), str(rank)], env={**os.environ, "PYTHONPATH": path})
-        for rank in range(NUM_RANKS)
-    ]
-    assert [process.wait(600) for process in processes] == [0] * NUM_RANKS
+    run_program("exchanging_ranks", NUM_RANKS, folder)
     by_rank = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
     return [list(results) for results in zip(*by_rank, strict=True)]
 

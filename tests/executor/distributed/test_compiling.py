@@ -54,7 +54,7 @@ def compiled_job(name: str, **fields: Any) -> RunSpec:
     return make_job(schedule, model=model, plan=plan, software=COMPILED, **fields)
 
 
-@pytest.mark.parametrize("name", slow_except(["fsdp"], PLANS))
+@pytest.mark.parametrize("name", slow_except([], PLANS))
 def test_compiled_ranks_equal_one_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's graphs without their code in C++, which is the same arithmetic; they issue what Level 2 says."""
     job = compiled_job(name, dtype="fp64")

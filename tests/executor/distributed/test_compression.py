@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,8 +27,9 @@ from simplan.program.program import MemoryCategory
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import evaluate, load_scenario
 from simplan.validate.compare import predicted_communications
-from tests.executor.conftest import RANK_PROGRAMS, make_job, make_model
+from tests.executor.conftest import make_job, make_model
 from tests.executor.distributed.test_level2 import LLAMA, assert_issued_as_predicted, issued, run_predicted
+from tests.executor.forked import run_program
 from tests.executor.rank_programs.compressing_ranks import NUM_RANKS
 from tests.executor.train.test_checkpoints import undisturbed, with_checkpoints
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
@@ -167,9 +166,7 @@ def reduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Array, list[dict[
     gradients = torch.randn(NUM_STEPS, NUM_RANKS, NUM_ELEMENTS, generator=torch.Generator().manual_seed(3))
     torch.save(gradients, folder / "gradients.pt")
     torch.save([{"kind": name.split()[0], **keys} for name, (keys, _) in CASES.items()], folder / "cases.pt")
-    program = str(RANK_PROGRAMS / "compressing_ranks.py")
-    ranks = [subprocess.Popen([sys.executable, program, str(folder), str(rank)], cwd=ROOT) for rank in range(NUM_RANKS)]
-    assert [rank.wait(120) for rank in ranks] == [0] * NUM_RANKS
+    run_program("compressing_ranks", NUM_RANKS, folder)
     found = [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
     return gradients.numpy(), [dict(zip(CASES, map(torch.Tensor.numpy, each), strict=True)) for each in found]
 

@@ -194,15 +194,13 @@ def test_casts_are_priced_as_torchaos_operations(recipe: Fp8Recipe, weights: tor
 
 
 @pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", slow_except([torch.bfloat16], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize(
     ("m", "n", "k", "bias"),
-    [
-        (256, 512, 128, False),
-        (256, 256, 256, False),
-        (128, 256, 256, False),
-        pytest.param(2048, 512, 32, True, marks=pytest.mark.slow),
-    ],
+    slow_except(
+        [(256, 512, 128, False)],
+        [(256, 512, 128, False), (256, 256, 256, False), (128, 256, 256, False), (2048, 512, 32, True)],
+    ),
 )
 def test_peak_of_one_linear_layer_is_torchs(
     recipe: Fp8Recipe, weights: torch.dtype, m: int, n: int, k: int, bias: bool
@@ -367,9 +365,11 @@ def test_a_compiled_block_saves_what_torch_saves(
 @pytest.mark.parametrize(
     ("family", "plan", "recipe"),
     [
-        ("gpt", {"microbatch_size": 16}, "tensorwise"),
+        pytest.param("gpt", {"microbatch_size": 16}, "tensorwise", marks=pytest.mark.slow),
         ("llama", {"dp_shard": 4}, "rowwise"),
-        ("llama", {"recompute": "full", "microbatch_size": 8}, "rowwise_with_gw_hp"),
+        pytest.param(
+            "llama", {"recompute": "full", "microbatch_size": 8}, "rowwise_with_gw_hp", marks=pytest.mark.slow
+        ),
         pytest.param("llama", {"dp_shard": 4, "microbatch_size": 16}, "tensorwise", marks=pytest.mark.slow),
         pytest.param("gpt", {"dp_shard": 4, "recompute": "selective"}, "rowwise", marks=pytest.mark.slow),
         pytest.param("bert", {"dp_replicate": 2, "microbatch_size": 8}, "rowwise", marks=pytest.mark.slow),

@@ -108,7 +108,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("when", "returns", "replication", "inside"), slow_except([CASES[0], CASES[1]], CASES))
+@pytest.mark.parametrize(("when", "returns", "replication", "inside"), slow_except([CASES[0]], CASES))
 def test_replicas_go_on_without_one_that_leaves(
     when: str, returns: bool, replication: dict[str, Any], inside: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -108,10 +108,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Family, model and plan."""
 QUICK = (
-    "ddp x ep",
     "fsdp x ep, latent attention",
     "latent attention x tp x ep, queries from hidden states",
-    "experts among more ranks",
 )
 
 

@@ -165,7 +165,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Replication, and what splits a replica."""
 
 
-@pytest.mark.parametrize("name", slow_except(["post-local", "diloco", "streaming", "fsdp"], CASES))
+@pytest.mark.parametrize("name", slow_except(["post-local", "streaming"], CASES))
 def test_replicas_train_as_models_alone(name: str, tmp_path: Path) -> None:
     replication, inside = CASES[name]
     job = job_of(replication, plan=inside)

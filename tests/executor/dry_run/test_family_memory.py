@@ -69,10 +69,8 @@ OF_ADAPTERS = tuple(STRATEGIES.keys() - {"zb-h1-first", "zb-h1-last", "tp-full",
 OF_PACKED_ADAPTERS = ("one-device", "1f1b-first", "zero3", "tp-sequence", "full", "selective")
 QUICK = {
     ("vit", "1f1b-last", (), "fp32"),
-    ("mpt", "ddp", (), "fp32"),
     ("neox", "zero3", (), "fp32"),
     ("gemma2", "one-device", (), "bf16"),
-    ("llama-packed", "1f1b-last", (), "fp32"),
     ("gpt-plain", "zero3-accumulation", ("qkv",), "fp32"),
     ("llama-packed", "tp-sequence", ("q", "v"), "fp32"),
 }

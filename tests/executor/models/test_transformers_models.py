@@ -250,7 +250,7 @@ def predicted(name: str, plan: dict[str, Any], **training: Any) -> Any:
         pytest.param("llama", "zero1", marks=pytest.mark.slow),
         pytest.param("qwen2", "fsdp-recompute", marks=pytest.mark.slow),
         pytest.param("qwen3", "ddp", marks=pytest.mark.slow),
-        ("mixtral", "fsdp"),
+        pytest.param("mixtral", "fsdp", marks=pytest.mark.slow),
         pytest.param("qwen2", "tp", marks=pytest.mark.slow),
         pytest.param("qwen3", "tp-whole-tokens", marks=pytest.mark.slow),
     ],

@@ -176,9 +176,9 @@ def test_in_a_pipeline_both_ways_experts_come_after_the_rest_of_their_layer() ->
 @pytest.mark.parametrize(
     "plan",
     [
-        {"dp_shard": 4, "ep": 2},
         {"dp_shard": 2, "dp_replicate": 2, "tp": 2, "ep": 2, "recompute": "full"},
-        {"dp_shard": 4, "pp": 2, "ep": 2},
+        pytest.param({"dp_shard": 4, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 4, "pp": 2, "ep": 2}, marks=pytest.mark.slow),
         {"dp_shard": 2, "cp": 2, "cp_comm": "all_gather", "ep": 2, "reshard_after_forward": False},
     ],
 )
@@ -189,7 +189,11 @@ def test_experts_sharded_by_fsdp_keep_the_laws(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "software"),
     [
-        ({"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 4, "pp": 2, "recompute": "full"}, "megatron-bridge"),
+        pytest.param(
+            {"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 4, "pp": 2, "recompute": "full"},
+            "megatron-bridge",
+            marks=pytest.mark.slow,
+        ),
         ({"tp": 2, "ep": 2, "etp": 2, "dp_shard": 2, "zero_stage": 1}, "megatron-core"),
     ],
 )
