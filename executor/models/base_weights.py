@@ -34,11 +34,10 @@ def quantize(layer: nn.Module, spec: LayerSpec, base: BaseWeights) -> None:
             continue
         quantized = _of_bitsandbytes(parameter.detach(), base)
         state, width = quantized.quant_state, parameter.dtype
-        quantized.module = module  # keeps the state where FSDP replaces the parameter
         module.register_parameter(name, quantized)
         unpacks = _Unpacking(module, state, width)
         if isinstance(module, LoraLinear):
-            module.base = unpacks  # type: ignore[method-assign]
+            module.base = unpacks  # type: ignore[assignment,method-assign]
         else:
             module.forward = unpacks  # type: ignore[method-assign]
 
@@ -46,10 +45,10 @@ def quantize(layer: nn.Module, spec: LayerSpec, base: BaseWeights) -> None:
 class _Unpacking:
     """The linear layer of a module whose weight is packed, as bitsandbytes' Linear4bit runs it."""
 
-    def __init__(self, module: nn.Module, state: Any, width: torch.dtype) -> None:
+    def __init__(self, module: nn.Linear, state: Any, width: torch.dtype) -> None:
         self._module, self._state, self._width = module, state, width
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, /) -> Tensor:
         """(..., k) to (..., n)."""
         from bitsandbytes import matmul_4bit  # an extra
 

@@ -64,6 +64,11 @@ class BaseWeights(Spec):
     )
 
     @property
+    def is_of_bitsandbytes(self) -> bool:
+        """True if the weights are tensors of bitsandbytes."""
+        return self.library != "torchao" and self.format in ("nf4", "fp4", "int8")
+
+    @property
     def elements_per_scale(self) -> int:
         """``block_size``, or that of the format."""
         return self.block_size or (GROUP_SIZE if self.format in ("gptq_int4", "awq_int4") else BLOCK_SIZE)
@@ -181,11 +186,19 @@ def _unpacked(operator: Operator, kernel: Gemm, base: FrozenBase, *, copies: boo
     output = replace(result, name=f"{name} result to copy") if copies else result
     inner = replace(operator, kernel=replace(kernel, stored=form), makes=(output, *others))
     for step in _in_width(inner, base.compute_bytes, base):
-        is_matmul = step.kernel is not None
-        yield replace(step, saves=step.reads[:1] if form.keeps_input else ()) if is_matmul else step
+        yield step if step.kernel is None else _saving(step, kernel, form, base.compute_bytes)
     if copies:
         copy = Pointwise(f"{name}.lora_copy", result.elements, result.elements, moves=True)
         yield Operator(kernel=copy, reads=(output.name,), makes=(result,), passes=True, roles=operator.roles)
+
+
+def _saving(operator: Operator, kernel: Gemm, form: WeightFormat, width: int) -> Operator:
+    """A matmul with a packed weight, with what autograd saves for it."""
+    saves = operator.reads[:1] if form.keeps_input else ()
+    if not form.keeps_weight:
+        return replace(operator, saves=saves)
+    unpacked = Tensor(f"{kernel.name} unpacked", kernel.weight_elements, width, per_microbatch=True)
+    return replace(operator, makes=(*operator.makes, unpacked), saves=(*saves, unpacked.name))
 
 
 def _in_width(operator: Operator, width: int, base: FrozenBase) -> Iterator[Operator]:

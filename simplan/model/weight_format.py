@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 WeightFormatName = Literal["nf4", "fp4", "int8", "fp8", "gptq_int4", "awq_int4"]
 WeightLibrary = Literal["bitsandbytes", "torchao"]
@@ -29,14 +29,29 @@ GROUP_SIZE = 128
 """Elements of a row per scale of GPTQ and AWQ checkpoints."""
 STORAGE_BYTES: dict[WeightStorage, int] = {"uint8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 
-_EAGER_INDEX_BYTES, _EAGER_COPIES = 8, 3
-"""Bytes per element of index tensors, and copies of the weight, at the peak of torchao's eager unpacking.
 
-These are two indices of 8 bytes per pair of elements; their values, the scaled values and the result
+class UnpackingSteps(NamedTuple):
+    """Single operations of torch that unpack a weight, instead of one kernel.
+
+    Attributes:
+        peak_bytes, peak_copies: Bytes per element at their peak: fixed ones, and copies as wide as the result.
+        traffic_bytes, traffic_copies: Bytes per element that they read and write, likewise.
+        kernels: Number of these operations.
+    """
+
+    peak_bytes: int
+    peak_copies: int
+    traffic_bytes: int
+    traffic_copies: int
+    kernels: int
+
+
+_TORCHAO_STEPS = UnpackingSteps(8, 3, 15, 9, 16)
+"""At the peak two indices of 8 bytes per pair of elements, their values, the scaled values and the result
 (get_original_weight)."""
-_EAGER_TRAFFIC = 15, 9
-"""Bytes per element that its operations read and write: fixed ones, and per byte of the element."""
-_EAGER_KERNELS = 16
+_GPTQ_STEPS = UnpackingSteps(5, 0, 15, 1, 5)
+"""Shift to INT32, cast to INT8, mask in place, difference to the zeros, product with the scales (AutoGPTQ/AutoGPTQ at
+179776b, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py, forward of many rows)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +71,9 @@ class WeightFormat:
         keeps_input: The matmul saves its input for backward although its weight is frozen (bitsandbytes, MatMul8bitLt).
         quantizes_input: Forward multiplies integers: the input is quantized, and the result is unpacked from INT32.
         unpacked_scale_elements: Elements per scale that unpacking expands to FP32 first; 0 for none.
-        eager: Unpacking is a sequence of single operations (torchao without torch.compile).
+        steps: Single operations that unpack a weight; None for one kernel.
+        keeps_weight: autograd keeps the unpacked weight for backward, which does not unpack it again, as of AutoGPTQ's
+            plain tensors.
     """
 
     name: str
@@ -70,7 +87,8 @@ class WeightFormat:
     keeps_input: bool = False
     quantizes_input: bool = False
     unpacked_scale_elements: int = 0
-    eager: bool = False
+    steps: UnpackingSteps | None = None
+    keeps_weight: bool = False
 
     def packed_bytes(self, elements: int) -> int:
         """Bytes of the packed tensor of a weight."""
@@ -114,24 +132,27 @@ class WeightFormat:
         elements, result = n * k, rows * (n if forward else k) * width
         if forward and self.quantizes_input:  # INT8 input, INT32 result
             return rows * (k + 4 * n)
-        unpacking = elements * (_EAGER_INDEX_BYTES + _EAGER_COPIES * width if self.eager else width)
+        if self.keeps_weight and not forward:
+            return 0
+        steps, unpacking = self.steps, elements * width
+        if steps is not None:
+            unpacking = elements * (steps.peak_bytes + steps.peak_copies * width)
+            unpacking += width * -(-elements // self.scales[0][1])
         if self.unpacked_scale_elements:
             unpacking += 4 * -(-elements // self.unpacked_scale_elements)
-        if self.eager:
-            unpacking += width * -(-elements // self.scales[0][1])
-        return max(elements * width, unpacking - result)
+        held = elements * width if self.keeps_weight else 0  # counted as a saved tensor
+        return max(elements * width, unpacking - result) - held
 
     def unpacked_traffic(self, n: int, k: int, width: int) -> int:
         """Bytes read and written to unpack a weight of n x k once."""
-        if self.eager:
-            fixed, per_byte = _EAGER_TRAFFIC
-            return (fixed + per_byte * width) * n * k
+        if self.steps is not None:
+            return (self.steps.traffic_bytes + self.steps.traffic_copies * width) * n * k
         return self.packed_bytes(n * k) + self.scale_bytes((n, k)) + width * n * k
 
     @property
     def unpacking_kernels(self) -> int:
         """Kernels that unpack a weight once."""
-        return _EAGER_KERNELS if self.eager else 1 + bool(self.unpacked_scale_elements)
+        return self.steps.kernels if self.steps is not None else 1 + bool(self.unpacked_scale_elements)
 
 
 def weight_format(
@@ -157,7 +178,12 @@ def weight_format(
         levels = ((1, block_size), (width, block_size * SCALES_PER_BLOCK))
         tables = 17 * width
         return replace(
-            wide, name=f"{name}-torchao", scales=levels, tensor_bytes=tables, shards_scales=True, eager=not compiled
+            wide,
+            name=f"{name}-torchao",
+            scales=levels,
+            tensor_bytes=tables,
+            shards_scales=True,
+            steps=None if compiled else _TORCHAO_STEPS,
         )
     if name in ("nf4", "fp4"):
         odd = f"-b{block_size}" * (block_size != BLOCK_SIZE)
@@ -178,5 +204,5 @@ def weight_format(
         return replace(wide, element_bits=8, tensor_bytes=4, shards_scales=True)
     # a 16-bit scale and a 4-bit zero per group of inputs; GPTQ also the group of each input in INT32
     levels = ((2, block_size), (1, 2 * block_size))
-    of_inputs = 4 if name == "gptq_int4" else 0
-    return replace(wide, scales=levels, column_bytes=of_inputs, storage_bytes=4, shards_scales=True)
+    packed = replace(wide, scales=levels, storage_bytes=4, shards_scales=True)
+    return packed if name == "awq_int4" else replace(packed, column_bytes=4, steps=_GPTQ_STEPS, keeps_weight=True)

@@ -211,7 +211,7 @@ class SoftwareSpec(Spec):
             other weights frozen.
         low_precision: Supported precisions of linear layers below 16 bits; everything else is then as for BF16.
         base_weights: Libraries whose weights of few bits the framework trains adapters on; empty for none.
-        upcast_frozen: Frozen weights of 16 bits next to those of few bits become FP32, if ranks do not shard them.
+        upcast_frozen: Frozen weights of 16 bits next to those of bitsandbytes become FP32, if ranks do not shard them.
         peft_adapters: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
@@ -614,7 +614,9 @@ class SoftwareSpec(Spec):
         """Widths with frozen weights in few bits, or without autocast."""
         base, narrow = training.base_weights, state.activation
         upcasts = base is not None and (
-            base.upcast if base.upcast is not None else self.upcast_frozen and not plan.shards_parameters
+            base.upcast
+            if base.upcast is not None
+            else self.upcast_frozen and base.is_of_bitsandbytes and not plan.shards_parameters
         )
         # an embedding or a norm in FP32 makes FP32 hidden states, which linear layers hand on
         frozen, wide = (4, 4) if upcasts else (state.frozen, narrow)

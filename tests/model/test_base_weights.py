@@ -13,7 +13,7 @@ from simplan.job import Job
 from simplan.model.base_weights import BaseWeights
 from simplan.model.layer import LayerKind
 from simplan.predict import predict
-from simplan.program.program import MemoryCategory
+from simplan.program.program import MemoryCategory, MemoryEffect
 from tests.jobs import lowered
 
 MIB = 1024**2
@@ -134,6 +134,28 @@ def test_weight_is_unpacked_once_per_pass_and_not_per_token() -> None:
     bandwidth = catalog.device("h100-sxm-80gb").memory_bandwidth_bytes_per_s
     assert bandwidth is not None
     assert short > 2 * elements * (0.5625 + 2) / bandwidth
+
+
+def test_autograd_keeps_unpacked_weights_of_gptq_and_inputs_of_int8() -> None:
+    """Of all blocks, without recomputation: 2 bytes per weight; and what frozen linear layers read."""
+
+    def saved(form: str) -> int:
+        job = job_of({"format": form}, lora_targets=["q"], recompute="none")
+        return max(effect.after_bytes for effect in _activations(job))
+
+    awq, gptq, int8 = map(saved, ("awq_int4", "gptq_int4", "int8"))
+    job = job_of(NF4)
+    hidden, keys = job.model.hidden_size, job.model.num_key_value_heads * job.model.head_dim
+    first = hidden * (hidden + 2 * keys)  # nothing before the first block is trained
+    assert gptq - awq == 2 * (linear_elements(job) - first)
+    # of each block: the second norm's output, and the product that the down projection reads; others are saved anyway
+    model = job.model
+    assert int8 - awq == 2 * model.seq_len * model.num_hidden_layers * (model.hidden_size + model.intermediate_size)
+
+
+def _activations(job: Job) -> list[MemoryEffect]:
+    ops = lowered(job, 1).ops
+    return [e for op in ops for e in op.memory if e.category is MemoryCategory.ACTIVATIONS and e.after_bytes > 0]
 
 
 def test_upcast_makes_the_rest_wide() -> None:

@@ -300,10 +300,11 @@ class KernelCost:
     def _unpacking(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
         """Yields the kernels that unpack a frozen weight before each of its matmuls."""
         form = kernel.stored
-        if form is None or not gemm_sizes(kernel, b, phase):
+        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        if form is None or not gemm_sizes(kernel, b, phase) or (form.keeps_weight and not forward):
             return
         num_bytes = form.unpacked_traffic(kernel.n, kernel.k, self._operand_bytes(kernel))
-        if form.quantizes_input and phase in (Phase.FORWARD, Phase.RECOMPUTE):  # INT8 input, INT32 result
+        if form.quantizes_input and forward:  # INT8 input, INT32 result
             rows = b * kernel.m
             num_bytes = rows * (kernel.k * (1 + self.state.activation) + kernel.n * (4 + self.state.activation))
         yield self.matmuls.streaming(f"{kernel.name}: weight unpacked", num_bytes, form.unpacking_kernels)

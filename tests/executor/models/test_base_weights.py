@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from executor.checks import check_job
 from executor.models.base_weights import quantize
 from executor.models.model import Stage
 from executor.run import run_job
 from simplan import catalog
+from simplan.errors import NotModelledError
 from simplan.model.base_weights import BaseWeights, FrozenBase, with_frozen_base
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
@@ -27,8 +29,9 @@ from tests.executor.models.layer_runs import PEAK, LayerRun, traced
 from tests.executor.models.test_lora import model_of
 
 BNB = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+TORCHAO: dict[str, Any] = {"format": "nf4", "library": "torchao", "double_quantization": True}
 FORMATS: dict[str, BaseWeights] = {
-    "torchao": BaseWeights(format="nf4", library="torchao", double_quantization=True),
+    "torchao": BaseWeights(**TORCHAO),
     "nf4": BaseWeights(format="nf4"),
     "nf4-double": BaseWeights(format="nf4", double_quantization=True),
     "fp4-floats": BaseWeights(format="fp4", storage="fp32"),
@@ -153,6 +156,21 @@ def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, plan: st
     alone = run_job(job_with(name, {"microbatch_size": 2 * MICROBATCH_SIZE}), tmp_path / "one")
     assert together.losses == pytest.approx(alone.losses, rel=1e-5)
     assert issued_as_predicted(together)
+
+
+@pytest.mark.parametrize(
+    ("base", "sentence"),
+    [
+        ({"format": "int8"}, "the executor runs nf4 and fp4 of bitsandbytes, and nf4 of torchao; use nf4"),
+        ({**TORCHAO, "upcast": True}, "the executor has frozen weights in the precision of computation"),
+    ],
+)
+def test_weights_that_are_not_run_are_refused(base: dict[str, Any], sentence: str) -> None:
+    job = job_with("torchao", {"dp_replicate": 2})
+    training = job.training.model_copy(update={"base_weights": BaseWeights(**base)})
+    with pytest.raises(NotModelledError) as error:
+        check_job(job.model_copy(update={"training": training}))
+    assert sentence in str(error.value)
 
 
 def test_widths_of_a_job_are_those_of_the_test() -> None:
