@@ -247,12 +247,6 @@ def test_both_kinds_of_16_bits_and_devices_that_nobody_measured_have_the_rate_of
     assert rate("a100-sxm-40gb", "bf16") == pytest.approx(rate("a100-sxm-80gb", "bf16"), rel=0.01)
 
 
-def test_a_framework_that_nothing_was_fitted_to_is_less_sure() -> None:
-    asked = (("a100-sxm-80gb", "llm-foundry"), ("a100-sxm-80gb", "torch"), ("mi300x", "llm-foundry"))
-    sure = [cost_of(device, software=name, state=STATE).relative_std for device, name in asked]
-    assert sure[0] < sure[1] < sure[2]
-
-
 def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest() -> None:
     """The largest of N draws of a normal distribution, by drawing: within a fifth of the approximation."""
     device = catalog.device("a100-sxm-80gb")
