@@ -36,7 +36,7 @@ from simplan.training import TrainingSpec
 from simplan.validate.compare import compare
 from tests.executor.conftest import MICROBATCH_SIZE, NUM_MICROBATCHES, RANK_PROGRAMS, make_job, make_model
 from tests.executor.train.test_equality import RELATIVE, one_process
-from tests.test_architecture import ROOT
+from tests.support.sources import ROOT
 
 
 def job_of(num_replicas: int = 3, num_dropped: int = 1, **fields: Any) -> RunSpec:

@@ -34,7 +34,7 @@ from tests.executor.rank_programs.compressing_ranks import NUM_RANKS
 from tests.executor.train.test_checkpoints import undisturbed, with_checkpoints
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 from tests.support.slow import slow_except
-from tests.test_architecture import ROOT
+from tests.support.sources import ROOT
 
 Array = NDArray[np.float32]
 NUM_STEPS, NUM_ELEMENTS, RATIO = 4, 3500, 0.1

@@ -33,7 +33,7 @@ from tests.executor.distributed.test_level2 import LLAMA, assert_issued_as_predi
 from tests.executor.train.reference_optimizers import reference_optimizer
 from tests.executor.train.test_equality import one_process
 from tests.support.slow import slow_except
-from tests.test_architecture import ROOT
+from tests.support.sources import ROOT
 
 RELATIVE = 1e-9
 NUM_STEPS = 7

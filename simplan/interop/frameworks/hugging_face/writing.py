@@ -28,7 +28,7 @@ _PROGRAMS = {
     "sft": ("sft.py", "TRL: trl/scripts"),
     "lora": ("sft.py", "TRL: trl/scripts"),
 }
-_TARGETS = {target: module for module, target in reversed((MODULES | ENDS).items())}
+_TARGETS = {target: module for module, target in reversed({**MODULES, **ENDS}.items())}
 
 
 def accelerate_options(job: Job) -> tuple[Option, ...]:
