@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, _compute_bucket_assignment_by_size  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,14 +68,14 @@ class _RecordedDdp(DistributedDataParallel):
     """DDP of which broadcasts of buffers are recorded."""
 
     def __init__(self, module: nn.Module, peers: Peers, **options: Any) -> None:
-        super().__init__(module, **options)  # type: ignore[no-untyped-call]
+        super().__init__(module, **options)
         self._peers = peers
 
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         peers = self._peers
-        buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [buffer_size])  # as torch does it inside
+        buckets, _ = _compute_bucket_assignment_by_size(tensors, [buffer_size])  # as torch does it inside
         sizes = [sum(tensors[index].nbytes for index in bucket) for bucket in buckets]
         handles = [peers.issue_bytes("broadcast", num_bytes) for num_bytes in sizes]
         super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]

@@ -293,7 +293,8 @@ def _move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | N
         return
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        for held in (part._parameters, part._buffers):
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for held in tables:
             for name, x in held.items():
                 if x is None:
                     continue
@@ -301,7 +302,7 @@ def _move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | N
                     made[x] = x.detach().to(device, dtype if x.is_floating_point() or x.is_complex() else None)
                     if isinstance(x, nn.Parameter):
                         made[x] = nn.Parameter(made[x], requires_grad=x.requires_grad)
-                held[name] = made[x]  # type: ignore[index]
+                held[name] = made[x]
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
