@@ -104,6 +104,11 @@ class LinearFormat:
         """True for per-tensor scaling, where the scale is the same along rows and along columns."""
         return not (self.block or self.block_rows or self.weight_block_rows)
 
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of an element with its part of a scale, along one dimension."""
+        return self.element_bits / 8 + (self.scale_bytes / self.block if self.block else 0)
+
     def quantized_bytes(self, rows: int, columns: int, *, weight: bool = False) -> int:
         """Bytes of a quantized matrix, or of a weight, with its scales; matmuls sum along a row."""
         in_rows = self.weight_block_rows if weight else self.block_rows

@@ -70,11 +70,13 @@ SHORT = layer_of_kernels(
 
 
 @pytest.mark.parametrize(("sequence_parallel", "forward", "backward"), [(True, 5.5, 7.7), (False, 3.85, 5.4)])
-def test_dtensors_cost_the_host_as_much_as_measured(
-    sequence_parallel: bool, forward: float, backward: float
-) -> None:
+def test_dtensors_cost_the_host_as_much_as_measured(sequence_parallel: bool, forward: float, backward: float) -> None:
     """Multiples of a plain block's forward and backward, measured by benchmarks/dtensor_host.py with torch 2.13."""
-    without, model, software = replace(COST, kernel_set="composed"), catalog.model("llama3-8b"), catalog.software("torch")
+    without, model, software = (
+        replace(COST, kernel_set="composed"),
+        catalog.model("llama3-8b"),
+        catalog.software("torch"),
+    )
     having = replace(without, dtensor=True)
     plain, split = (
         software.layers_of(model, plan)[1]

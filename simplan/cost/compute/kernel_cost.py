@@ -11,7 +11,7 @@ from simplan.cost.compute.matmul import MatmulRates
 from simplan.cost.compute.traffic import KernelSet
 from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
-from simplan.software.rates import AttentionEfficiency, FrameworkRates, KernelRates
+from simplan.software.rates import AttentionEfficiency, FrameworkRates, KernelRates, low_attention
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import Precision, UpdateName
 
@@ -62,7 +62,7 @@ def kernel_cost(
             ceiling * stack.framework_efficiency,
             _UNKNOWN_SHARE if attention_kernel is None else rates.attention[attention_kernel],
             state,
-            next((rate for name, rate in rates.low_attention.items() if name == precision), None),
+            next((rate for name, rate in rates.low_attention.items() if name == low_attention(precision)), None),
             software.traffic,
         ),
         state=state,
