@@ -58,6 +58,8 @@ class LowPrecisionLinears(Spec):
         kept: Form in which operands are saved for backward.
         weights: Lifetime of quantized weights that are unsharded. Weights that FSDP all-gathers are quantized every
             time, unless they are ``stored`` quantized.
+        keeps_columns: Quantized weights that outlast a microbatch are kept along columns as well, where matmuls of backward
+            need them so; else they are transposed every time, which is not in the time.
         recipes: Supported FP8 recipes.
         gathers: Recipes with which tensor-parallel ranks all-gather inputs and output gradients of the linear layers of
             blocks quantized (``simplan.program.lowering.script``); for MXFP8 and NVFP4 these names.
@@ -69,6 +71,7 @@ class LowPrecisionLinears(Spec):
 
     kept: Kept
     weights: QuantizedWeights = "microbatch"
+    keeps_columns: bool = True
     recipes: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()  # files have lists
     gathers: Annotated[tuple[Fp8Recipe | Literal["mxfp8", "nvfp4"], ...], Field(strict=False)] = ()
     tp_overlap: TensorOverlap | None = None
@@ -551,6 +554,7 @@ class SoftwareSpec(Spec):
             experts=low.experts,
             eager=low.eager and not self.compiled,
             any_layout=self.fp8_any_layout,
+            keeps_columns=low.keeps_columns,
         )
         return state.model_copy(update={"linear": form})
 
