@@ -3,7 +3,8 @@
     python -m benchmarks.dtensor_host
 
 A Llama block of tiny sizes runs forward and backward on a fake process group of two ranks, with and without
-``parallelize_module``. Time is that of the thread; blocks take turns, and ratios are medians of 40 rounds, so that other work on the machine counts little.
+``parallelize_module``. Time is that of the thread; blocks take turns, and ratios are medians of 40 rounds, so that
+other work on the machine counts little.
 ``simplan.cost.compute.kernels`` has the numbers as ``_DTENSOR_CALLS``.
 """
 
@@ -15,7 +16,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _ROUNDS, _RUNS, _SIZE = 41, 4, 16
@@ -39,7 +40,9 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
         q, k, v = (linear(x).view(b, s, -1, 4).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        y: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1))
+        y: Tensor = self.proj(
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1)
+        )
         return y
 
 
@@ -50,7 +53,7 @@ class _Mlp(nn.Module):
         self.down = nn.Linear(2 * _SIZE, _SIZE, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        y: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return y
 
 
@@ -70,8 +73,8 @@ def _parallel(block: nn.Module, *, sequence_parallel: bool) -> nn.Module:
     gathers = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     names = {"columns": ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")}
     plan: dict[str, object] = {name: ColwiseParallel() for name in names["columns"]}
-    rows = {"output_layouts": Shard(1)} if sequence_parallel else {}
-    plan |= {name: RowwiseParallel(**rows) for name in ("attention.proj", "mlp.down")}
+    rows = RowwiseParallel(output_layouts=Shard(1)) if sequence_parallel else RowwiseParallel()
+    plan |= dict.fromkeys(("attention.proj", "mlp.down"), rows)
     if sequence_parallel:
         plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": gathers, "mlp": gathers}
     return parallelize_module(block, init_device_mesh("cpu", (2,)), plan)  # type: ignore[arg-type]
@@ -86,7 +89,7 @@ def _us(run: Callable[[], object]) -> float:
 
 
 def _ratios(plain: nn.Module, other: nn.Module) -> tuple[float, float]:
-    """Time that another block takes beyond a plain block, forward and backward, as multiples of the plain one's both."""
+    """Time of another block beyond that of a plain block, forward and backward, over the plain one's both."""
     x = torch.randn(1, 4, _SIZE, requires_grad=True)
     gradient = torch.randn(1, 4, _SIZE)
     runs = [(lambda b=block: b(x), lambda b=block: b(x).backward(gradient)) for block in (plain, other)]
@@ -101,7 +104,7 @@ def _ratios(plain: nn.Module, other: nn.Module) -> tuple[float, float]:
 def main() -> None:
     """Measures and prints."""
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for sequence_parallel in (True, False):
         forward, backward = _ratios(_Block(), _parallel(_Block(), sequence_parallel=sequence_parallel))
         words = "sequence parallel" if sequence_parallel else "whole tokens"

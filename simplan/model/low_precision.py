@@ -72,6 +72,7 @@ class LinearFormat:
             tests/pytorch/test_float8_blockwise_gemm_exact.py: 320 x 64 and 64 x 336); torchao's is assumed not to be.
         experts: Grouped GEMMs of experts are quantized as well.
         any_layout: Matmuls take operands along rows or columns (``KernelRates.fp8_any_layout``).
+        keeps_columns: See ``LowPrecisionLinears``.
     """
 
     precision: LowPrecision
@@ -93,6 +94,7 @@ class LinearFormat:
     weights: QuantizedWeights = "microbatch"
     experts: bool = False
     any_layout: bool = False
+    keeps_columns: bool = True
 
     @property
     def has_one_copy(self) -> bool:
@@ -103,6 +105,11 @@ class LinearFormat:
     def has_one_scale(self) -> bool:
         """True for per-tensor scaling, where the scale is the same along rows and along columns."""
         return not (self.block or self.block_rows or self.weight_block_rows)
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of an element with its part of a scale, along one dimension."""
+        return self.element_bits / 8 + (self.scale_bytes / self.block if self.block else 0)
 
     def quantized_bytes(self, rows: int, columns: int, *, weight: bool = False) -> int:
         """Bytes of a quantized matrix, or of a weight, with its scales; matmuls sum along a row."""
@@ -158,6 +165,7 @@ def linear_format(
     experts: bool = False,
     eager: bool = False,
     any_layout: bool = False,
+    keeps_columns: bool = True,
 ) -> LinearFormat:
     """Quantization format of a training run.
 
@@ -165,14 +173,21 @@ def linear_format(
         recipe: FP8 scaling recipe; None for ``DEFAULT_RECIPE``, ignored for other precisions.
         experts: Weights of experts are quantized, too.
         eager: Casts to FP8 run in eager mode, for recipes without separate kernels.
-        any_layout: See ``LinearFormat``.
+        any_layout, keeps_columns: See ``LinearFormat``.
     """
     name = (recipe or DEFAULT_RECIPE) if precision == "fp8" else precision
     form = _FORMATS[precision, name]
     multiple = _FP8.multiple if name == "blockwise" and kept == "quantized" else form.multiple
     eager = eager and name in TORCHAO_RECIPES
     return replace(
-        form, kept=kept, weights=weights, experts=experts, eager=eager, multiple=multiple, any_layout=any_layout
+        form,
+        kept=kept,
+        weights=weights,
+        experts=experts,
+        eager=eager,
+        multiple=multiple,
+        any_layout=any_layout,
+        keeps_columns=keeps_columns,
     )
 
 

@@ -13,6 +13,7 @@ from simplan.model.low_precision import LOW_PRECISIONS, LowPrecision, linear_for
 from simplan.optimizers import LAYERWISE, UPDATES
 from simplan.plan.schedules import SCHEDULE_FACTS, splits_backward
 from simplan.rules.rule import experts_apart, nearest_multiples, not_modelled, problem_of, rule, unmodelled
+from simplan.software.rates import low_attention
 from simplan.software.software import SoftwareSpec
 from simplan.training import num_gratings
 from simplan.wording import either, nearest_divisors
@@ -208,11 +209,11 @@ def low_attention_modelled(job: Job) -> Iterator[Problem]:
     model, device, precision = job.model, job.cluster.device, job.training.precision
     if not job.software.fp8_dot_product_attention:
         return
-    if precision not in ("fp8", "mxfp8"):
-        sentence = f"is for training.precision = fp8 and mxfp8, and it is {precision}"
+    if precision not in LOW_PRECISIONS:
+        sentence = f"is for training.precision = {either(LOW_PRECISIONS)}, and it is {precision}"
         yield _in_8_bits(sentence, "use one of them, " + _WITHOUT)
         return
-    if precision not in device.kernels.low_attention:
+    if low_attention(precision) not in device.kernels.low_attention:
         sentence = f"on {device.id} is not modeled yet: there is no public data on its rate in {precision}"
         yield _in_8_bits(sentence, f"use b200-sxm, gb200, b300-sxm or gb300, {_WITHOUT}")
     if model.family not in _IN_8_BITS:
@@ -226,7 +227,7 @@ def low_attention_modelled(job: Job) -> Iterator[Problem]:
 @unmodelled("context parallelism of FP8 attention is not modeled", reads="cp")
 def cp_of_low_attention(job: Job) -> Iterator[Problem]:
     cp = job.plan.cp
-    if job.software.fp8_dot_product_attention and job.training.precision in ("fp8", "mxfp8") and cp > 1:
+    if job.software.fp8_dot_product_attention and job.training.precision in LOW_PRECISIONS and cp > 1:
         yield _in_8_bits(f"with plan.cp = {cp} is not modeled yet: ranks communicate keys", "use cp = 1, " + _WITHOUT)
 
 

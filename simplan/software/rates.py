@@ -47,6 +47,11 @@ class LowAttention(Spec):
     backward: Positive
 
 
+def low_attention(precision: str) -> str:
+    """Precision of FP8 attention next to linear layers in a low precision: FP8 next to NVFP4 (NVTE_DPA_FP8_RECIPE)."""
+    return "fp8" if precision == "nvfp4" else precision
+
+
 class KernelRates(Spec):
     """Kernel efficiencies of an architecture.
 

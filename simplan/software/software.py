@@ -66,9 +66,12 @@ class LowPrecisionLinears(Spec):
         kept: Form in which operands are saved for backward.
         weights: Lifetime of quantized weights that are unsharded. Weights that FSDP all-gathers are quantized every
             time, unless they are ``stored`` quantized.
+        keeps_columns: Quantized weights that outlast a microbatch are kept along columns as well, where matmuls of backward
+            need them so; else they are transposed every time, which is not in the time.
         recipes: Supported FP8 recipes.
         gathers: Recipes with which tensor-parallel ranks all-gather inputs and output gradients of the linear layers of
-            blocks in FP8.
+            blocks quantized (``simplan.program.lowering.script``); for MXFP8 and NVFP4 these names.
+        tp_overlap: ``SoftwareSpec.tp_overlap`` with these linear layers, whatever else it is; None for the same.
         experts: Grouped GEMMs of experts are quantized as well.
         frozen: Matrices with adapters are quantized as well, without the operands of weight gradients.
         eager: Casts are single torch operations in sequence, unless blocks are compiled.
@@ -76,8 +79,10 @@ class LowPrecisionLinears(Spec):
 
     kept: Kept
     weights: QuantizedWeights = "microbatch"
+    keeps_columns: bool = True
     recipes: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()  # files have lists
-    gathers: Annotated[tuple[Fp8Recipe, ...], Field(strict=False)] = ()
+    gathers: Annotated[tuple[Fp8Recipe | Literal["mxfp8", "nvfp4"], ...], Field(strict=False)] = ()
+    tp_overlap: TensorOverlap | None = None
     experts: bool = False
     frozen: bool = False
     eager: bool = False
@@ -320,8 +325,8 @@ class SoftwareSpec(Spec):
     dtensor: bool = Field(
         False,
         description=(
-            "Tensor-parallel ranks hold DTensors (torch's parallelize_module, NeMo AutoModel), whose dispatch costs the "
-            "host time in blocks that are neither compiled nor in CUDA graphs."
+            "Tensor-parallel ranks hold DTensors (torch's parallelize_module, NeMo AutoModel), whose dispatch costs "
+            "the host time in blocks that are neither compiled nor in CUDA graphs."
         ),
     )
     channels_last: bool = Field(
@@ -423,7 +428,7 @@ class SoftwareSpec(Spec):
         description="Forward saves what a gated MLP's activation reads in FP8 (activation_func_fp8_input_store).",
     )
     fp8_dot_product_attention: bool = Field(
-        False, description="The attention core is in FP8 where linear layers are in FP8 or MXFP8."
+        False, description="The attention core is in FP8 where linear layers are in FP8, MXFP8 or NVFP4."
     )
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
     separate_grad_accumulator: bool = False
@@ -570,10 +575,14 @@ class SoftwareSpec(Spec):
             return None
         return (num_blocks // num_stages,) * num_stages
 
-    @property
-    def splits_gemms(self) -> bool:
+    def tensor_overlap(self, state: StateBytes) -> TensorOverlap:
+        """Tensor-parallel collectives that overlap matmuls, with the linear layers of a training run."""
+        low = None if state.linear is None else self.low_precision.get(state.linear.precision)
+        return (None if low is None else low.tp_overlap) or self.tp_overlap
+
+    def splits_gemms(self, state: StateBytes) -> bool:
         """True if tensor-parallel collectives overlap chunks of the matmuls that need or make their tensors."""
-        return self.tp_overlap in ("gathers", "all")
+        return self.tensor_overlap(state) in ("gathers", "all")
 
     def states(self, training: TrainingSpec, plan: ParallelPlan) -> Mapping[_Wide, StateBytes]:
         """Bytes per element by precision that the framework supports for a training run under a plan."""
@@ -607,6 +616,7 @@ class SoftwareSpec(Spec):
             experts=low.experts,
             eager=low.eager and not self.compiled,
             any_layout=self.fp8_any_layout,
+            keeps_columns=low.keeps_columns,
         )
         return state.model_copy(update={"linear": form})
 
@@ -649,7 +659,7 @@ class SoftwareSpec(Spec):
         return self.zero2_whole_weights and plan.shards_parameters and plan.zero_stage == 2
 
     def gathers_quantized(self, state: StateBytes) -> bool:
-        """True if tensor-parallel ranks all-gather operands of the linear layers of blocks in FP8."""
+        """True if tensor-parallel ranks all-gather quantized operands of the linear layers of blocks."""
         linear = state.linear
         low = None if linear is None else self.low_precision.get(linear.precision)
         return low is not None and linear is not None and linear.recipe in low.gathers

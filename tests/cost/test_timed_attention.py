@@ -96,7 +96,7 @@ def test_casts_read_and_write_what_the_kernel_reads(precision: Precision, passes
 @pytest.mark.parametrize(
     ("model", "cluster", "precision", "plan", "said"),
     [
-        (LLAMA, "gb200-nvl72", "bf16", {}, "is for training.precision = fp8 and mxfp8, and it is bf16"),
+        (LLAMA, "gb200-nvl72", "bf16", {}, "is for training.precision = fp8, mxfp8 or nvfp4, and it is bf16"),
         (LLAMA, "dgx-h100", "fp8", {}, "on h100-sxm-80gb is not modeled yet: there is no public data"),
         (
             catalog.model("gpt3-175b"),

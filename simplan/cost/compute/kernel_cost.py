@@ -13,7 +13,7 @@ from simplan.cost.known import Known
 from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
 from simplan.optimizers import UpdateName
-from simplan.software.rates import AttentionEfficiency, FrameworkRates, KernelRates
+from simplan.software.rates import AttentionEfficiency, FrameworkRates, KernelRates, low_attention
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import Precision
 
@@ -75,7 +75,7 @@ def kernel_cost(
             (full_ceiling if wide_attention else ceiling) * stack.framework_efficiency,
             _UNKNOWN_SHARE if attention_kernel is None else rates.attention[attention_kernel],
             state,
-            next((rate for name, rate in rates.low_attention.items() if name == precision), None),
+            next((rate for name, rate in rates.low_attention.items() if name == low_attention(precision)), None),
             software.traffic,
         ),
         state=state,

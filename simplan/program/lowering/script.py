@@ -6,6 +6,7 @@ gradients of activations, which other stages wait for; the second computes gradi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
@@ -19,12 +20,14 @@ from simplan.model.layer import (
     LayerCollective,
     LayerKind,
     LayerSpec,
+    Role,
 )
 from simplan.model.recompute import Recomputation
 from simplan.program.lowering.stage import LayerFacts, Stages
 from simplan.program.memory.footprint import layers_effects
 from simplan.program.memory.split_footprint import SplitFootprint, split_effects
 from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase
+from simplan.software.software import StateBytes
 
 _T = TypeVar("_T")
 _FORWARD = (Phase.FORWARD, Phase.RECOMPUTE)
@@ -251,14 +254,14 @@ class Scripts:
 
     def _split_gemms(self, gemms: Segment, kernels: Sequence[Kernel], phase: Phase) -> Segment:
         """Returns the GEMMs, split into chunks for the given collectives if the framework does so."""
-        if not self._stages.software.splits_gemms:
+        if not self._stages.software.splits_gemms(self._stages.state):
             return gemms
         cuts = sum(_kind(kernel, phase) is not None for kernel in kernels if isinstance(kernel, LayerCollective))
         return gemms._replace(work=tuple(work._replace(cuts=cuts) for work in gemms.work))
 
     def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
         """Returns a predicate: True for GEMMs of a block and for the collectives that overlap with adjacent GEMMs."""
-        way = self._stages.software.tp_overlap
+        way = self._stages.software.tensor_overlap(self._stages.state)
         phases = {"none": (), "backward": (Phase.BACKWARD,)}.get(way, (*_FORWARD, Phase.BACKWARD))
         if layer.kind is not LayerKind.BLOCK or phase not in phases:
             return lambda kernel: False
@@ -283,19 +286,34 @@ class Scripts:
         work = LayerWork(layer, phase, self._stages.plan.microbatch_size, layer.num_parameters, kernels)
         return Segment((work,), recompute=phase is Phase.RECOMPUTE)
 
+    def _gathers_quantized(self, layer: LayerSpec) -> bool:
+        """Returns True if operands of a layer's matmuls are all-gathered quantized; adapters read them in BF16."""
+        is_wide = layer.kind is not LayerKind.BLOCK or any(Role.ADAPTER in roles for roles in layer.roles)
+        return not is_wide and self._stages.software.gathers_quantized(self._stages.state)
+
     def _collective_segment(
         self, layer: LayerSpec, kernel: LayerCollective, kind: CollectiveKind | None, *, beside: bool = False
     ) -> Segment:
         assert kind is not None
         state = self._stages.state
         width = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
-        quantized = self._stages.software.gathers_quantized(state) and layer.kind is LayerKind.BLOCK
-        if quantized and kernel.axis == "tp" and kind is CollectiveKind.ALL_GATHER:
-            width = 1
-        num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
+        if kernel.axis == "tp" and kind is CollectiveKind.ALL_GATHER and self._gathers_quantized(layer):
+            width = _quantized_width(kernel, state)
+        num_bytes = math.ceil(kernel.elements * self._stages.plan.microbatch_size * width)
         return Segment(
             collective=IssuedCollective(kernel.axis, kind, num_bytes, beside or kernel.beside_previous, kernel.draw)
         )
+
+
+def _quantized_width(kernel: LayerCollective, state: StateBytes) -> float:
+    """Returns the bytes per element of an all-gather of a quantized operand.
+
+    An output gradient is needed along rows and along columns, and gathered in both, unless its scale is one.
+    """
+    form = state.linear
+    assert form is not None
+    both = kernel.forward is CollectiveKind.REDUCE_SCATTER and not form.has_one_scale
+    return form.bytes_per_element * (2 if both else 1)
 
 
 def _freed_at_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:

@@ -113,7 +113,7 @@ def persistent_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
     found = 0
     for gemm in quantized_linears(layer, form):
         found += _along_rows(form, gemm)
-        found += _along_columns(form, gemm) if gemm.propagates and not form.has_one_copy else 0
+        found += _along_columns(form, gemm) if gemm.propagates and form.keeps_columns and not form.has_one_copy else 0
         if form.weights == "stored":
             found -= gemm.weight_elements * (state.parameter if gemm.trained else state.frozen)
     return found

@@ -352,3 +352,31 @@ def test_clipping_reads_the_gradients_that_a_rank_updates(
         assert sum(work.num_parameters for work in works) == pytest.approx(parameters, rel=0.02)
     reduced = [op for op in ops if "norms" in op.name]
     assert [op.stream for op in reduced] == groups
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "recipe", "forward", "backward"),
+    [
+        ("megatron-core", "fp8", "delayed", 1, 1),
+        ("megatron-core", "fp8", "blockwise", 1 + 4 / 128, 2 + 8 / 128),
+        ("megatron-core", "mxfp8", None, 1 + 1 / 32, 2 + 2 / 32),
+        ("megatron-bridge", "nvfp4", None, 1 / 2 + 1 / 16, 1 + 2 / 16),
+    ],
+)
+def test_transformer_engine_gathers_quantized_operands(
+    name: str, precision: str, recipe: Fp8Recipe | None, forward: float, backward: float
+) -> None:
+    """With their scales: inputs along one dimension; output gradients along both, unless they have one scale."""
+    model = catalog.model("llama3-8b").model_copy(update={"num_hidden_layers": 2})
+    fields = {"software": name, "precision": precision, "fp8_recipe": recipe, "cluster": "dgx-b200"}
+    program = lowered(job_of(model, {"tp": 2, "dp_replicate": 2}, num_microbatches=1, **fields))
+    whole = model.seq_len * model.hidden_size
+    moved = {
+        op.communication.num_bytes / whole
+        for op in program.ops
+        if "block" in op.name
+        and op.communication
+        and op.communication.kind is CollectiveKind.ALL_GATHER
+        and op.stream is Stream.TENSOR
+    }
+    assert moved == {forward, backward}
