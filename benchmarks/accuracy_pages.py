@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def support_section(outcomes: Iterable[RunOutcome], today: datetime.date) -> str
     return "\n\n".join(
         [
             f"Steps of {sum(map(len, levels.values())):,} published and own runs, compared on {today}. Below a device "
-            "are the frameworks of the catalog that no run of it had, and precisions that no framework had.",
+            "are the precisions and the frameworks of today that no run of it had.",
             format_table_markdown(headers, rows),
             f"Devices with 0 runs: {', '.join(f'`{name}`' for name in without)}.",
             f"Frameworks with 0 runs: {', '.join(f'`{name}`' for name in frameworks)}.",
@@ -117,7 +118,8 @@ def _device_rows(device: str, levels: Mapping[_Level, list[RunOutcome]]) -> Iter
     missing = [precision for precision in get_args(Precision) if precision in peaks and precision not in seen]
     if missing:
         yield [f"`{device}`", "any", ", ".join(missing), "0", "0", "", ""]
-    others = sorted({*catalog.names("software")} - {framework for _, framework, _ in own})
+    current = {name for name in catalog.names("software") if not re.search(r"-20\d\d$", name)}
+    others = sorted(current - {framework for _, framework, _ in own})
     yield [f"`{device}`", ", ".join(others), "any", "0", "0", "", ""]
 
 

@@ -149,7 +149,7 @@ def coverage_text(
             down, up = half_widths(parts, table.counts, spread, estimate)
             inside = (table.errors <= down) & (-table.errors <= up)
             cells.append(f"{100 * inside.mean():.0f} % (half width {50 * np.median(np.exp(up) - np.exp(-down)):.1f} %)")
-        yield f"inside 90 % intervals, {name} left out: {cells[1]}; as on known ground {cells[0]}"
+        yield f"inside 90 % intervals: {name} left out {cells[1]}, as on known ground {cells[0]}"
 
 
 def known_lines(

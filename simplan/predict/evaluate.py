@@ -172,7 +172,7 @@ def predict_step(
 
 def _error_shares(
     simulated: Simulated, sources: Sequence[ErrorSource], step_time_s: float, moved_s: Sequence[float]
-) -> dict[ErrorSource, ErrorShare]:
+) -> dict[str, ErrorShare]:
     """Effect of each source of error on the step, with ``moved_s`` as of ``interval_s``."""
     program, costs = simulated.program, simulated.program_costs
     timed = [
@@ -180,7 +180,7 @@ def _error_shares(
         for work in program.works
     ]
     timed_s = np.where(np.array(timed, dtype=bool)[program.columns.work], costs.durations_s, 0.0)
-    found: dict[ErrorSource, ErrorShare] = {}
+    found: dict[str, ErrorShare] = {}
     own = sources_of_error(program)
     for source, longer_s in zip(sources, moved_s, strict=False):
         seconds = float(costs.durations_s[own[source]].sum())
