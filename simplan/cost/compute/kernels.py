@@ -184,8 +184,9 @@ class KernelCost:
         match kernel:
             case Gemm():
                 matmuls = num_chunks(kernel, b) * max(1, len(gemm_sizes(kernel, b, phase)))
-                casts = bool(self.state.weight_copy) and phase is Phase.FORWARD and kernel.stored is None
-                casts += 0 if kernel.stored is None else kernel.stored.unpacking_kernels
+                casts = int(bool(self.state.weight_copy) and phase is Phase.FORWARD)
+                if kernel.stored is not None:
+                    casts = kernel.stored.unpacking_kernels
                 return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
             case Attention():
                 return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
