@@ -39,7 +39,7 @@ def quantize(layer: nn.Module, spec: LayerSpec, base: BaseWeights) -> None:
         if isinstance(module, LoraLinear):
             module.base = unpacks  # type: ignore[assignment,method-assign]
         else:
-            module.forward = unpacks  # type: ignore[method-assign]
+            module.forward = unpacks  # type: ignore[assignment,method-assign]
 
 
 class _Unpacking:

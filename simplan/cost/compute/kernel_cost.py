@@ -51,7 +51,8 @@ def kernel_cost(
     wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
     base = state.base
     in_full = base is not None and not base.autocast and precision in _SIXTEEN_BITS
-    _check(device, precision, [*wanted, *(["fp32"] if in_full else [])])
+    checked: list[Precision] = [*wanted, "fp32"] if in_full else wanted
+    _check(device, precision, checked)
     if software.cuda_graphs:
         replayed = device.kernels.model_copy(update={"kernel_overhead_s": device.kernels.graph_overhead_s})
         device = device.model_copy(update={"kernels": replayed})
