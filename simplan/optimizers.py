@@ -299,8 +299,8 @@ def _torchao_state(element_bytes: float, block: int, table_bytes: int) -> StateF
     return StateFormat(element_bytes, block, table_bytes, 4096, whole_blocks=True, otherwise_bytes=0)
 
 
-_ONE_BY_ONE = {
-    "replication": ("is not modeled yet on parameter servers or without a lock", "use sgd_momentum or adamw")
+_ONE_BY_ONE: Mapping[Situation, tuple[str, str]] = {
+    "replication": ("is not modeled yet for workers that do not wait for each other", "use sgd_momentum or adamw")
 }
 _TP_OF_BNB = (
     "knows no shards of tensor parallelism: bitsandbytes updates plain tensors, and these are DTensors",
@@ -456,8 +456,7 @@ et al. 2017, arXiv:1708.03888), LAMB (You et al. 2020, arXiv:1904.00962), 8-bit 
 arXiv:2110.02861), Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), Lion (Chen et al. 2023, arXiv:2302.06675), Muon
 (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982)."""
 
-UPDATES: dict[UpdateName, OptimizerFacts] = {
-    **OPTIMIZERS,
+UPDATES: dict[UpdateName, OptimizerFacts] = dict[UpdateName, OptimizerFacts](OPTIMIZERS.items()) | {
     # torch 2.13, optim/sgd.py: weight += gradient, or momentum *= and += before it
     "sgd_foreach": OptimizerFacts((), 12 + 4),
     "sgd_momentum_foreach": OptimizerFacts((_WIDE,), 8 + 12 + 12 + 4),
