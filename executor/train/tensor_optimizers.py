@@ -194,7 +194,7 @@ class _OverShards:
         from torch._dynamo.utils import disable_cache_limit
         from torchao.optim.adam import single_param_adam
 
-        compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+        compiled: Callable[..., None] = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
         with disable_cache_limit():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -216,7 +216,7 @@ def _as_sharded(state: Tensor, like: nn.Parameter) -> Tensor:
     """A state of a shard as a DTensor with the placement of the parameter, for checkpoints."""
     if not isinstance(like, DTensor):
         return state
-    return DTensor(state, like._spec, requires_grad=False)  # type: ignore[abstract]
+    return DTensor(state, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def of_package(name: OptimizerName, parameters: Any, rate: float) -> torch.optim.Optimizer:

@@ -180,12 +180,19 @@ class StateBytes(Spec):
             trainer: See ``Widths``.
         """
         first, second = self.moments or (self.moment, self.moment)
-        saved = 0 if self.moments is None else 2 * (2 * self.moment - first - second)
-        return Widths(first, second, int(self.master) or self.parameter, trainer, saved)
+        return Widths(first, second, int(self.master) or self.parameter, trainer)
 
     def optimizer_bytes(self, optimizer: OptimizerName) -> float:
         """Bytes of optimizer states and master copy for one parameter, at least; exact unless they depend on shapes."""
-        return OPTIMIZERS[optimizer].least_state_bytes(self.widths()) + int(self.master)
+        facts = OPTIMIZERS[optimizer]
+        if facts.by_tensor:
+            return facts.least_state_bytes(self.widths()) + int(self.master)
+        return sum(self.moments or [self.moment] * len(facts.states)) + int(self.master)
+
+    @property
+    def saved_update_bytes(self) -> int:
+        """Bytes per weight that a step of Adam streams less, with states in narrower types than the framework's."""
+        return 0 if self.moments is None else 2 * (2 * self.moment - sum(self.moments))
 
     @model_validator(mode="before")
     @classmethod

@@ -181,7 +181,7 @@ def test_layout_of_stages(layout: Any, blocks: tuple[int, ...] | None) -> None:
         ({"model.pipeline_model_parallel_layout": "Et|tL"}, SpecError, "has 2 stages, and the pipeline has 1"),
         ({"model.pipeline_model_parallel_size": 10**12, "model.num_layers_in_first_pipeline_stage": 16}, SpecError,
          "model.pipeline_model_parallel_size = 1000000000000: makes 1,000,000,000,000 pipeline stages, and 16 blocks"),
-        ({"optimizer.optimizer": "muon"}, NotModelledError, 'optimizer.optimizer = "muon": is not modeled yet'),
+        ({"optimizer.optimizer": "soap"}, NotModelledError, 'optimizer.optimizer = "soap": is not modeled yet'),
         ({"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "custom"}, NotModelledError, "fp8_recipe"),
         ({"model.is_hybrid_model": True}, NotModelledError, "model.is_hybrid_model: Mamba layers are not modeled yet"),
         ({"dist.use_torch_fsdp2": True}, NotModelledError, "dist.use_torch_fsdp2"),

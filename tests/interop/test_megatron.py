@@ -249,7 +249,7 @@ _SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 3
         ("--max-position-embeddings 32 --tensor-model-parallel-size $TP", "which is not set in the script; add --tp 8"),
         ("--max-position-embeddings 32 --tensor-model-parallel-size $(nproc)", "the output of a command"),
         ("--max-position-embeddings 32 --pipeline-model-parallel-size 3", "3"),
-        ("--max-position-embeddings 32 --optimizer muon", "--optimizer = .*is not modeled yet"),
+        ("--max-position-embeddings 32 --optimizer soap", "--optimizer = .*is not modeled yet"),
         ("--max-position-embeddings many", "--max-position-embeddings = .*must be a whole number"),
         ("--max-position-embeddings 32 --swiglu --num-experts 4 --moe-layer-freq '__import__(1)'", "cannot be read"),
         ("--max-position-embeddings 32 --pipeline-model-parallel-layout 'Et|(t|)*9999999999'", "is a layout"),

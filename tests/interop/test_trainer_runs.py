@@ -701,6 +701,33 @@ def test_weights_of_few_bits_are_read(name: str, tmp_path: Path) -> None:
     assert base.model_dump(exclude_unset=True) == expected
 
 
+OPTIMIZERS: dict[str, tuple[str, str]] = {
+    "adamw_bnb_8bit": ("", "adamw_8bit"),
+    "paged_adamw_32bit": ("", "paged_adamw_32bit"),
+    "adamw_torch_8bit": (_FSDP2, "adamw_torch_8bit"),
+    "ao_adamw_fp8": (_FSDP2, "ao_adamw_fp8"),
+    "adafactor": ("", "adafactor"),
+    "muon": (_FSDP2, "muon"),
+}
+
+
+@pytest.mark.parametrize("word", OPTIMIZERS)
+def test_axolotl_names_optimizers_of_the_table(word: str, tmp_path: Path) -> None:
+    """axolotl: utils/schemas/enums.py, CustomSupportedOptimizers, and transformers' OptimizerNames."""
+    more, name = OPTIMIZERS[word]
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_AXOLOTL}bf16: true\n{more}".replace("adamw_torch_fused", word), encoding="utf-8")
+    assert scenario_from(path, {"cluster.preset": "dgx-h100"}).job.training.optimizer == name
+
+
+def test_axolotl_refuses_8_bits_under_fsdp2(tmp_path: Path) -> None:
+    """utils/schemas/validation.py: use adamw_torch_8bit."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_AXOLOTL}bf16: true\n{_FSDP2}".replace("adamw_torch_fused", "adamw_bnb_8bit"), encoding="utf-8")
+    with pytest.raises(SpecError, match=r"does not work under FSDP2, .*; use adamw_torch_8bit \(torchao\)"):
+        scenario_from(path, {"cluster.preset": "dgx-h100"})
+
+
 REFUSED: dict[str, tuple[str, str]] = {
     "oft": (f"{_ADAPTERS}oft\n", "finetuning_type"),
     "freeze": (f"{_ADAPTERS}freeze\n", "finetuning_type"),

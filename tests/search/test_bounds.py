@@ -57,8 +57,8 @@ def jobs(draw: st.DrawFn) -> Job:
     for option in ("compiled", "gradient_as_bucket_view", "zero_grad_set_to_none"):
         if option in job.software.options:
             job = job.with_changes({f"software.{option}": draw(st.booleans())})
-    of_software = [name for name, facts in OPTIMIZERS.items() if software in facts.software]
-    if of_software and draw(st.booleans()):
+    of_software: list[str] = [name for name, facts in OPTIMIZERS.items() if software in facts.software]
+    if draw(st.booleans()) and of_software:
         job = job.with_changes({"training.optimizer": draw(st.sampled_from(of_software))})
     space = SearchSpace(
         cp=(1, 2),

@@ -266,7 +266,10 @@ class KernelCost:
             case Phase.SCALE:
                 return int(_SCALE_BYTES * self.state.update_fraction)
             case Phase.OPTIMIZER:
-                return UPDATES[self.optimizer].update_bytes(self.state.update_fraction, self.state.widths())
+                facts, fraction = UPDATES[self.optimizer], self.state.update_fraction
+                if facts.by_tensor:
+                    return facts.update_bytes(fraction, self.state.widths())
+                return int(facts.streamed_bytes * fraction) - self.state.saved_update_bytes
             case Phase.NORM:
                 return int(_NORM_BYTES * self.state.update_fraction)
             case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:

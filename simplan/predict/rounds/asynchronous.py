@@ -294,7 +294,7 @@ class AsynchronousStep:
     def server_bytes(self) -> list[int]:
         """By server, bytes of its parameters, optimizer states, and the gradients of every worker."""
         job = self.job
-        states = job.software.state(job.training, job.plan).optimizer_bytes(job.training.optimizer)
+        states = int(job.software.state(job.training, job.plan).optimizer_bytes(job.training.optimizer))
         each = (1 + self._num_workers) * FP32_BYTES + states
         return [elements * each for elements in self.served_elements] if self._replication.has_servers else []
 

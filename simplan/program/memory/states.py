@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from simplan.model.layer import CollectiveKind, LayerKind, LayerSpec, ParameterSpec
-from simplan.optimizers import UPDATES, StoredTensor, newton_schulz_products
+from simplan.optimizers import UPDATES, StoredTensor, Widths, newton_schulz_products
 from simplan.plan.plan import RankGroup
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
@@ -84,7 +84,6 @@ class RankStates:
         self._deals = plan.shards_optimizer_only and not self.shares_evenly
         self._num_same_experts = len(mapping.group("expert", rank))
         self._facts = UPDATES[stages.training.update]
-        self._widths = stages.state.widths(trainer=stages.software.trainer)
         self._held = {stage: self._layers(stage) for stage in self._mine}
         every = [each for layers in self._held.values() for each in layers]
         self.elements = LayerStates(*map(sum, zip(*every, strict=True)))
@@ -132,7 +131,7 @@ class RankStates:
     @property
     def paged_bytes(self) -> int:
         """Bytes of these in managed memory, which leaves the device when that is full."""
-        if not self._facts.is_paged:
+        if not self._facts.by_tensor or not self._facts.is_paged:
             return 0
         return sum(self._facts.paged_bytes(tensor, self._widths) for tensor in self._all_stored)
 
@@ -189,8 +188,12 @@ class RankStates:
             if tensor.is_matrix:
                 products.update(dict(newton_schulz_products(tensor.whole_shape or tensor.shape)))
         num_bytes = sum(facts.tensor_bytes(tensor, fraction, self._widths) for tensor in tensors)
-        alone = sum(not self._is_flat and (tensor.is_matrix or not facts.others) for tensor in tensors)
+        alone = sum(not self._is_flat and (tensor.is_matrix or facts.others is None) for tensor in tensors)
         return TensorUpdates(num_bytes, alone, tuple(products.items()))
+
+    @cached_property
+    def _widths(self) -> Widths:
+        return self.stages.state.widths(trainer=self.stages.software.trainer)
 
     @property
     def _is_flat(self) -> bool:

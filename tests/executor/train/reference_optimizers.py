@@ -58,7 +58,10 @@ class Muon:
     def __init__(self, weights: list[nn.Parameter], matrices: Sequence[nn.Parameter]) -> None:
         ids = {id(matrix) for matrix in matrices}
         others = [weight for weight in weights if id(weight) not in ids]
-        self.parts = (torch.optim.Muon(matrices, lr=RATE), torch.optim.AdamW(others, lr=RATE))
+        self.parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=RATE),
+            torch.optim.AdamW(others, lr=RATE),
+        )
 
     def step(self) -> None:
         for part in self.parts:

@@ -154,11 +154,11 @@ def test_newton_schulz_multiplies_as_torch_does() -> None:
     assert counter.get_total_flops() == sum(number * 2 * m * n * k for (m, n, k), number in products)
 
 
-class LargestSum(TorchDispatchMode):
+class LargestSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of tensors that operations make, at their largest sum."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most_bytes = self._now_bytes = 0
         self._held = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
