@@ -54,13 +54,13 @@ def kernel_cost(
     matmuls = _matmul_rates(
         device, ceiling * rates.matmul_efficiency * stack.framework_efficiency, _aligned(rates, wanted[0])
     )
-    attention_kernel = rates.kernel_of(stack.attention_kernel)
+    attention = _attention_share(rates, precision, stack)
     return KernelCost(
         matmuls=matmuls,
         attention=AttentionRates(
             matmuls,
-            ceiling * stack.framework_efficiency,
-            _UNKNOWN_SHARE if attention_kernel is None else rates.attention[attention_kernel],
+            (_ceiling(device, "fp32")[0] if precision == "tf32" else ceiling) * stack.framework_efficiency,
+            attention,
             state,
             next((rate for name, rate in rates.low_attention.items() if name == precision), None),
             software.traffic,
@@ -78,12 +78,28 @@ def kernel_cost(
         winograd=precision == "fp32",
         transposed=_transposed(precision, software),
         host_call_s=rates.host_call_s if _is_launched(device, software) else 0.0,
-        accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
+        accumulation_bytes=0 if shards_parameters else _accumulation_bytes(state, software, num_microbatches),
+        zeroes_gradients=not software.drops_gradients,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
+        pads=software.layers.padded_matmuls,
         joined=software.layers.fused_gemms,
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
         host_bytes_per_s=host_bytes_per_s,
     )
+
+
+def _attention_share(rates: KernelRates, precision: Precision, stack: FrameworkRates) -> AttentionEfficiency:
+    """Returns the efficiency of fused attention: FlashAttention and cuDNN's are for 16 bits."""
+    if precision in ("fp32", "tf32"):
+        return rates.fp32_attention
+    kernel = rates.kernel_of(stack.attention_kernel)
+    return _UNKNOWN_SHARE if kernel is None else rates.attention[kernel]
+
+
+def _accumulation_bytes(state: StateBytes, software: SoftwareSpec, num_microbatches: int) -> float:
+    """Returns the bytes to accumulate a gradient: where none is left from the step before, the first one stays."""
+    first = state.added_bytes / num_microbatches if software.drops_gradients else 0
+    return max(0.0, state.accumulation_bytes - first)
 
 
 def _is_launched(device: DeviceSpec, software: SoftwareSpec) -> bool:
@@ -111,7 +127,9 @@ def _kernel_set(software: SoftwareSpec) -> KernelSet:
     """Returns the kernels of memory-bound operators."""
     if software.compiled:
         return "compiled"
-    return "composed" if software.runtime == "torch" else "single"
+    if software.runtime != "torch":
+        return "single"
+    return "eager" if software.layers.fused_norms else "composed"
 
 
 def _transposed(precision: Precision, software: SoftwareSpec) -> Transposed:
