@@ -105,10 +105,11 @@ class FitCosts:
     def _of_layer(self, job: Job, work: LayerWork) -> float:
         plan, training, software = job.plan, job.training, job.software
         state = (training.precision, training.fp8_recipe, training.update, software.state(training, plan))
-        way = (plan.shards_parameters, software.id, software.compiled, software.channels_last)
+        layers = (software.layers.fused_norms, software.layers.fused_gemms, software.layers.padded_matmuls)
+        way = (plan.shards_parameters, software.id, software.compiled, software.channels_last, software.cuda_graphs)
         device = job.cluster.device
         numbers = (job.cluster.num_devices, job.num_microbatches)
-        key = (device.id, *device.matmul_flop_per_s.items(), *numbers, *state, *way)
+        key = (device.id, *device.matmul_flop_per_s.items(), *numbers, *state, *way, *layers)
         found = self._seconds.get((*key, work))
         if found is None:
             if key not in self._kernels:
@@ -121,7 +122,7 @@ class FitCosts:
             _changed_device(job.cluster.device, self._values),
             job.training.precision,
             job.software.state(job.training, job.plan),
-            job.training.optimizer,
+            job.training.update,
             _changed_software(job.software, self._values),
             num_devices=job.cluster.num_devices,
             shards_parameters=job.plan.shards_parameters,

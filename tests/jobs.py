@@ -14,7 +14,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import Table
 from simplan.program.lowering.lower import Lowering, lower
-from simplan.program.program import Program
+from simplan.program.program import MemoryCategory, Program
 from simplan.program.tables.partition import assign_stage_layers
 from simplan.program.tables.table import plan_table
 from simplan.rules import check_job
@@ -111,3 +111,11 @@ def lowered(
 def job_to_lower(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec) -> Job:
     """A job on whatever cluster, which lowering does not look at."""
     return Job(model, catalog.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, software)
+
+
+def states_at_update(program: Program, rank: int = 0) -> int:
+    """Bytes of weights, gradients and states of the optimizer while it runs."""
+    states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
+    effects = [effect for op in program.ops if op.rank == rank for effect in op.memory]
+    freed = sum(e.after_bytes for e in effects if e.category is MemoryCategory.GRADIENTS and e.after_bytes < 0)
+    return sum(program.persistent_bytes[rank][category] for category in states) - freed

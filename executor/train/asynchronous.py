@@ -106,7 +106,7 @@ class WorkerTrainer(Trainer):
             else:
                 for optimizer in self.optimizers:
                     optimizer.step()
-            zero_gradients(self._parameters)
+            zero_gradients(self._parameters, drop=self._drops_gradients)
 
     def leave(self) -> None:
         """Ends the last step: others do not wait for this worker any more."""

@@ -99,8 +99,8 @@ class Trainer:
         ]
         averages, num_dropped = dims.dp.size > 1 and not plan.shards_parameters, job.training.backup_workers
         self._uses_ddp = averages and not num_dropped
-        # on the host, so that FSDP allocates new gradients: the device would wait for accumulation into old ones
-        self._drops_gradients = plan.offload_optimizer or (averages and job.software.zero_grad_set_to_none)
+        # with offload, so that FSDP allocates new gradients: the device would wait for accumulation into old ones
+        self._drops_gradients = plan.offload_optimizer or job.software.zero_grad_set_to_none
         for parameter in [] if self._drops_gradients else parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self._groups = ShardGroups.of(job, self.stages.values(), dims)
@@ -223,7 +223,7 @@ class Trainer:
             self._leave_ddp(step)
 
     def _leave_ddp(self, step: int) -> None:
-        """After the first steps of post-local SGD nothing reduces gradients, and they persist as in other plans."""
+        """After the first steps of post-local SGD nothing reduces gradients."""
         engine, replication = self._engine, self._job.plan.replication
         assert replication is not None
         if step < replication.start_step or not isinstance(engine, LoopEngine):
@@ -231,10 +231,6 @@ class Trainer:
         if not isinstance(engine.module, DistributedDataParallel) or self._job.plan.num_averaging > 1:
             return
         self._engine = replace(engine, module=engine.module.module)
-        self._drops_gradients = False
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     @property
     def meeting(self) -> Meeting | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
 from simplan.cluster.topology import hashed
-from simplan.cost.model import Provenance
+from simplan.cost.model import Limit, Provenance
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.model.families import FAMILIES
@@ -19,6 +19,8 @@ from simplan.rules.collectives import unused_collectives
 from simplan.software.software import SoftwareSpec
 from simplan.units import GIB, counted, format_bytes, format_percent
 
+_NOTEWORTHY = 0.01
+"""Fraction of computing above which waiting for the host is mentioned."""
 _LARGE_BUFFERS = 0.1
 """Fraction of the peak memory above which communication buffers are explained."""
 
@@ -98,6 +100,18 @@ def _of_plan(job: Job) -> Iterator[str]:
         yield "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
 
 
+def _host_share(program_costs: ProgramCosts) -> float:
+    """Fraction of the time of layers in which the device waits for the host; 0 if the host was timed."""
+    waiting = total = 0.0
+    for term in program_costs.terms:
+        estimate = term.cost_estimate
+        if estimate.provenance is Provenance.CALIBRATED or term.kind is SpanKind.HOST:
+            continue
+        total += term.count * estimate.seconds
+        waiting += term.count * sum(part.seconds for part in estimate.parts if part.limit is Limit.HOST)
+    return waiting / total if total else 0.0
+
+
 def _of_costs(job: Job, program_costs: ProgramCosts) -> Iterator[str]:
     """Sentences on the sources of cost estimates."""
     cluster, software = job.cluster, job.software
@@ -116,6 +130,11 @@ def _of_costs(job: Job, program_costs: ProgramCosts) -> Iterator[str]:
     if Provenance.EXTRAPOLATED in provenances:
         names = sorted({t.name for t in program_costs.terms if t.cost_estimate.provenance is Provenance.EXTRAPOLATED})
         yield f"outside of what was calibrated: {', '.join(names)}"
+    if (share := _host_share(program_costs)) > _NOTEWORTHY:
+        yield (
+            f"{format_percent(share)} of computing is waiting for the host, whose speed is assumed and differs by "
+            "several times between machines: `simplan calibrate` on one device measures it"
+        )
 
 
 def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iterator[str]:

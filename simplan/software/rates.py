@@ -71,6 +71,7 @@ class KernelRates(Spec):
         tail_wave_fraction: Cost of the idle part of a last wave of tiles, as a fraction of busy time. Small where tiles
             are cut to fit, or where clocks rise as SMs idle.
         attention: Efficiencies by attention kernel; a kernel that is missing does not run on the architecture.
+        fp32_attention: Efficiency of torch's memory-efficient attention in FP32 and TF32, relative to FP32 matmuls.
         low_attention: Attention rates in FP8 relative to BF16, by precision and head_dim; empty without public data on
             both.
         half_rate_keys: Average attended keys per query at which fused attention achieves half of its rate.
@@ -83,13 +84,15 @@ class KernelRates(Spec):
             of 32 bits. FP32 matmuls without tensor cores need no alignment.
         unaligned_efficiency: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of the
             rate.
-        odd_efficiency: ``unaligned_efficiency`` for an odd dimension, whose rows begin at odd elements; None for the
-            same.
+        odd_flop_per_s: FLOP/s of one SM at most in matmuls of 16 bits with an odd dimension, whose rows begin at odd
+            elements, so that they are loaded one by one: the head of GPT-2 with 50,257 tokens runs at 60 to 85 TFLOP/s
+            on 132 SMs of an H200 (scenarios/measured/h200).
         misaligned_slice_efficiency: ``unaligned_efficiency`` for operands that are slices of larger tensors (heads) and
             so begin inside of sectors. These matmuls run without tensor cores (on an A100 in FP32 at 19.5 of 271
             TFLOP/s).
         transpose_bytes_per_s: Bytes that one SM reads and writes per second while it transposes images: less than its
             part of the bandwidth of the fastest memories.
+        update_bytes_per_s: Bytes that one SM reads and writes per second in the fused step of an optimizer.
         small_tile_efficiency: Rates of matmuls with tiles of half and of a quarter of the largest, as fractions of the
             rate.
         jitter: Standard deviation of a device's compute time, relative to the mean. N devices that synchronize are as
@@ -106,8 +109,8 @@ class KernelRates(Spec):
             0.15. They also share memory and power. 0 where a network's own engines transfer bytes (TPUs).
         gemm_split_overhead_s: Seconds per tensor-parallel collective to cut a matmul into chunks that overlap it.
             Chunks are launched and wait for each other sequentially, and small chunks fill the device less.
-        host_call_s: Seconds in which the host issues one operation. Kernels that are shorter than that leave the device
-            waiting.
+        host_call_s: Seconds in which the host issues one operation; none in a CUDA graph. Kernels that are shorter than
+            that leave the device waiting. Hosts differ by several times (``KernelCost.host_call_std``).
         host_step_overhead_s: Seconds of CPU work of a trainer once per step while devices wait: next batch, reading
             loss and norms back, logging.
         host_batch_overhead_s: Seconds of CPU work before a forward where the framework waits for it
@@ -130,6 +133,9 @@ class KernelRates(Spec):
     half_rate_k: NonNegative = 80.0
     tail_wave_fraction: _Part = 0.5
     attention: dict[AttentionKernel, AttentionEfficiency] = Field(default_factory=dict)
+    fp32_attention: AttentionEfficiency = AttentionEfficiency(
+        forward=0.83, backward=0.66, half_rate_keys=100, head_dim_64_efficiency=0.9, sustained=1
+    )
     low_attention: dict[Literal["fp8", "mxfp8"], dict[int, LowAttention]] = Field(default_factory=dict)
     half_rate_keys: NonNegative = 250.0
     head_dim_64_efficiency: _Part = 0.88
@@ -138,9 +144,10 @@ class KernelRates(Spec):
     rowwise_efficiency: _Part = 0.75
     aligned: Count = 8
     unaligned_efficiency: _Part = 0.55
-    odd_efficiency: _Part | None = None
+    odd_flop_per_s: Positive = 0.6e12
     misaligned_slice_efficiency: _Part = 0.08
     transpose_bytes_per_s: Positive = 10e9
+    update_bytes_per_s: Positive = 20e9
     small_tile_efficiency: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
     kernel_overhead_s: NonNegative = 10e-6

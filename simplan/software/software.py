@@ -161,7 +161,12 @@ class StateBytes(Spec):
         if not self.matmul_gradient:
             return 0
         widened = self.matmul_gradient + int(self.gradient) if self.matmul_gradient != self.gradient else 0
-        return widened + 3 * int(self.gradient)
+        return widened + self.added_bytes
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes read and written to add a gradient to another."""
+        return 3 * int(self.gradient)
 
     @property
     def accumulated(self) -> int:
@@ -377,9 +382,9 @@ class SoftwareSpec(Spec):
     zero_grad_set_to_none: bool = Field(
         True,
         description=(
-            "Under DDP of runtime torch, gradients are freed after the update (torch's default), and exist from "
-            "the first backward on. Those accumulated without a reduction are then outside of the buckets. Else "
-            "gradients are zeroed in place. Without DDP, gradients count for the whole step."
+            "Gradients are freed after the update (torch's default), and exist from the first backward on, or under "
+            "FSDP from the first reduction on. Those that DDP accumulates without a reduction are then outside of "
+            "its buckets. Else gradients are zeroed in place, and count for the whole step. Of runtime torch."
         ),
     )
     waits_for_gradients: Literal["backward", "step"] = "backward"
@@ -503,8 +508,8 @@ class SoftwareSpec(Spec):
         return self.runtime == "torch" and not self.gradient_as_bucket_view
 
     @property
-    def ddp_drops_gradients(self) -> bool:
-        """True if gradients under DDP exist only from the first backward of a step to its update."""
+    def drops_gradients(self) -> bool:
+        """True if gradients exist only from the first backward of a step to its update."""
         return self.runtime == "torch" and self.zero_grad_set_to_none
 
     @property

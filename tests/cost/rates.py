@@ -19,7 +19,8 @@ from simplan.training import TrainingSpec
 
 PLAIN = KernelRates(
     kernel_overhead_s=0.0, tile_overhead_s=0.0, gemm_split_overhead_s=0.0, half_rate_k=0.0, tail_wave_fraction=1.0,
-    unaligned_efficiency=1.0, misaligned_slice_efficiency=1.0, small_tile_efficiency=(1.0, 1.0), stream_overlap=1.0,
+    unaligned_efficiency=1.0, odd_flop_per_s=1e18, misaligned_slice_efficiency=1.0, small_tile_efficiency=(1.0, 1.0),
+    stream_overlap=1.0,
     half_rate_keys=0.0, head_dim_64_efficiency=1.0, softmax_traffic_factor=1.0, moe_std=0.0,
 )  # fmt: skip
 """Of kernels that have no overhead."""

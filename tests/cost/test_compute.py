@@ -221,6 +221,47 @@ def test_gradients_are_added_to_those_that_are_held_in_a_kernel_of_its_own() -> 
     assert added_s == pytest.approx(18 * 4096 * 8192 / 1e12)
 
 
+def test_gradients_that_were_freed_are_neither_added_to_nor_zeroed() -> None:
+    """Under autocast: the first of four microbatches casts 2 + 4 bytes; AdamW moves 28 bytes in place of 32."""
+    keeping = catalog.software("torch").with_changes(zero_grad_set_to_none=False)
+    for software, added, moved in ((catalog.software("torch"), 6 + 12 * 3 / 4, 28), (keeping, 6 + 12, 32)):
+        cost = cost_of("a100-sxm-80gb", software=software, num_devices=1, num_microbatches=4)
+        assert cost.accumulation_bytes == added
+        update = LayerWork(LAYER, Phase.OPTIMIZER, 1, 10**9)
+        assert cost.seconds(update) == pytest.approx(moved * 1e9 / cost.matmuls.bytes_per_s)
+
+
+def test_odd_vocabularies_run_without_wide_loads() -> None:
+    """The head of GPT-2: 60 to 85 TFLOP/s on an H200 (scenarios/measured/h200). Slow devices are as for even sizes."""
+    for device, precision, least, most in (("h200-sxm", "bf16", 60e12, 85e12), ("h200-sxm", "tf32", 150e12, 400e12)):
+        matmuls = cost_of(device, precision, num_devices=1).matmuls
+        odd = Matmul(8192, 50257, 768, 1, 0)
+        assert least < odd.flops / matmuls.part("", odd).seconds < most
+    small = cost_of("rtx-3090", "fp16", num_devices=1).matmuls
+    assert small.alignment_efficiency(odd) == small.rates.unaligned_efficiency
+
+
+def test_a_fused_optimizer_moves_what_its_sms_can() -> None:
+    """268 million FP32 parameters took AdamW 2.89 ms on an H200 (scenarios/measured/h200), of 1.8 ms at 4.2 TB/s."""
+    cost = cost_of("h200-sxm", num_devices=1)
+    update = LayerWork(LAYER, Phase.OPTIMIZER, 1, 2**28)
+    assert cost.seconds(update) == pytest.approx(2.89e-3, rel=0.02)
+    assert replace(cost, optimizer="adamw_foreach").matmuls.bytes_per_s > 4e12
+
+
+@pytest.mark.parametrize(("keys", "heads", "width", "forward_s", "backward_s"), [
+    (2048, 128, 128, 3.228e-3, 10.154e-3), (512, 1024, 64, 1.223e-3, 3.124e-3),
+])  # fmt: skip
+def test_attention_in_fp32_is_as_fast_as_timed_on_an_h200(
+    keys: int, heads: int, width: int, forward_s: float, backward_s: float
+) -> None:
+    """Causal, as timed alone (scenarios/measured/h200)."""
+    rates = cost_of("h200-sxm", "fp32", num_devices=1).attention
+    kernel = Attention(heads, heads, width, keys)
+    for backward, timed_s in ((False, forward_s), (True, backward_s)):
+        assert attention_s(rates, kernel, 1, backward=backward) == pytest.approx(timed_s, rel=0.3)
+
+
 def test_every_kernel_takes_something_beyond_its_work() -> None:
     """A product and what is computed point by point; in backward the product's two and one more."""
     slow = replace(RATES, matmuls=changed(RATES.matmuls, kernel_overhead_s=1e-5))

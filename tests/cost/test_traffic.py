@@ -95,9 +95,12 @@ def test_a_layer_of_short_kernels_takes_as_long_as_the_host_issues_them() -> Non
     """Forward: two operations; backward: two matmuls and one other kernel. Long kernels hide the host."""
     bound = replace(COST, host_call_s=1e-3)
     for phase, calls in ((Phase.FORWARD, 2), (Phase.BACKWARD, 3)):
-        assert bound.seconds(LayerWork(SHORT, phase, 1, 0)) == pytest.approx(calls * 1e-3)
-        long = LayerWork(SHORT, phase, 10**12, 0)
+        short, long = LayerWork(SHORT, phase, 1, 0), LayerWork(SHORT, phase, 10**12, 0)
+        assert bound.seconds(short) == pytest.approx(calls * 1e-3)
         assert bound.seconds(long) == COST.seconds(long) > calls * 1e-3
+        # the unknown speed of the host is all that is unsure of the one, and no part of the other
+        assert bound.cost_estimate(short).relative_std == pytest.approx(bound.host_call_std, rel=0.01)
+        assert bound.cost_estimate(long).relative_std == COST.cost_estimate(long).relative_std
 
 
 RESNET = ModelSpec(family="resnet", depths=(2,), layer_type="bottleneck", image_size=32, num_classes=10)

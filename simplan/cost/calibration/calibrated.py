@@ -109,7 +109,8 @@ class CalibratedCost:
             grid = KernelGrid(timed)
             self._grid = GridCost(grid, optimizer=optimizer, accumulates=way != "cast", traffic=traffic)
             if calibration.device_kind == "gpu" and otherwise is not None and grid.has("launch"):
-                self._gpu_kernels = of_grid(otherwise.kernels, grid)
+                wide = _grid_timings(calibration, "fp32", num_ranks)
+                self._gpu_kernels = of_grid(otherwise.kernels, grid, KernelGrid(wide) if wide else None)
         self._layers: dict[tuple[str, int], LayerTiming] = {
             (timing.key, timing.microbatch_size): timing
             for timing in calibration.layers

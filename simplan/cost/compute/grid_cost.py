@@ -28,7 +28,7 @@ from simplan.cost.compute.matmul import (
     gemm_sizes,
 )
 from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
-from simplan.model.kernel import in_forward, num_chunks
+from simplan.model.kernel import PointwiseFunction, in_forward, num_chunks
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Pointwise
 from simplan.optimizers import UPDATES, UpdateName, Widths
 from simplan.program.program import LayerWork, Phase, TensorUpdates
@@ -250,9 +250,10 @@ def _grid_words(time: GridTime) -> str:
 
 
 _FP32_COPY_BYTES = 8  # read and written per element
-_HOST_CALL_LAUNCHES = 1.6
+_HOST_CALL_LAUNCHES = 2.5
 """Time in which the host issues an operation of a module under autograd, over the time of a bare launch. Chosen on runs
-of one H200 (scenarios/measured): about 2 in forward, 39 to 45 us over 21 us, and less in backward."""
+of one H200 (scenarios/measured), whose host took 39 to 45 us over 14 to 21 us."""
+_HOST_CALL_STD = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,12 +296,24 @@ def _sustained_words(groups: int, timed_s: float, efficiency: float, more_s: flo
     return f"{times}{format_time(timed_s, digits=4)} / {efficiency:.4g}{more}"
 
 
-def of_grid(kernels: KernelCost, grid: KernelGrid) -> KernelCost:
+_PASSES: Mapping[PointwiseFunction, tuple[int, int]] = {
+    "layer_norm": (2, 5), "rms_norm": (2, 5), "gelu": (2, 3), "silu_multiply": (5, 8), "rotary": (9, 9)
+}  # fmt: skip
+"""Elements that functions of the grid read and write in forward and backward, for each of their own."""
+_OF_RESIDUAL: tuple[PointwiseFunction, ...] = ("layer_norm", "rms_norm")
+"""Functions in the precision of the residual stream; others are in that of activations."""
+
+
+def of_grid(kernels: KernelCost, grid: KernelGrid, wide: KernelGrid | None = None) -> KernelCost:
     """Returns kernel costs of a GPU of the catalog with the rates of a grid.
 
     Matmuls and fused attention take the time of the grid, memory-bound kernels their bytes at the bandwidth of the
-    largest copy. Timed alone, a kernel is faster than in a step, where clocks fall with power: the catalog's factors
-    for that apply. The host issues operations as fast as launches were timed.
+    largest copy, or at that of their own function where it was timed. Timed alone, a kernel is faster than in a step,
+    where clocks fall with power: the catalog's factors for that apply. The host issues operations as fast as launches
+    were timed.
+
+    Args:
+        wide: The grid in FP32; None for none.
     """
     elements = grid.largest("copy")
     copied_bytes_per_s = _FP32_COPY_BYTES * elements / grid.time("copy", (elements,)).seconds
@@ -308,16 +321,36 @@ def of_grid(kernels: KernelCost, grid: KernelGrid) -> KernelCost:
     best = max(2 * math.prod(sizes) / seconds for sizes, seconds in grid.timings("linear"))
     rate, num_sms = best * rates.matmul_efficiency, kernels.matmuls.num_sms
     matmuls = _GridMatmuls(rate, copied_bytes_per_s, num_sms, rates, grid=grid)
-    own = kernels.attention
+    own, state = kernels.attention, kernels.state
+    paces = []
+    for function, passes in _PASSES.items():
+        is_wide = function in _OF_RESIDUAL and state.residual > state.activation
+        timed, width = (wide, state.residual) if is_wide else (grid, state.activation)
+        if timed is not None and timed.has(function):
+            paces.append((function, _pace(timed, function, passes, width, copied_bytes_per_s)))
     attention = _GridAttention(matmuls, own.flop_per_s, own.share, own.state, own.low, own.traffic, grid=grid)
     return replace(
         kernels,
         matmuls=matmuls,
         attention=attention,
+        paces=tuple(paces),
         provenance=Provenance.CALIBRATED,
         relative_std=_SYSTEMATIC_STD,
         host_call_s=_HOST_CALL_LAUNCHES * grid.time("launch", (1,)).seconds if kernels.host_call_s else 0.0,
+        host_call_std=_HOST_CALL_STD,
     )
+
+
+def _pace(
+    grid: KernelGrid, function: PointwiseFunction, passes: tuple[int, int], width: int, bytes_per_s: float
+) -> tuple[float, float]:
+    """Returns the largest time of a function in forward and backward relative to its bytes at a bandwidth."""
+    elements = grid.largest(function)
+    times = [grid.time(function, (elements,), backward=backward).seconds for backward in (False, True)]
+    forward, backward = (
+        seconds * bytes_per_s / (number * width * elements) for seconds, number in zip(times, passes, strict=True)
+    )
+    return forward, backward
 
 
 def _gradient_elements(kernel: Kernel, layer: LayerSpec) -> int:

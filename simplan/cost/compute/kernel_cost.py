@@ -67,14 +67,14 @@ def kernel_cost(
         full = _matmul_rates(
             device, full_ceiling * rates.matmul_efficiency * stack.framework_efficiency, _aligned(rates, "fp32")
         )
-    attention_kernel = rates.kernel_of(stack.attention_kernel)
     wide_attention = full is not None and base is not None and base.attention_bytes > base.compute_bytes
+    attended: Precision = "fp32" if wide_attention else precision
     return KernelCost(
         matmuls=matmuls,
         attention=AttentionRates(
             full if full is not None and wide_attention else matmuls,
-            (full_ceiling if wide_attention else ceiling) * stack.framework_efficiency,
-            _UNKNOWN_SHARE if attention_kernel is None else rates.attention[attention_kernel],
+            (_ceiling(device, "fp32")[0] if attended in ("fp32", "tf32") else ceiling) * stack.framework_efficiency,
+            _attention_share(rates, attended, stack),
             state,
             next((rate for name, rate in rates.low_attention.items() if name == low_attention(precision)), None),
             software.traffic,
@@ -91,9 +91,11 @@ def kernel_cost(
         transposed=_transposed(precision, software),
         host_call_s=rates.host_call_s if _is_launched(device, software) else 0.0,
         dtensor=software.dtensor and not software.compiled,
-        accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
+        accumulation_bytes=0 if shards_parameters else _accumulation_bytes(state, software, num_microbatches),
+        zeroes_gradients=not software.drops_gradients,
         full=full,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
+        pads=software.layers.padded_matmuls,
         joined=software.layers.fused_gemms,
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
         host_bytes_per_s=host_bytes_per_s,
@@ -106,6 +108,20 @@ def _relative_std(stack: FrameworkRates, known: Known | None) -> float:
         return stack.relative_std or 0.0
     own = known.common_std if stack.relative_std is None else stack.relative_std
     return math.hypot(own, known.std("compute"))
+
+
+def _attention_share(rates: KernelRates, precision: Precision, stack: FrameworkRates) -> AttentionEfficiency:
+    """Returns the efficiency of fused attention: FlashAttention and cuDNN's are for 16 bits."""
+    if precision in ("fp32", "tf32"):
+        return rates.fp32_attention
+    kernel = rates.kernel_of(stack.attention_kernel)
+    return _UNKNOWN_SHARE if kernel is None else rates.attention[kernel]
+
+
+def _accumulation_bytes(state: StateBytes, software: SoftwareSpec, num_microbatches: int) -> float:
+    """Returns the bytes to accumulate a gradient: where none is left from the step before, the first one stays."""
+    first = state.added_bytes / num_microbatches if software.drops_gradients else 0
+    return max(0.0, state.accumulation_bytes - first)
 
 
 def _is_launched(device: DeviceSpec, software: SoftwareSpec) -> bool:
@@ -133,7 +149,9 @@ def _kernel_set(software: SoftwareSpec) -> KernelSet:
     """Returns the kernels of memory-bound operators."""
     if software.compiled:
         return "compiled"
-    return "composed" if software.runtime == "torch" else "single"
+    if software.runtime != "torch":
+        return "single"
+    return "eager" if software.layers.fused_norms else "composed"
 
 
 def _transposed(precision: Precision, software: SoftwareSpec) -> Transposed:

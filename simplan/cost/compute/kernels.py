@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,7 +21,7 @@ from simplan.cost.compute.matmul import (
 from simplan.cost.compute.traffic import KernelSet, layer_traffic
 from simplan.cost.model import CostEstimate, CostPart, Limit, Provenance
 from simplan.model.fused_gemms import fused_gemms
-from simplan.model.kernel import Chunks, in_forward, num_chunks
+from simplan.model.kernel import Chunks, PointwiseFunction, in_forward, num_chunks
 from simplan.model.layer import (
     Attention,
     Gemm,
@@ -56,6 +57,7 @@ _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8
 _NORM_BYTES = 4
 _ACCUMULATE_BYTES = 12
+_ZEROED_BYTES = 4
 _FP32_BYTES = 4
 _HOST_STD = 1.5
 """Relative standard deviation of updates on the host: with bound threads and native kernels they reach the bandwidth of
@@ -76,13 +78,18 @@ class KernelCost:
         num_devices: Number of these devices, for formulas.
         traffic: See ``FrameworkRates``.
         kernel_set: Kernels of memory-bound operators (``simplan.cost.compute.traffic``).
+        paces: Times of eager memory-bound functions in forward and backward, relative to their bytes at the bandwidth.
         winograd: Convolutions of 3 x 3 with stride 1 run as Winograd's algorithm (FP32).
         transposed: Convolutions whose operands and results are transposed, since they are stored channels first.
         host_call_s: See ``KernelRates``; 0 where the host launches no single kernels.
+        host_call_std: Relative standard deviation of ``host_call_s``.
         dtensor: Tensor-parallel ranks hold DTensors; see ``SoftwareSpec``.
-        accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
+        accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it, mean over
+            microbatches.
+        zeroes_gradients: The optimizer step ends with zeroed gradients; else they are freed.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
         full: Rates of FP32 matmuls of a run in fewer bits; None for none.
+        pads: True if operands of matmuls are padded to aligned sizes.
         joined: True if matrices with the same input are fused; see ``LayerImplementation.fused_gemms``.
         weight_casts: Fraction of the microbatches in which weights of low-precision linear layers are cast.
         host_bytes_per_s: See ``host_memory_rate``; None for none.
@@ -98,13 +105,17 @@ class KernelCost:
     num_devices: int = 1
     traffic: float = 1.0
     kernel_set: KernelSet = "single"
+    paces: tuple[tuple[PointwiseFunction, tuple[float, float]], ...] = ()
     winograd: bool = False
     transposed: Transposed = "none"
     host_call_s: float = 0.0
+    host_call_std: float = 0.5
     dtensor: bool = False
-    accumulation_bytes: int = 0
+    accumulation_bytes: float = 0
+    zeroes_gradients: bool = True
     low: MatmulRates | None = None
     full: MatmulRates | None = None
+    pads: bool = False
     joined: bool = False
     weight_casts: float = 1.0
     host_bytes_per_s: float | None = None
@@ -120,7 +131,7 @@ class KernelCost:
             return self._tensor_updates(work.updates)
         if width := self._streamed_bytes(work.phase):
             host_rate = self.host_bytes_per_s if work.on_host else None
-            rate, parameters = host_rate or self.matmuls.bytes_per_s, work.num_parameters
+            rate, parameters = host_rate or self._streaming_rate(work.phase), work.num_parameters
             limit = Limit.MEMORY if host_rate is None else Limit.HOST
             streamed = CostPart(
                 str(work.phase), width * parameters / rate, limit, _parameters_words, (width, parameters, rate)
@@ -137,7 +148,16 @@ class KernelCost:
             total_s = sum([part.seconds for part in parts])
             own_s = [part.seconds * max(relative_std, _std_of(part.name, unfitted)) for part in parts]
             relative_std = sum(own_s) / total_s if total_s else relative_std
-        return CostEstimate(tuple(parts), self.provenance, relative_std)
+        return CostEstimate(tuple(parts), self.provenance, self._with_host(relative_std, parts, work))
+
+    def _with_host(self, relative_std: float, parts: Iterable[CostPart], work: LayerWork) -> float:
+        """Returns the relative standard deviation of parts, to which a faster or slower host contributes."""
+        if not self.host_call_s:
+            return relative_std
+        device_s = sum([part.seconds for part in parts if part.limit is not Limit.HOST])
+        host_s = self.host_calls(work) * self.host_call_s
+        low_s, high_s = (max(device_s, host_s * (1 + sign * self.host_call_std)) for sign in (-1, 1))
+        return math.hypot(relative_std * device_s, (high_s - low_s) / 2) / max(device_s, host_s) if high_s else 0.0
 
     def _tensor_updates(self, updates: TensorUpdates) -> CostEstimate:
         """Returns an update from tensor to tensor: streamed bytes, matmuls, and the host's part.
@@ -218,7 +238,7 @@ class KernelCost:
     def _memory_bound(self, work: LayerWork) -> dict[str, tuple[float, int]]:
         """Returns memory-bound kernels, casts and sums of bias gradients; see ``_memory_bound``."""
         widths = self.state.activation, self.state.residual
-        return _memory_bound(work, widths, self.kernel_set)
+        return _memory_bound(work, widths, self.kernel_set, self.paces)
 
     def _calls_of(self, kernel: Kernel, b: int, phase: Phase) -> int:
         """Returns the operations that the host issues for a matmul, attention or lookup."""
@@ -256,6 +276,13 @@ class KernelCost:
             yield from rates.parts(kernel, work.microbatch_size, work.phase)
             yield from self._weights(kernel, work.microbatch_size, work.phase)
 
+    def _streaming_rate(self, phase: Phase) -> float:
+        """Returns the bytes per second of a phase over parameters."""
+        rates, is_fused = self.matmuls, not self.optimizer.endswith("_foreach")
+        if phase is not Phase.OPTIMIZER or rates.num_sms is None or not is_fused:
+            return rates.bytes_per_s
+        return min(rates.bytes_per_s, rates.num_sms * rates.rates.update_bytes_per_s)
+
     def _streamed_bytes(self, phase: Phase) -> float:
         """Returns the bytes read and written per parameter; 0 for phases that run kernels."""
         match phase:
@@ -269,7 +296,8 @@ class KernelCost:
                 facts, fraction = UPDATES[self.optimizer], self.state.update_fraction
                 if facts.by_tensor:
                     return facts.update_bytes(fraction, self.state.widths())
-                return int(facts.streamed_bytes * fraction) - self.state.saved_update_bytes
+                freed = 0 if self.zeroes_gradients else _ZEROED_BYTES
+                return int((facts.streamed_bytes - freed) * fraction) - self.state.saved_update_bytes
             case Phase.NORM:
                 return int(_NORM_BYTES * self.state.update_fraction)
             case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:
@@ -319,7 +347,8 @@ class KernelCost:
 
     def _weights(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
         """Yields weight copies before matmuls, and gradient accumulation after them."""
-        copied, added, num = 0, 0, num_chunks(kernel, b)
+        copied, num = 0, num_chunks(kernel, b)
+        added: float = 0
         # autocast keeps the copy of a parameter, but not those that the function of a recomputed chunk makes
         apart = kernel.chunks is not None and not kernel.chunks.in_forward
         stored = self._stored_bytes(kernel)
@@ -350,7 +379,7 @@ class KernelCost:
         rows = b / num_chunks(kernel, b)
         elements = rows * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self._operand_bytes(kernel)
-        operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
+        operands: Literal["whole", "padded"] = "padded" if kernel.image_elements or self.pads else "whole"
         sizes = gemm_sizes(kernel, b, phase)
         speeds = {name: _WINOGRAD if self.winograd and _fits_winograd(kernel, name) else 1.0 for name in sizes}
         return {
@@ -381,17 +410,22 @@ def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
     return not is_weight_gradient and kernel.image_elements > 0 and kernel.k * kernel.m == 9 * kernel.image_elements
 
 
-def _memory_bound(work: LayerWork, widths: tuple[int, int], kernel_set: KernelSet) -> dict[str, tuple[float, int]]:
+def _memory_bound(
+    work: LayerWork,
+    widths: tuple[int, int],
+    kernel_set: KernelSet,
+    paces: tuple[tuple[PointwiseFunction, tuple[float, float]], ...],
+) -> dict[str, tuple[float, int]]:
     """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase, by name."""
     layer, phase, kernels = work.layer, work.phase, work.kernels
     b = 1 if layer.loss_chunks is None else work.microbatch_size  # on which the number of chunks depends
-    key = ("memory bound", phase, kernels, widths, kernel_set, b)
+    key = ("memory bound", phase, kernels, widths, kernel_set, paces, b)
     if key in layer.derived:
         known: dict[str, tuple[float, int]] = layer.derived[key]
         return known
     backward, weights = phase in ACTIVATION_GRADIENTS, phase in WEIGHT_GRADIENTS
     found: dict[str, tuple[float, int]] = {}
-    traffic = layer_traffic(layer, *widths, kernel_set)
+    traffic, slower = layer_traffic(layer, *widths, kernel_set), {} if kernel_set == "compiled" else dict(paces)
     for index in running_indices(LayerWork(layer, phase, 1, 0, kernels)):
         own, times = traffic[index], num_chunks(layer.kernels[index], b)
         num_bytes = own.backward_bytes if backward else own.forward_bytes
@@ -403,7 +437,7 @@ def _memory_bound(work: LayerWork, widths: tuple[int, int], kernel_set: KernelSe
             kernel = layer.kernels[index]
             name = kernel.name if isinstance(kernel, Pointwise) else f"{kernel.name}: casts, copies and biases"
             if isinstance(kernel, Pointwise):
-                num_bytes *= kernel.passes
+                num_bytes *= kernel.passes * slower.get(kernel.like, (1.0, 1.0))[backward]
             before = found.get(name, (0.0, 0))
             found[name] = before[0] + num_bytes, before[1] + launches
     layer.derived[key] = found

@@ -156,8 +156,9 @@ class MatmulRates:
             return 1.0
         if matmul.operands == "slices":
             return rates.misaligned_slice_efficiency
-        if rates.odd_efficiency is not None and any(size % 2 for size in sizes):
-            return rates.odd_efficiency
+        is_odd = any(size % max(1, rates.aligned // 4) for size in sizes)  # of 16 bits; wider ones begin at 4 bytes
+        if is_odd and self.num_sms is not None:
+            return min(rates.unaligned_efficiency, self.num_sms * rates.odd_flop_per_s / self.flop_per_s)
         return rates.unaligned_efficiency
 
     def _tiled_s(

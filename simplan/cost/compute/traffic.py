@@ -16,18 +16,23 @@ from simplan.model.layer import LayerSpec, Operator
 from simplan.model.operator import saved_by
 
 _BACKWARD_PASSES = 2  # of forward's bytes, for kernels that stand for several
-_COMPOSED_BYTES = (4, 28)
+_NORM_BYTES = (4, 28)
 """Bytes per element of a norm of single operations: 4 per byte of the element, and 28 in FP32. These are an upcast,
 square, mean, scale, downcast and weights (torch 2.6, torch.nn.functional.rms_norm). Backward is twice that."""
-_COMPOSED_LAUNCHES = (6, 16)
+_NORM_LAUNCHES = (6, 16)
+_ROTARY_PASSES = (2.5, 3.25)
+"""Bytes of a rotation of single operations, in forward and backward, relative to two kernels that read and write
+everything: one half negated, both joined, two products and their sum (rotate_half of transformers)."""
+_ROTARY_LAUNCHES = (10, 12)
+"""Kernels of a rotation of queries and keys."""
 _LOSS_PASSES = 2
 """Passes over the logits of a compiled loss: maximum and sum in forward; logits read and gradients written in
 backward."""
 
 
-KernelSet = Literal["single", "composed", "compiled"]
-"""Kernels of memory-bound operators: ``single``, one for each; ``composed``, several for norms that have none; or
-``compiled``, one for each group between GEMMs."""
+KernelSet = Literal["single", "eager", "composed", "compiled"]
+"""Kernels of memory-bound operators: ``single``, one for each; ``eager``, several for rotations, of which torch has no
+kernel; ``composed``, several for RMSNorms as well; or ``compiled``, one for each group between GEMMs."""
 
 
 class KernelTraffic(NamedTuple):
@@ -130,9 +135,8 @@ def _eager(layer: LayerSpec, widths: _Widths, kernels: KernelSet) -> Iterator[tu
             num_bytes = kernel.reads * widths.mean(operator.reads) + kernel.writes * widths.mean(
                 tensor.name for tensor in operator.makes[:1]
             )
-            if operator.composed and kernels == "composed":
-                num_bytes = kernel.writes * (_COMPOSED_BYTES[0] * widths.mean(operator.reads) + _COMPOSED_BYTES[1])
-                yield place, KernelTraffic(num_bytes, _BACKWARD_PASSES * num_bytes, 0.0, *_COMPOSED_LAUNCHES)
+            if (composed := _composed(operator, kernel, num_bytes, widths, kernels)) is not None:
+                yield place, composed
                 continue
             if in_forward(kernel):
                 num_bytes += _forward_gradient_bytes(operator, num_bytes, widths)
@@ -169,6 +173,19 @@ def _joins(layer: LayerSpec, widths: _Widths, *, within_kernels: bool) -> Iterat
             if name in layer.needed and name not in joined:
                 joined.add(name)
                 yield place, 2 * widths.of(name)
+
+
+def _composed(
+    operator: Operator, kernel: Pointwise, num_bytes: float, widths: _Widths, kernels: KernelSet
+) -> KernelTraffic | None:
+    """Returns the traffic of an operator of several kernels, with ``num_bytes`` as one; None for an operator of one."""
+    if operator.composed and kernels == "composed":
+        num_bytes = kernel.writes * (_NORM_BYTES[0] * widths.mean(operator.reads) + _NORM_BYTES[1])
+        return KernelTraffic(num_bytes, _BACKWARD_PASSES * num_bytes, 0.0, *_NORM_LAUNCHES)
+    if kernel.like == "rotary" and kernels in ("eager", "composed"):
+        forward_bytes, backward_bytes = (passes * num_bytes for passes in _ROTARY_PASSES)
+        return KernelTraffic(forward_bytes, backward_bytes, 0.0, *_ROTARY_LAUNCHES)
+    return None
 
 
 def _gradient_bytes(layer: LayerSpec, operator: Operator, widths: _Widths) -> int:

@@ -66,6 +66,8 @@ class LayerImplementation(Spec):
             unfused attention, on its weights. Masks of one byte per element are saved. A fused kernel samples them
             again.
         fused_gemms: Matrices with one input are fused (QKV, gate-up).
+        fused_norms: An RMSNorm is one kernel, as a LayerNorm is; else it is a sequence of single operations, unless
+            blocks are compiled. On CPUs it is a sequence in any case.
         fused_gates: The activation of a gated MLP and its multiplication by the other half are one function, which
             saves its inputs.
         loss: Tensors that the cross-entropy saves. ``log_probabilities``: FP32 logarithms of probabilities, in addition
@@ -104,6 +106,8 @@ class LayerImplementation(Spec):
             middle of a block from the branch that is added, if the branch is narrower. Inputs of matmuls with weights
             are saved, as backward would have to write them to memory anyway (the partitioner of torch 2.13,
             torch/_functorch/config.py: ban_recompute_materialized_backward).
+        padded_matmuls: Operands of matmuls are padded to aligned sizes, as torch.compile of a whole model does from
+            torch 2.1 on (torch/_inductor/config.py: shape_padding); compiled blocks leave the head as it is.
         compiled_in_parts: Compiled blocks with collectives are several graphs, between which recomputation is eager
             (simplan's executor); else one (torchtitan: fullgraph=True). Set from the profile.
         holds_logits: The training loop holds the model's output, with its logits, until backward is done
@@ -125,6 +129,7 @@ class LayerImplementation(Spec):
     fused_softmax: bool = True
     dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
     fused_gemms: bool = False
+    fused_norms: bool = True
     fused_gates: bool = False
     loss: Loss = "log_probabilities"
     compiled_loss: Loss | None = None
@@ -143,6 +148,7 @@ class LayerImplementation(Spec):
     eight_bit_gate_inputs: bool = Field(default=False, exclude=True)
     regathers_tokens: bool = False
     compiled: bool = False
+    padded_matmuls: bool = False
     compiled_in_parts: bool = Field(default=False, exclude=True)
     holds_logits: bool = False
     full_recompute_pass: bool = False

@@ -52,7 +52,7 @@ class FsdpHooks(Hooks):
         "last_reduction",
         "_last_copy",
     )
-    STAGE_STATE: ClassVar = ("gathering", "_gathered", "_accumulated", "_narrow", "_on_host")
+    STAGE_STATE: ClassVar = ("gathering", "_gathered", "_accumulated", "_narrow", "_reduced")
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int, *, host_waits: bool) -> None:
         super().__init__(stages, writer, level)
@@ -66,6 +66,7 @@ class FsdpHooks(Hooks):
         self._replicate_group = () if apart else stages.mapping.group("replicate", writer.rank)
         self.num_shards = len(self.shard_group)
         self._casts = state.gathered != state.parameter
+        self._drops = plan.offload_optimizer or stages.software.drops_gradients
         self._copies_to_host = plan.offload_optimizer and not host_waits
         self.units: dict[int, tuple[Unit, ...]] = {
             stage: stages.units[stage] if level == 2 else merged_units(stages.units[stage])
@@ -79,7 +80,7 @@ class FsdpHooks(Hooks):
         self._gathered: set[int] = set()
         self._accumulated: set[int] = set()  # units whose unsharded gradients are held
         self._narrow: set[int] = set()  # units with gradients not yet added to the accumulated ones
-        self._on_host: set[int] = set()  # units whose reduced gradients are there
+        self._reduced: set[int] = set()  # units whose reduced gradients are held, if those are freed after the update
         self._copied: list[int] = []  # the last two copies out of all-gather buffers
         self._forward_buffer_bytes = 0  # of the last all-gather in forward, freed with the next
         self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
@@ -307,6 +308,16 @@ class FsdpHooks(Hooks):
         """Returns the ranks over which a unit is sharded."""
         return self._expert_group if unit.experts else self.shard_group
 
+    def _gradient_bytes(self, unit: Unit) -> int:
+        """Returns the bytes of a unit's reduced gradients."""
+        return unit.trained_padded * self.stages.state.gradient // len(self._group(unit))
+
+    def dropped_gradients(self) -> int:
+        """Returns bytes of reduced gradients on the device that are freed after the update."""
+        if not self._drops or self.stages.plan.offload_optimizer:
+            return 0
+        return sum(self._gradient_bytes(unit) for units in self.units.values() for unit in units)
+
     def _widen(self, action: Action, indices: list[int]) -> None:
         """Adds gradients in the dtype of the weights to the accumulated gradients, and frees them."""
         if not indices:
@@ -356,9 +367,12 @@ class FsdpHooks(Hooks):
             action, self.name(action, index, "copy"), self._copy(action, index, Phase.REDUCE_COPY), memory
         )
         replicated = len(self._replicate_group) > 1
-        is_first = self.stages.plan.offload_optimizer and index not in self._on_host
-        self._on_host |= {index} if is_first else set()
-        stays = is_first and not self._copies_to_host  # the output is the gradient
+        is_first = self._drops and index not in self._reduced
+        self._reduced |= {index} if is_first else set()
+        stays = is_first and not self._copies_to_host  # the output is the gradient, or is cast to it
+        gradient_bytes = self._gradient_bytes(unit)
+        cast_bytes = gradient_bytes if state.reduced != state.gradient else 0
+        category = _HOST if self.stages.plan.offload_optimizer else _GRADIENTS
         held_until_end = output_bytes if replicated and not stays else 0
         copy_bytes = self._copied_by_gloo(input_bytes)
         reduction = self.writer.collective(
@@ -369,7 +383,7 @@ class FsdpHooks(Hooks):
             (copied, None if replicated else self._last_copy),  # copies to the host follow the last collective
             [
                 MemoryEffect(_BUFFERS, output_bytes + copy_bytes, held_until_end),
-                *([MemoryEffect(_HOST, 0, output_bytes)] if stays else []),
+                *([MemoryEffect(category, cast_bytes, gradient_bytes)] if stays else []),
             ],
         )
         self._last_scatter = reduction
@@ -390,9 +404,8 @@ class FsdpHooks(Hooks):
 
     def _send_home(self, action: Action, index: int, reduction: int, *, is_first: bool) -> int:
         """Copies a unit's reduced gradients to the host, which adds them to those present; returns the copy's index."""
-        unit, state = self.units[action.stage][index], self.stages.state
-        num_shards = len(self._group(unit))
-        num_bytes = unit.trained_padded * state.gradient // num_shards
+        unit = self.units[action.stage][index]
+        num_shards, num_bytes = len(self._group(unit)), self._gradient_bytes(unit)
         memory = [MemoryEffect(_HOST, num_bytes, num_bytes if is_first else 0)]
         name = self.name(action, index, "offload")
         copy = self.writer.host_copy(action, name, num_bytes, (reduction,), memory, to_host=True)

@@ -31,7 +31,9 @@ _BYTES_PER_ELEMENT = 4  # that a division of gradients reads, and writes
 
 
 class Hooks:
-    """Base hooks, without data parallelism: calls made around layers and actions, all without effect.
+    """Base hooks, without data parallelism: calls made around layers and actions.
+
+    Gradients that torch frees after every update are held from the first backward of their layer on.
 
     Attributes:
         is_first_forward: True if the action being lowered is the first forward of its stage.
@@ -39,19 +41,23 @@ class Hooks:
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
-    STAGE_STATE: ClassVar[tuple[str, ...]] = ()
+    STAGE_STATE: ClassVar[tuple[str, ...]] = ("_made",)
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
         self.stages, self.writer, self.level = stages, writer, level
         self.is_first_forward = self.is_last_backward = False
+        self._drops = stages.software.drops_gradients
+        self._made: set[int] = set()  # layers of the stage with gradients
 
     def expands(self, action: Action) -> bool:
         """Returns True if the action must be lowered layer by layer, because hooks act between layers."""
-        del action
-        return False
+        is_first_backward = len(self._made) < len(self.stages.layers[action.stage])
+        return self._drops and action.kind is not ActionKind.FORWARD and is_first_backward
 
     def before_forward(self, action: Action, part: range) -> None:
         """Runs before the forward of some layers."""
+        if self._drops and self.makes_gradients(action.stage, part[-1]):
+            self._hold_gradients(action, part[-1:])
 
     def after_forward(self, action: Action, part: range) -> None:
         """Runs after the forward of some layers."""
@@ -71,6 +77,20 @@ class Hooks:
 
     def after_backward(self, action: Action, part: range, phase: Phase) -> None:
         """Runs after the backward of some layers, full or split."""
+        if self._drops and phase is not Phase.BACKWARD_INPUT:
+            self._hold_gradients(action, part)
+
+    def _hold_gradients(self, action: Action, part: range) -> None:
+        """Holds new gradients of some layers."""
+        new = {*part} - self._made
+        self._made |= new
+        self._change_gradients(action, sum(self.stages.trained[action.stage][layer] for layer in new))
+
+    def _change_gradients(self, action: Action, elements: int) -> None:
+        """Holds more gradients, or frees some, between two layers."""
+        if elements:
+            change = elements * self.stages.state.gradient
+            self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, change, change)])
 
     def end_of_backward(self, action: Action) -> None:
         """Runs at the end of a backward action."""
@@ -86,7 +106,13 @@ class Hooks:
 
     def dropped_gradients(self) -> int:
         """Returns bytes of gradients that are freed after the update."""
-        return 0
+        stages = self.stages
+        mine = stages.stages_of(stages.mapping.place(self.writer.rank).pp) if self._drops else ()
+        return sum(map(self._dropped_elements, mine)) * stages.state.gradient
+
+    def _dropped_elements(self, stage: int) -> int:
+        """Returns the elements of gradients of a stage that are freed after the update."""
+        return sum(self.stages.trained[stage])
 
     def persistent_bytes(self) -> int:
         """Returns bytes of buffers of the hooks that live between steps, gradients excluded."""
@@ -106,8 +132,8 @@ class DdpHooks(Hooks):
     ended their backward. Each of these has buffers for a part that it receives, and for a part that it sends to late
     replicas.
 
-    Buckets are made once. Gradients that torch frees after every update are held from the first backward of their layer
-    on. They stay until the update, or until they become views of the buckets in the reduction.
+    Buckets are made once. Gradients outside of them stay until the update, or until they become views of the buckets in
+    the reduction.
     """
 
     STATE: ClassVar = ("_reducing", "_ended")
@@ -135,16 +161,12 @@ class DdpHooks(Hooks):
         self._gathering: dict[int, int] = {}  # by layer of the stage, the all-gather that it waits for
         self._ended: dict[int, int | None] = {}
         self._broadcasts = software.runtime == "torch" and software.broadcast_buffers and plan.pp == 1
-        self._drops, self._copies = software.ddp_drops_gradients, software.ddp_copies_gradients
-        self._made: set[int] = set()  # layers of the stage with gradients
+        self._copies = software.ddp_copies_gradients
         self._outside: set[int] = set()  # of these, layers with gradients outside of the buckets
 
     def expands(self, action: Action) -> bool:
         """Returns True where buckets are reduced, or all-gathered, or gradients allocated, between layers."""
-        if self._reduces or (self._gathers and self.is_first_forward):
-            return True
-        is_first_backward = len(self._made) < len(self.stages.layers[action.stage])
-        return self._drops and action.kind is not ActionKind.FORWARD and is_first_backward
+        return self._reduces or (self._gathers and self.is_first_forward) or super().expands(action)
 
     def before_forward(self, action: Action, part: range) -> None:
         """Broadcasts buffers; all-gathers the parameters updated by the previous step, the first layer's first."""
@@ -154,8 +176,7 @@ class DdpHooks(Hooks):
             and (self.is_first_forward or self.stages.plan.reduces_every_microbatch)
         ):
             self._broadcast_buffers(action)
-        if self._drops and self.makes_gradients(action.stage, part[-1]):
-            self._hold_gradients(action, part[-1:])
+        super().before_forward(action, part)
         if not (self._gathers and self.is_first_forward):
             return
         if part.start == 0:
@@ -206,11 +227,8 @@ class DdpHooks(Hooks):
 
     def after_backward(self, action: Action, part: range, phase: Phase) -> None:
         """Records when gradients that this backward reduces are complete."""
-        if phase is Phase.BACKWARD_INPUT:
-            return
-        if self._drops:
-            self._hold_gradients(action, part)
-        if self._reduces:
+        super().after_backward(action, part, phase)
+        if self._reduces and phase is not Phase.BACKWARD_INPUT:
             self._ended.update(dict.fromkeys(part, self.writer.last_compute))
 
     def _hold_gradients(self, action: Action, part: range) -> None:
@@ -223,16 +241,11 @@ class DdpHooks(Hooks):
         held -= sum(stage[layer] - experts[layer] for layer in self._outside.intersection(part) - outside)
         self._made |= new
         self._outside = (self._outside - {*part}) | outside
-        if held:
-            change = held * self.stages.state.gradient
-            self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, change, change)])
+        self._change_gradients(action, held)
 
-    def dropped_gradients(self) -> int:
-        """Returns bytes of gradients outside of the buckets, which are freed after the update."""
-        stages = self.stages
-        mine = stages.stages_of(stages.mapping.place(self.writer.rank).pp) if self._drops else ()
-        numbers = stages.trained if self._copies else stages.experts  # others are views of the buckets by then
-        return sum(sum(numbers[stage]) for stage in mine) * stages.state.gradient
+    def _dropped_elements(self, stage: int) -> int:
+        """Returns the elements of gradients outside of the buckets: others are views of the buckets by then."""
+        return sum((self.stages.trained if self._copies else self.stages.experts)[stage])
 
     def end_of_backward(self, action: Action) -> None:
         """Reduces the stage's gradients, each bucket once its gradients are complete, and usually waits for them."""

@@ -178,7 +178,7 @@ class Lowerer:
         leaders = {leader.rank: leader for leader in leader_of.values()}
         software, how = stages.software, self._how
         # old buckets live while new ones are made only if gradients are views of them
-        keeps_old = software.runtime == "torch" and not (software.ddp_copies_gradients or software.ddp_drops_gradients)
+        keeps_old = software.runtime == "torch" and not (software.ddp_copies_gradients or software.drops_gradients)
         compression = stages.plan.compression
         if compression is not None and compression.depends_on_buckets:  # made before there are states and errors
             keeps_old = False
@@ -412,10 +412,10 @@ class _RankLowering:
                 optimizer_bytes, joined_bytes = 0, _OUTER_BYTES * trained
         outer_on_host = replication is not None and replication.outer.on_host
         offloads = stages.plan.offload_optimizer  # gradients are there from the first reduction to the update only
-        reduces = isinstance(self.hooks, DdpHooks)
-        drops, copies = reduces and software.ddp_drops_gradients, reduces and software.ddp_copies_gradients
+        drops = software.drops_gradients
         gradient_bytes = 0 if offloads or drops else trained * (state.gradient + state.unaccumulated)
-        buffer_bytes = self.bucket_bytes() if drops or copies else 0  # else the buckets are the gradients
+        # else the buckets are the gradients
+        buffer_bytes = self.bucket_bytes() if drops or software.ddp_copies_gradients else 0
         buffer_bytes += self.hooks.persistent_bytes() + joined_bytes
         return {
             MemoryCategory.HOST: (parameter_bytes + optimizer_bytes if offloads else 0)

@@ -182,24 +182,24 @@ class MemoryBound:
         optimizer_bytes = state.optimizer_bytes(self._job.training.optimizer)
         if OPTIMIZERS[self._job.training.optimizer].is_paged:  # states leave a device that is full
             optimizer_bytes = int(state.master)
-        weight_bytes = state.parameter + state.gradient + state.unaccumulated
-        software, expert_bytes = self._job.software, np.full((1, 1), weight_bytes)
+        software = self._job.software
+        weight_bytes = state.parameter + (0 if software.drops_gradients else state.gradient + state.unaccumulated)
+        expert_bytes = np.full((1, 1), weight_bytes)
         held = trained * (
             weight_bytes / divided(sharded, rows.num_shards) + optimizer_bytes / divided(shares_states, rows.num_shards)
         )
-        if software.ddp_drops_gradients:  # of experts, which have no buckets, none are held all the time
-            expert_bytes = state.parameter + np.where(sharded, weight_bytes - state.parameter, 0)[:, None]
-        elif software.ddp_copies_gradients:
+        if software.drops_gradients or software.ddp_copies_gradients:  # DDP's buckets
             held += trained * state.gradient * _uses_ddp(rows)[:, None]
         held += experts * (
-            expert_bytes / divided(sharded, expert_shards) + optimizer_bytes / divided(shares_states, expert_shards)
+            weight_bytes / divided(sharded, expert_shards) + optimizer_bytes / divided(shares_states, expert_shards)
         )
         return np.asarray(held + frozen * state.frozen / divided(sharded, rows.num_shards))
 
     def _update_bytes(self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats) -> Floats:
         """``(rows, ranks)`` Bytes of the update, from element counts.
 
-        These are gradients outside of DDP's buckets, upcast gradients, and the optimizer's temporaries.
+        These are gradients that are freed after it and are not in DDP's buckets, upcast gradients, and the optimizer's
+        temporaries.
         """
         if rows.base.offload_optimizer:
             return np.zeros_like(trained)
@@ -207,9 +207,12 @@ class MemoryBound:
         all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
         dense, of_experts = trained / shards, experts / all_ranks
         temporaries = UPDATES[self._job.training.update].num_temporaries * state.moment
-        software = self._job.software
-        copies = software.ddp_copies_gradients and software.ddp_drops_gradients
-        gradients = trained * state.gradient * _uses_ddp(rows)[:, None] if copies else 0.0
+        gradients: Floats | float = 0.0
+        if self._job.software.drops_gradients:
+            sharded = rows.shards_parameters[:, None]
+            outside = ~_uses_ddp(rows)[:, None] | self._job.software.ddp_copies_gradients
+            gradients = np.where(sharded, dense, trained) * outside + np.where(sharded, of_experts, experts)
+            gradients = gradients * state.gradient
         widened = (dense + of_experts) * state.widened_bytes
         return np.asarray(gradients + widened + temporaries * np.maximum(dense, of_experts))
 
@@ -235,10 +238,9 @@ class MemoryBound:
         trained = stages.trained[:, own][ways]
         if rows.shards_parameters[0]:
             passing = passing + self._gathered_bytes(rows, trained, instants, state)
-        elif self._job.software.ddp_drops_gradients:  # gradients of some microbatches, outside of DDP's buckets
-            outside = _uses_ddp(rows)
-            if not self._job.software.ddp_copies_gradients:
-                outside = outside & ~rows.reduces_every_microbatch
+        elif self._job.software.drops_gradients:  # gradients of some microbatches, outside of DDP's buckets
+            outside = ~_uses_ddp(rows)
+            outside |= self._job.software.ddp_copies_gradients | ~rows.reduces_every_microbatch
             passing = passing + (trained @ instants.adding_up.T) * state.gradient * outside[:, None]
         return np.asarray(passing.max(axis=1))
 
@@ -246,7 +248,9 @@ class MemoryBound:
         """``(rows, instants)`` FSDP bytes: accumulated unsharded gradients, and unsharded weights."""
         software, in_pipeline = self._job.software, int(rows["pp"][0]) > 1
         accumulated = trained @ instants.adding_up.T * state.accumulated
-        found = np.where(rows.reduces_every_microbatch[:, None], 0, accumulated)
+        drops = software.drops_gradients and not rows.base.offload_optimizer
+        reduced = trained / rows.num_shards[:, None] @ instants.adding_up.T * (state.gradient if drops else 0)
+        found = np.where(rows.reduces_every_microbatch[:, None], reduced, accumulated)
         if software.per_rank_tensor_lists:
             return found
         all_stages = trained @ instants.used.T

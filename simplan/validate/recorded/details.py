@@ -126,8 +126,7 @@ def _notes(prediction: Mapping[str, Any], recording: Recording) -> Iterator[str]
     if known := [each for each in gradients if each is not None]:
         yield (
             f"gradients are not compared: {format_bytes(max(known))} at an update on the rank with most, and a "
-            "prediction has those at its peak; without DDP it counts them for the whole step, and zero_grad() frees "
-            "them, so the loop may peak lower"
+            "prediction has those at its peak"
         )
     if not recording.ranks[0].states_bytes:
         yield "parameters and optimizer states are not compared: record(module=..., optimizer=...) tells them"

@@ -91,3 +91,32 @@ def test_eager_blocks_move_the_bytes_torch_moves(module: Any, shape: Any, model:
     assert B * sum(t.forward_bytes for t in traffic) == pytest.approx(forward.num_bytes, rel=0.2)
     counted = B * sum(t.backward_bytes + t.bias_bytes for t in traffic)
     assert counted == pytest.approx(backward.num_bytes, rel=0.1)
+
+
+def test_eager_rotation_moves_the_bytes_torch_moves() -> None:
+    """Of queries and keys, by the code of Hugging Face's models; tables are small."""
+    cos, sin = torch.randn(2, T, H)
+
+    def rotated(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+    queries, keys = (torch.randn(B, 8, T, H, requires_grad=True) for _ in range(2))
+    with CountedBytes() as forward:
+        out = rotated(queries), rotated(keys)
+    gradients = [torch.ones_like(each) for each in out]
+    with CountedBytes() as backward:
+        torch.autograd.backward(out, gradients)
+    llama = ModelSpec(
+        family="llama",
+        num_hidden_layers=1,
+        hidden_size=8 * H,
+        intermediate_size=64,
+        num_attention_heads=8,
+        seq_len=T,
+        vocab_size=64,
+    )
+    place = next(i for i, kernel in enumerate(llama.layers[1].kernels) if kernel.name == "rotary")
+    traffic = layer_traffic(llama.layers[1], 4, 4, "eager")[place]
+    assert B * traffic.forward_bytes == pytest.approx(forward.num_bytes, rel=0.15)
+    assert B * traffic.backward_bytes == pytest.approx(backward.num_bytes, rel=0.15)

@@ -55,14 +55,14 @@ if sys.argv[1] == "fsdp":
     for block in module.blocks:
         fully_shard(block)
     fully_shard(module)
-else:
+elif sys.argv[1] != "one":
     module = DistributedDataParallel(module)
 optimizer = torch.optim.AdamW(module.parameters())
 num_steps = 8 if sys.argv[1] != "uneven" else 8 + dist.get_rank()
 with record("measurement.json", samples_per_step=16, module=module, optimizer=optimizer) as run:
     for _ in range(num_steps):
         if num_steps == 8 or run.num_steps < 8:
-            module(**batch(8)).backward()
+            module(**batch(16 // dist.get_world_size())).backward()
             optimizer.step()
             optimizer.zero_grad()
         run.step()
@@ -71,10 +71,10 @@ dist.destroy_process_group()
 SCENARIO = """\
 name: net
 model: {file: model.json}
-cluster: {preset: dgx-h100, num_devices: 2}
+cluster: {preset: dgx-h100, num_devices: RANKS}
 training: {global_batch_size: 16, precision: fp32, optimizer: adamw}
 software: {preset: torch}
-plan: {PLAN, microbatch_size: 8}
+plan: {PLAN}
 """
 NUM_BYTES = 4 * ((32 + 1) * 256 + (256 + 1) * 8 + 4 * (2 * 256 + (256 + 1) * 1024 + (1024 + 1) * 256))
 """Parameters of the model, counted by hand."""
@@ -99,32 +99,36 @@ def call(folder: Path, *command: str, fails: bool = False) -> subprocess.Complet
 
 
 def train(folder: Path, way: str, *, fails: bool = False) -> str:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1" if way == "one" else "2")
     return call(folder, *torchrun, "train.py", way, fails=fails).stderr
-
-
-DDP = "ddp", "dp_replicate: 2", 0.03
 
 
 # Gloo's threads free what they sent when they come to it: FSDP's peak varies by about two units of the model.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "plan", "peak_error"), [("ddp", "dp_replicate: 2", 0.03), ("fsdp", "dp_shard: 2", 0.15)]
+    ("way", "plan", "peak_error"),
+    [
+        ("ddp", "dp_replicate: 2, microbatch_size: 8", 0.03),
+        ("one", "microbatch_size: 16", 0.01),
+        ("fsdp", "dp_shard: 2, microbatch_size: 8", 0.15),
+    ],
 )
-def test_recording_of_two_ranks_is_compared_with_its_prediction(
+def test_recording_of_ranks_is_compared_with_its_prediction(
     way: str, plan: str, peak_error: float, folder: Path
 ) -> None:
     """States and communication to the byte, as counted by hand; times of another device are left out."""
-    (folder / "net.yaml").write_text(SCENARIO.replace("PLAN", plan))
+    num_ranks = 1 if way == "one" else 2
+    (folder / "net.yaml").write_text(SCENARIO.replace("PLAN", plan).replace("RANKS", str(num_ranks)))
     assert "median of 5 steps" in train(folder, way)
     recording = json.loads((folder / "measurement.json").read_text())
-    assert [len(rank["step_times_s"]) for rank in recording["ranks"]] == [5, 5]
+    assert [len(rank["step_times_s"]) for rank in recording["ranks"]] == [5] * num_ranks
     compared = call(folder, "simplan", "compare", "net.yaml", "measurement.json", "--json")
     found: dict[str, Any] = json.loads(compared.stdout)
     rows = {row["name"].split(", rank")[0]: row for row in found["rows"]}
     assert abs(rows.pop("peak memory, allocated")["signed_error"]) < peak_error
-    held = NUM_BYTES if way == "ddp" else NUM_BYTES / 2
+    held = NUM_BYTES / 2 if way == "fsdp" else NUM_BYTES
     moved: dict[str, dict[str, float | None]] = {
+        "one": {},
         "ddp": {"all-reduce of 2 ranks": NUM_BYTES},
         # all but the last block's parameters are gathered again in backward
         "fsdp": {"all-gather of 2 ranks": None, "reduce-scatter of 2 ranks": NUM_BYTES},

@@ -35,11 +35,14 @@ def program(
     precision: str = "fp32",
     fused_optimizer: bool | None = None,
     untied: bool = False,
+    keeps_gradients: bool = False,
     **plan: Any,
 ) -> Program:
+    """Gradients that are kept have no part in where the peak is."""
     model = GPT.model_copy(update={"tied_embeddings": not untied})
     training: dict[str, Any] = {"precision": precision, "fused_optimizer": fused_optimizer}
-    return lowered(job_of(model, plan, num_microbatches=microbatches, **training), how or Lowering())
+    job = job_of(model, plan, num_microbatches=microbatches, **training)
+    return lowered(job.with_changes({"software.zero_grad_set_to_none": not keeps_gradients}), how or Lowering())
 
 
 def copies(found: Program, rank: int = 0) -> list[Op]:
@@ -60,7 +63,7 @@ def test_all_blocks_but_the_last_go_and_come_back_in_reverse_order() -> None:
 
 
 def test_the_device_holds_two_blocks_of_forward_and_the_host_the_others() -> None:
-    on, off = program(offload_activations=True), program()
+    on, off = program(offload_activations=True, keeps_gradients=True), program(keeps_gradients=True)
     # the peak is in the backward of the last block: beside it are five blocks, or the one that is asked for
     saved = memory_peak(off, 0).by_category[MemoryCategory.ACTIVATIONS]
     saved -= memory_peak(on, 0).by_category[MemoryCategory.ACTIVATIONS]
@@ -72,7 +75,8 @@ def test_the_device_holds_two_blocks_of_forward_and_the_host_the_others() -> Non
 @pytest.mark.parametrize("num_moved", [1, 2, 4])
 def test_of_some_blocks_on_the_host_the_device_holds_the_others(num_moved: int) -> None:
     """(num_layers - num_offloaded_layers) x what a layer keeps (Transformer Engine, cpu_offload.py)."""
-    on, off = program(offload_activations=True, offload_layers=num_moved), program()
+    on = program(offload_activations=True, offload_layers=num_moved, keeps_gradients=True)
+    off = program(keeps_gradients=True)
     saved = memory_peak(off, 0).by_category[MemoryCategory.ACTIVATIONS]
     saved -= memory_peak(on, 0).by_category[MemoryCategory.ACTIVATIONS]
     assert saved == num_moved * KEPT_BYTES
@@ -204,7 +208,7 @@ def test_the_host_has_all_that_is_sharded() -> None:
 
 def test_the_device_has_no_shards_but_for_gathers() -> None:
     """Of a copied shard there is a second one, in the gather's buffer."""
-    on, off = program(**SHARDED), program(dp_shard=4)
+    on, off = program(**SHARDED), program(dp_shard=4, keeps_gradients=True)
     (buffer,) = next(op for op in on.ops if op.name == "all_gather block 0").memory
     assert (buffer.during_bytes, buffer.after_bytes) == (5 * BLOCKS[0], 4 * BLOCKS[0])
     saved = memory_peak(off, 0).total_bytes - memory_peak(on, 0).total_bytes
@@ -280,12 +284,15 @@ def test_a_reduced_gradient_is_counted_once_where_host_and_device_are_one() -> N
     """With replicas torch keeps what it reduced to the end of backward: of the same storage as the gradient."""
     plan: dict[str, Any] = {"dp_shard": 4, "dp_replicate": 2}
     how = Lowering(host_waits=True)
-    for offloads, held in ((False, sum(FORWARD)), (True, 0)):
+    gradients, host = MemoryCategory.GRADIENTS, MemoryCategory.HOST
+    for offloads, holding, other in ((False, gradients, host), (True, host, gradients)):
         found = program(how=how, offload_optimizer=offloads, **plan)
         scatters = [op for op in found.ops if op.rank == 0 and op.name.startswith("reduce_scatter")]
-        effects = [effect for op in scatters for effect in op.memory]
-        assert sum(e.after_bytes for e in effects if e.category is MemoryCategory.BUFFERS) == held
-        assert sum(e.after_bytes for e in effects if e.category is MemoryCategory.HOST) == sum(FORWARD) - held
+        held = {
+            each: sum(e.after_bytes for op in scatters for e in op.memory if e.category is each)
+            for each in MemoryCategory
+        }
+        assert (held[MemoryCategory.BUFFERS], held[holding], held[other]) == (0, sum(FORWARD), 0)
 
 
 def test_level_1_moves_the_same_bytes_in_one_piece() -> None:
@@ -313,14 +320,14 @@ def test_copies_are_priced_by_the_host_link() -> None:
 def test_the_update_moves_its_bytes_at_the_bandwidth_of_the_host(
     devices: int, bandwidth: float | None, sharing: int
 ) -> None:
-    """AdamW: 32 bytes of each fp32 parameter; two Xeon 8480C have 614.4 GB/s, of which three quarters are reached."""
+    """AdamW: 28 bytes of each fp32 parameter; two Xeon 8480C have 614.4 GB/s, of which three quarters are reached."""
     cluster = catalog.cluster("dgx-h100", num_devices=devices)
     if bandwidth is not None:
         cluster = cluster.model_copy(update={"host_memory_bandwidth_bytes_per_s": bandwidth})
     plan = {"dp_shard": devices, "offload_optimizer": True}
     one = predict(job_of(GPT, plan, cluster=cluster, num_microbatches=1))
     rate = 0.75 * (bandwidth or 614.4e9) / sharing
-    assert one.splits[0].optimizer_s == pytest.approx(32 * GPT.num_parameters / devices / rate, rel=1e-6)
+    assert one.splits[0].optimizer_s == pytest.approx(28 * GPT.num_parameters / devices / rate, rel=1e-6)
 
 
 def test_the_update_of_a_cpu_is_that_of_its_calibration() -> None:

@@ -21,7 +21,7 @@ from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
-from tests.jobs import job_of, lowered, problems, tiny_model
+from tests.jobs import job_of, lowered, problems, states_at_update, tiny_model
 
 S, B, H, A, L, T = 2048, 4, 6144, 64, 48, 8
 GPT_22B = ModelSpec(
@@ -92,9 +92,7 @@ TINY = tiny_model("llama", num_key_value_heads=4, intermediate_size=192, seq_len
 )
 def test_bytes_per_parameter_of_frameworks(name: str, precision: str, plan: dict[str, Any], formula: float) -> None:
     program = lowered(job_of(TINY, plan, software=name, num_microbatches=1, precision=precision), 1)
-    states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
-    held = sum(program.persistent_bytes[0][category] for category in states)
-    assert held == formula * TINY.num_parameters
+    assert states_at_update(program) == formula * TINY.num_parameters
 
 
 def test_gradients_in_16_bits_are_widened_for_the_step() -> None:

@@ -22,7 +22,7 @@ from simplan.program.memory.split_footprint import SplitFootprint, split_effects
 from simplan.program.memory.states import layer_states
 from simplan.program.program import MemoryCategory, MemoryEffect, Phase
 from simplan.software.software import SoftwareSpec, StateBytes
-from tests.jobs import job_of, lowered
+from tests.jobs import job_of, lowered, states_at_update
 
 GPT2, LLAMA = catalog.model("gpt2-124m"), catalog.model("llama3-8b")
 FP32 = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
@@ -44,7 +44,7 @@ AUTOCAST = StateBytes(parameter=4, gradient=4, activation=2, residual=4, boundar
 def test_bytes_per_parameter(state: StateBytes, optimizer: str, bytes_per_parameter: int) -> None:
     software = SoftwareSpec(id="test", state_bytes={"bf16": state}, bucket_bytes=1, first_bucket_bytes=1)
     program = lowered(job_of(GPT2, software=software, num_microbatches=1, optimizer=optimizer), 1)
-    assert sum(program.persistent_bytes[0].values()) == bytes_per_parameter * 124_439_808
+    assert states_at_update(program) == bytes_per_parameter * 124_439_808
 
 
 def test_a_tied_head_owns_its_matrix_only_apart_from_the_embedding() -> None:
