@@ -184,7 +184,6 @@ class MemoryBound:
             optimizer_bytes = int(state.master)
         software = self._job.software
         weight_bytes = state.parameter + (0 if software.drops_gradients else state.gradient + state.unaccumulated)
-        expert_bytes = np.full((1, 1), weight_bytes)
         held = trained * (
             weight_bytes / divided(sharded, rows.num_shards) + optimizer_bytes / divided(shares_states, rows.num_shards)
         )
