@@ -58,8 +58,8 @@ class LowPrecisionLinears(Spec):
         kept: Form in which operands are saved for backward.
         weights: Lifetime of quantized weights that are unsharded. Weights that FSDP all-gathers are quantized every
             time, unless they are ``stored`` quantized.
-        keeps_columns: Quantized weights that outlast a microbatch are kept along columns as well, where matmuls of backward
-            need them so; else they are transposed every time, which is not in the time.
+        keeps_columns: Quantized weights that outlast a microbatch are kept along columns as well, where matmuls of
+            backward need them so; else they are transposed every time, which is not in the time.
         recipes: Supported FP8 recipes.
         gathers: Recipes with which tensor-parallel ranks all-gather inputs and output gradients of the linear layers of
             blocks quantized (``simplan.program.lowering.script``); for MXFP8 and NVFP4 these names.
