@@ -106,7 +106,9 @@ class KernelRates(Spec):
             are within 16% on average.
         overlap_slowdown: Overlap slowdown: fraction of compute throughput lost while communication overlaps.
             Communication kernels occupy SMs: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so
-            0.15. They also share memory and power. 0 where a network's own engines transfer bytes (TPUs).
+            0.15. They also share memory and power. 0 where a network's own engines transfer bytes (TPUs). No
+            rule is derived: with 16 to 32 channels SMs are 15 to 30% of an A100's 108, 12 to 24% of an H100's 132 and
+            11 to 22% of a B200's 148; runs do not say their channels, and 0.151 fits all three together.
         gemm_split_overhead_s: Seconds per tensor-parallel collective to cut a matmul into chunks that overlap it.
             Chunks are launched and wait for each other sequentially, and small chunks fill the device less.
         host_call_s: Seconds in which the host issues one operation; none in a CUDA graph. Kernels that are shorter than

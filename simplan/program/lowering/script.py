@@ -296,7 +296,7 @@ class Scripts:
     ) -> Segment:
         assert kind is not None
         state = self._stages.state
-        width = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
+        width: float = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
         if kernel.axis == "tp" and kind is CollectiveKind.ALL_GATHER and self._gathers_quantized(layer):
             width = _quantized_width(kernel, state)
         num_bytes = math.ceil(kernel.elements * self._stages.plan.microbatch_size * width)
