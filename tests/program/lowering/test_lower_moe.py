@@ -20,7 +20,7 @@ from simplan.program.memory.low_precision_footprint import keeping_quantized, ke
 from simplan.program.program import Communication, LayerWork, MemoryCategory, Phase, Program, Stream
 from simplan.program.timeline import SpanKind
 from simplan.training import TrainingSpec
-from tests.jobs import job_of, lowered, problems, tiny_model
+from tests.jobs import job_of, lowered, problems, states_at_update, tiny_model
 from tests.test_random_plans import keeps_the_laws
 
 H, WIDTH, EXPERTS, TOKENS = 64, 48, 8, 16
@@ -118,13 +118,14 @@ def test_states_are_those_of_own_experts_and_own_shards(plan: ParallelPlan, shar
     experts = 2 * EXPERTS * EXPERT
     rest = MODEL.num_parameters - experts
     held = rest // sharded + experts // 4 if plan.ep > 1 else MODEL.num_parameters // 4
-    resting = program(plan).persistent_bytes[0]
+    found = program(plan)
+    resting = found.persistent_bytes[0]
     assert resting[MemoryCategory.PARAMETERS] == 4 * held
-    if plan.shards_parameters:
-        assert resting[MemoryCategory.GRADIENTS] == 4 * held
-    else:  # DDP's buckets have no experts, and gradients come later
-        assert (resting[MemoryCategory.BUFFERS], resting[MemoryCategory.GRADIENTS]) == (4 * rest, 0)
+    assert resting[MemoryCategory.GRADIENTS] == 0, "they come later"
     assert resting[MemoryCategory.OPTIMIZER] == 8 * held
+    assert states_at_update(found) == 16 * held
+    if not plan.shards_parameters:  # DDP's buckets have no experts
+        assert resting[MemoryCategory.BUFFERS] == 4 * rest
 
 
 def test_ddp_rebuilds_buckets_without_experts() -> None:
