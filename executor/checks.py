@@ -396,6 +396,10 @@ def _unmodelled_rehearsal(job: RunSpec, *, fake: bool) -> Iterator[Problem]:
     if job.software.layers.model_code != "framework":
         rule = "has modules whose tensors a rehearsal cannot tell apart"
         yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch, or `simplan run`")
+    facts = OPTIMIZERS[job.training.optimizer]
+    if facts.by_tensor and (fake or facts.package == "torchao") and not facts.orthogonalizes:
+        rule, fix = "has a step that a rehearsal cannot follow", "use adamw or muon, or `simplan run`"
+        yield Problem(field="training.optimizer", value=job.training.optimizer, rule=rule, fix=fix)
     if job.software.compiled:
         rule = "makes kernels that need tensors with data" if fake else "makes tensors that a rehearsal cannot follow"
         fix = "use false, which keeps a little more, or `simplan run`"

@@ -16,6 +16,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from executor.distributed.mesh import Peers
 from simplan.optimizers import OPTIMIZERS, OptimizerName
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13, and before
 _WEIGHT_DECAY = 0.1  # torch.optim.Muon's
 _MUON_MOMENTUM = 0.95
 
@@ -38,7 +39,7 @@ def whole(tensor: Tensor, like: nn.Parameter, peers: Peers) -> Tensor:
     gathered = padded.new_empty((peers.size * rows, *part.shape[1:]))
     handle = peers.issue("all_gather", gathered)
     if peers.group is not None:
-        dist.all_gather_into_tensor(gathered, padded, group=peers.group)
+        _all_gather(gathered, padded, group=peers.group)
     peers.complete(handle)
     return gathered[: like.shape[dim]].movedim(0, dim)
 

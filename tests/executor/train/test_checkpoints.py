@@ -67,6 +67,14 @@ CASES: dict[str, dict[str, Any]] = {
         "plan": {"dp_shard": 2},
         "training": TrainingSpec(global_batch_size=16, precision="fp32", optimizer="lamb", clip_grad_norm=0.3),
     },
+    "muon-fsdp": {
+        "plan": {"dp_shard": 2},
+        "training": TrainingSpec(global_batch_size=16, precision="fp32", optimizer="muon"),
+    },
+    "adafactor-fsdp": {
+        "plan": {"dp_shard": 2},
+        "training": TrainingSpec(global_batch_size=16, precision="fp32", optimizer="adafactor_torch"),
+    },
     "momentum-zero1": {
         "plan": {"dp_shard": 2, "zero_stage": 1},
         "training": TrainingSpec(global_batch_size=16, precision="fp32", optimizer="sgd_momentum"),
