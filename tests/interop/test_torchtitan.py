@@ -108,7 +108,7 @@ def test_public_configuration_survives_round_trip(case: dict[str, Any], tmp_path
 
 def _under(job: Job, name: str) -> Job:
     """The job under another profile, with its options."""
-    options = {option: getattr(job.software, option) for option in job.software.options}
+    options: dict[str, Any] = {option: getattr(job.software, option) for option in job.software.options}
     return replace(job, software=catalog.software(name).model_copy(update=options))
 
 

@@ -19,4 +19,4 @@ def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 def examples(quick: int, of_all: int) -> int:
     """Number of examples of a dear property: of the quick tests, which look at the same ones every time, or of all."""
-    return quick if settings.default.derandomize else of_all
+    return quick if settings().derandomize else of_all

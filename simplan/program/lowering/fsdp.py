@@ -106,7 +106,7 @@ class FsdpHooks(Hooks):
         """All-gathers the units that begin with these layers."""
         stage = action.stage
         if self.level == 2 and self.makes_gradients(stage, part[-1]):
-            self._hold_gradients(action, [self._unit_of[stage][part[-1]]])
+            self._hold_unsharded(action, [self._unit_of[stage][part[-1]]])
         if self._in_pipeline:
             self._settle(action)
             return
@@ -180,13 +180,13 @@ class FsdpHooks(Hooks):
             if held:
                 self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
         elif phase is Phase.BACKWARD_WEIGHT or self._in_pipeline:
-            self._hold_gradients(action, [i for i in beginning if not self._made_in_forward(stage, i)])
+            self._hold_unsharded(action, [i for i in beginning if not self._made_in_forward(stage, i)])
         elif self.units[stage][self._unit_of[stage][part[0]]].layers[0] in part:  # else a tied weight has more to come
             for index in reversed(beginning):
                 if self._synchronizes and self.units[stage][index].trained:
                     self.reduce_unit(action, index, made_now=True)
                 else:
-                    self._hold_gradients(action, [index])
+                    self._hold_unsharded(action, [index])
                     self._reshard(action, [index])
 
     def end_of_backward(self, action: Action) -> None:
@@ -324,10 +324,10 @@ class FsdpHooks(Hooks):
             return
         self._narrow -= {*indices}
         freed = self._trained(action.stage, indices) * self.stages.state.gathered
-        self._hold_gradients(action, indices)
+        self._hold_unsharded(action, indices)
         self.writer.compute(action, "widen gradients", memory=[MemoryEffect.freeing(_GRADIENTS, freed)])
 
-    def _hold_gradients(self, action: Action, indices: list[int]) -> None:
+    def _hold_unsharded(self, action: Action, indices: list[int]) -> None:
         """Holds unsharded gradients of units until they are reduced; later gradients are added to them."""
         state = self.stages.state
         new = [index for index in indices if index not in self._accumulated]

@@ -99,7 +99,8 @@ def test_eager_rotation_moves_the_bytes_torch_moves() -> None:
 
     def rotated(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-b, a), dim=-1) * sin
+        result: Tensor = x * cos + torch.cat((-b, a), dim=-1) * sin
+        return result
 
     queries, keys = (torch.randn(B, 8, T, H, requires_grad=True) for _ in range(2))
     with CountedBytes() as forward:
