@@ -269,14 +269,15 @@ class RankStates:
     def broadcasts(self) -> tuple[Communication, ...]:
         """Returns the broadcasts of updated parameters, in order; the same object for all ranks of a group.
 
-        Megatron Core has one all-gather in their place, padded to the largest part. An owner without parameters sends
+        Megatron Core has one all-gather in their place for Muon, padded to the largest part. An owner without parameters sends
         one FP32 number, as in torch's ZeroRedundancyOptimizer.
         """
         communications = self.stages.broadcasts.get(self._group)
         if communications is None:
             width, dealt = self.stages.state.parameter, self._dealt() if self._deals else ()
             sizes = [width * sum(owned.values()) for owned in dealt]
-            if self.stages.software.runtime == "megatron" and any(sizes):  # core/optimizer/layer_wise_optimizer.py
+            layerwise = self.stages.software.runtime == "megatron" and self._facts.orthogonalizes
+            if layerwise and any(sizes):  # core/optimizer/layer_wise_optimizer.py
                 padded = len(self._group) * max(sizes)
                 whole = Communication(CollectiveKind.ALL_GATHER, padded, self._group)
                 self.stages.broadcasts[self._group] = (whole,)
