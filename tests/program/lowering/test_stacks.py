@@ -368,7 +368,7 @@ def test_transformer_engine_gathers_quantized_operands(
 ) -> None:
     """With their scales: inputs along one dimension; output gradients along both, unless they have one scale."""
     model = catalog.model("llama3-8b").model_copy(update={"num_hidden_layers": 2})
-    fields = {"software": name, "precision": precision, "fp8_recipe": recipe, "cluster": "dgx-b200"}
+    fields: dict[str, Any] = {"software": name, "precision": precision, "fp8_recipe": recipe, "cluster": "dgx-b200"}
     program = lowered(job_of(model, {"tp": 2, "dp_replicate": 2}, num_microbatches=1, **fields))
     whole = model.seq_len * model.hidden_size
     moved = {
