@@ -111,7 +111,7 @@ def predict_step(
             check_executable(step.tables[0], plan, job.software)
     load_for_another(step.programs)
     simulated, fine = step.full, step.programs[0]
-    own = sources_of_error(fine)
+    own = sources_of_error(simulated.program)
     sources = tuple(name for name, ops in own.items() if ops.any())
     step_time_s, *moved_s = step.seconds(partial(_vectors, sources=sources)).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
