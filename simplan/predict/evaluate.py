@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -32,7 +32,6 @@ from simplan.predict.rounds.fewer_replicas import numbers_left, with_replicas_le
 from simplan.predict.simulated import (
     ErrorSource,
     Simulated,
-    error_sources,
     interval_s,
     moved_durations_s,
     sources_of_error,
@@ -112,7 +111,8 @@ def predict_step(
             check_executable(step.tables[0], plan, job.software)
     load_for_another(step.programs)
     simulated, fine = step.full, step.programs[0]
-    sources = error_sources(fine)
+    own = sources_of_error(simulated.program)
+    sources = tuple(name for name, ops in own.items() if ops.any())
     step_time_s, *moved_s = step.seconds(partial(_vectors, sources=sources)).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
@@ -139,7 +139,7 @@ def predict_step(
         table=step.tables[0],
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
-        weakest_term=weakest_term(job, _error_shares(simulated, sources, step_time_s, moved_s)),
+        weakest_term=weakest_term(job, _error_shares(simulated, own, step_time_s, moved_s)),
         action_level=_ActionLevel(job, extent, calibration, folding, step.assignment, step.tables),
         bubble_fraction=step.idle_fraction(),
         capacity_bytes=worst_memory(memory).capacity_bytes,
@@ -171,23 +171,30 @@ def predict_step(
 
 
 def _error_shares(
-    simulated: Simulated, sources: Sequence[ErrorSource], step_time_s: float, moved_s: Sequence[float]
+    simulated: Simulated, own: Mapping[ErrorSource, NDArray[np.bool_]], step_time_s: float, moved_s: Sequence[float]
 ) -> dict[str, ErrorShare]:
-    """Effect of each source of error on the step, with ``moved_s`` as of ``interval_s``."""
+    """Effect of each source of error on the step.
+
+    Args:
+        simulated: The step, of the Program whose operations ``own`` has by source of error.
+        own: See ``sources_of_error``.
+        step_time_s, moved_s: See ``interval_s``.
+    """
     program, costs = simulated.program, simulated.program_costs
-    timed = [
-        any(costs.by_work[part].cost_estimate.provenance is Provenance.CALIBRATED for part in work)
-        for work in program.works
-    ]
-    timed_s = np.where(np.array(timed, dtype=bool)[program.columns.work], costs.durations_s, 0.0)
+    timed_s = None
+    if any(term.cost_estimate.provenance is Provenance.CALIBRATED for term in costs.by_work.values()):
+        is_timed = {
+            work for work, term in costs.by_work.items() if term.cost_estimate.provenance is Provenance.CALIBRATED
+        }
+        timed = np.array([not is_timed.isdisjoint(works) for works in program.works], dtype=bool)
+        timed_s = np.where(timed[program.columns.work], costs.durations_s, 0.0)
     found: dict[str, ErrorShare] = {}
-    own = sources_of_error(program)
-    for source, longer_s in zip(sources, moved_s, strict=False):
-        seconds = float(costs.durations_s[own[source]].sum())
+    for (source, ops), longer_s in zip(((name, ops) for name, ops in own.items() if ops.any()), moved_s, strict=False):
+        seconds = float(costs.durations_s[ops].sum())
         if seconds:
-            std = float(costs.deviations_s[own[source]].sum()) / seconds
-            is_timed = 2 * float(timed_s[own[source]].sum()) > seconds
-            found[source] = ErrorShare(math.log(longer_s / step_time_s), std, is_timed)
+            std = float(costs.deviations_s[ops].sum()) / seconds
+            is_calibrated = timed_s is not None and 2 * float(timed_s[ops].sum()) > seconds
+            found[source] = ErrorShare(math.log(longer_s / step_time_s), std, is_calibrated)
     return found
 
 
