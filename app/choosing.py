@@ -57,6 +57,7 @@ def with_adapters(document: Document, rank: Any) -> Document:
     if rank:
         return document | {"model": model | {"lora_rank": rank}, "training": training | {"task": "lora"}}
     model.pop("lora_targets", None)
+    training.pop("base_weights", None)
     if training.get("task") == "lora":
         del training["task"]
     return document | {"model": model, "training": training}

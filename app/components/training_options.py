@@ -14,10 +14,12 @@ from app.fitting import Document, objection, with_value
 from app.page import escaped
 from simplan import catalog
 from simplan.cluster.topology import TOPOLOGIES
+from simplan.model.base_weights import BaseWeights
 from simplan.software.software import SoftwareSpec
 from simplan.wording import either
 
 _OPTIONS = {
+    "autocast": "Autocast",
     "compiled": "torch.compile",
     "cuda_graphs": "CUDA graphs",
     "dtensor": "DTensor",
@@ -52,6 +54,7 @@ def show_training_options(document: Document) -> None:
     why_not = "" if rank else objection(document, with_adapters(document, _EXAMPLE_RANK))
     about_rank = about(path, why_not)
     number("LoRA rank", path, None, change=with_adapters, then=mend, disabled=bool(why_not), help=about_rank)
+    _base_weights(document)
     name = profile_name()
     if name in catalog.names("software"):
         profile = catalog.software(name)
@@ -59,6 +62,15 @@ def show_training_options(document: Document) -> None:
             _option(document, option, getattr(profile, option))
         _attention(profile)
     _oversubscription()
+
+
+def _base_weights(document: Document) -> None:
+    """Format of frozen weights below adapters; a mapping with more than a format stays as it is written."""
+    path = ("training", "base_weights")
+    written = get(path)
+    values = (None, *get_args(BaseWeights.model_fields["format"].annotation))
+    if written is None or isinstance(written, str):
+        open_choice(document, "Base weights", path, values, None, "16 bits", then=mend)
 
 
 def _option(document: Document, option: str, default: Any) -> None:
