@@ -269,8 +269,8 @@ class RankStates:
     def broadcasts(self) -> tuple[Communication, ...]:
         """Returns the broadcasts of updated parameters, in order; the same object for all ranks of a group.
 
-        Megatron Core has one all-gather in their place for Muon, padded to the largest part. An owner without parameters sends
-        one FP32 number, as in torch's ZeroRedundancyOptimizer.
+        Megatron Core has one all-gather in their place for Muon, padded to the largest part. An owner without
+        parameters sends one FP32 number, as in torch's ZeroRedundancyOptimizer.
         """
         communications = self.stages.broadcasts.get(self._group)
         if communications is None:
