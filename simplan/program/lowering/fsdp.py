@@ -52,7 +52,7 @@ class FsdpHooks(Hooks):
         "last_reduction",
         "_last_copy",
     )
-    STAGE_STATE: ClassVar = ("gathering", "_gathered", "_accumulated", "_narrow", "_reduced")
+    STAGE_STATE: ClassVar = ("gathering", "_gathered", "_accumulated", "_narrow", "_reduced", "_made")
 
     def __init__(self, stages: Stages, writer: RankWriter, level: int, *, host_waits: bool) -> None:
         super().__init__(stages, writer, level)
@@ -67,6 +67,8 @@ class FsdpHooks(Hooks):
         self.num_shards = len(self.shard_group)
         self._casts = state.gathered != state.parameter
         self._drops = plan.offload_optimizer or stages.software.drops_gradients
+        # experts that no other rank has are in no unit
+        self._holds_experts = self._drops and not plan.offload_optimizer and plan.ep > 1 and plan.expert_shards == 1
         self._copies_to_host = plan.offload_optimizer and not host_waits
         self.units: dict[int, tuple[Unit, ...]] = {
             stage: stages.units[stage] if level == 2 else merged_units(stages.units[stage])
@@ -171,12 +173,16 @@ class FsdpHooks(Hooks):
         input-gradient pass finds them, and adds them, upcast, to the accumulated ones.
         """
         stage, state, beginning = action.stage, self.stages.state, self._beginning(action, part)
+        if self._holds_experts and phase is not Phase.BACKWARD_INPUT:
+            new = {*part} - self._made
+            self._made |= new
+            self._change_gradients(action, sum(self.stages.experts[stage][layer] for layer in new))
         if phase is Phase.BACKWARD_INPUT:
             self._widen(action, [index for index in beginning if index in self._narrow])
         elif phase is Phase.BACKWARD_WEIGHT and state.gathered != state.accumulated:
-            new = [index for index in beginning if index not in self._narrow]
-            self._narrow |= {*new}
-            held = self._trained(stage, new) * state.gathered
+            narrow = [index for index in beginning if index not in self._narrow]
+            self._narrow |= {*narrow}
+            held = self._trained(stage, narrow) * state.gathered
             if held:
                 self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
         elif phase is Phase.BACKWARD_WEIGHT or self._in_pipeline:
@@ -316,7 +322,9 @@ class FsdpHooks(Hooks):
         """Returns bytes of reduced gradients on the device that are freed after the update."""
         if not self._drops or self.stages.plan.offload_optimizer:
             return 0
-        return sum(self._gradient_bytes(unit) for units in self.units.values() for unit in units)
+        experts = sum(sum(self.stages.experts[stage]) for stage in self.units) if self._holds_experts else 0
+        units = (unit for units in self.units.values() for unit in units)
+        return experts * self.stages.state.gradient + sum(map(self._gradient_bytes, units))
 
     def _widen(self, action: Action, indices: list[int]) -> None:
         """Adds gradients in the dtype of the weights to the accumulated gradients, and frees them."""

@@ -57,7 +57,7 @@ class Hooks:
     def before_forward(self, action: Action, part: range) -> None:
         """Runs before the forward of some layers."""
         if self._drops and self.makes_gradients(action.stage, part[-1]):
-            self._hold_gradients(action, part[-1:])
+            self._hold_new_gradients(action, part[-1:])
 
     def after_forward(self, action: Action, part: range) -> None:
         """Runs after the forward of some layers."""
@@ -78,9 +78,9 @@ class Hooks:
     def after_backward(self, action: Action, part: range, phase: Phase) -> None:
         """Runs after the backward of some layers, full or split."""
         if self._drops and phase is not Phase.BACKWARD_INPUT:
-            self._hold_gradients(action, part)
+            self._hold_new_gradients(action, part)
 
-    def _hold_gradients(self, action: Action, part: range) -> None:
+    def _hold_new_gradients(self, action: Action, part: range) -> None:
         """Holds new gradients of some layers."""
         new = {*part} - self._made
         self._made |= new
@@ -231,7 +231,7 @@ class DdpHooks(Hooks):
         if self._reduces and phase is not Phase.BACKWARD_INPUT:
             self._ended.update(dict.fromkeys(part, self.writer.last_compute))
 
-    def _hold_gradients(self, action: Action, part: range) -> None:
+    def _hold_new_gradients(self, action: Action, part: range) -> None:
         """Holds new gradients outside of the buckets; frees those that become views of a reduced bucket."""
         stage, experts = self.stages.trained[action.stage], self.stages.experts[action.stage]
         new = {*part} - self._made
