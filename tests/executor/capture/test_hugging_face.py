@@ -197,8 +197,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "SigLIP base": ({"model_type": "siglip"}, 203_155_970),
     # HiQ's print_model of facebook/dinov2-base
     "DINOv2 base": ({"model_type": "dinov2", "image_size": 518}, 86_580_480),
-    # parameter_count of facebook/wav2vec2-base-960h, of three public repositories
-    "Wav2Vec2 base": ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}, 94_396_320),
     "ViT-B/16": (
         {"model_type": "vit", "architectures": ["ViTForImageClassification"], "num_labels": 1000},
         86_567_656,
