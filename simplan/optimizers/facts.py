@@ -1,4 +1,4 @@
-"""What is known of an optimizer: formats of states, temporaries, kernels, and bytes by tensor."""
+"""Facts about an optimizer: formats of states, temporaries, kernels, and bytes by tensor."""
 
 from __future__ import annotations
 
