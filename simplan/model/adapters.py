@@ -46,7 +46,7 @@ _END_MATRICES = {LayerKind.EMBEDDING: "wte", LayerKind.HEAD: "lm_head"}
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """What is trained of one layer.
+    """The parts of one layer that are trained.
 
     Attributes:
         ranks: Matrices with adapters, with their ranks.
@@ -67,7 +67,7 @@ class _Training:
 
     @property
     def words(self) -> str:
-        """What it adds to the key of a layer."""
+        """The addition to the key of a layer."""
         if self.frozen is None:
             names: dict[int, list[str]] = {}
             for name, rank in self.ranks:

@@ -13,11 +13,11 @@ from types import MappingProxyType, ModuleType
 from simplan.cluster.background import BackgroundJob
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job, background_job
+from simplan.model.families.family import LORA
 from simplan.optimizers import OPTIMIZERS
 from simplan.rules import (
     cluster,
     collectives,
-    compression,
     experts,
     mixed,
     model,
@@ -69,8 +69,8 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     recompute.expert_overlap_recompute, recompute.recompute_of_software, recompute.recompute_layers_of_full,
     recompute.recompute_modules_of_selective, recompute.recompute_modules_apart, model.trainer_pipelines,
     collectives.parameter_servers_of_replicas, collectives.collectives_of_groups,
-    compression.compression_of_replicas, compression.compression_of_ddp, compression.compression_of_software,
-    compression.powersgd_of_matrices, compression.compression_alone, compression.one_bit_adam_of_momentum,
+    replication.compression_of_replicas, replication.compression_of_ddp, replication.compression_of_software,
+    replication.powersgd_of_matrices, replication.compression_alone, replication.one_bit_adam_of_momentum,
     replication.replication_of_replicas, replication.min_replicas_of_replicas, replication.replication_alone,
     replication.start_step_of_ddp, replication.workers_on_nodes, model.precision_of_capture,
     model.degree_of_capture, model.unused_weights_in_ddp, model.scalar_weights_in_fsdp,
@@ -107,7 +107,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     sharding.mtp_sharded, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
     model.transformers_recompute, model.transformers_split_backward,
-    model.transformers_experts_autocast, training.cp_of_low_attention, compression.compression_modelled,
+    model.transformers_experts_autocast, training.cp_of_low_attention, replication.compression_modelled,
     replication.replication_modelled, replication.workers_of_one_device, replication.workers_alone_on_links,
 )  # fmt: skip
 
@@ -123,7 +123,6 @@ BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RU
 _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
     {
         collectives: lambda job: job.plan.collectives is not None,
-        compression: lambda job: job.plan.compression is not None,
         experts: lambda job: (
             job.model.num_experts > 0 or job.software.expert_overlap or job.plan.ep > 1 or job.plan.etp > 1
         ),
@@ -139,7 +138,13 @@ _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
             or job.plan.recompute_layers is not None
             or job.plan.recompute_modules is not None
         ),
-        replication: lambda job: job.plan.replication is not None,
+        replication: lambda job: job.plan.replication is not None or job.plan.compression is not None,
+        trained: lambda job: (
+            job.training.task == "lora"
+            or job.training.base_weights is not None
+            or not job.software.autocast
+            or any(getattr(job.model, name) not in (0, False, (), {}, ("all",)) for name in LORA)
+        ),
         schedule: lambda job: (
             job.plan.pp > 1
             or job.plan.schedule != "none"

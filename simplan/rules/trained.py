@@ -53,7 +53,7 @@ def keys_of_adapters_need_rank(job: Job) -> Iterator[Problem]:
         "lora_targets": "says which matrices have adapters",
         "lora_rank_pattern": "says which ranks adapters have",
         "lora_dropout": "is of the inputs of adapters",
-        "lora_modules_to_save": "says what is trained beside adapters",
+        "lora_modules_to_save": "says what is trained next to adapters",
     }
     for name, what in words.items():
         default = ModelSpec.model_fields[name].get_default(call_default_factory=True)
@@ -249,7 +249,7 @@ def saved_modules_modelled(job: Job) -> Iterator[Problem]:
     state = job.software.state(job.training, job.plan)
     if state.parameter != state.frozen:
         what = (
-            f"a trained copy as wide as the original ({state.frozen} bytes) beside adapters of {state.parameter} bytes"
+            f"a trained copy as wide as the original ({state.frozen} bytes) next to adapters of {state.parameter} bytes"
         )
         yield not_modelled(job, "model.lora_modules_to_save", what, "remove it, or use precision fp32")
 

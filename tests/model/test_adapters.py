@@ -81,7 +81,7 @@ def test_norm_of_heads_follows_the_adapter_of_its_projection() -> None:
         ({"lora_targets": ["head"]}, LORA, {}, "model.lora_targets = [head]: an adapter of the head of tied embeddings "
          "is not modeled yet"),
         ({"lora_modules_to_save": ["head"], "tied_embeddings": False}, LORA | {"precision": "bf16"}, {},
-         "model.lora_modules_to_save = [head]: a trained copy as wide as the original (2 bytes) beside adapters of 4"),
+         "model.lora_modules_to_save = [head]: a trained copy as wide as the original (2 bytes) next to adapters of 4"),
         ({}, LORA, {"pp": 2, "schedule": "zb-h1"}, "plan.schedule = zb-h1: a backward in two parts with "
          "adapters (model.lora_rank) is not modeled yet"),
     ],
