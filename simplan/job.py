@@ -43,6 +43,9 @@ class Job:
         whole = self.software.with_whole_tensors(self.training)
         if whole is not self.software:
             object.__setattr__(self, "software", whole)
+        if self.plan.replication is not None and self.plan.replication.has_workers and whole.zero_grad_set_to_none:
+            # what a worker sends to servers, or adds to common parameters, are views of gradients that stay
+            object.__setattr__(self, "software", whole.model_copy(update={"zero_grad_set_to_none": False}))
         captured = self.model.captured
         if captured is None:
             return

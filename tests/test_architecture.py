@@ -295,7 +295,7 @@ def test_only_plans_with_compression_load_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = {name for name in done.stdout.split() if name.endswith(".compression")}
-    assert loaded <= {"simplan.plan.compression", "simplan.rules.replication"}  # the keys, and the rules about them
+    assert loaded <= {"simplan.plan.compression"}  # the keys
 
 
 def test_a_rank_loads_what_its_plan_needs() -> None:

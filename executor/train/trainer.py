@@ -100,7 +100,8 @@ class Trainer:
         averages, num_dropped = dims.dp.size > 1 and not plan.shards_parameters, job.training.backup_workers
         self._uses_ddp = averages and not num_dropped
         # with offload, so that FSDP allocates new gradients: the device would wait for accumulation into old ones
-        self._drops_gradients = plan.offload_optimizer or job.software.zero_grad_set_to_none
+        sends_views = plan.replication is not None and plan.replication.has_workers
+        self._drops_gradients = plan.offload_optimizer or (job.software.drops_gradients and not sends_views)
         for parameter in [] if self._drops_gradients else parameters:
             parameter.grad = torch.zeros_like(parameter)  # every step finds gradients to add to
         self._groups = ShardGroups.of(job, self.stages.values(), dims)

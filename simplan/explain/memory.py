@@ -83,7 +83,7 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
     }[category]
     outer_bytes = _outer_bytes(job, trained or wide // state.parameter) if category is MemoryCategory.OPTIMIZER else 0
     if category is MemoryCategory.GRADIENTS and not resting.get(category):
-        return f"{num_bytes // width:,} parameters x {width} B, made until then"
+        return f"{num_bytes // width:,} parameters x {width} B"
     kept = (wide if is_parameters else resting.get(category, 0)) - outer_bytes
     formula = f"{int(kept // max(1, width)):,} parameters x {width} B"
     facts = OPTIMIZERS[job.training.optimizer]
