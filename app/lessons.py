@@ -59,7 +59,7 @@ class Lesson:
     source: str
 
 
-def _scenario(model: Document, devices: int, batch: int, plan: Document, software: str = "torch") -> Document:
+def _scenario(model: Document, devices: int, batch: int, plan: Document, software: Any = "torch") -> Document:
     return {
         "model": model,
         "cluster": {"preset": "dgx-h100", "num_devices": devices},
@@ -81,7 +81,9 @@ def _ddp(devices: int, network: str) -> Document:
 
 def _zero(stage: int, devices: int) -> Document:
     degree = {"dp_shard": devices, "zero_stage": stage} if stage else {"dp_replicate": devices}
-    return _scenario(_8B, devices, devices, {**degree, "recompute": "full"})
+    # gradients that are there for the whole step, as the paper counts them
+    kept = {"preset": "torch", "zero_grad_set_to_none": False}
+    return _scenario(_8B, devices, devices, {**degree, "recompute": "full"}, kept)
 
 
 def _tp(tp: int, sequence_parallel: bool) -> Document:

@@ -135,7 +135,7 @@ class StateBytes(Spec):
     weight_copy: Natural = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
     base: FrozenBase | None = Field(default=None, exclude=True)
-    moments: tuple[int, int] | None = Field(default=None, exclude=True)
+    moments: tuple[Annotated[int, Field(le=8)], Annotated[int, Field(le=8)]] | None = Field(default=None, exclude=True)
     gathers_experts: bool = Field(default=False, exclude=True)
 
     if TYPE_CHECKING:  # fields without a default may be left out

@@ -117,7 +117,7 @@ def test_idle_memory_of_a_plan_that_recomputes_is_told() -> None:
     """The first plan leaves three quarters free; the best plan of the same question leaves a tenth."""
     first = parse_scenario(document_text(USUAL)).job
     assert idle_memory_words(predict(first)).startswith(
-        "73% of the device memory is free, and the plan recomputes every"
+        "71% of the device memory is free, and the plan recomputes every"
     )
     assert idle_memory_words(predict(first.with_changes(recompute="none"))) == ""
     assert idle_memory_words(predict(first.with_changes(tp=1, dp_shard=64, microbatch_size=2))) == ""

@@ -346,7 +346,7 @@ def test_show_lists_and_details(kind: str, simplan: Simplan) -> None:
 def test_show_takes_a_singular_and_leads_from_a_key_to_its_section(simplan: Simplan) -> None:
     assert simplan("show", "device").stdout == simplan("show", "devices").stdout
     assert simplan("show", "schedule", "1f1b").stdout == simplan("show", "schedules", "1f1b").stdout
-    for kind, section in (("optimizers", "training"), ("precision", "training"), ("recompute", "plan")):
+    for kind, section in (("precision", "training"), ("recompute", "plan")):
         refused(simplan("show", kind), f"KIND = {kind}: is not something to show; run `simplan show {section}`")
     assert "adamw" in simplan("show", "training").stdout
 

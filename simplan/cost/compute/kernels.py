@@ -40,7 +40,7 @@ from simplan.software.software import StateBytes
 from simplan.units import counted, format_rate, format_time
 
 _EAGER_ATTENTION_CALLS = 6
-_DTENSOR_CALLS = (26, 46, 66)
+_DTENSOR_CALLS = (32, 57, 82)
 """Operations of plain torch that take the host as long as DTensor's part of a matmul with its hooks, forward and
 backward, and of a collective in one direction. A Llama block of torch 2.13 takes 5.5 times its plain forward and
 backward more in forward and 7.7 times in backward with sequence parallelism, 3.8 and 5.4 times without; these are 81

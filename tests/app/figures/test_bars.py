@@ -31,7 +31,6 @@ def test_parts_have_the_colours_of_the_field() -> None:
     figure = checked(memory_figure(memory_bars(prediction.memory), prediction.capacity_bytes))
     drawn = {trace.name: trace.marker.color for trace in figure.data}
     assert drawn["parameters"] == "#4ea5b7"
-    assert drawn["gradients"] == "#e889ab"
     assert drawn["optimizer states"] == "#cec0fa"
     assert drawn["activations"] == "#e38a42"
     assert len(set(MEMORY.values())) == len(MEMORY)
