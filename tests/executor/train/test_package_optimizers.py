@@ -14,8 +14,8 @@ from simplan.optimizers import OPTIMIZERS, OptimizerName
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job, make_model
-from tests.executor.distributed.test_level2 import check_run
-from tests.executor.train.test_equality import one_process
+from tests.executor.distributed.test_level2 import assert_issued_as_predicted
+from tests.executor.train.test_equality import one_process, run_in_float64
 from tests.support.slow import slow_except
 
 SIZES: dict[str, Any] = {"family": "llama", "vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 1}
@@ -31,7 +31,11 @@ def job_of(plan: dict[str, Any], optimizer: str, dtype: str = "fp64") -> RunSpec
 @pytest.mark.parametrize("optimizer", ["adamw_torch_8bit", "adamw_torch_4bit"])
 def test_torchao_under_fsdp2_equals_one_process(optimizer: str, tmp_path: Path) -> None:
     """Blocks are inside of shards, so that their scales are those of whole tensors. Ranks alone compile."""
-    check_run(job_of({"dp_shard": 2}, optimizer), tmp_path)
+    job = job_of({"dp_shard": 2}, optimizer)
+    run = run_in_float64(job, tmp_path)
+    losses, _, _ = one_process(job, job.num_all_steps)
+    assert run.measurement.losses == pytest.approx(losses, rel=1e-6)  # the step is in FP32
+    assert_issued_as_predicted(run)
 
 
 OTHERS: list[tuple[OptimizerName, str]] = [
