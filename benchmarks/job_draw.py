@@ -36,10 +36,12 @@ _MODELS = tuple(dict.fromkeys(catalog.canonical_name("models", name) for name in
 _CLUSTERS = tuple(name for name in catalog.names("clusters") if name != THIS_MACHINE)
 _SEQUENCE_LENGTHS = tuple(2**power for power in range(9, 18))
 _SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "autocast": (True,),
     "compiled": (True, False),
     "channels_last": (True, False),
     "broadcast_buffers": (True, False),
     "cuda_graphs": (True, False),
+    "dtensor": (True, False),
     "expert_dispatch": ("copies", "deepep", "hybridep"),
     "expert_overlap": (True, False),
     "fp8_activation_input": (True,),

@@ -41,7 +41,8 @@ MODULES: Mapping[str, str] = {
 }
 """PEFT's ``target_modules`` for transformers' Llama, and models like it -> names in ``ModelSpec.lora_targets``."""
 
-_END_MATRICES = {LayerKind.EMBEDDING: "wte", LayerKind.HEAD: "lm_head"}
+_END_MATRICES = {"embedding": "wte", "head": "lm_head"}
+"""Kind of a layer at an end of the model -> its matrix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) 
 
     Args:
         cluster: The cluster.
-        resource: Compute means all GEMM rates, datasheet and measured; links mean bandwidth, not
+        resource: Compute means all GEMM rates, datasheet and measured, and what one SM does; links mean bandwidth, not
             latency.
         factor: Multiplier of the rate.
     """
@@ -104,7 +104,9 @@ def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) 
                 name: {dtype: rate * factor for dtype, rate in getattr(device, name).items()}
                 for name in ("peak_flop_per_s", "matmul_flop_per_s")
             }
-            return cluster.model_copy(update={"device": device.model_copy(update=rates)})
+            of_sm = {name: getattr(device.kernels, name) * factor for name in ("odd_flop_per_s", "update_bytes_per_s")}
+            kernels = device.kernels.model_copy(update=of_sm)
+            return cluster.model_copy(update={"device": device.model_copy(update={**rates, "kernels": kernels})})
         case Resource.MEMORY_BANDWIDTH:
             if device.memory_bandwidth_bytes_per_s is None:
                 return None

