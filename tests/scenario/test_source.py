@@ -107,7 +107,7 @@ def test_context_parallel_plan_of_eight_gpus_has_the_memory_of_fsdp() -> None:
     by_data = scenario_from("llama3-8b", long | {"plan.dp_shard": 8, "model.seq_len": 8192}).predict().worst_memory
     for category in (MemoryCategory.PARAMETERS, MemoryCategory.OPTIMIZER):  # states have no tokens
         assert by_context.by_category[category] == by_data.by_category[category]
-    assert by_context.device_bytes / 2**30 == pytest.approx(33.8, abs=0.05)
+    assert by_context.device_bytes / 2**30 == pytest.approx(30.04, abs=0.05)
 
 
 def test_values_that_are_not_given_are_assumed_and_listed() -> None:

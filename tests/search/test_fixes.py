@@ -72,9 +72,9 @@ def test_every_fix_fits_as_written(job: Job) -> None:
 
 
 def test_pairs_have_the_smallest_change_of_each_kind_that_is_enough() -> None:
-    """Half of the tensor-parallel ranks that save most are enough with full recomputation, and faster."""
-    found = fixes(predict(make_job("llama3-8b", cluster="dgx-a100-40gb", num_devices=4, seq_len=4096)))
-    changes = {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}
+    """Recomputation of some matmuls is enough with optimizer states on the host, and faster than of whole blocks."""
+    found = fixes(predict(make_job("llama3-8b", cluster="dgx-a100-40gb", num_devices=4, seq_len=8192)))
+    changes = {"recompute": "selective_op", "offload_optimizer": True}
     assert found[0].changes == {f"plan.{key}": value for key, value in changes.items()}
     assert [fix.memory_verdict for fix in found if not fix.more_devices][-1] == "may not fit", "these are last"
 

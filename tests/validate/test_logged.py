@@ -167,7 +167,7 @@ def test_yaml_and_json_say_the_same(prediction: Prediction) -> None:
 
 
 def test_words(prediction: Prediction) -> None:
-    slow = LoggedRun(step_times_s=(9.0, *[1.2 * prediction.step_time_s] * 5))
+    slow = LoggedRun(step_times_s=(9.0, *[1.25 * prediction.step_time_s] * 5))
     text = logged_text(compare_logged(prediction.to_json(), slow))
     assert re.search(
         r"the difference of -[\d.]+ ms could come from: backward \([\d.]+ ms of the step, \+/- \d+ %\)", text

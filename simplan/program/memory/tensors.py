@@ -15,6 +15,7 @@ from simplan.model.recompute import Recomputation
 from simplan.program.memory.low_precision_footprint import forward_scratch_bytes, kept_weight_bytes
 from simplan.software.software import StateBytes
 
+_EXPERT_DIMENSIONS = 3
 _REORDERED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
@@ -145,7 +146,10 @@ def _copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> i
     """
     if state.linear is not None and kernel in quantized_linears(layer, state.linear):
         return kept_weight_bytes(state.linear, kernel)
-    if kernel.stored is not None or kernel.full_precision or not kernel.propagates:
+    shapes = (p.shape for p in layer.parameters if p.name == f"{kernel.name}.weight")
+    # a convolution always saves its weight
+    saved = kernel.propagates or (kernel.trained and any(len(shape) > _EXPERT_DIMENSIONS for shape in shapes))
+    if kernel.stored is not None or kernel.full_precision or not saved:
         return 0
     if not kernel.trained:  # autocast narrows what was made FP32
         return kernel.weight_elements * (state.weight_copy if state.frozen > state.weight_copy else 0)
