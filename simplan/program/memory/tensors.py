@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from simplan.model.captured.layers import CAPTURED
 from simplan.model.layer import CollectiveKind, Gemm, LayerCollective, LayerSpec, Operator, Tensor
 from simplan.model.low_precision import quantized_linears
 from simplan.model.operator import saved_by, storages
@@ -151,7 +152,9 @@ def _copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> i
     saved = kernel.propagates or (kernel.trained and any(len(shape) > _EXPERT_DIMENSIONS for shape in shapes))
     if kernel.stored is not None or kernel.full_precision or not saved:
         return 0
-    if not kernel.trained:  # autocast narrows what was made FP32
+    if not kernel.trained:  # autocast narrows what is FP32; a capture has that as a tensor of its own
+        if layer.key.startswith(CAPTURED):
+            return 0
         return kernel.weight_elements * (state.weight_copy if state.frozen > state.weight_copy else 0)
     spread = not state.gathers_experts and any(p.expert and p.name == f"{kernel.name}.weight" for p in layer.parameters)
     narrows = spread and state.gathered != state.parameter

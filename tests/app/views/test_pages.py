@@ -245,7 +245,7 @@ def test_no_link_breaks_learn(view: dict[str, Any]) -> None:
 
 
 LARGE = {
-    "model": {"preset": "llama3-8b", "seq_len": 8704},
+    "model": {"preset": "llama3-8b", "seq_len": 9216},
     "cluster": {"preset": "dgx-h100", "num_devices": 16},
     "training": {"global_batch_size": 64},
 }
