@@ -31,9 +31,12 @@ _STORAGES = {"uint8": "uint8", "bfloat16": "bf16", "bf16": "bf16", "float16": "f
 _CHECKPOINTS = (
     (re.compile(r"(?i)gptq.*(?:int4|4bit|4-bit)|(?:^|-)int4$"), {"format": "gptq_int4"}),
     (re.compile(r"(?i)(?:^|[-_.])awq(?:$|[-_.])"), {"format": "awq_int4"}),
+    (re.compile(r"(?i)-gptq$"), {"format": "gptq_int4"}),
     (re.compile(r"(?i)bnb-4bit$"), {"format": "nf4", "double_quantization": True}),
+    (re.compile(r"(?i)bnb-nf4-bf16$"), {"format": "nf4", "storage": "bf16"}),
 )
-"""Patterns of names of checkpoints, and their weights; Qwen's Int4 are of GPTQ, Unsloth's bnb-4bit of bitsandbytes."""
+"""Patterns of names of checkpoints, and their weights; Qwen's Int4 are of GPTQ, as are TheBloke's of 4 bits, and
+Unsloth's bnb-4bit of bitsandbytes."""
 _DYNAMIC = re.compile(r"(?i)unsloth-bnb-4bit$")
 
 

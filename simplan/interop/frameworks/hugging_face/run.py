@@ -489,6 +489,7 @@ class TrainerRun:
         if str(trainer.value("stage", "")).lower() == "sft":
             self.task = trainer.full("stage")
         if adapters is None:
+            trainer.no_effect(("lora_dropout",))
             if self.task:
                 self.reading.put("training.task", "sft", self.task)
             return
