@@ -8,6 +8,7 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.captured.units import other_large_modules
 from simplan.model.families import FAMILIES
+from simplan.model.layer import LayerKind
 from simplan.plan.schedules import is_custom_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
 from simplan.wording import divisors, either
@@ -288,12 +289,25 @@ def offload_modelled(job: Job) -> Iterator[Problem]:
         yield _with_it("offload_activations", what, fix)
 
 
-@unmodelled("offloading with adapters is not modeled", reads="offload_optimizer offload_activations")
-def offload_with_adapters(job: Job) -> Iterator[Problem]:
+@unmodelled(
+    "offloading is not modeled with adapters of captured modules", reads="offload_optimizer offload_activations"
+)
+def offload_of_adapted_captures(job: Job) -> Iterator[Problem]:
     for field in ("offload_optimizer", "offload_activations"):
-        if (job.model.lora_rank or job.model.frozen) and getattr(job.plan, field):
-            what = "adapters (model.lora_rank)" if job.model.lora_rank else "frozen weights (model.frozen)"
-            yield not_modelled(job, f"plan.{field}", f"offloading with {what}", "remove it")
+        if job.model.lora_rank and job.model.captured is not None and getattr(job.plan, field):
+            what = "offloading with adapters (model.lora_rank) of a captured module"
+            yield not_modelled(job, f"plan.{field}", what, "remove it")
+
+
+@unmodelled("activations on the host are modeled where backward runs through all blocks", reads="offload_activations")
+def offload_above_frozen(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not job.plan.offload_activations or not (model.lora_rank or model.frozen) or model.captured is not None:
+        return
+    blocks = [layer for layer in model.layers if layer.kind is LayerKind.BLOCK]
+    if any(not layer.needs_input_gradient for layer in blocks[1:]):
+        what = "offloading activations of a model whose backward ends above its first block"
+        yield not_modelled(job, "plan.offload_activations", what, "remove it, or give model.input_require_grads")
 
 
 @unmodelled("activations on the host are not modeled with compiled blocks", reads="offload_activations")

@@ -166,6 +166,13 @@ RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hsdp": ("none", {"family": "llama"}, {"dp_replicate": 2, "dp_shard": 2}),
     "1f1b-zero3": ("1f1b", {"family": "llama"}, {"pp": 2, "dp_shard": 2}),
     "tp-zero3": ("none", {"vocab_size": 96}, {"tp": 2, "dp_shard": 2}),
+    "zero3-offload": ("none", {"family": "llama"}, {"dp_shard": 2, "offload_optimizer": True}),
+    "zero3-offload-frozen": (
+        "none",
+        {"family": "llama", "lora_rank": 0, "frozen": ("embedding", "blocks.0")},
+        {"dp_shard": 2, "offload_optimizer": True},
+    ),
+    "zero3-offload-activations": ("none", {"family": "llama"}, {"dp_shard": 2, "offload_activations": True}),
     "ddp-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all", "head")}, {"dp_replicate": 2}),
     "zero3-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all",)}, {"dp_shard": 2}),
     "zero3-ends": (
