@@ -219,7 +219,6 @@ def step_time_s(document: Any) -> float:
     ("change", "run"),
     [
         ("plan.recompute: full", {"plan": {**JOB["plan"], "recompute": "full"}}),
-        ("software.compiled: true", {"software": {"preset": "torch", "compiled": True}}),
         (
             "1/8 of the bandwidth between nodes (one network card of 8)",
             {"cluster": {**JOB["cluster"], "nic_gbit": 25}},
