@@ -92,7 +92,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     recompute.recompute_modules_modelled, parallel.cp_of_documents, model.documents_modelled,
     trained.adapters_of_experts, trained.adapters_of_ends, trained.pipelines_of_frozen_parts,
     trained.saved_modules_modelled,
-    schedule.split_backward_of_adapters, trained.adapters_in_low_precision, sharding.offload_of_adapted_captures,
+    schedule.split_backward_of_adapters, trained.adapters_in_low_precision, sharding.offload_with_frozen_weights,
     sharding.offload_above_frozen,
     training.training_modelled, training.sharded_training_modelled, training.pure_bf16_modelled,
     cluster.background_jobs_modelled, cluster.software_of_this_machine, mixed.groups_of_equal_devices,

@@ -290,13 +290,18 @@ def offload_modelled(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "offloading is not modeled with adapters of captured modules", reads="offload_optimizer offload_activations"
+    "offloading with frozen weights is modeled as FSDP2 does it, for families",
+    reads="offload_optimizer offload_activations",
 )
-def offload_of_adapted_captures(job: Job) -> Iterator[Problem]:
+def offload_with_frozen_weights(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not (model.lora_rank or model.frozen) or (job.software.executable and model.captured is None):
+        return
     for field in ("offload_optimizer", "offload_activations"):
-        if job.model.lora_rank and job.model.captured is not None and getattr(job.plan, field):
-            what = "offloading with adapters (model.lora_rank) of a captured module"
-            yield not_modelled(job, f"plan.{field}", what, "remove it")
+        if getattr(job.plan, field):
+            what = "adapters (model.lora_rank)" if model.lora_rank else "frozen weights (model.frozen)"
+            of = "of a captured module" if model.captured is not None else f"with {job.software.id}"
+            yield not_modelled(job, f"plan.{field}", f"offloading with {what} {of}", "remove it")
 
 
 @unmodelled("activations on the host are modeled where backward runs through all blocks", reads="offload_activations")
