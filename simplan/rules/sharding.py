@@ -290,12 +290,13 @@ def offload_modelled(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "offloading with frozen weights is modeled as FSDP2 does it, for families",
+    "offloading with frozen weights is modeled for families, where each shard goes with its gradient",
     reads="offload_optimizer offload_activations",
 )
 def offload_with_frozen_weights(job: Job) -> Iterator[Problem]:
     model = job.model
-    if not (model.lora_rank or model.frozen) or (job.software.executable and model.captured is None):
+    by_tensor = job.software.runtime == "torch" and not job.software.zero2_whole_weights
+    if not (model.lora_rank or model.frozen) or (by_tensor and model.captured is None):
         return
     for field in ("offload_optimizer", "offload_activations"):
         if getattr(job.plan, field):
