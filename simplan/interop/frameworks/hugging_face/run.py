@@ -125,6 +125,10 @@ class TrainerRun:
                 fix="give the launch script with that file, or add --set plan.zero_stage=3 (FSDP), or 0 (DDP)",
             )
         read_parallelism(self)
+        if offloads and self._adapter_rank() is not None:  # frozen weights stay on the device, unlike FSDP's
+            self.trainer.refuse(
+                "deepspeed", "is offloading with adapters under DeepSpeed, which is not modeled yet", "use FSDP"
+            )
         self._choose_software(strategy, offloads=offloads)
         read_nccl_algo(self.reading)
         note_allocator(self.reading, grown=True)
