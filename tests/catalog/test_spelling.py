@@ -56,6 +56,8 @@ TYPED: dict[catalog.Kind, dict[str, str]] = {
         "a100-sxm-40gb": "NVIDIA A100-SXM4-40GB",
         "a100-pcie-80gb": "NVIDIA A100 80GB PCIe",
         "v100-sxm2-16gb": "Tesla V100-SXM2-16GB",
+        "rtx-5090": "NVIDIA GeForce RTX 5090 | 5090 | RTX5090",
+        "rtx-pro-6000": "RTX PRO 6000 | PRO 6000",
         "rtx-4090": "NVIDIA GeForce RTX 4090 | 4090 | RTX4090 | 4090 24GB",
         "rtx-3090": "3090",
         "rtx-6000-ada": "NVIDIA RTX 6000 Ada Generation | 6000 Ada",
@@ -104,7 +106,7 @@ OTHERS: dict[catalog.Kind, str] = {
     "codellama/CodeLlama-7b-hf | deepseek-ai/DeepSeek-R1-Distill-Llama-8B | Llama 4 Scout | "
     "unsloth/llama-3-8b-bnb-4bit | mosaicml/mpt-30b | "
     "TinyLlama/TinyLlama_v1.1 | microsoft/phi-2 | llama3-8b.yaml | tiny | 8x",
-    "devices": "RTX 5090 | RTX 4090 Ti | 4090D | MI300A | H200 NVL | RTX PRO 6000 | RTX 6000 | V100S | A100 60GB",
+    "devices": "RTX 4090 Ti | 4090D | MI300A | H200 NVL | RTX PRO 6000 | RTX 6000 | V100S | A100 60GB",
     "software": "fsdp1 | keras",
     "links": "NVLink | ethernet",
 }
