@@ -106,7 +106,7 @@ OTHERS: dict[catalog.Kind, str] = {
     "codellama/CodeLlama-7b-hf | deepseek-ai/DeepSeek-R1-Distill-Llama-8B | Llama 4 Scout | "
     "unsloth/llama-3-8b-bnb-4bit | mosaicml/mpt-30b | "
     "TinyLlama/TinyLlama_v1.1 | microsoft/phi-2 | llama3-8b.yaml | tiny | 8x",
-    "devices": "RTX 4090 Ti | 4090D | MI300A | H200 NVL | RTX PRO 6000 | RTX 6000 | V100S | A100 60GB",
+    "devices": "RTX 4090 Ti | 4090D | MI300A | H200 NVL | RTX 6000 | V100S | A100 60GB",
     "software": "fsdp1 | keras",
     "links": "NVLink | ethernet",
 }
