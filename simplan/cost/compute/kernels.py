@@ -43,7 +43,7 @@ _EAGER_ATTENTION_CALLS = 6
 _DTENSOR_CALLS = (32, 57, 82)
 """Operations of plain torch that take the host as long as DTensor's part of a matmul with its hooks, forward and
 backward, and of a collective in one direction. A Llama block of torch 2.13 takes 5.5 times its plain forward and
-backward more in forward and 7.7 times in backward with sequence parallelism, 3.8 and 5.4 times without; these are 81
+backward more in forward and 7.7 times in backward with sequence parallelism, 3.8 and 5.4 times without; these are 101
 operations (measured on a CPU with a fake process group, benchmarks/dtensor_host.py, 2026-11-30)."""
 _FUSED_CASTS = 0.6
 """Bytes of casts to 8 bits that are compiled, relative to single kernels: of 7 bytes per element of 16 bits (read for
