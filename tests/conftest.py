@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What there is after it stays, so that no garbage collection looks at it: neither while it grows nor later."""
+    """Keeps what collection makes out of garbage collections, which would look at it again and again."""
     gc.disable()
     try:
         return (yield)

@@ -1,4 +1,4 @@
-"""What is known of a job: its ground, runs along axes, and the sentence on the weakest term."""
+"""Knowledge about a job: its ground, fitted runs along axes, and the sentence on the weakest term."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_ground_of_a_job() -> None:
 
 
 def test_what_runs_do_not_know_is_wider() -> None:
-    """Of two axes one has no run and one has four, which halve its square."""
+    """An axis without runs counts in full; four runs on another one halve its square."""
     counts = counts_of({AT: 4, AT._replace(device="a100-sxm-40gb"): 10**6})
     known = known_by(AT._replace(framework="torch"), counts, STDS, 4.0, 0.07)
     stds = {name: axis.std for name, axis in known.axes.items()}

@@ -245,7 +245,7 @@ def test_the_peak_of_a_rank_is_that_of_torchs_tracker(name: str, plan: str, prec
 
 @pytest.mark.parametrize(("plan", "precision", "loss_bytes"), [("one", "fp32", 4), ("zero3", "bf16", 2)])
 def test_the_batch_of_a_step_is_in_memory(plan: str, precision: Precision, loss_bytes: int) -> None:
-    """Of 6 microbatches in place of 2, in FP32, by the prediction and by torch, which has a loss of each besides."""
+    """Six microbatches in place of two add equal bytes in prediction and torch, which holds a loss of each as well."""
     jobs = [prediction_of("UNet", PLANS[plan], precision, number) for number in (2, 6)]
     predicted = [each.memory[0].allocated_bytes for each in jobs]
     torchs = [account(job_of(each), 0).total_bytes for each in jobs]

@@ -343,7 +343,7 @@ def test_compiled_ranks_have_the_losses_of_one_process(tmp_path: Path, monkeypat
 def test_a_compiled_block_saves_what_torch_saves(
     family: str, precision: str, recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of torch's partitioner; scales of columns count for every sequence."""
+    """Saved bytes equal those of torch's partitioner; scales of columns count for every sequence."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager_decomp_partition")
     torch._dynamo.reset()
     spec, form = variant(family), linear_format("fp8", recipe, "wide")

@@ -65,7 +65,7 @@ QUICK = (*EXACT, "gpt-sequence-full", "llama-a2a-selective")
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What both ranks did in every case that is tested, by its name."""
+    """Records of both ranks, by the name of the case."""
     items: list[Any] = [*request.session.items]
     asked = {item.callspec.params["name"] for item in items if "results" in getattr(item, "fixturenames", ())}
     names = [name for name in RECORDED if name in asked]
