@@ -46,6 +46,7 @@ from tests.support.slow import slow_except
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "UNet": (modules.UNet, modules.unet_batch),
     "DiT": (modules.DiT, modules.dit_batch),
+    "SmallDiT": (modules.SmallDiT, modules.dit_batch),
     "AdaptedDiT": (modules.AdaptedDiT, modules.dit_batch),
     "Scaled": (modules.Scaled, modules.scaled_batch),
     "Tabled": (modules.Tabled, modules.scaled_batch),
