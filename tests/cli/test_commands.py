@@ -572,16 +572,16 @@ def test_run_refuses_software_that_it_does_not_run(
 def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     predicted, log = tmp_path / "predicted.json", tmp_path / "log.yaml"
     assert simplan("predict", scenario, "-o", predicted).returncode == 0
-    log.write_text("step_times_s: [0.02, 0.02, 0.02]\npeak_device_gib: [1.5, 1.25]\n")
+    log.write_text("step_times_s: [0.2, 0.2, 0.2]\npeak_device_gib: [1.5, 1.25]\n")
     found = json.loads(simplan("compare", predicted, log, "--json").stdout)
     assert found["kind"] == "logged_comparison"
-    assert [row["measured"] for row in found["rows"]] == [0.02, 1.5]
+    assert [row["measured"] for row in found["rows"]] == [0.2, 1.5]
     assert "no term's uncertainty explains the difference of -" in simplan("compare", predicted, log).stdout
     plotted = simplan("compare", predicted, log, "--plot", tmp_path / "steps.svg")
     refused(plotted, "--plot: draws a timeline, and a log has none")
     compared = simplan("compare", predicted, log, "--baseline", predicted)
     refused(compared, "--baseline: compares losses, and a log has none")
-    log.write_text("step_times_s: [0.02]\npeak_device_gib: [1, 2, 3]\n")
+    log.write_text("step_times_s: [0.2]\npeak_device_gib: [1, 2, 3]\n")
     said = f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks"
     refused(simplan("compare", predicted, log), said)
 

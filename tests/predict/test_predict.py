@@ -164,7 +164,7 @@ def test_one_replica_stands_for_those_that_use_the_same_links(num_devices: int, 
 
 def test_interval_of_a_single_device_by_hand() -> None:
     """Nothing overlaps, so the step is a sum; all of it is computation, whose prices err together."""
-    prediction = ask(ParallelPlan(microbatch_size=4))
+    prediction = ask(ParallelPlan(microbatch_size=16))
     longer = 1 + sum(t.seconds * t.count * t.relative_std for t in prediction.terms) / prediction.step_time_s
     low_s, high_s = prediction.step_time_interval_s
     assert math.log(high_s / prediction.step_time_s) == pytest.approx(1.645 * math.log(longer))
