@@ -104,9 +104,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, nargs="*", default=[], help="runs for a report of coverage only")
     parser.add_argument("--write", action="store_true", help=f"replace {FITTED_FILE.name}")
     arguments = parser.parse_args()
-    peaks = load_peaks(arguments.runs)
-    loading = [row for row in peaks if row.software in _LOADING_FIRST]
-    rows = [row for row in peaks if row.software not in _LOADING_FIRST]
+    rows, loading = apart(load_peaks(arguments.runs))
     of_loading = fit(loading)
     for name, parts in alternatives.items():
         inside, scores = held_out(rows, parts)
@@ -139,6 +137,12 @@ def main() -> None:
         lines = fitted_lines([*rows, *rehearsed, *loading], found, of_loading, wider)
         FITTED_FILE.write_text("\n".join([*lines, ""]), encoding="utf-8")
         print(f"wrote {FITTED_FILE.name}")
+
+
+def apart(rows: Sequence[PeakRow]) -> tuple[list[PeakRow], list[PeakRow]]:
+    """Peaks of loops that make weights themselves, and of those that load them first."""
+    loading = [row for row in rows if row.software in _LOADING_FIRST]
+    return [row for row in rows if row.software not in _LOADING_FIRST], loading
 
 
 def fit(rows: Sequence[PeakRow], parts: Parts | None = None) -> Deviations:

@@ -21,7 +21,12 @@ def document(name: str, cluster: str | ClusterSpec, global_batch_size: int = 32)
 @pytest.fixture(scope="module")
 def documents() -> dict[str, dict[str, Any]]:
     node = catalog.cluster("dgx-h100").model_copy(update={"device": catalog.device("gaudi3")})
-    clusters = {"a100": "dgx-a100-80gb", "h100": "dgx-h100", "gaudi3": node, "b200": "dgx-b200"}
+    clusters: dict[str, str | ClusterSpec] = {
+        "a100": "dgx-a100-80gb",
+        "h100": "dgx-h100",
+        "gaudi3": node,
+        "b200": "dgx-b200",
+    }
     return {name: document(name, cluster) for name, cluster in clusters.items()}
 
 
