@@ -437,7 +437,7 @@ def test_bless_changes_blessed_values_only_and_nothing_else(simplan: Simplan, sc
     assert scenario.read_bytes().decode() == wrong.replace("value: 3 ", "value: 8 ").replace("\n", "\r\n")
 
 
-def test_what_bless_writes_holds_exactly_where_that_is_asked(simplan: Simplan, scenario: Path) -> None:
+def test_bounds_that_bless_writes_hold_exactly_where_asked(simplan: Simplan, scenario: Path) -> None:
     scenario.write_text(scenario.read_text() + "  - {metric: step_time_s, value: 1, rel_tol: 0, why: blessed}\n")
     blessed, checked = simplan("check", scenario, "--bless"), simplan("check", scenario)
     assert "step_time_s: 1 -> " in blessed.stderr

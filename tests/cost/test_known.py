@@ -45,7 +45,7 @@ def test_ground_of_a_job() -> None:
     assert ground_of(job_of(model="resnet-50", software="torch")).operators == "convolutions"
 
 
-def test_what_runs_do_not_know_is_wider() -> None:
+def test_intervals_are_wider_where_no_run_was_fitted() -> None:
     """An axis without runs counts in full; four runs on another one halve its square."""
     counts = counts_of({AT: 4, AT._replace(device="a100-sxm-40gb"): 10**6})
     known = known_by(AT._replace(framework="torch"), counts, STDS, 4.0, 0.07)

@@ -110,7 +110,7 @@ def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
          "is more than peak_reserved_gib = 60, of which it is a part"),
     ],
 )  # fmt: skip
-def test_what_contradicts_itself_or_the_prediction_is_refused(
+def test_contradictions_with_itself_or_the_prediction_are_refused(
     fields: dict[str, float], words: str, prediction: Prediction
 ) -> None:
     with pytest.raises(SpecError, match=words):

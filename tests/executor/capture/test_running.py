@@ -341,7 +341,7 @@ LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("field", LIMITS)
-def test_what_is_not_run_is_refused_by_name(field: str) -> None:
+def test_options_without_execution_are_refused_by_name(field: str) -> None:
     name, plan = LIMITS[field]
     with pytest.raises(NotModelledError, match=field.replace(".", r"\.")):
         check_job(job_of(prediction_of(name, plan)))
