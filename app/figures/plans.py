@@ -162,8 +162,8 @@ COLOURS: Mapping[str, str] = MappingProxyType(
 )
 """Fields for the color of points, by key of a row."""
 
-SETTINGS = (*ParallelPlan.model_fields, *OPTION_RANGES)
-"""Settings of a plan and searched options of its software, by key of a row."""
+SETTINGS = tuple(dict.fromkeys((*ParallelPlan.model_fields, *OPTION_RANGES)))
+"""Settings of a plan and searched options, by key of a row."""
 
 _LABEL_CHARS, _CHARS_ACROSS = 44, 120
 _LEAST_RANGE, _MAX_RANGE, _MARGIN = 0.02, 1.0, 0.03
@@ -206,7 +206,7 @@ def settings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     always = ("dp_shard", "tp", "microbatch_size")
 
     def is_set(key: str) -> bool:
-        if key in OPTION_RANGES:
+        if key not in ParallelPlan.model_fields:
             return any(key in row for row in rows)
         default = ParallelPlan.model_fields[key].default
         return any(row.get(key, default) != default for row in rows)

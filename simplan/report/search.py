@@ -88,7 +88,8 @@ def counted_plans(number: int) -> str:
 
 def search_plan_words(plan: ParallelPlan, software: Mapping[str, object] = MappingProxyType({})) -> str:
     """The plan with its microbatch size, and with the options of the software that a search varies."""
-    options = [f", {name} {_values([value])}" for name, value in software.items()]
+    outside = {name: value for name, value in software.items() if name not in ParallelPlan.model_fields}
+    options = [f", {name} {_values([value])}" for name, value in outside.items()]
     return f"{plan_words(plan)}, microbatch size {plan.microbatch_size}{''.join(options)}"
 
 
