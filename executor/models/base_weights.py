@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.models.lora import LoraLinear
+from executor.models.lora import DoraLinear, LoraLinear
 from simplan.model.base_weights import BaseWeights, stored_weights
 from simplan.model.layer import LayerSpec
 
@@ -31,11 +31,15 @@ def quantize(layer: nn.Module, spec: LayerSpec, base: BaseWeights) -> None:
         assert isinstance(module, nn.Linear), path
         if base.library == "torchao":
             module.register_parameter(name, _of_torchao(parameter.detach(), base))
+            if isinstance(module, DoraLinear):
+                module.whole = lambda module=module: module.weight.get_original_weight()  # type: ignore[misc]
             continue
         quantized = _of_bitsandbytes(parameter.detach(), base)
         state, width = quantized.quant_state, parameter.dtype
         module.register_parameter(name, quantized)
         unpacks = _Unpacking(module, state, width)
+        if isinstance(module, DoraLinear):
+            module.whole = unpacks.weight
         if isinstance(module, LoraLinear):
             module.base = unpacks  # type: ignore[assignment,method-assign]
         else:
@@ -47,6 +51,13 @@ class _Unpacking:
 
     def __init__(self, module: nn.Linear, state: Any, width: torch.dtype) -> None:
         self._module, self._state, self._width = module, state, width
+
+    def weight(self) -> Tensor:
+        """The unpacked weight (n x k)."""
+        from bitsandbytes.functional import dequantize_4bit  # an extra
+
+        whole: Tensor = dequantize_4bit(self._module.weight.data, self._state)
+        return whole.to(self._width)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """(..., k) to (..., n)."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pydantic import Field
 
 from simplan.base import Count, Spec
+from simplan.model.adapters import NORMED_WEIGHT
 from simplan.model.kernel import Pointwise
 from simplan.model.layer import Attention, Gemm, LayerKind, LayerSpec, Operator, Role, Tensor
 from simplan.model.parts.part import FP32_BYTES, cast
@@ -158,7 +159,9 @@ _WIDE = frozenset({Role.GATING, Role.EXPERTS, Role.ADAPTER, Role.UNQUANTIZED})
 
 def _operators(layer: LayerSpec, base: FrozenBase, stored: frozenset[str]) -> Iterator[Operator]:
     names = {kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm)}
-    for operator in layer.operators:
+    magnitudes = {parameter.name for parameter in layer.parameters}
+    for each in layer.operators:
+        operator = _with_unpacked_norms(each, stored)
         kernel = operator.kernel
         if isinstance(kernel, Gemm) and f"{kernel.name}.weight" in stored:
             copies = base.copies_results and f"{kernel.name}{_A}" in names
@@ -168,6 +171,9 @@ def _operators(layer: LayerSpec, base: FrozenBase, stored: frozenset[str]) -> It
             width = base.adapter_bytes if is_adapter else base.activation_bytes
             whole = not base.autocast and width == FP32_BYTES
             wide = replace(operator, kernel=replace(kernel, full_precision=whole))
+            if f"{kernel.name.removesuffix(_B)}.magnitude" in magnitudes and kernel.name.endswith(_B):
+                yield replace(wide, makes=(replace(wide.makes[0], bytes_per_element=width),))  # read as it is
+                continue
             yield from _in_width(wide, width, base) if is_adapter else (wide,)
         elif isinstance(kernel, Attention) and not kernel.eager:
             yield from _core(operator, layer, base)
@@ -176,6 +182,17 @@ def _operators(layer: LayerSpec, base: FrozenBase, stored: frozenset[str]) -> It
 
 
 _A, _B = ".lora_a", ".lora_b"
+
+
+def _with_unpacked_norms(operator: Operator, stored: frozenset[str]) -> Operator:
+    """An operator while whose weight's norms are there; a packed weight has a copy in every precision."""
+    scratch = tuple(
+        replace(tensor, widened=False)
+        if tensor.name.endswith(f" {NORMED_WEIGHT}") and f"{tensor.name.removesuffix(f' {NORMED_WEIGHT}')}.weight" in stored
+        else tensor
+        for tensor in operator.forward_scratch
+    )
+    return operator if scratch == operator.forward_scratch else replace(operator, forward_scratch=scratch)
 
 
 def _unpacked(operator: Operator, kernel: Gemm, base: FrozenBase, *, copies: bool) -> Iterator[Operator]:

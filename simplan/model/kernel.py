@@ -100,6 +100,8 @@ class Gemm:
         relative_std: Relative standard deviation of the time of a kind that was never fitted; 0 for that of the device.
         stored: Stored form of a frozen weight that every matmul unpacks first; None for a weight that is used as it is.
         full_precision: The matmul is in FP32, regardless of the precision of the run.
+        norm_rank: Rank of the adapter (DoRA) with which forward computes the norms of the weight's rows once per
+            microbatch; 0 for none.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Gemm:
     relative_std: float = 0.0
     stored: WeightFormat | None = None
     full_precision: bool = False
+    norm_rank: int = 0
 
     @property
     def flops(self) -> int:
@@ -133,6 +136,11 @@ class Gemm:
     def computed_flops(self) -> int:
         """FLOPs that the forward kernel computes: 2 m n k."""
         return 2 * self.m * self.n * self.k
+
+    @property
+    def norm_flops(self) -> int:
+        """FLOPs per microbatch of the products of an identity with A and B (``norm_rank``): 2 r k (k + n)."""
+        return 2 * self.norm_rank * self.k * (self.k + self.n)
 
     @property
     def input_elements(self) -> int:

@@ -90,7 +90,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     schedule.split_backward_of_convolutions, sharding.offload_of_fsdp2, sharding.offload_of_experts,
     sharding.offload_layers_modelled, sharding.offload_modelled, recompute.recompute_layers_modelled,
     recompute.recompute_modules_modelled, parallel.cp_of_documents, model.documents_modelled,
-    trained.adapters_of_experts, trained.adapters_of_ends, trained.pipelines_of_frozen_parts,
+    trained.adapters_of_experts, trained.magnitudes_modelled, trained.adapters_of_ends, trained.pipelines_of_frozen_parts,
     trained.saved_modules_modelled,
     schedule.split_backward_of_adapters, trained.adapters_in_low_precision, sharding.offload_with_frozen_weights,
     sharding.offload_above_frozen,

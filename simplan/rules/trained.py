@@ -54,6 +54,7 @@ def keys_of_adapters_need_rank(job: Job) -> Iterator[Problem]:
         "lora_rank_pattern": "says which ranks adapters have",
         "lora_dropout": "is of the inputs of adapters",
         "lora_modules_to_save": "says what is trained next to adapters",
+        "lora_dora": "gives adapters magnitudes",
     }
     for name, what in words.items():
         default = ModelSpec.model_fields[name].get_default(call_default_factory=True)
@@ -240,6 +241,22 @@ def adapters_of_ends(job: Job) -> Iterator[Problem]:
         for what in (what for what, is_so in whats.items() if is_so):
             verb = "an adapter" if field == "lora_targets" else "a trained copy"
             yield not_modelled(job, f"model.{field}", f"{verb} of the {name} {what}", f"remove {name}")
+
+
+@unmodelled("magnitudes of adapters are modeled as PEFT computes them, for whole matrices without dropout", reads="tp")
+def magnitudes_modelled(job: Job) -> Iterator[Problem]:
+    model, software = job.model, job.software
+    if not (model.lora_dora and model.lora_rank):
+        return
+    whats = {
+        f"with {software.id}": not software.base_weights,
+        "with model.lora_dropout, which computes the product of the frozen matrix once more": model.lora_dropout > 0,
+        "of the embedding": "embedding" in model.lora_targets,
+        "with tensor parallelism": job.plan.tp > 1,
+        "with a loss in chunks": "head" in model.lora_targets and job.software.layers.chunked_loss is not None,
+    }
+    for what in (what for what, is_so in whats.items() if is_so):
+        yield not_modelled(job, "model.lora_dora", f"DoRA {what}", "use false")
 
 
 @unmodelled("trained copies of modules are modeled where adapters are as wide as the frozen weights")

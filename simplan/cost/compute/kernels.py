@@ -59,6 +59,9 @@ _NORM_BYTES = 4
 _ACCUMULATE_BYTES = 12
 _ZEROED_BYTES = 4
 _FP32_BYTES = 4
+_NORM_PASSES, _NORM_LAUNCHES = 8, 9
+"""Elements of a weight in FP32 that the norms of DoRA read and write, and kernels besides their two matmuls: the identity
+(2), both upcasts, scaling, sum, norm, quotient and difference."""
 _HOST_STD = 1.5
 """Relative standard deviation of updates on the host: with bound threads and native kernels they reach the bandwidth of
 the host's memory within 5 %, without them they take 5 times as long (deepspeedai/DeepSpeed issue 6834)."""
@@ -247,7 +250,8 @@ class KernelCost:
                 matmuls = num_chunks(kernel, b) * max(1, len(gemm_sizes(kernel, b, phase)))
                 narrows = self._stored_bytes(kernel) > self.state.weight_copy > 0 and phase is Phase.FORWARD
                 casts = int(narrows) if kernel.stored is None else kernel.stored.unpacking_kernels
-                return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
+                norms = _NORM_LAUNCHES + 2 if kernel.norm_rank and phase in (Phase.FORWARD, Phase.RECOMPUTE) else 0
+                return max(1, kernel.streams and kernel.num_groups) * matmuls + casts + norms
             case Attention():
                 return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
             case Pointwise():
@@ -322,6 +326,7 @@ class KernelCost:
         rates = self.matmuls if self.full is None or not kernel.full_precision else self.full
         launches_s = rates.launches_s(kernel.num_groups, kernel.streams)
         yield from self._unpacking(kernel, b, phase)
+        yield from self._norms(kernel, phase)
         for name, matmul in self._matmuls(kernel, b, phase).items():
             part = rates.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
             yield part.times(num_chunks(kernel, b), "chunks")
@@ -339,6 +344,23 @@ class KernelCost:
             rows = b * kernel.m
             num_bytes = rows * (kernel.k * (1 + self.state.activation) + kernel.n * (4 + self.state.activation))
         yield self.matmuls.streaming(f"{kernel.name}: weight unpacked", num_bytes, form.unpacking_kernels)
+
+    def _norms(self, kernel: Gemm, phase: Phase) -> Iterator[CostPart]:
+        """Yields the norms of a weight's rows with its adapter, once per microbatch in forward and recomputation."""
+        n, k, rank = kernel.n, kernel.k, kernel.norm_rank
+        if not rank or phase not in (Phase.FORWARD, Phase.RECOMPUTE):
+            return
+        for columns, depth in ((rank, k), (n, rank)):
+            elements = k * (depth + columns) + columns * depth
+            matmul = Matmul(k, columns, depth, 1, elements * self.state.activation)
+            yield self.matmuls.part(f"{kernel.name}: norms", matmul, self.matmuls.launches_s(1, 0))
+        form, width = kernel.stored, self._operand_bytes(kernel)
+        unpacked = 0 if form is None else form.unpacked_traffic(n, k, width)
+        launches = _NORM_LAUNCHES + (0 if form is None else form.unpacking_kernels)
+        # the identity is written, and cast; change and weight are upcast; the change is scaled, added, summed by row
+        own = self.state.parameter
+        num_bytes = k * k * (own + (own + width) * (own != width)) + n * k * (2 * width + _FP32_BYTES * _NORM_PASSES) + unpacked
+        yield self.matmuls.streaming(f"{kernel.name}: norms, by element", num_bytes, launches)
 
     def _operand_bytes(self, kernel: Gemm) -> int:
         """Returns the bytes per element of a matmul's operands."""

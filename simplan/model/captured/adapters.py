@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from simplan.model.adapters import MODULES
 from simplan.model.captured.facts import (
     CapturedGraph,
     CapturedLayer,
@@ -44,14 +45,26 @@ def targets_of(model: CapturedModel, targets: Sequence[str]) -> dict[str, tuple[
     """Linear layers that each target names: by their path, or by its end, as PEFT's ``target_modules``.
 
     ``all`` means every linear layer, except the model's last one if it is outside of blocks (PEFT's ``all-linear``
-    leaves out the output head).
+    leaves out the output head). A name of a family's matrix (``q``) means modules of its name in transformers
+    (``q_proj``) where no module is called so.
     """
     paths, head = linear_layers(model), _output_head(model)
+    found = {target: _ending(paths, target) for target in targets if target != ALL}
     others = tuple(path for path in paths if path != head)
     return {
-        target: others if target == ALL else tuple(p for p in paths if p == target or p.endswith(f".{target}"))
+        target: others if target == ALL else found[target] or _ending(paths, *_IN_TRANSFORMERS.get(target, ()))
         for target in targets
     }
+
+
+_IN_TRANSFORMERS = {matrix: (module,) for module, matrix in MODULES.items()} | {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "head": ("lm_head",),
+}
+
+
+def _ending(paths: Sequence[str], *ends: str) -> tuple[str, ...]:
+    return tuple(path for path in paths if any(path == end or path.endswith(f".{end}") for end in ends))
 
 
 def _output_head(model: CapturedModel) -> str:

@@ -41,9 +41,11 @@ SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
 WIDTHS = {"fp32": 4, "autocast": 2}
 
 
-def layer_run(name: str, recompute: Recompute, precision: str, targets: tuple[str, ...] = ("q", "v")) -> LayerRun:
+def layer_run(
+    name: str, recompute: Recompute, precision: str, targets: tuple[str, ...] = ("q", "v"), **fields: Any
+) -> LayerRun:
     """A block with packed weights, which gets what a block before it gives."""
-    spec, base, width = model_of("llama", targets, **SIZES, qk_norm=None), FORMATS[name], WIDTHS[precision]
+    spec, base, width = model_of("llama", targets, **SIZES, qk_norm=None, **fields), FORMATS[name], WIDTHS[precision]
     frozen = FrozenBase(
         weights=base.stored(width),
         activation_bytes=width,
@@ -73,6 +75,15 @@ def layer_run(name: str, recompute: Recompute, precision: str, targets: tuple[st
 def test_saved_bytes_are_torchs(name: str, recompute: Recompute, precision: str) -> None:
     """To the byte: packed weights save nothing besides themselves."""
     layer_run(name, recompute, precision).assert_kept()
+
+
+@pytest.mark.parametrize("name", CASES[1:2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_norms_of_packed_weights_take_what_is_predicted(name: str, recompute: Recompute) -> None:
+    """DoRA unpacks a weight once more for the norms of its rows, and saves no more than of other weights."""
+    run = layer_run(name, recompute, "fp32", lora_dora=True)
+    run.assert_kept()
+    run.assert_peak(within=PEAK)
 
 
 @pytest.mark.parametrize("name", CASES[1:])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from executor.models.lora import DoraLinear
+from simplan.model.layer import Gemm
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
 from simplan.software.software import StateBytes
@@ -21,6 +25,7 @@ from tests.executor.models.layer_runs import (
     LayerRun,
     assert_parameters_and_order_of_gradients,
     counted_flops,
+    traced,
 )
 from tests.support.slow import slow_except
 
@@ -88,6 +93,8 @@ PARTS: dict[str, dict[str, Any]] = {
         "lora_targets": ("blocks.1.attention", "mlp"),
         "lora_rank_pattern": {"blocks.1.mlp": 8, "q": 2},
     },
+    "dora": {"lora_dora": True, "lora_targets": ("qkv", "down")},
+    "dora upper block": {"lora_dora": True, "lora_targets": ("blocks.1.all",)},
     "upper block": {"lora_targets": ("blocks.1.all",)},
     "ends": {"lora_targets": ("embedding", "qkv", "head"), "tied_embeddings": False},
     "saved": {"lora_targets": ("q",), "lora_modules_to_save": ("embedding", "head"), "tied_embeddings": False},
@@ -113,13 +120,22 @@ def test_kept_bytes_follow_what_is_trained(part: str, index: int, precision: str
     LayerRun(spec, index, "none", precision, state=state).assert_kept()
 
 
+@pytest.mark.parametrize("index", slow_except([2], [1, 2]))
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_peak_of_magnitudes_is_that_of_the_layer(name: str, recompute: Recompute, index: int) -> None:
+    """With the identity and the copies of the weight that norms take; on CPUs products of two dtypes copy an operand."""
+    layer_run(model_of(name, lora_dora=True), index, recompute, "fp32", "whole").assert_peak(within=PEAK)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_flops_follow_what_is_trained(part: str) -> None:
     """Of either pass, by torch's counter."""
     spec = model_of("llama", **PARTS[part])
     forward = sum(layer.flops(full_attention=True) for layer in spec.layers)
     backward = sum(layer.backward_flops(full_attention=True) for layer in spec.layers)
-    assert counted_flops(spec) == pytest.approx(2 * forward, rel=0.005)
+    norms = sum(kernel.norm_flops for layer in spec.layers for kernel in layer.kernels if isinstance(kernel, Gemm))
+    assert counted_flops(spec) == pytest.approx(2 * forward + norms, rel=0.005)
     assert counted_flops(spec, backward=True) == pytest.approx(2 * backward, rel=0.005)
 
 
@@ -173,6 +189,8 @@ RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"dp_shard": 2, "offload_optimizer": True},
     ),
     "zero3-offload-activations": ("none", {"family": "llama"}, {"dp_shard": 2, "offload_activations": True}),
+    "ddp-dora": ("none", {"lora_dora": True}, {"dp_replicate": 2}),
+    "zero3-dora": ("none", {"family": "llama", "lora_dora": True}, {"dp_shard": 2, "recompute": "full"}),
     "ddp-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all", "head")}, {"dp_replicate": 2}),
     "zero3-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all",)}, {"dp_shard": 2}),
     "zero3-ends": (
@@ -212,3 +230,42 @@ def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, tmp_path
     training = TrainingSpec(global_batch_size=job.training.global_batch_size, precision="fp32")
     training = training.with_changes(task="lora" if model.lora_rank else "sft")
     check_run(job.model_copy(update={"training": training}), tmp_path)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs PEFT")
+@pytest.mark.parametrize("bias", [False, True])
+def test_magnitudes_are_those_of_peft(bias: bool) -> None:
+    """Outputs, gradients, and bytes kept for backward, to the number that autograd wraps."""
+    from peft import LoraConfig, get_peft_model
+
+    linear = torch.nn.Linear(96, 64, bias=bias)
+    own = DoraLinear(linear, 4)
+    config = LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["0"])
+    theirs = get_peft_model(torch.nn.Sequential(copy.deepcopy(linear)), config)
+    module: Any = theirs.base_model.model[0]
+    with torch.no_grad():
+        own.load_state_dict(linear.state_dict(), strict=False)
+        for mine, other in (
+            (own.lora_a.weight, module.lora_A["default"].weight),
+            (own.lora_b.weight, module.lora_B["default"].weight),
+            (own.magnitude, module.lora_magnitude_vector["default"].weight),
+        ):
+            mine.copy_(torch.rand_like(mine))
+            other.copy_(mine)
+    own.weight.requires_grad_(False)
+    if own.bias is not None:
+        own.bias.requires_grad_(False)
+    x = torch.randn(3, 16, 96)
+    found = []
+    for run, weights in (
+        (own, (own.lora_a.weight, own.lora_b.weight, own.magnitude)),
+        (module, [p for p in module.parameters() if p.requires_grad]),
+    ):
+        result, kept, peak = traced(lambda run=run: run(x))
+        gradients = torch.autograd.grad(result.square().sum(), sorted(weights, key=torch.Tensor.numel))
+        found.append((result, gradients, kept, peak))
+    (result, gradients, kept, peak), (wanted, their_gradients, their_kept, their_peak) = found
+    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(gradients, their_gradients)
+    assert kept == their_kept
+    assert peak == pytest.approx(their_peak, rel=0.1)

@@ -31,6 +31,7 @@ from simplan.interop.frameworks.hugging_face.strategies import (
     read_zero,
 )
 from simplan.interop.frameworks.hugging_face.tools import AXOLOTL, FACTORY, read_adapter_kind, read_plugins
+from simplan.interop.frameworks.hugging_face.trained_parts import read_trained_parts
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.nccl import read_nccl_algo
 from simplan.io import folder_of, is_file, read_json
@@ -166,6 +167,16 @@ class TrainerRun:
     def is_factory(self) -> bool:
         """True for a configuration of LLaMA-Factory."""
         return self.tool == FACTORY
+
+    @property
+    def model(self) -> ModelSpec | None:
+        """Model that a file names, once it is read; None for one whose shapes are not known."""
+        return self._model
+
+    @property
+    def adapts(self) -> bool:
+        """True if low-rank adapters are trained."""
+        return self._adapter_rank() is not None
 
     def fsdp_options(self) -> list[str]:
         """Words of the argument ``fsdp``: ``full_shard``, ``auto_wrap``, ``offload``; or ``true``."""
@@ -484,6 +495,7 @@ class TrainerRun:
     def _read_adapters(self) -> None:
         trainer = self.trainer
         read_adapter_kind(self)
+        read_trained_parts(self)
         read_base_weights(self)
         for key, (neutral, what) in table("other_tasks").items():
             if key in trainer and str(trainer.value(key)).lower() not in neutral:

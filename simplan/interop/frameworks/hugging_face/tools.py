@@ -107,11 +107,9 @@ def read_plugins(run: TrainerRun) -> None:
 
 
 def read_adapter_kind(run: TrainerRun) -> None:
-    """Refuse adapters and trained parts that are none of LoRA's."""
+    """Refuse adapters that are none of LoRA's."""
     trainer = run.trainer
     key = trainer.first("finetuning_type", "adapter")
     kind = str(trainer.value(key)).lower() if key is not None else "lora"
-    if kind == "freeze":
-        trainer.refuse(key or "", "trains a part of the blocks, which is not modeled yet", "use full or lora")
-    elif kind not in ("lora", "qlora", "full", "none", "false"):
+    if kind not in ("lora", "qlora", "full", "none", "false", "freeze"):
         trainer.refuse(key or "", "is not modeled yet", "use lora, or train all weights")
