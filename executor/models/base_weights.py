@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.models.lora import DoraLinear, LoraLinear
-from simplan.model.base_weights import BaseWeights, stored_weights
+from simplan.model.base_weights import BaseWeights, stored_experts, stored_weights
 from simplan.model.layer import LayerSpec
 
 _BF16_BYTES = 2
@@ -44,6 +44,20 @@ def quantize(layer: nn.Module, spec: LayerSpec, base: BaseWeights) -> None:
             module.base = unpacks  # type: ignore[assignment,method-assign]
         else:
             module.forward = unpacks  # type: ignore[assignment,method-assign]
+    if base.experts:
+        names = {said.name: path for (path, _), said in zip(layer.named_parameters(), spec.parameters, strict=True)}
+        for stored in stored_experts(spec):
+            owner, _, name = names[stored].rpartition(".")
+            _quantize_experts(layer.get_submodule(owner), name, base)
+
+
+def _quantize_experts(module: nn.Module, name: str, base: BaseWeights) -> None:
+    """Stores the experts of a module in few bits, which it unpacks where it reads them."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit  # an extra
+
+    double, kind = base.double_quantization, base.format
+    assert kind in ("nf4", "fp4"), kind
+    replace_parameter_4bit(module, name, double, kind, base.elements_per_scale)
 
 
 class _Unpacking:

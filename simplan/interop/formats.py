@@ -46,12 +46,14 @@ class ConfigFile:
         text: Its content.
         reads_others: False if files that it names must not be read, as they are on another machine.
         written: Files that a launch script writes itself, by their names.
+        instead: Model that overrides name instead of that of the file: ``preset`` or ``hf_config``, with its value.
     """
 
     path: Path
     text: str
     reads_others: bool = True
     written: Mapping[str, Value] = field(default_factory=dict, compare=False)
+    instead: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:

@@ -291,9 +291,7 @@ def _with_magnitude(operator: Operator, kernel: Gemm, rank: int, *, propagates: 
     scale, norms, less = made("magnitude scale", n), made("norms", n), made("magnitude scale less 1", n)
     yield replace(base, kernel=replace(kernel, trained=False, propagates=propagates, norm_rank=rank))
     scratch = (copied, made("scaled change", n * k), made("changed weight", n * k))
-    yield Operator(
-        reads=(product.name,), makes=(identity, change), forward_scratch=scratch, detached=True, roles=roles
-    )
+    yield Operator(reads=(product.name,), makes=(identity, change), forward_scratch=scratch, detached=True, roles=roles)
     parameters = (f"{name}.magnitude",)
     yield Operator(makes=(scale, norms, less), saves=(norms.name,), parameters=parameters, roles=roles)
     yield replace(first, forward_scratch=(copied,))

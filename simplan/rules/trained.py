@@ -8,6 +8,7 @@ from typing import cast
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.model.base_weights import stored_experts
 from simplan.model.captured.adapters import ALL, targets_of
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.linear import linear_layers
@@ -322,6 +323,12 @@ def base_weights_of_format(job: Job) -> Iterator[Problem]:
     if base.library == "bitsandbytes" and base.format not in ("nf4", "fp4", "int8"):
         sentence = f"has nf4, fp4 and int8, and training.base_weights.format = {base.format}"
         yield _of_base("library", base.library, sentence, "remove it")
+    if base.experts and not (base.is_of_bitsandbytes and blocked):
+        sentence = f"is of bitsandbytes' nf4 and fp4, and training.base_weights.format = {base.words}"
+        yield _of_base("experts", True, sentence, "use format: nf4 of bitsandbytes, or remove it")
+    elif base.experts and not _has_experts(job.model):
+        sentence = f"is about experts, and {job.model.name or 'the model'} has none"
+        yield _of_base("experts", True, sentence, "remove it")
     size = base.block_size
     if size is None:
         return
@@ -332,6 +339,11 @@ def base_weights_of_format(job: Job) -> Iterator[Problem]:
         sentence = f"must be a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}"
         nearest = 1 << min(12, max(5, round(math.log2(size))))
         yield _of_base("block_size", size, sentence, f"use {nearest}")
+
+
+def _has_experts(model: ModelSpec) -> bool:
+    """True for a model with experts held as one tensor."""
+    return any(stored_experts(layer) for layer in {*model.layers})
 
 
 @rule("sharded ranks gather weights of few bits as floating-point storage of 4 bits", reads="shards_parameters")
@@ -384,10 +396,10 @@ def base_weights_of_software(job: Job) -> Iterator[Problem]:
     if precision not in _WITH_BASE:
         sentence = f"is not modeled yet with training.precision = {precision}"
         yield _of_base("format", base.format, sentence, "use training.precision = bf16")
-    if job.model.captured is not None:
-        yield _of_base(
-            "format", base.format, "is not modeled yet for captured models", f"use a model of a family, {_WITHOUT_BASE}"
-        )
+    upcasts = base.upcast if base.upcast is not None else software.upcast_frozen and base.is_of_bitsandbytes
+    if job.model.captured is not None and upcasts:
+        sentence = "makes hidden states FP32, which a capture has in the precision of computation"
+        yield _of_base("upcast", True, sentence, "use upcast: false, or a model of a family")
     if software.compiled and library == "bitsandbytes":
         sentence = "is not modeled yet with software.compiled = true: bitsandbytes' functions break its graphs"
         yield _of_base("format", base.format, sentence, "use library: torchao, or software.compiled = false")

@@ -339,7 +339,7 @@ class KernelCost:
         forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
         if form is None or not gemm_sizes(kernel, b, phase) or (form.keeps_weight and not forward):
             return
-        num_bytes = form.unpacked_traffic(kernel.n, kernel.k, self._operand_bytes(kernel))
+        num_bytes = form.unpacked_traffic(kernel.num_groups * kernel.n, kernel.k, self._operand_bytes(kernel))
         if form.quantizes_input and forward:  # INT8 input, INT32 result
             rows = b * kernel.m
             num_bytes = rows * (kernel.k * (1 + self.state.activation) + kernel.n * (4 + self.state.activation))
@@ -359,7 +359,9 @@ class KernelCost:
         launches = _NORM_LAUNCHES + (0 if form is None else form.unpacking_kernels)
         # the identity is written, and cast; change and weight are upcast; the change is scaled, added, summed by row
         own = self.state.parameter
-        num_bytes = k * k * (own + (own + width) * (own != width)) + n * k * (2 * width + _FP32_BYTES * _NORM_PASSES) + unpacked
+        num_bytes = (
+            k * k * (own + (own + width) * (own != width)) + n * k * (2 * width + _FP32_BYTES * _NORM_PASSES) + unpacked
+        )
         yield self.matmuls.streaming(f"{kernel.name}: norms, by element", num_bytes, launches)
 
     def _operand_bytes(self, kernel: Gemm) -> int:

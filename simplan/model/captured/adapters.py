@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers of a captured model, all other weights frozen.
 
 The result is what a capture of the module with adapters in its code gives: y = x W^T + b + (x A^T) B^T scale, as PEFT's
-``lora.Linear`` runs it without dropout. What torch saves changes with what is trained: a frozen matrix saves no input,
+``lora.Linear`` runs it, with dropout of x before A. What torch saves changes with what is trained: a frozen matrix saves no input,
 and of a product of two tensors each is saved for the gradient of the other. Operators below the first adapter have no
 backward.
 """
@@ -24,6 +24,7 @@ from simplan.model.captured.facts import (
 )
 from simplan.model.captured.kernels import PRODUCTS, word
 from simplan.model.captured.linear import Linear, linear_calls, linear_layers
+from simplan.model.parts.part import MASK_BYTES
 
 ALL = "all"
 """Target that means every linear layer except the output head."""
@@ -76,7 +77,7 @@ def _output_head(model: CapturedModel) -> str:
 
 
 @lru_cache(maxsize=64)
-def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> CapturedModel:
+def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...], *, dropout: bool = False) -> CapturedModel:
     """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant."""
     chosen = frozenset(path for paths in targets_of(model, targets).values() for path in paths)
     made: dict[tuple[int, tuple[Linear, ...], _Given], tuple[CapturedLayer, _Given]] = {}
@@ -86,7 +87,7 @@ def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> 
         here = tuple(linear._replace(path="") for linear in linears if linear.path in chosen)
         key = number, here, given
         if key not in made:
-            made[key] = _Adapting(model.graph.layers[number], here, rank, given).layer()
+            made[key] = _Adapting(model.graph.layers[number], here, rank, given, dropout=dropout).layer()
         layer, given = made[key]
         order.append(layers.setdefault(layer, len(layers)))
     graph = CapturedGraph(layers=tuple(layers), order=tuple(order), shared=model.graph.shared)
@@ -96,8 +97,10 @@ def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> 
 class _Adapting:
     """One layer of which some linear layers get adapters."""
 
-    def __init__(self, layer: CapturedLayer, linears: Sequence[Linear], rank: int, given: _Given) -> None:
-        self._layer, self._rank = layer, rank
+    def __init__(
+        self, layer: CapturedLayer, linears: Sequence[Linear], rank: int, given: _Given, *, dropout: bool
+    ) -> None:
+        self._layer, self._rank, self._dropout = layer, rank, dropout
         self._linears = {linear.place: linear for linear in linears}
         names = [tensor.name for tensor in layer.inputs]
         self._flowing = {name for name, flows in zip(names, given.flowing, strict=False) if flows}
@@ -175,6 +178,19 @@ class _Adapting:
 
         base, low, high, scaled = made("base", n), made("lora_a", rank), made("lora_b", n), made("scaled", n)
         yield frozen.model_copy(update={"makes": (base,)})
+        if self._dropout:
+            kept, mask = made("lora_dropout", k), made("lora_dropout mask", k).model_copy(update={"width": MASK_BYTES})
+            yield CapturedOperator(
+                op="aten.native_dropout",
+                module=operator.module,
+                operands=((*rows, k),),
+                results=((*rows, k), (*rows, k)),
+                reads=source,
+                makes=(kept, mask),
+                saves=(mask.name,) if flows else (),
+                propagates=flows,
+            )
+            source = (kept.name,)
         matmul = CapturedOperator(op="aten.mm", weights=(1,), trains=True)
         yield matmul.model_copy(
             update={

@@ -107,7 +107,8 @@ class LayerTensors:
             found += forward_scratch_bytes(self.layer, kernel, self.microbatch_size, self.state)
         if isinstance(kernel, Gemm) and kernel.stored is not None and (forward or kernel.propagates):
             rows, width = self.microbatch_size * kernel.m, self._unpacked_width
-            found += kernel.stored.scratch_bytes(kernel.n, kernel.k, rows, width, forward=forward)
+            sizes = kernel.n, kernel.k, rows, width
+            found += kernel.stored.scratch_bytes(*sizes, forward=forward, experts=kernel.num_groups)
         return found
 
     def logits_scratch_bytes(self, operator: Operator) -> int:

@@ -11,10 +11,11 @@ from benchmarks.architectures import small_config
 from executor.capture.capture import model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
 from simplan.interop.huggingface import model_fields_from_config, model_types
+from simplan.model.base_weights import BaseWeights, FrozenBase, with_frozen_base
 from simplan.model.captured.adapters import with_adapters
 from simplan.model.captured.layers import captured_layers
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
-from simplan.model.layer import LayerSpec
+from simplan.model.layer import Gemm, LayerSpec
 from simplan.model.model import ModelSpec
 from tests.support.slow import slow_except
 
@@ -73,3 +74,32 @@ def test_adapters_of_a_family_are_those_of_the_module_of_transformers(kind: str)
     assert flops_of(ours) == flops_of(theirs)
     assert ours[2].num_trained == theirs[2].num_trained
     assert sum(ours[2].saved_bytes(4)) == sum(theirs[2].saved_bytes(4))
+
+
+def test_packed_weights_of_a_capture_are_those_of_the_family() -> None:
+    """QLoRA of transformers' Llama: packed bytes, what forward saves, and weights unpacked in either pass."""
+    module, config = module_of_config(small_config("llama"))
+    fields = model_fields_from_config(config.to_dict(), name="llama", seq_len=SEQ_LEN)
+    plain = model_from_module(module, batch_of(module, config, SEQ_LEN), precisions=("fp32",))
+    spec = ModelSpec(**fields, lora_rank=4)
+    base = BaseWeights(format="nf4", double_quantization=True, upcast=False)
+    form = FrozenBase(
+        weights=base.stored(4),
+        activation_bytes=4,
+        compute_bytes=4,
+        adapter_bytes=4,
+        attention_bytes=4,
+        autocast=True,
+        peft=False,
+    )
+    found = []
+    for layers in (
+        implemented_layers(spec.layers, TRANSFORMERS, spec.family),
+        captured_layers(with_adapters(plain, 4, ("all",))),
+    ):
+        block = with_frozen_base(layers[2], form)
+        packed = [p.stored.packed_bytes(p.num_elements) for p in block.parameters if p.stored is not None]
+        unpacked = [(k.n, k.k, k.propagates) for k in block.kernels if isinstance(k, Gemm) and k.stored is not None]
+        found.append((sorted(packed), sorted(unpacked), sum(block.saved_bytes(4))))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 7

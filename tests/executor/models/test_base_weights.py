@@ -86,6 +86,41 @@ def test_norms_of_packed_weights_take_what_is_predicted(name: str, recompute: Re
     run.assert_peak(within=PEAK)
 
 
+EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 500,
+    "seq_len": 64, "num_experts": 4, "top_k": 2, "moe_intermediate_size": 128, "lora_rank": 4, "lora_targets": ("q",),
+}  # fmt: skip
+
+
+@BNB
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_unpacked_experts_are_kept_for_backward(recompute: Recompute) -> None:
+    """bitsandbytes' parametrization unpacks all experts at once; saved bytes and peak by torch's trace."""
+    spec, base = ModelSpec(family="moe", **EXPERTS), BaseWeights(format="nf4", experts=True)
+    width = 4
+    frozen = FrozenBase(
+        weights=base.stored(width),
+        experts=base.stored_experts(width),
+        activation_bytes=width,
+        compute_bytes=width,
+        adapter_bytes=width,
+        attention_bytes=width,
+        autocast=True,
+        peft=False,
+    )
+
+    def pack(stage: Stage) -> None:
+        ((_, layer),) = stage.layers.items()
+        quantize(layer, spec.layers[2], base)
+
+    state = StateBytes(parameter=4, frozen=4, gradient=4, activation=4, boundary=4, base=frozen)
+    run = LayerRun(spec, 2, recompute, "fp32", state=state, prepare=pack)
+    run.layer = with_frozen_base(run.layer, frozen)
+    assert sum("experts" in p.name and p.stored is not None for p in run.layer.parameters) == 3
+    run.assert_kept()
+    run.assert_peak(within=PEAK)
+
+
 @pytest.mark.parametrize("name", CASES[1:])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", WIDTHS)

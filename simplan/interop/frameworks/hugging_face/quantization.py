@@ -55,6 +55,9 @@ def read_base_weights(run: TrainerRun) -> None:
         return
     if found["format"] == "nf4":
         _read_variant(run, found, key)
+    if trainer.is_true("quantize_moe_experts"):  # axolotl, monkeypatch/moe_quant.py
+        found["experts"] = True
+        trainer.no_effect(("quantize_moe_experts",))
     if run.is_axolotl or run.is_factory:  # they skip embeddings and head, or do not call it
         found["upcast"] = False
         if trainer.is_true("upcast_layernorm"):

@@ -6,11 +6,13 @@ A run has up to three files: arguments of the Trainer, the configuration of ``ac
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from simplan import catalog
+from simplan.catalog.spelling import find
 from simplan.errors import SpecError
 from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading
@@ -73,6 +75,7 @@ class TrainerRun:
         is_trl: True if the program is TRL's own script for supervised fine-tuning.
         task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
         reads_others: False if no other files must be read.
+        instead: See ``ConfigFile``.
     """
 
     reading: Reading
@@ -90,6 +93,7 @@ class TrainerRun:
     is_trl: bool = False
     task: str = ""
     reads_others: bool = True
+    instead: Mapping[str, str] = field(default_factory=dict)
     _precision: str = field(default="", init=False)
     _model: ModelSpec | None = field(default=None, init=False)
 
@@ -432,8 +436,27 @@ class TrainerRun:
             self.reading.put("plan.recompute", "full", "the default of LLaMA-Factory")
         elif self.is_trl and self.reading.written("plan.recompute") is None:
             self.reading.put("plan.recompute", "full", _TRL)
+        self._read_offloaded_activations()
         if fsdp.is_true("activation_checkpointing_offload"):
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
+
+    def _read_offloaded_activations(self) -> None:
+        """Activations on the host, of TRL's offloader in axolotl (loaders/model.py, ``_apply_activation_checkpointing``).
+
+        With adapters it replaces recomputation; else the inputs of recomputed blocks are moved.
+        """
+        key, trainer = "activation_offloading", self.trainer
+        value = str(trainer.value(key, "false")).lower()
+        if value in ("false", "none", "disabled"):
+            trainer.no_effect((key,))
+            return
+        if "disk" in value:
+            trainer.refuse(key, "moves saved tensors to a disk, which is not modeled yet", "use true")
+        trainer.put("plan.offload_activations", True, key)
+        recompute = "none" if self.adapts and value != "hidden_states" else "full"
+        trainer.put("plan.recompute", recompute, key)
+        if value == "legacy":
+            trainer.not_modeled(key, "copies that follow a block; here they overlap the next ones")
 
     # Model
 
@@ -465,9 +488,17 @@ class TrainerRun:
             self._model = catalog.model(preset)
         else:
             what = f"names the model {name}, whose shapes are not in the catalog" if name else "names no model"
-            fix = "add --model with its config.json, or with a name of `simplan show models`"
-            self.reading.ask("model.preset", "model.hf_config", what=what, fix=fix)
+            fix = "add --model with its config.json or its capture, or with a name of `simplan show models`"
+            self.reading.ask("model.preset", "model.hf_config", "model.file", what=what, fix=fix)
+        self._model = self._model_instead(tokens)
         self.trainer.no_effect(("model_name_or_path", "config_name", "base_model", *names.LENGTHS))
+
+    def _model_instead(self, tokens: int | None) -> ModelSpec | None:
+        """Model that an override names, of whose blocks settings speak then; else that of the file."""
+        preset, config = self.instead.get("preset"), self.instead.get("hf_config")
+        if preset is not None and (name := find("models", preset).name):
+            return catalog.model(name)
+        return self._model if config is None else _model_of(Path(config), tokens)
 
     def _read_few_bits(self, key: str, name: str) -> None:
         """Read the weights of a checkpoint whose name says that they are quantized."""
@@ -524,8 +555,10 @@ class TrainerRun:
         where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with "}.get(strategy, "") + "transformers' models"
         is_split = any((self.reading.written(f"plan.{name}") or 1) > 1 for name in ("cp", "tp"))
         compiles = self._compiles()
-        if (self._model is not None and not has_transformers_code(self._model)) or is_split:
+        moves = bool(self.reading.written("plan.offload_activations"))
+        if (self._model is not None and not has_transformers_code(self._model)) or is_split or moves:
             of = "split over sequences or tensors" if is_split else "for this model"
+            of = "with activations on the host" if moves else of
             name, where = "torch", f"the code of transformers {of} is not modeled"
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"
