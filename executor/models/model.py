@@ -247,7 +247,7 @@ def _materialize(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int | None, dims: ParallelDims) -> None:
-    """Norms and magnitudes 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator.
+    """Norms and magnitudes 1, biases and class tokens 0, matrices normal(0, 0.02), each whole one of its own generator.
 
     Adapters too, of which a training would begin with B = 0: no gradient of A would then say anything.
     """

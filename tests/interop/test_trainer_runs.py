@@ -781,7 +781,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_trained_parts_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
-    """axolotl: utils/freeze.py; LLaMA-Factory: model/adapter.py; PEFT: tuners/tuners_utils.py. Qwen2.5-7B: 28 blocks."""
+    """axolotl: utils/freeze.py; LLaMA-Factory: model/adapter.py; PEFT: tuners/tuners_utils.py. 28 blocks."""
     text, expected = PARTS[name]
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
@@ -790,7 +790,7 @@ def test_trained_parts_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
 
 
 def test_model_of_an_option_is_the_one_that_settings_speak_of(tmp_path: Path) -> None:
-    """Blocks are counted in it, and code that transformers has for it is not modeled (query and key norms of experts)."""
+    """Blocks are counted in it, and transformers' code for it is not modeled (norms of queries next to experts)."""
     path = tmp_path / "run.yaml"
     path.write_text(_AXOLOTL.replace("Qwen2.5-7B", "no-model-of-ours"), encoding="utf-8")
     overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "model.preset": "qwen3-30b-a3b"}

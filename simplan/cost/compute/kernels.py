@@ -60,8 +60,8 @@ _ACCUMULATE_BYTES = 12
 _ZEROED_BYTES = 4
 _FP32_BYTES = 4
 _NORM_PASSES, _NORM_LAUNCHES = 8, 9
-"""Elements of a weight in FP32 that the norms of DoRA read and write, and kernels besides their two matmuls: the identity
-(2), both upcasts, scaling, sum, norm, quotient and difference."""
+"""Elements of a weight in FP32 that the norms of DoRA read and write, and kernels besides their two matmuls: the
+identity (2), both upcasts, scaling, sum, norm, quotient and difference."""
 _HOST_STD = 1.5
 """Relative standard deviation of updates on the host: with bound threads and native kernels they reach the bandwidth of
 the host's memory within 5 %, without them they take 5 times as long (deepspeedai/DeepSpeed issue 6834)."""

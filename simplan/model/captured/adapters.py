@@ -1,9 +1,9 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers of a captured model, all other weights frozen.
 
 The result is what a capture of the module with adapters in its code gives: y = x W^T + b + (x A^T) B^T scale, as PEFT's
-``lora.Linear`` runs it, with dropout of x before A. What torch saves changes with what is trained: a frozen matrix saves no input,
-and of a product of two tensors each is saved for the gradient of the other. Operators below the first adapter have no
-backward.
+``lora.Linear`` runs it, with dropout of x before A. What torch saves changes with what is trained: a frozen matrix
+saves no input, and of a product of two tensors each is saved for the gradient of the other. Operators below the first
+adapter have no backward.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ def targets_of(model: CapturedModel, targets: Sequence[str]) -> dict[str, tuple[
 _IN_TRANSFORMERS = {matrix: (module,) for module, matrix in MODULES.items()} | {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "head": ("lm_head",),
+    **{
+        f"shared_{word}": (f"shared_expert.{word}_proj", f"shared_experts.{word}_proj")
+        for word in ("gate", "up", "down")
+    },
 }
 
 

@@ -124,7 +124,7 @@ def test_kept_bytes_follow_what_is_trained(part: str, index: int, precision: str
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_peak_of_magnitudes_is_that_of_the_layer(name: str, recompute: Recompute, index: int) -> None:
-    """With the identity and the copies of the weight that norms take; on CPUs products of two dtypes copy an operand."""
+    """With the identity and the copies of the weight that norms take; on CPUs products of two dtypes copy more."""
     layer_run(model_of(name, lora_dora=True), index, recompute, "fp32", "whole").assert_peak(within=PEAK)
 
 

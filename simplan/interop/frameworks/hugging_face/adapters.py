@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.patterns import in_blocks, is_pattern, names_of
+from simplan.model.families import FAMILIES
+from simplan.model.module_names import matrices
+from simplan.plan.shard import Shard
 
 if TYPE_CHECKING:  # which calls this module
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
@@ -21,6 +24,7 @@ def read_targets(run: TrainerRun) -> None:
     targets = _targets(run)
     if targets is not None:
         where, chosen = targets
+        chosen = _there(run, where, chosen)
         run.reading.put("model.lora_targets", _in_blocks(run, chosen), where)
     _read_ranks(run)
     _read_dropout(run)
@@ -28,6 +32,19 @@ def read_targets(run: TrainerRun) -> None:
     for key in ("peft_use_dora", "use_dora"):
         if run.trainer.is_true(key):
             run.trainer.put("model.lora_dora", True, key)
+
+
+def _there(run: TrainerRun, where: str, chosen: list[str]) -> list[str]:
+    """Matrices that the model has: PEFT passes over names that no module has, as long as another one has a module."""
+    if run.model is None:
+        return chosen
+    known = {*matrices(FAMILIES[run.model.family].layers(run.model, Shard())), *names.ENDS.values()}
+    found = [name for name in chosen if name.rpartition(".")[2] in known]
+    if len(found) == len(chosen) or not found:
+        return chosen
+    rest = ", ".join(name for name in chosen if name not in found)
+    run.reading.not_modeled(where, f"PEFT passes over {rest}, of which {run.model.name} has no linear layers")
+    return found
 
 
 def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:

@@ -64,8 +64,8 @@ ADAPTED: Mapping[str, tuple[str, ...]] = {
     "dense_4h_to_h": ("down",), "wqkv": ("qkv",), "attn.out_proj": ("proj",), "ffn.up_proj": ("up",),
     "ffn.down_proj": ("down",),
 }  # fmt: skip
-"""Matrix with adapters -> names in ``model.lora_targets``: names of modules in transformers' Llama, GPT-2, GPT-NeoX and
-MPT, perhaps with the module around it, and those of PEFT and LLaMA-Factory. Another name is one of a captured module."""
+"""Matrix with adapters -> names in ``model.lora_targets``: names of modules in transformers' Llama, GPT-2, GPT-NeoX
+and MPT, perhaps with the module around it, and those of PEFT and LLaMA-Factory. Others are of captured modules."""
 AROUND: Mapping[str, tuple[str, ...]] = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),

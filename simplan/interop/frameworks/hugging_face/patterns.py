@@ -26,11 +26,11 @@ def is_pattern(value: object) -> bool:
 
 
 def names_of(pattern: str) -> tuple[str, ...] | None:
-    """Names that a pattern matches; None for a pattern with other means than alternatives and open parts.
+    r"""Names that a pattern matches; None for a pattern with other means than alternatives and open parts.
 
-    >>> names_of(r"model.layers.[\\d]+.(mlp|attn).(up|q)_proj")[:2]
+    >>> names_of(r"model.layers.[\d]+.(mlp|attn).(up|q)_proj")[:2]
     ('model.layers.#.mlp.up_proj', 'model.layers.#.mlp.q_proj')
-    >>> names_of(r".*\\.(3|7)\\.(a_)?q"), names_of("q{2}")
+    >>> names_of(r".*\.(3|7)\.(a_)?q"), names_of("q{2}")
     (('*.3.a_q', '*.3.q', '*.7.a_q', '*.7.q'), None)
     """
     tokens = _tokens(pattern)

@@ -441,7 +441,7 @@ class TrainerRun:
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
 
     def _read_offloaded_activations(self) -> None:
-        """Activations on the host, of TRL's offloader in axolotl (loaders/model.py, ``_apply_activation_checkpointing``).
+        """Activations on the host, by TRL's offloader: axolotl, loaders/model.py, ``_apply_activation_checkpointing``.
 
         With adapters it replaces recomputation; else the inputs of recomputed blocks are moved.
         """
