@@ -111,7 +111,7 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
     from simplan.interop import chakra
-    from simplan.interop.frameworks import megatron, nemo, torchtitan
+    from simplan.interop.frameworks import megatron, nemo, torchtitan, torchtune
     from simplan.interop.frameworks.bridge import reading as bridge
     from simplan.interop.frameworks.hugging_face import files as hugging_face
 
@@ -120,6 +120,7 @@ def formats() -> Mapping[str, Format]:
         torchtitan.TOML_FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
+        torchtune.FORMAT,
         *hugging_face.FORMATS,
         megatron.FORMAT,
         chakra.FORMAT,

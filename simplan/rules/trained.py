@@ -251,7 +251,7 @@ def magnitudes_modelled(job: Job) -> Iterator[Problem]:
         return
     whats = {
         f"with {software.id}": not software.base_weights,
-        "with model.lora_dropout, which computes the product of the frozen matrix once more": model.lora_dropout > 0,
+        "with model.lora_dropout, for which PEFT runs the frozen matmul once more": model.lora_dropout > 0,
         "of the embedding": "embedding" in model.lora_targets,
         "with tensor parallelism": job.plan.tp > 1,
         "with a loss in chunks": "head" in model.lora_targets and job.software.layers.chunked_loss is not None,

@@ -919,7 +919,7 @@ def test_stage_on_top_of_replicas_wins(stage: int, tmp_path: Path) -> None:
 
 
 OTHERS = {
-    "torchtune": "model:\n  _component_: torchtune.models.llama3.llama3_8b\noutput_dir: o\n",
+    "torchtune's commands": "tune run lora_finetune_single_device --config llama3_1/8B_lora_single_device\n",
     "nanotron": "general: {project: a}\nparallelism: {dp: 8, tp: 1}\ntokens: {sequence_length: 8}\ncheckpoints: {}\n",
     "NeMo AutoModel": "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n",
     "LLaMA-Factory v1": "model: a\nmodel_class: llm\ndist_config: {name: fsdp2}\ntrain_dataset: d\n",

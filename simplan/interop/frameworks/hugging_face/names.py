@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from simplan.interop.frameworks import tables
 from simplan.model.adapters import MODULES
 
 LENGTHS = (
@@ -57,15 +58,9 @@ OTHER_DISTRIBUTED_TYPES = {
 ENDS = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "embed_out": "head"}
 """Ends of a model in transformers -> names in ``model.lora_targets`` and ``lora_modules_to_save``."""
 ADAPTED: Mapping[str, tuple[str, ...]] = {
-    **{name: (module,) for name, module in {**MODULES, **ENDS, "all": "all"}.items()},
-    **{f"shared_expert.{name}": (f"shared_{MODULES[name]}",) for name in ("gate_proj", "up_proj", "down_proj")},
-    "c_attn": ("qkv",), "c_proj": ("proj", "down"), "c_fc": ("up",), "attn.c_proj": ("proj",), "mlp.c_proj": ("down",),
-    "query_key_value": ("qkv",), "attention.dense": ("proj",), "dense": ("proj",), "dense_h_to_4h": ("up",),
-    "dense_4h_to_h": ("down",), "wqkv": ("qkv",), "attn.out_proj": ("proj",), "ffn.up_proj": ("up",),
-    "ffn.down_proj": ("down",),
-}  # fmt: skip
-"""Matrix with adapters -> names in ``model.lora_targets``: names of modules in transformers' Llama, GPT-2, GPT-NeoX
-and MPT, perhaps with the module around it, and those of PEFT and LLaMA-Factory. Others are of captured modules."""
+    name: (module,) for name, module in {**MODULES, **ENDS, "all": "all"}.items()
+} | {name: tuple(matrices) for name, matrices in tables("hugging_face")["adapted"].items()}
+"""Matrix with adapters -> names in ``model.lora_targets``: PEFT's for Llama, and ``tables/hugging_face.yaml``."""
 AROUND: Mapping[str, tuple[str, ...]] = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),

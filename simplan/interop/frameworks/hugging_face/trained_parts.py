@@ -8,11 +8,11 @@ modules of some blocks, and modules outside of blocks).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from simplan.interop.frameworks.hugging_face.adapters import spans
-from simplan.interop.frameworks.hugging_face.keys import whole
+from simplan.interop.frameworks.hugging_face.keys import table, whole
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 from simplan.model.module_names import modules
@@ -21,24 +21,6 @@ if TYPE_CHECKING:  # which calls this module
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
 
 _FIX = "name a model of the catalog, or write a scenario with model.frozen"
-_MODULES: Mapping[str, tuple[str, ...]] = {
-    "q": ("self_attn.q_proj",),
-    "k": ("self_attn.k_proj",),
-    "v": ("self_attn.v_proj",),
-    "proj": ("self_attn.o_proj",),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "gate": ("mlp.gate_proj",),
-    "up": ("mlp.up_proj",),
-    "down": ("mlp.down_proj",),
-    "norm1": ("input_layernorm",),
-    "norm2": ("post_attention_layernorm",),
-    "router": ("mlp.gate", "block_sparse_moe.gate"),
-    "experts_gate": ("mlp.experts", "block_sparse_moe.experts"),
-    "experts_up": ("mlp.experts", "block_sparse_moe.experts"),
-    "experts_down": ("mlp.experts", "block_sparse_moe.experts"),
-}
-"""Module of a block -> its names in transformers' Llama and Mixtral, older ones last."""
 _ENDS = {"embedding": "embed_tokens", "head": "lm_head"}
 _ROWS = re.compile(r"\[[\d:]*\]$")
 _NUM_PROBED = 512
@@ -64,7 +46,7 @@ def read_trained_parts(run: TrainerRun) -> None:
         return
     words = [str(each) for each in (patterns if isinstance(patterns, list) else [patterns])]
     if any(_ROWS.search(word) for word in words):
-        why = "rows whose gradients are set to 0 are still trained, and take as much as others"
+        why = "gradients of other rows are set to 0, and have states like all others"
         trainer.not_modeled("unfrozen_parameters", why)
     # a period is one of a name, as in the original
     matched = [re.compile(re.sub(r"\.(?![+*])", r"\\.", _ROWS.sub("", word))) for word in words]
@@ -122,9 +104,9 @@ def _listed(value: object) -> list[str]:
 def _put_frozen(run: TrainerRun, key: str, trains: Trains) -> bool:
     """Write the parts that are not trained; False after a refusal."""
     model = run.model
-    inside = set(_MODULES) if model is None else _inside(model)
+    inside = set(_modules()) if model is None else _inside(model)
     count = _NUM_PROBED if model is None else model.num_blocks
-    unknown = inside - _MODULES.keys()
+    unknown = inside - _modules().keys()
     frozen = {name: {block for block in range(count) if not _is_trained(trains, block, name)} for name in inside}
     in_blocks = any(frozen.values())
     if unknown or (model is None and in_blocks):
@@ -145,7 +127,12 @@ def _put_frozen(run: TrainerRun, key: str, trains: Trains) -> bool:
 
 
 def _is_trained(trains: Trains, block: int, name: str) -> bool:
-    return any(trains(f"layers.{block}.{module}") for module in _MODULES[name])
+    return any(trains(f"layers.{block}.{module}") for module in _modules()[name])
+
+
+def _modules() -> Mapping[str, Sequence[str]]:
+    """Module of a block -> its names in transformers' code."""
+    return table("modules_of_blocks")
 
 
 def _inside(model: ModelSpec) -> set[str]:
