@@ -46,8 +46,8 @@ def quantize(layer: nn.Module, spec: LayerSpec, base: BaseWeights) -> None:
             module.forward = unpacks  # type: ignore[assignment,method-assign]
     if base.experts:
         names = {said.name: path for (path, _), said in zip(layer.named_parameters(), spec.parameters, strict=True)}
-        for stored in stored_experts(spec):
-            owner, _, name = names[stored].rpartition(".")
+        for experts in stored_experts(spec):
+            owner, _, name = names[experts].rpartition(".")
             _quantize_experts(layer.get_submodule(owner), name, base)
 
 

@@ -14,6 +14,7 @@ from simplan.model.layer import LayerSpec, ParameterSpec
 
 _SCALE = 2.0  # alpha / r with the usual alpha = 2 r; it changes nothing that is predicted
 _A, _MAGNITUDE = ".lora_a.weight", ".magnitude"
+_EXPERT_DIMS = 3
 _INIT_STD = 0.02  # also of B: with zeros no gradient of A would say anything
 
 
@@ -78,7 +79,32 @@ class DoraLinear(LoraLinear):
         adapted = self.lora_b(self.lora_a(x))
         product = output if self.bias is None else output - self.bias
         changed = (scale - 1) * product + scale * adapted * _SCALE
-        return (output + changed).to(output.dtype)
+        result: Tensor = (output + changed).to(output.dtype)
+        return result
+
+
+class LoraGroupedLinear(nn.Module):
+    """Experts with adapters, which are added to the weights before these are used (PEFT, ``ParamWrapper``).
+
+    Attributes:
+        weight: A matrix for each expert (e x n x k).
+        lora_a, lora_b: A (r e x k) and B (n x r e) of e experts.
+    """
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        e, n, k = weight.shape
+        self.weight = nn.Parameter(torch.empty(e, n, k))
+        self.lora_a = nn.Linear(k, rank * e, bias=False)
+        self.lora_b = nn.Linear(rank * e, n, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(e, rows, k) to (e, rows, n)."""
+        weight = self.weight.to(x.dtype)
+        e, n, k = weight.shape
+        b = self.lora_b.weight.reshape(n, -1, e).permute(2, 0, 1).to(x.dtype)
+        merged = torch.baddbmm(weight, b, self.lora_a.weight.reshape(e, -1, k).to(x.dtype), alpha=_SCALE)
+        return torch.bmm(x, merged.transpose(1, 2))
 
 
 class LoraEmbedding(nn.Embedding):
@@ -133,6 +159,9 @@ def add_adapters(layer: nn.Module, spec: LayerSpec, dropout: float = 0.0) -> Non
         original = parent.get_submodule(last) if module != parameter.name else parent
         if shape is not None and isinstance(original, nn.Embedding):
             setattr(parent, last, LoraEmbedding(original, shape[0]))
+        elif shape is not None and len(parameter.shape) == _EXPERT_DIMS:
+            weight = original.get_parameter("weight")
+            setattr(parent, last, LoraGroupedLinear(weight, shape[0] // len(weight)))
         elif shape is not None:
             has_magnitude = parameter.name.replace(".weight", _MAGNITUDE) in added
             made = DoraLinear(original, shape[0]) if has_magnitude else LoraLinear(original, shape[0], dropout)  # type: ignore[arg-type]

@@ -9,6 +9,9 @@ embedding E (v x n) gets A (r x v) and B (n x r): rows of A^T are looked up, and
 copy of x of its own, and backward a mask (PEFT, tuners/lora/layer.py). A module to save is trained in place of the
 original, which stays in memory (PEFT, utils/other.py, ``ModulesToSaveWrapper``).
 
+Experts held as one tensor have adapters of one rank per expert: A (r e x k) and B (n x r e). Every forward adds their
+products to the weights, which are then used as they are (PEFT 0.21, tuners/lora/layer.py, ``ParamWrapper``).
+
 DoRA (Liu et al. 2024, arXiv:2402.09353) has a magnitude m of n numbers besides, and gives y = x W^T + (s - 1) x W^T +
 s scale (x A^T) B^T with s = m / |W + scale B A|, row by row (equation 5; no gradient flows through the norms, section
 4.3). PEFT (tuners/lora/dora.py) and torchtune multiply A and B with an identity of k x k once per microbatch, and add
@@ -21,6 +24,7 @@ ranks together with that of the matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -116,7 +120,7 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
     for layer, block in numbered(layers):
         kind = layer.kind
         chosen: dict[str, int] = {}
-        own = [kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm | Lookup) and _is_matrix(kernel)]
+        own = [kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm | Lookup)]
         for part in targets:
             if part.has(kind, block):
                 names = groups.get(part.inside, ()) if kind is LayerKind.BLOCK else (_END_MATRICES[kind],)
@@ -140,10 +144,6 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
             if any(part.kind is LayerKind.EMBEDDING for part in frozen):
                 names_frozen.add(_END_MATRICES[kind])
         yield layer, _Training((), frozenset(names_frozen), "", False)
-
-
-def _is_matrix(kernel: Gemm | Lookup) -> bool:
-    return isinstance(kernel, Lookup) or kernel.num_groups == 1
 
 
 def _parts(names: Sequence[str]) -> tuple[PartName, ...]:
@@ -181,8 +181,8 @@ def _parameters(layer: LayerSpec, training: _Training, shard: Shard) -> Iterator
             yield replace(original, frozen=True, partial_gradient=False)
         if name not in ranks or (following is not None and following.name == f"{name}.bias"):
             continue
-        n, k = next(p.shape for p in layer.parameters if p.name == f"{name}.weight")
-        rank, by_rows = ranks[name], name in row_parallel
+        *experts, n, k = next(p.shape for p in layer.parameters if p.name == f"{name}.weight")
+        rank, by_rows = ranks[name] * math.prod(experts), name in row_parallel
         if layer.kind is LayerKind.EMBEDDING:
             n, k = k, n
         if training.dora:
@@ -204,7 +204,9 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
         own = tuple(name for name in operator.parameters if not training.freezes(name))
         rank = ranks.get(kernel.name, 0) if isinstance(kernel, Gemm | Lookup) else 0
         trains = bool(own) or rank > 0
-        if isinstance(kernel, Gemm) and rank and training.dora:
+        if isinstance(kernel, Gemm) and rank and kernel.num_groups > 1:
+            operators = list(_merged(operator, kernel, rank, propagates=brings))
+        elif isinstance(kernel, Gemm) and rank and training.dora:
             operators = list(_with_magnitude(operator, kernel, rank, propagates=brings))
         elif isinstance(kernel, Gemm):
             operators = list(_matrix(operator, kernel, own, rank, propagates=brings, dropout=training.dropout))
@@ -266,6 +268,23 @@ def _matrix(
     )
     yield from _raised(name, (m, n, rank), low, adapted, roles, joint and f"{joint}.lora_b")
     yield from _added(name, m * n, base_output, adapted, result, roles)
+
+
+def _merged(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:
+    """Experts with adapters: the sum of each weight and its adapter, which the grouped GEMM uses."""
+    name, source = kernel.name, operator.reads[0]
+    total = Tensor(f"{name} merged", kernel.weight_elements, per_microbatch=True)
+    parameters = f"{name}.lora_a.weight", f"{name}.lora_b.weight"
+    roles = operator.roles | {Role.ADAPTER}
+    yield Operator(makes=(total,), parameters=parameters, roles=roles)
+    yield replace(
+        operator,
+        kernel=replace(kernel, trained=False, propagates=propagates, merged_rank=rank),
+        reads=(*operator.reads, total.name),
+        saves=(*operator.saves, total.name),
+        saves_for=((total.name, source),),
+        parameters=(),
+    )
 
 
 def _with_magnitude(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:

@@ -102,6 +102,8 @@ class Gemm:
         full_precision: The matmul is in FP32, regardless of the precision of the run.
         norm_rank: Rank of the adapter (DoRA) with which forward computes the norms of the weight's rows once per
             microbatch; 0 for none.
+        merged_rank: Rank of the adapters that forward adds to the weights of a grouped GEMM once per microbatch. The
+            weights are frozen, and the sum has a gradient; 0 for none.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Gemm:
     stored: WeightFormat | None = None
     full_precision: bool = False
     norm_rank: int = 0
+    merged_rank: int = 0
 
     @property
     def flops(self) -> int:
@@ -130,7 +133,17 @@ class Gemm:
     @property
     def backward_matmuls(self) -> int:
         """Matmuls of backward (dgrad, wgrad), each as large as the forward matmul."""
-        return self.trained + self.propagates
+        return self.has_weight_gradient + self.propagates
+
+    @property
+    def has_weight_gradient(self) -> bool:
+        """True if backward computes the gradient of the weight, or of its sum with adapters."""
+        return self.trained or self.merged_rank > 0
+
+    @property
+    def merge_flops(self) -> int:
+        """FLOPs per microbatch of adding B A to each weight (``merged_rank``): 2 r n k for each group."""
+        return 2 * self.merged_rank * self.weight_elements
 
     @property
     def computed_flops(self) -> int:

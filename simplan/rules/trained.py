@@ -137,11 +137,11 @@ def lora_ranks_of_targets(job: Job) -> Iterator[Problem]:
 def _ranks(layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """Name of each matrix with an adapter -> its rank, and the largest that makes sense: the smaller dimension."""
     shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
-    return {
-        name.removesuffix(".lora_a.weight"): (shape[0], min(shapes[name.replace(".lora_a.", ".")]))
-        for name, shape in shapes.items()
-        if name.endswith(".lora_a.weight")
-    }
+    found = {}
+    for name in (name for name in shapes if name.endswith(".lora_a.weight")):
+        *experts, n, k = shapes[name.replace(".lora_a.", ".")]
+        found[name.removesuffix(".lora_a.weight")] = shapes[name][0] // math.prod(experts), min(n, k)
+    return found
 
 
 @rule("an adapter's rank is at most the smaller dimension of its matrix")
@@ -206,24 +206,36 @@ def mtp_with_adapters(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.frozen", f"frozen weights {what}", "remove it")
 
 
-@unmodelled("adapters of experts and routers are not modeled")
+@unmodelled(
+    "adapters of experts are modeled where each rank has all experts, and of routers they are not", reads="tp ep cp"
+)
 def adapters_of_experts(job: Job) -> Iterator[Problem]:
-    model = job.model
+    model, software = job.model, job.software
     if not model.lora_rank or not model.num_experts:
         return
-    apart = {
-        operator.kernel.name: "experts are one tensor of several matrices"
-        if Role.EXPERTS in operator.roles
-        else "is a router"
+    roles = {
+        operator.kernel.name: operator.roles
         for layer in {*_layers(model)}
         for operator in layer.operators
-        if isinstance(operator.kernel, Gemm) and not operator.roles.isdisjoint({Role.EXPERTS, Role.GATING})
+        if isinstance(operator.kernel, Gemm)
     }
-    for target in model.lora_targets:
-        part = part_name(target)
-        if part is not None and part.inside in apart:
-            what = f"an adapter of {part.inside}"
-            yield not_modelled(job, "model.lora_targets", what, "use attention, or all, which leaves experts out")
+    named = [(target, part.inside) for target in model.lora_targets if (part := part_name(target)) is not None]
+    for _, inside in named:
+        if Role.GATING in roles.get(inside, ()):
+            what = f"an adapter of {inside}, a router,"
+            yield not_modelled(job, "model.lora_targets", what, "use attention, or all, which leaves routers out")
+    experts = [inside for _, inside in named if Role.EXPERTS in roles.get(inside, ())]
+    whats = {
+        "with model.lora_dropout, which PEFT refuses,": model.lora_dropout > 0,
+        "with model.lora_dora, which PEFT refuses,": model.lora_dora,
+        "with tensor, expert or context parallelism": max(job.plan.tp, job.plan.ep, job.plan.cp) > 1,
+        f"with {software.id}": not software.base_weights or software.layers.model_code == "transformers",
+        "with training.base_weights.experts": job.training.base_weights is not None
+        and job.training.base_weights.experts,
+    }
+    for what in (what for what, is_so in whats.items() if is_so and experts):
+        fix = "use attention, or all, which leaves experts out"
+        yield not_modelled(job, "model.lora_targets", f"an adapter of {experts[0]} {what}", fix)
 
 
 @unmodelled("adapters of the head and the embedding are modeled for whole, separate matrices", reads="tp")

@@ -745,6 +745,10 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{_LORA}lora_target_modules: '.*\\.layers\\.(0|1|3)\\.self_attn\\.(q|v)_proj'\n",
         {"lora_targets": ("blocks.0-1.q", "blocks.3.q", "blocks.0-1.v", "blocks.3.v")},
     ),
+    "parameters of experts": (
+        f"{_LORA}lora_target_linear: true\nlora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]\n",
+        {"lora_targets": ("all", "experts_gate", "experts_up", "experts_down")},
+    ),
     "last blocks": (
         f"{_ADAPTERS}freeze\nfreeze_trainable_layers: 2\n",
         {"frozen": ("embedding", "head", "blocks.0-25")},
@@ -785,7 +789,8 @@ def test_trained_parts_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
     text, expected = PARTS[name]
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
-    model = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}).job.model
+    preset = {"model.preset": "qwen3-30b-a3b"} if "experts" in text else {}
+    model = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, **preset}).job.model
     assert {key: getattr(model, key) for key in expected} == expected
 
 

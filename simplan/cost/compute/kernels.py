@@ -327,6 +327,7 @@ class KernelCost:
         launches_s = rates.launches_s(kernel.num_groups, kernel.streams)
         yield from self._unpacking(kernel, b, phase)
         yield from self._norms(kernel, phase)
+        yield from self._merging(kernel, phase)
         for name, matmul in self._matmuls(kernel, b, phase).items():
             part = rates.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
             yield part.times(num_chunks(kernel, b), "chunks")
@@ -363,6 +364,19 @@ class KernelCost:
             k * k * (own + (own + width) * (own != width)) + n * k * (2 * width + _FP32_BYTES * _NORM_PASSES) + unpacked
         )
         yield self.matmuls.streaming(f"{kernel.name}: norms, by element", num_bytes, launches)
+
+    def _merging(self, kernel: Gemm, phase: Phase) -> Iterator[CostPart]:
+        """Yields sums of weights and their adapters, a batched matmul each, and in backward the adapters' gradients."""
+        n, k, rank, groups = kernel.n, kernel.k, kernel.merged_rank, kernel.num_groups
+        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        if not rank or not (forward or phase in WEIGHT_GRADIENTS):
+            return
+        width = self._operand_bytes(kernel)
+        sizes = [(n, k, rank)] if forward else [(n, rank, k), (rank, k, n)]
+        for rows, columns, depth in sizes:
+            elements = rows * depth + depth * columns + rows * columns * (1 + forward)
+            matmul = Matmul(rows, columns, depth, groups, groups * elements * width)
+            yield self.matmuls.part(f"{kernel.name}: adapters merged", matmul, self.matmuls.launches_s(groups, 0))
 
     def _operand_bytes(self, kernel: Gemm) -> int:
         """Returns the bytes per element of a matmul's operands."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from executor.models.lora import DoraLinear
+from executor.models.lora import DoraLinear, LoraGroupedLinear
 from simplan.model.layer import Gemm
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
@@ -50,6 +50,11 @@ def model_of(name: str, targets: tuple[str, ...] = ("all",), **fields: Any) -> M
 
 
 TARGETS = (("all",), ("attention",), ("mlp",), ("proj", "up"), ("down",))
+EXPERTS: dict[str, Any] = {
+    "family": "moe", "num_experts": 4, "top_k": 2, "moe_intermediate_size": 96, "intermediate_size": 96,
+    "num_key_value_heads": 4, "qk_norm": None, "capacity_factor": 1.0,
+    "lora_targets": ("qkv", "experts_gate", "experts_up", "experts_down"),
+}  # fmt: skip
 QUICK = {("llama", "whole", "fp32"), ("gpt", "sequence", "autocast"), ("packed", "tensor", "fp32")}
 CASES = [
     pytest.param(name, shard, index, recompute, precision, targets, marks=marks)
@@ -139,6 +144,22 @@ def test_flops_follow_what_is_trained(part: str) -> None:
     assert counted_flops(spec, backward=True) == pytest.approx(2 * backward, rel=0.005)
 
 
+@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_merged_experts_take_what_is_predicted(recompute: Recompute, index: int) -> None:
+    """Kept bytes and peak of the sums of experts and adapters, and FLOPs of making them, in either pass."""
+    spec = model_of("llama", **EXPERTS)
+    run = layer_run(spec, index, recompute, "fp32", "whole")
+    run.assert_kept()
+    run.assert_peak(within=PEAK)
+    merges = sum(kernel.merge_flops for layer in spec.layers for kernel in layer.kernels if isinstance(kernel, Gemm))
+    forward = sum(layer.flops(full_attention=True) for layer in spec.layers)
+    backward = sum(layer.backward_flops(full_attention=True) for layer in spec.layers)
+    assert counted_flops(spec) == pytest.approx(2 * forward + merges, rel=0.01)
+    assert counted_flops(spec, backward=True) == pytest.approx(2 * backward + 2 * merges, rel=0.01)
+    assert_parameters_and_order_of_gradients(spec)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_gradients_follow_what_is_trained(part: str) -> None:
     assert_parameters_and_order_of_gradients(model_of("llama", **PARTS[part]))
@@ -191,6 +212,12 @@ RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "zero3-offload-activations": ("none", {"family": "llama"}, {"dp_shard": 2, "offload_activations": True}),
     "ddp-dora": ("none", {"lora_dora": True}, {"dp_replicate": 2}),
     "zero3-dora": ("none", {"family": "llama", "lora_dora": True}, {"dp_shard": 2, "recompute": "full"}),
+    "ddp-experts": ("none", EXPERTS | {"hidden_size": 32, "capacity_factor": 4.0}, {"dp_replicate": 2}),
+    "zero3-experts": (
+        "none",
+        EXPERTS | {"hidden_size": 32, "capacity_factor": 4.0},
+        {"dp_shard": 2, "recompute": "full"},
+    ),
     "ddp-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all", "head")}, {"dp_replicate": 2}),
     "zero3-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all",)}, {"dp_shard": 2}),
     "zero3-ends": (
@@ -232,16 +259,14 @@ def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, tmp_path
     check_run(job.model_copy(update={"training": training}), tmp_path)
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs PEFT")
 @pytest.mark.parametrize("bias", [False, True])
 def test_magnitudes_are_those_of_peft(bias: bool) -> None:
     """Outputs, gradients, and bytes kept for backward, to the number that autograd wraps."""
-    from peft import LoraConfig, get_peft_model
-
+    peft = pytest.importorskip("peft")
     linear = torch.nn.Linear(96, 64, bias=bias)
     own = DoraLinear(linear, 4)
-    config = LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["0"])
-    theirs = get_peft_model(torch.nn.Sequential(copy.deepcopy(linear)), config)
+    config = peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["0"])
+    theirs = peft.get_peft_model(torch.nn.Sequential(copy.deepcopy(linear)), config)
     module: Any = theirs.base_model.model[0]
     with torch.no_grad():
         own.load_state_dict(linear.state_dict(), strict=False)
@@ -257,11 +282,12 @@ def test_magnitudes_are_those_of_peft(bias: bool) -> None:
         own.bias.requires_grad_(False)
     x = torch.randn(3, 16, 96)
     found = []
-    for run, weights in (
-        (own, (own.lora_a.weight, own.lora_b.weight, own.magnitude)),
+    runs: tuple[tuple[Any, list[torch.Tensor]], ...] = (
+        (own, [own.lora_a.weight, own.lora_b.weight, own.magnitude]),
         (module, [p for p in module.parameters() if p.requires_grad]),
-    ):
-        result, kept, peak = traced(lambda run=run: run(x))
+    )
+    for run, weights in runs:
+        result, kept, peak = traced(partial(run, x))
         gradients = torch.autograd.grad(result.square().sum(), sorted(weights, key=torch.Tensor.numel))
         found.append((result, gradients, kept, peak))
     (result, gradients, kept, peak), (wanted, their_gradients, their_kept, their_peak) = found
@@ -269,3 +295,38 @@ def test_magnitudes_are_those_of_peft(bias: bool) -> None:
     torch.testing.assert_close(gradients, their_gradients)
     assert kept == their_kept
     assert peak == pytest.approx(their_peak, rel=0.1)
+
+
+def test_experts_with_adapters_are_those_of_peft() -> None:
+    """Outputs and gradients of a parameter of three dimensions that PEFT wraps."""
+    peft = pytest.importorskip("peft")
+    e, n, k, rank = 3, 48, 32, 4
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(e, n, k))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x, self.weight.transpose(1, 2))
+
+    experts = Experts()
+    own = LoraGroupedLinear(experts.weight, rank)
+    own.weight = torch.nn.Parameter(experts.weight.detach().clone(), requires_grad=False)
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=["experts.weight"])
+    model = peft.get_peft_model(torch.nn.ModuleDict({"experts": experts}), config)
+    wrapper = model.base_model.model["experts"]
+    theirs = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    with torch.no_grad():
+        for mine, other in zip((own.lora_a.weight, own.lora_b.weight), theirs, strict=True):
+            assert mine.shape == other.shape
+            mine.copy_(torch.rand_like(mine))
+            other.copy_(mine)
+    x = torch.randn(e, 7, k)
+    results = own(x), wrapper(x)
+    torch.testing.assert_close(*results)
+    gradients = [
+        torch.autograd.grad(result.square().sum(), weights)
+        for result, weights in zip(results, ((own.lora_a.weight, own.lora_b.weight), theirs), strict=True)
+    ]
+    torch.testing.assert_close(*gradients)

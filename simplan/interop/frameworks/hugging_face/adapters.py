@@ -54,6 +54,7 @@ def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
     every = trainer.is_true("lora_target_linear")
     value = trainer.value(key) if key is not None else None
     where = trainer.full("lora_target_linear" if every else key or "")
+    experts = _experts(run)
     if is_pattern(value) and key is not None and not every:
         found = _of_pattern(str(value))
         if found is None:
@@ -61,16 +62,28 @@ def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
             return None
         if "language_model" in str(value):
             trainer.not_modeled(key, "weights for images or sound next to the language model take memory")
-        return where, found
+        return where, [*found, *experts]
     words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
     if every:
         words = ["all-linear", *words]
+    if not words and experts:  # PEFT has no default of modules then
+        return trainer.full("lora_target_parameters"), experts
     if not words:
         usual = ["all"] if run.is_factory else names.PEFT_TARGETS
         return "the default of " + ("LLaMA-Factory" if run.is_factory else "PEFT"), usual
     known = [name for word in words for name in _matrices(str(word))]
     ends = [name for name in dict.fromkeys(known) if name in names.ENDS.values()]
-    return where, ["all", *ends] if "all" in known else [*dict.fromkeys(known)]
+    return where, [*(["all", *ends] if "all" in known else dict.fromkeys(known)), *experts]
+
+
+def _experts(run: TrainerRun) -> list[str]:
+    """Names in ``model.lora_targets`` of parameters with adapters, which are experts held as one tensor."""
+    key, trainer = "lora_target_parameters", run.trainer
+    named = trainer.value(key) or []
+    words = [str(word) for word in (named if isinstance(named, list) else [named])]
+    if any("gate_up" in word for word in words):
+        trainer.not_modeled(key, "gate and up have one adapter; here each has its own")
+    return [*dict.fromkeys(name for word in words for name in _matrices(word))]
 
 
 def _matrices(module: str) -> tuple[str, ...]:
@@ -84,7 +97,7 @@ def _matrices(module: str) -> tuple[str, ...]:
     return (module,)
 
 
-_OUTSIDE = ("self_attn", "attn", "attention", "mlp", "ffn")
+_OUTSIDE = ("self_attn", "attn", "attention", "mlp", "ffn", "block_sparse_moe")
 """Modules of a block that may stand before a name and say nothing else; shared experts are other matrices."""
 
 
