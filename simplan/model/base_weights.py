@@ -205,6 +205,8 @@ def _operators(layer: LayerSpec, base: FrozenBase, stored: Mapping[str, WeightFo
         operator = _with_unpacked_norms(each, stored)
         kernel = operator.kernel
         form = stored.get(_weight_of(operator, kernel)) if isinstance(kernel, Gemm) else None
+        if isinstance(kernel, Gemm) and kernel.merged_rank and form is not None:  # the sum with adapters is kept
+            form = replace(form, keeps_weight=False)
         if isinstance(kernel, Gemm) and form is not None:
             copies = base.copies_results and f"{kernel.name}{_A}" in names
             yield from _unpacked(operator, kernel, form, base, copies=copies)
@@ -254,6 +256,8 @@ def _unpacked(
 
 def _saving(operator: Operator, kernel: Gemm, form: WeightFormat, width: int) -> Operator:
     """A matmul with a packed weight, with what autograd saves for it."""
+    if kernel.merged_rank:
+        return operator
     saves = operator.reads[:1] if form.keeps_input else ()
     if not form.keeps_weight:
         return replace(operator, saves=saves)

@@ -230,8 +230,6 @@ def adapters_of_experts(job: Job) -> Iterator[Problem]:
         "with model.lora_dora, which PEFT refuses,": model.lora_dora,
         "with tensor, expert or context parallelism": max(job.plan.tp, job.plan.ep, job.plan.cp) > 1,
         f"with {software.id}": not software.base_weights or software.layers.model_code == "transformers",
-        "with training.base_weights.experts": job.training.base_weights is not None
-        and job.training.base_weights.experts,
     }
     for what in (what for what, is_so in whats.items() if is_so and experts):
         fix = "use attention, or all, which leaves experts out"

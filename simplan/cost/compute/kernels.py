@@ -338,7 +338,8 @@ class KernelCost:
         """Yields the kernels that unpack a frozen weight before each of its matmuls."""
         form = kernel.stored
         forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
-        if form is None or not gemm_sizes(kernel, b, phase) or (form.keeps_weight and not forward):
+        once = form is not None and (form.keeps_weight or kernel.merged_rank > 0)
+        if form is None or not gemm_sizes(kernel, b, phase) or (once and not forward):
             return
         num_bytes = form.unpacked_traffic(kernel.num_groups * kernel.n, kernel.k, self._operand_bytes(kernel))
         if form.quantizes_input and forward:  # INT8 input, INT32 result

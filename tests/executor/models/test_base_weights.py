@@ -93,10 +93,12 @@ EXPERTS: dict[str, Any] = {
 
 
 @BNB
+@pytest.mark.parametrize("targets", [("q",), ("q", "experts_up", "experts_down")])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_unpacked_experts_are_kept_for_backward(recompute: Recompute) -> None:
-    """bitsandbytes' parametrization unpacks all experts at once; saved bytes and peak by torch's trace."""
-    spec, base = ModelSpec(family="moe", **EXPERTS), BaseWeights(format="nf4", experts=True)
+def test_unpacked_experts_are_kept_for_backward(recompute: Recompute, targets: tuple[str, ...]) -> None:
+    """bitsandbytes' parametrization unpacks all experts at once; with adapters their sum is kept in its place."""
+    spec = ModelSpec(family="moe", **{**EXPERTS, "lora_targets": targets})
+    base = BaseWeights(format="nf4", experts=True)
     width = 4
     frozen = FrozenBase(
         weights=base.stored(width),
