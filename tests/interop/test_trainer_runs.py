@@ -477,6 +477,8 @@ def test_config_of_model_gives_the_model(name: str) -> None:
         ("unsloth/Llama-3.1-70B", "llama3.1-70b"),
         ("meta-llama/Llama-2-13b-chat-hf", "llama2-13b"),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen2-1.5B-Instruct", "qwen2.5-1.5b"),
+        ("hugging-quants/Meta-Llama-3.1-405B-BNB-NF4-BF16", "llama3.1-405b"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b-v0.1"),
         ("mistralai/Mistral-7B-Instruct-v0.2", None),  # no window and another vocabulary: neither v0.1 nor v0.3
@@ -806,6 +808,19 @@ def test_model_of_an_option_is_the_one_that_settings_speak_of(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("text", "recipe"),
+    [(f"{_ADAPTERS}full\nfp8: true\n", "rowwise"), (f"{_AXOLOTL}bf16: true\n{_FSDP2}fp8: true\n", None)],
+)
+def test_fp8_of_torchao_is_read(text: str, recipe: str | None, tmp_path: Path) -> None:
+    """axolotl: core/trainers/base.py, by tensor; LLaMA-Factory: train/fp8_utils.py, by row."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}).job
+    assert (job.training.precision, job.software.id) == ("fp8", "torch")
+    assert job.training.fp8_recipe == recipe
+
+
+@pytest.mark.parametrize(
     ("offloads", "adapter", "recompute"),
     [("true", "", "full"), ("legacy", "", "full"), ("true", "lora_r: 8\n", "none")],
 )
@@ -837,7 +852,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "simulated quantization": (f"{_AXOLOTL}qat: {{activation_dtype: int8}}\n", "qat.activation_dtype"),
     "whole modules": (f"{_ADAPTERS}lora\nadditional_target: embed_tokens\n", "additional_target"),
     "Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size"),
-    "fp8": (f"{_ADAPTERS}full\nfp8: true\n", "fp8"),
+    "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),
+    "fp8 under DeepSpeed": (f"{_ADAPTERS}full\nfp8: true\ndeepspeed: {{zero_optimization: {{stage: 2}}}}\n", "fp8"),
     "Adam-mini": (f"{_ADAPTERS}full\nuse_adam_mini: true\n", "use_adam_mini"),
     "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
     "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),

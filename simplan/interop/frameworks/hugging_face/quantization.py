@@ -50,6 +50,10 @@ def weights_of_checkpoint(name: str) -> dict[str, Any] | None:
 def read_base_weights(run: TrainerRun) -> None:
     """Read the format of frozen weights below adapters."""
     trainer, found = run.trainer, dict[str, Any]()
+    if trainer.is_true("gptq"):  # axolotl: the checkpoint has these weights
+        if run.reading.written(_FIELD) is None:
+            trainer.put(_FIELD, {"format": "gptq_int4"}, "gptq")
+        trainer.no_effect(("gptq", "gptq_disable_exllama"))
     key = _bits(run, found)
     if key is None:
         return

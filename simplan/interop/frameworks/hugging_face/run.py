@@ -189,7 +189,10 @@ class TrainerRun:
         return [str(word).lower() for word in listed if str(word).lower() not in ("false", "none")]
 
     def _read_precision(self, strategy: str) -> None:
-        self._refuse_fp8()
+        if self._read_fp8(strategy):
+            self._precision = "fp8"
+            self.trainer.no_effect(("tf32", "torch_dtype", "dtype", "model_dtype"))
+            return
         found = next(self._precisions(), None)
         if found is None and self.unknown & {*_HALVES, "mixed_precision"}:
             precision = self._ask_for_precision("")
@@ -241,14 +244,25 @@ class TrainerRun:
         if self.accelerate.is_true("fp16"):
             yield "fp16", self.accelerate.full("fp16")
 
-    def _refuse_fp8(self) -> None:
-        is_on = str(self.accelerate.value("mixed_precision", "")).lower() == "fp8"
-        for keys, key, on in (
-            (self.accelerate, "mixed_precision", is_on),
-            (self.trainer, "fp8", self.trainer.is_true("fp8")),
-        ):
-            if on:
-                keys.refuse(key, "is not modeled yet with transformers' models", "use bf16, or software torch with fp8")
+    def _read_fp8(self, strategy: str) -> bool:
+        """Read FP8 of torchao, which axolotl scales by tensor and LLaMA-Factory by row; True if it is on."""
+        trainer, backend = self.trainer, str(self.trainer.value("fp8_backend", "torchao")).lower()
+        fix = "use bf16, or software torch with fp8"
+        if str(self.accelerate.value("mixed_precision", "")).lower() == "fp8":
+            self.accelerate.refuse("mixed_precision", "is not modeled yet with transformers' models", fix)
+        if not trainer.is_true("fp8"):
+            return False
+        if strategy == "deepspeed":
+            trainer.refuse("fp8", "is not modeled yet with DeepSpeed", "use bf16, or FSDP")
+        elif backend not in ("torchao", "auto"):
+            trainer.refuse("fp8_backend", "is not modeled yet with transformers' models", "use torchao")
+        trainer.put("training.precision", "fp8", "fp8")
+        if self.is_factory:
+            self.reading.put("training.fp8_recipe", "rowwise", "LLaMA-Factory's recipe of torchao")
+        if trainer.is_true("fp8_enable_fsdp_float8_all_gather") and not self.is_factory:
+            trainer.not_modeled("fp8_enable_fsdp_float8_all_gather", "all-gathers of weights in FP8; here in BF16")
+        trainer.no_effect((*_HALVES, "fp8_enable_fsdp_float8_all_gather", "fp8_backend"))
+        return True
 
     def _read_weights(self, strategy: str) -> None:
         """Precision in which the weights are loaded, which FSDP and DeepSpeed may widen."""
@@ -556,7 +570,12 @@ class TrainerRun:
         is_split = any((self.reading.written(f"plan.{name}") or 1) > 1 for name in ("cp", "tp"))
         compiles = self._compiles()
         moves = bool(self.reading.written("plan.offload_activations"))
-        if (self._model is not None and not has_transformers_code(self._model)) or is_split or moves:
+        if self._precision == "fp8":
+            name, where = "torch", "the code of transformers in FP8 is not modeled"
+            if compiles is not None:
+                self.reading.put("software.compiled", True, compiles)
+                compiles = None
+        elif (self._model is not None and not has_transformers_code(self._model)) or is_split or moves:
             of = "split over sequences or tensors" if is_split else "for this model"
             of = "with activations on the host" if moves else of
             name, where = "torch", f"the code of transformers {of} is not modeled"

@@ -62,6 +62,8 @@ def renamed(tool: str, key: str, setting: Setting, keys: frozenset[str]) -> tupl
         return key, setting
     if key in ("bf16", "torch_compile") and setting.value == AUTO:  # what it is with BF16 and a recent torch
         return key, replace(setting, value=True)
+    if key == "float16" and is_true(setting.value) and "adapter" in keys:  # frozen weights of FP16
+        return "fp16", setting
     if key == "bfloat16" and is_true(setting.value):  # BF16 without autocast
         return "bf16", replace(setting, value="full")
     if key == "lora_r" and "adapter" not in keys:
