@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.models.lora import LoraLinear
-from simplan.model.base_weights import BaseWeights, stored_weights
+from executor.models.lora import DoraLinear, LoraLinear
+from simplan.model.base_weights import BaseWeights, stored_experts, stored_weights
 from simplan.model.layer import LayerSpec
 
 _BF16_BYTES = 2
@@ -31,15 +31,33 @@ def quantize(layer: nn.Module, spec: LayerSpec, base: BaseWeights) -> None:
         assert isinstance(module, nn.Linear), path
         if base.library == "torchao":
             module.register_parameter(name, _of_torchao(parameter.detach(), base))
+            if isinstance(module, DoraLinear):
+                module.whole = lambda module=module: module.weight.get_original_weight()  # type: ignore[misc]
             continue
         quantized = _of_bitsandbytes(parameter.detach(), base)
         state, width = quantized.quant_state, parameter.dtype
         module.register_parameter(name, quantized)
         unpacks = _Unpacking(module, state, width)
+        if isinstance(module, DoraLinear):
+            module.whole = unpacks.weight
         if isinstance(module, LoraLinear):
             module.base = unpacks  # type: ignore[assignment,method-assign]
         else:
             module.forward = unpacks  # type: ignore[assignment,method-assign]
+    if base.experts:
+        names = {said.name: path for (path, _), said in zip(layer.named_parameters(), spec.parameters, strict=True)}
+        for experts in stored_experts(spec):
+            owner, _, name = names[experts].rpartition(".")
+            _quantize_experts(layer.get_submodule(owner), name, base)
+
+
+def _quantize_experts(module: nn.Module, name: str, base: BaseWeights) -> None:
+    """Stores the experts of a module in few bits, which it unpacks where it reads them."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit  # an extra
+
+    double, kind = base.double_quantization, base.format
+    assert kind in ("nf4", "fp4"), kind
+    replace_parameter_4bit(module, name, double, kind, base.elements_per_scale)
 
 
 class _Unpacking:
@@ -47,6 +65,13 @@ class _Unpacking:
 
     def __init__(self, module: nn.Linear, state: Any, width: torch.dtype) -> None:
         self._module, self._state, self._width = module, state, width
+
+    def weight(self) -> Tensor:
+        """The unpacked weight (n x k)."""
+        from bitsandbytes.functional import dequantize_4bit  # an extra
+
+        whole: Tensor = dequantize_4bit(self._module.weight.data, self._state)
+        return whole.to(self._width)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """(..., k) to (..., n)."""

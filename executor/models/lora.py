@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn import functional
 from simplan.model.layer import LayerSpec, ParameterSpec
 
 _SCALE = 2.0  # alpha / r with the usual alpha = 2 r; it changes nothing that is predicted
-_A = ".lora_a.weight"
+_A, _MAGNITUDE = ".lora_a.weight", ".magnitude"
+_EXPERT_DIMS = 3
 _INIT_STD = 0.02  # also of B: with zeros no gradient of A would say anything
 
 
@@ -48,6 +50,61 @@ class LoraLinear(nn.Linear):
     def adapted(output: Tensor, narrow: Tensor, b: Tensor) -> Tensor:
         """X W^T + b (..., n) with what B makes of x A^T (..., r) added."""
         return torch.add(output, functional.linear(narrow, b), alpha=_SCALE)
+
+
+class DoraLinear(LoraLinear):
+    """DoRA as PEFT computes it (tuners/lora/dora.py): y + (s - 1) x W^T + s scale (x A^T) B^T, s = m / |W + scale B A|.
+
+    Attributes:
+        magnitude: Trained norms of the rows of W and its adapter together, (n).
+        whole: Function that gives W (n x k), whatever form it is stored in.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__(linear, rank)
+        self.magnitude = nn.Parameter(torch.empty(linear.out_features))
+        self.whole: Callable[[], Tensor] = lambda: self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., k) to (..., n)."""
+        output = self.base(x)
+        identity = torch.eye(self.in_features, device=x.device, dtype=self.lora_a.weight.dtype)
+        width = torch.promote_types(x.dtype, torch.float32)
+        change = self.lora_b(self.lora_a(identity)).T.to(width)
+        del identity
+        weight = self.whole().to(width)
+        with torch.no_grad():
+            norms = torch.linalg.norm(weight + _SCALE * change, dim=1)
+        scale = (self.magnitude / norms).view(1, -1)
+        adapted = self.lora_b(self.lora_a(x))
+        product = output if self.bias is None else output - self.bias
+        changed = (scale - 1) * product + scale * adapted * _SCALE
+        result: Tensor = (output + changed).to(output.dtype)
+        return result
+
+
+class LoraGroupedLinear(nn.Module):
+    """Experts with adapters, which are added to the weights before these are used (PEFT, ``ParamWrapper``).
+
+    Attributes:
+        weight: A matrix for each expert (e x n x k).
+        lora_a, lora_b: A (r e x k) and B (n x r e) of e experts.
+    """
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        e, n, k = weight.shape
+        self.weight = nn.Parameter(torch.empty(e, n, k))
+        self.lora_a = nn.Linear(k, rank * e, bias=False)
+        self.lora_b = nn.Linear(rank * e, n, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(e, rows, k) to (e, rows, n)."""
+        weight = self.weight.to(x.dtype)
+        e, n, k = weight.shape
+        b = self.lora_b.weight.reshape(n, -1, e).permute(2, 0, 1).to(x.dtype)
+        merged = torch.baddbmm(weight, b, self.lora_a.weight.reshape(e, -1, k).to(x.dtype), alpha=_SCALE)
+        return torch.bmm(x, merged.transpose(1, 2))
 
 
 class LoraEmbedding(nn.Embedding):
@@ -92,7 +149,8 @@ def _adapted(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 def add_adapters(layer: nn.Module, spec: LayerSpec, dropout: float = 0.0) -> None:
     """Adds what a LayerSpec has besides the weights of a module: LoRA adapters, and originals of modules to save."""
-    added = {p.name: p.shape for p in spec.parameters if ".lora_" in p.name or ".original_module." in p.name}
+    marks = (".lora_", ".original_module.", _MAGNITUDE)
+    added = {p.name: p.shape for p in spec.parameters if any(mark in p.name for mark in marks)}
     specs = zip(list(layer.named_parameters()), [p for p in spec.parameters if p.name not in added], strict=True)
     for (name, _), parameter in specs:
         module, shape = parameter.name.removesuffix(".weight"), added.get(parameter.name.replace(".weight", _A))
@@ -101,8 +159,13 @@ def add_adapters(layer: nn.Module, spec: LayerSpec, dropout: float = 0.0) -> Non
         original = parent.get_submodule(last) if module != parameter.name else parent
         if shape is not None and isinstance(original, nn.Embedding):
             setattr(parent, last, LoraEmbedding(original, shape[0]))
+        elif shape is not None and len(parameter.shape) == _EXPERT_DIMS:
+            weight = original.get_parameter("weight")
+            setattr(parent, last, LoraGroupedLinear(weight, shape[0] // len(weight)))
         elif shape is not None:
-            setattr(parent, last, LoraLinear(original, shape[0], dropout))  # type: ignore[arg-type]
+            has_magnitude = parameter.name.replace(".weight", _MAGNITUDE) in added
+            made = DoraLinear(original, shape[0]) if has_magnitude else LoraLinear(original, shape[0], dropout)  # type: ignore[arg-type]
+            setattr(parent, last, made)
         elif f"{module}.original_module.weight" in added:
             original.add_module("original_module", copy.deepcopy(original))
 

@@ -247,7 +247,7 @@ def _materialize(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int | None, dims: ParallelDims) -> None:
-    """Norms 1, biases and class tokens 0, matrices normal(0, 0.02), each whole tensor from its own generator.
+    """Norms and magnitudes 1, biases and class tokens 0, matrices normal(0, 0.02), each whole one of its own generator.
 
     Adapters too, of which a training would begin with B = 0: no gradient of A would then say anything.
     """
@@ -262,7 +262,7 @@ def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int
         own = parameter.detach()
         own = own.to_local() if isinstance(own, DTensor) else own
         if parameter.dim() == 1:
-            own.fill_(1.0 if name.endswith("weight") else 0.0)
+            own.fill_(1.0 if name.endswith(("weight", "magnitude")) else 0.0)
         elif seed is None:
             own.normal_(0.0, _INIT_STD)
         else:

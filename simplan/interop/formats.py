@@ -46,12 +46,14 @@ class ConfigFile:
         text: Its content.
         reads_others: False if files that it names must not be read, as they are on another machine.
         written: Files that a launch script writes itself, by their names.
+        instead: Model that overrides name instead of that of the file: ``preset`` or ``hf_config``, with its value.
     """
 
     path: Path
     text: str
     reads_others: bool = True
     written: Mapping[str, Value] = field(default_factory=dict, compare=False)
+    instead: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
@@ -109,7 +111,7 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
     from simplan.interop import chakra
-    from simplan.interop.frameworks import megatron, nemo, torchtitan
+    from simplan.interop.frameworks import megatron, nemo, torchtitan, torchtune
     from simplan.interop.frameworks.bridge import reading as bridge
     from simplan.interop.frameworks.hugging_face import files as hugging_face
 
@@ -118,6 +120,7 @@ def formats() -> Mapping[str, Format]:
         torchtitan.TOML_FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
+        torchtune.FORMAT,
         *hugging_face.FORMATS,
         megatron.FORMAT,
         chakra.FORMAT,

@@ -7,7 +7,7 @@ import re
 from simplan.interop.formats import ConfigFile
 
 _TEXT = {
-    "torchtune": re.compile(r"_component_:\s*torchtune\.|(?m:^\s*tune run\b)"),
+    "torchtune's commands": re.compile(r"(?m:^\s*tune run\b)"),
     "NeMo AutoModel": re.compile(r"\bnemo_automodel\b|(?m:^\s*automodel\s)"),
     "verl": re.compile(r"\bactor_rollout_ref\b|-m verl\."),
     "OpenRLHF": re.compile(r"\bopenrlhf\.(cli|trainer)\b"),

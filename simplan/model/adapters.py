@@ -9,6 +9,14 @@ embedding E (v x n) gets A (r x v) and B (n x r): rows of A^T are looked up, and
 copy of x of its own, and backward a mask (PEFT, tuners/lora/layer.py). A module to save is trained in place of the
 original, which stays in memory (PEFT, utils/other.py, ``ModulesToSaveWrapper``).
 
+Experts held as one tensor have adapters of one rank per expert: A (r e x k) and B (n x r e). Every forward adds their
+products to the weights, which are then used as they are (PEFT 0.21, tuners/lora/layer.py, ``ParamWrapper``).
+
+DoRA (Liu et al. 2024, arXiv:2402.09353) has a magnitude m of n numbers besides, and gives y = x W^T + (s - 1) x W^T +
+s scale (x A^T) B^T with s = m / |W + scale B A|, row by row (equation 5; no gradient flows through the norms, section
+4.3). PEFT (tuners/lora/dora.py) and torchtune multiply A and B with an identity of k x k once per microbatch, and add
+the product to the weight in FP32; all of it stays until the result is there.
+
 Under tensor parallelism, a matrix split by columns has B split and A replicated; every rank has a partial gradient of
 A. A matrix split by rows has A split and B replicated. No collective is added: the adapter's result is summed over
 ranks together with that of the matrix.
@@ -16,6 +24,7 @@ ranks together with that of the matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,7 +32,7 @@ from typing import TYPE_CHECKING
 from simplan.model.kernel import Gemm, Kernel, LayerCollective, Lookup, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 from simplan.model.module_names import PartName, matrices, modules, numbered, part_name
-from simplan.model.parts.part import MASK_BYTES
+from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, cast
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
@@ -41,6 +50,8 @@ MODULES: Mapping[str, str] = {
 }
 """PEFT's ``target_modules`` for transformers' Llama, and models like it -> names in ``ModelSpec.lora_targets``."""
 
+NORMED_WEIGHT = "weight for norms"
+"""End of the name of the FP32 copy of a weight whose rows have norms; there is none of a weight in FP32."""
 _END_MATRICES = {"embedding": "wte", "head": "lm_head"}
 """Kind of a layer at an end of the model -> its matrix."""
 
@@ -54,12 +65,14 @@ class _Training:
         frozen: Names of modules that are frozen; None for all of them.
         saved: Name of a module that is trained while its original stays; empty for none.
         dropout: The input of adapters passes through dropout.
+        dora: Adapters have magnitudes.
     """
 
     ranks: tuple[tuple[str, int], ...]
     frozen: frozenset[str] | None
     saved: str
     dropout: bool
+    dora: bool = False
 
     def freezes(self, parameter: str) -> bool:
         """True for a parameter that is not trained."""
@@ -74,7 +87,7 @@ class _Training:
             for name, rank in self.ranks:
                 names.setdefault(rank, []).append(name)
             adapters = ";".join(f"lora{rank}:{'+'.join(of_rank)}" for rank, of_rank in names.items())
-            words = adapters or "frozen"
+            words = (adapters or "frozen") + ",dora" * (self.dora and bool(adapters))
         else:
             words = f"frozen:{'+'.join(sorted(self.frozen))}" if self.frozen else ""
         return (
@@ -107,7 +120,7 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
     for layer, block in numbered(layers):
         kind = layer.kind
         chosen: dict[str, int] = {}
-        own = [kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm | Lookup) and _is_matrix(kernel)]
+        own = [kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm | Lookup)]
         for part in targets:
             if part.has(kind, block):
                 names = groups.get(part.inside, ()) if kind is LayerKind.BLOCK else (_END_MATRICES[kind],)
@@ -119,7 +132,7 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
         if adapts:
             kept = _END_MATRICES[kind] if kind in saved else ""
             order = tuple((name, chosen[name]) for name in own if name in chosen)
-            yield layer, _Training(order, None, kept, model.lora_dropout > 0)
+            yield layer, _Training(order, None, kept, model.lora_dropout > 0, model.lora_dora)
             continue
         names_frozen: set[str] = set()
         for part in frozen:
@@ -131,10 +144,6 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
             if any(part.kind is LayerKind.EMBEDDING for part in frozen):
                 names_frozen.add(_END_MATRICES[kind])
         yield layer, _Training((), frozenset(names_frozen), "", False)
-
-
-def _is_matrix(kernel: Gemm | Lookup) -> bool:
-    return isinstance(kernel, Lookup) or kernel.num_groups == 1
 
 
 def _parts(names: Sequence[str]) -> tuple[PartName, ...]:
@@ -172,10 +181,12 @@ def _parameters(layer: LayerSpec, training: _Training, shard: Shard) -> Iterator
             yield replace(original, frozen=True, partial_gradient=False)
         if name not in ranks or (following is not None and following.name == f"{name}.bias"):
             continue
-        n, k = next(p.shape for p in layer.parameters if p.name == f"{name}.weight")
-        rank, by_rows = ranks[name], name in row_parallel
+        *experts, n, k = next(p.shape for p in layer.parameters if p.name == f"{name}.weight")
+        rank, by_rows = ranks[name] * math.prod(experts), name in row_parallel
         if layer.kind is LayerKind.EMBEDDING:
             n, k = k, n
+        if training.dora:
+            yield ParameterSpec(f"{name}.magnitude", (n,))
         yield ParameterSpec(f"{name}.lora_a.weight", (rank, k), partial_gradient=split and not by_rows)
         yield ParameterSpec(f"{name}.lora_b.weight", (n, rank), partial_gradient=split and by_rows)
 
@@ -193,7 +204,11 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
         own = tuple(name for name in operator.parameters if not training.freezes(name))
         rank = ranks.get(kernel.name, 0) if isinstance(kernel, Gemm | Lookup) else 0
         trains = bool(own) or rank > 0
-        if isinstance(kernel, Gemm):
+        if isinstance(kernel, Gemm) and rank and kernel.num_groups > 1:
+            operators = list(_merged(operator, kernel, rank, propagates=brings))
+        elif isinstance(kernel, Gemm) and rank and training.dora:
+            operators = list(_with_magnitude(operator, kernel, rank, propagates=brings))
+        elif isinstance(kernel, Gemm):
             operators = list(_matrix(operator, kernel, own, rank, propagates=brings, dropout=training.dropout))
         elif rank:
             operators = list(_table(operator, rank))
@@ -253,6 +268,106 @@ def _matrix(
     )
     yield from _raised(name, (m, n, rank), low, adapted, roles, joint and f"{joint}.lora_b")
     yield from _added(name, m * n, base_output, adapted, result, roles)
+
+
+def _merged(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:
+    """Experts with adapters: the sum of each weight and its adapter, which the grouped GEMM uses."""
+    name, source = kernel.name, operator.reads[0]
+    total = Tensor(f"{name} merged", kernel.weight_elements, per_microbatch=True)
+    parameters = f"{name}.lora_a.weight", f"{name}.lora_b.weight"
+    roles = operator.roles | {Role.ADAPTER}
+    yield Operator(makes=(total,), parameters=parameters, roles=roles)
+    yield replace(
+        operator,
+        kernel=replace(kernel, trained=False, propagates=propagates, merged_rank=rank),
+        reads=(*operator.reads, total.name),
+        saves=(*operator.saves, total.name),
+        saves_for=((total.name, source),),
+        parameters=(),
+    )
+
+
+def _with_magnitude(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:
+    """A frozen matrix with an adapter of DoRA: the norms of rows, A and B, and what PEFT makes of both results.
+
+    Each single operation makes a tensor of its own, in FP32 as the norms are.
+    """
+    base, first, second, *_ = _matrix(operator, kernel, (), rank, propagates=propagates, dropout=False)
+    name, m, n, k = kernel.name, kernel.m, kernel.n, kernel.k
+    roles, (product,), (adapted,), (result,) = first.roles, base.makes, second.makes, operator.makes
+
+    def made(what: str, elements: int, width: int | None = FP32_BYTES, *, once: bool = True) -> Tensor:
+        return Tensor(f"{name} {what}", elements, width, per_microbatch=once)
+
+    def of_tokens(what: str) -> Tensor:
+        return made(what, m * n, once=False)
+
+    def step(what: str, *reads: str) -> Pointwise:
+        return Pointwise(f"{name}.{what}", len(reads) * m * n, m * n)
+
+    identity, change = made("identity for norms", k * (k + rank), None), made("change of the weight", n * k)
+    copied = replace(made(NORMED_WEIGHT, n * k), widened=True)
+    scale, norms, less = made("magnitude scale", n), made("norms", n), made("magnitude scale less 1", n)
+    yield replace(base, kernel=replace(kernel, trained=False, propagates=propagates, norm_rank=rank))
+    scratch = (copied, made("scaled change", n * k), made("changed weight", n * k))
+    yield Operator(reads=(product.name,), makes=(identity, change), forward_scratch=scratch, detached=True, roles=roles)
+    parameters = (f"{name}.magnitude",)
+    yield Operator(makes=(scale, norms, less), saves=(norms.name,), parameters=parameters, roles=roles)
+    yield replace(first, forward_scratch=(copied,))
+    yield replace(second, forward_scratch=(copied,))
+    source = product
+    if len(operator.parameters) > 1:  # a bias, which the matmul has added
+        source = replace(product, name=f"{name} product without bias")
+        kernel_of_bias = Pointwise(f"{name}.lora_bias", m * n, m * n, propagates=propagates)
+        yield Operator(kernel=kernel_of_bias, reads=(product.name,), makes=(source,), passes=True, roles=roles)
+    of_base, of_adapter, scaled = of_tokens("scaled product"), of_tokens("scaled change"), of_tokens("change")
+    by_token = of_tokens("gradient of magnitudes"), replace(of_tokens("gradient in FP32"), widened=True)
+    yield Operator(
+        kernel=replace(step("magnitude_of_base", source.name), propagates=propagates, sums=2),
+        reads=(source.name, scale.name),
+        makes=(of_base,),
+        saves=(source.name, less.name),
+        saves_for=((less.name, source.name),),
+        forward_scratch=(copied,),
+        backward_scratch=by_token,
+        roles=roles,
+    )
+    yield Operator(
+        kernel=replace(step("magnitude_of_adapter", adapted.name), sums=2),
+        reads=(adapted.name, scale.name),
+        makes=(of_adapter,),
+        saves=(adapted.name, scale.name),
+        forward_scratch=(copied,),
+        backward_scratch=by_token,
+        roles=roles,
+    )
+    yield Operator(
+        kernel=step("lora_scale", of_adapter.name),
+        reads=(of_adapter.name,),
+        makes=(scaled,),
+        forward_scratch=(copied,),
+        roles=roles,
+    )
+    change_of_result, wide = of_tokens("change of the result"), of_tokens("result in FP32")
+    reads = of_base.name, scaled.name
+    yield Operator(
+        kernel=step("lora_sum", *reads),
+        reads=reads,
+        makes=(change_of_result,),
+        passes=True,
+        forward_scratch=(copied,),
+        roles=roles,
+    )
+    reads = product.name, change_of_result.name
+    yield Operator(
+        kernel=step("dora_sum", *reads),
+        reads=(*reads, identity.name, change.name),
+        makes=(wide,),
+        passes=True,
+        forward_scratch=(copied,),
+        roles=roles,
+    )
+    yield cast(wide.name, result)
 
 
 def _table(operator: Operator, rank: int) -> Iterator[Operator]:

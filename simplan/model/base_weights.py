@@ -12,12 +12,13 @@ Under autocast every cast of a wide input makes a copy of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import Field
 
 from simplan.base import Count, Spec
+from simplan.model.adapters import NORMED_WEIGHT
 from simplan.model.kernel import Pointwise
 from simplan.model.layer import Attention, Gemm, LayerKind, LayerSpec, Operator, Role, Tensor
 from simplan.model.parts.part import FP32_BYTES, cast
@@ -55,6 +56,9 @@ class BaseWeights(Spec):
     library: WeightLibrary | None = Field(
         None, description="bitsandbytes or torchao (nf4 alone, always with double quantization); default: bitsandbytes"
     )
+    experts: bool = Field(
+        False, description="experts held as one tensor are stored so as well (axolotl's quantize_moe_experts)"
+    )
     upcast: bool | None = Field(
         None,
         description=(
@@ -80,8 +84,19 @@ class BaseWeights(Spec):
     @property
     def words(self) -> str:
         """Format in words."""
-        doubled = " with double quantization" * self.double_quantization
+        doubled = " with double quantization" * self.double_quantization + " with experts" * self.experts
         return f"{self.format}{doubled}" + (f" ({self.library})" if self.library == "torchao" else "")
+
+    def stored_experts(self, width: int) -> WeightFormat | None:
+        """Stored form of experts held as one tensor; ``width`` as in ``weight_format``.
+
+        A parametrization unpacks the whole tensor where forward reads it, and autograd keeps the result for backward
+        (bitsandbytes, nn/parametrize.py, Bnb4bitParametrization).
+        """
+        if not self.experts:
+            return None
+        form = self.model_copy(update={"storage": "uint8"}).stored(width)
+        return replace(form, name=f"{form.name}-experts", keeps_weight=True)
 
     def stored(self, width: int, *, compiled: bool = False) -> WeightFormat:
         """Stored form of the weights; ``width`` and ``compiled`` as in ``weight_format``."""
@@ -102,6 +117,7 @@ class FrozenBase:
 
     Attributes:
         weights: Stored form of linear layers; None for wide weights.
+        experts: Stored form of experts held as one tensor; None for wide ones.
         activation_bytes: Bytes per element of activations.
         compute_bytes: Bytes per element of operands of matmuls with unpacked weights.
         adapter_bytes: Bytes per element of operands of adapters.
@@ -118,11 +134,12 @@ class FrozenBase:
     attention_bytes: int
     autocast: bool
     peft: bool
+    experts: WeightFormat | None = None
 
     @property
     def key(self) -> str:
         """Suffix of the keys of layers."""
-        stored = "" if self.weights is None else f",{self.weights.name}"
+        stored = "" if self.weights is None else f",{self.weights.name}" + ",experts" * (self.experts is not None)
         widths = self.activation_bytes, self.compute_bytes, self.adapter_bytes, self.attention_bytes
         return f"{stored}{',peft' * self.peft},{':'.join(map(str, widths))}{',autocast' * self.autocast}"
 
@@ -134,9 +151,13 @@ class FrozenBase:
 
 def with_frozen_base(layer: LayerSpec, base: FrozenBase) -> LayerSpec:
     """A layer with adapters, or frozen, whose base weights are stored as ``base`` says."""
-    stored = stored_weights(layer, base.weights)
+    stored: dict[str, WeightFormat] = {}
+    if base.weights is not None:
+        stored |= dict.fromkeys(stored_weights(layer, base.weights), base.weights)
+    if base.experts is not None:
+        stored |= dict.fromkeys(stored_experts(layer), base.experts)
     operators = tuple(_operators(layer, base, stored))
-    parameters = tuple(replace(p, stored=base.weights) if p.name in stored else p for p in layer.parameters)
+    parameters = tuple(replace(p, stored=stored.get(p.name)) for p in layer.parameters)
     return replace(layer, key=f"{layer.key}{base.key}", operators=operators, parameters=parameters)
 
 
@@ -152,22 +173,51 @@ def stored_weights(layer: LayerSpec, form: WeightFormat | None) -> frozenset[str
     return frozenset(p.name for p in layer.parameters if p.frozen and p.name in linear and len(p.shape) == 2)
 
 
+def stored_experts(layer: LayerSpec) -> frozenset[str]:
+    """Names of the frozen weights of a layer that hold all experts, one matrix each."""
+    grouped = {
+        _weight_of(operator, operator.kernel)
+        for operator in layer.operators
+        if isinstance(operator.kernel, Gemm) and operator.kernel.num_groups > 1 and not operator.kernel.trained
+    }
+    return frozenset(
+        p.name for p in layer.parameters if p.frozen and p.name in grouped and len(p.shape) == _EXPERT_DIMS
+    )
+
+
+_EXPERT_DIMS = 3
+
+
+def _weight_of(operator: Operator, kernel: Gemm) -> str:
+    """Name of the weight of a matmul; a capture's operator has it among its parameters, under any name."""
+    own = f"{kernel.name}.weight"
+    return own if own in operator.parameters or not operator.parameters else operator.parameters[-1]
+
+
 _WIDE = frozenset({Role.GATING, Role.EXPERTS, Role.ADAPTER, Role.UNQUANTIZED})
 """Roles of matmuls whose weights stay wide."""
 
 
-def _operators(layer: LayerSpec, base: FrozenBase, stored: frozenset[str]) -> Iterator[Operator]:
+def _operators(layer: LayerSpec, base: FrozenBase, stored: Mapping[str, WeightFormat]) -> Iterator[Operator]:
     names = {kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm)}
-    for operator in layer.operators:
+    magnitudes = {parameter.name for parameter in layer.parameters}
+    for each in layer.operators:
+        operator = _with_unpacked_norms(each, stored)
         kernel = operator.kernel
-        if isinstance(kernel, Gemm) and f"{kernel.name}.weight" in stored:
+        form = stored.get(_weight_of(operator, kernel)) if isinstance(kernel, Gemm) else None
+        if isinstance(kernel, Gemm) and kernel.merged_rank and form is not None:  # the sum with adapters is kept
+            form = replace(form, keeps_weight=False)
+        if isinstance(kernel, Gemm) and form is not None:
             copies = base.copies_results and f"{kernel.name}{_A}" in names
-            yield from _unpacked(operator, kernel, base, copies=copies)
+            yield from _unpacked(operator, kernel, form, base, copies=copies)
         elif isinstance(kernel, Gemm):
             is_adapter = kernel.name.endswith((_A, _B))
             width = base.adapter_bytes if is_adapter else base.activation_bytes
             whole = not base.autocast and width == FP32_BYTES
             wide = replace(operator, kernel=replace(kernel, full_precision=whole))
+            if f"{kernel.name.removesuffix(_B)}.magnitude" in magnitudes and kernel.name.endswith(_B):
+                yield replace(wide, makes=(replace(wide.makes[0], bytes_per_element=width),))  # read as it is
+                continue
             yield from _in_width(wide, width, base) if is_adapter else (wide,)
         elif isinstance(kernel, Attention) and not kernel.eager:
             yield from _core(operator, layer, base)
@@ -178,10 +228,22 @@ def _operators(layer: LayerSpec, base: FrozenBase, stored: frozenset[str]) -> It
 _A, _B = ".lora_a", ".lora_b"
 
 
-def _unpacked(operator: Operator, kernel: Gemm, base: FrozenBase, *, copies: bool) -> Iterator[Operator]:
+def _with_unpacked_norms(operator: Operator, stored: Container[str]) -> Operator:
+    """An operator while whose weight's norms are there; a packed weight has a copy in every precision."""
+    scratch = tuple(
+        replace(tensor, widened=False)
+        if tensor.name.endswith(f" {NORMED_WEIGHT}")
+        and f"{tensor.name.removesuffix(f' {NORMED_WEIGHT}')}.weight" in stored
+        else tensor
+        for tensor in operator.forward_scratch
+    )
+    return operator if scratch == operator.forward_scratch else replace(operator, forward_scratch=scratch)
+
+
+def _unpacked(
+    operator: Operator, kernel: Gemm, form: WeightFormat, base: FrozenBase, *, copies: bool
+) -> Iterator[Operator]:
     """A matmul that unpacks its weight; its input is cast to the precision of the weight, and its result back."""
-    form = base.weights
-    assert form is not None
     (result, *others), name = operator.makes, kernel.name
     output = replace(result, name=f"{name} result to copy") if copies else result
     inner = replace(operator, kernel=replace(kernel, stored=form), makes=(output, *others))
@@ -194,6 +256,8 @@ def _unpacked(operator: Operator, kernel: Gemm, base: FrozenBase, *, copies: boo
 
 def _saving(operator: Operator, kernel: Gemm, form: WeightFormat, width: int) -> Operator:
     """A matmul with a packed weight, with what autograd saves for it."""
+    if kernel.merged_rank:
+        return operator
     saves = operator.reads[:1] if form.keeps_input else ()
     if not form.keeps_weight:
         return replace(operator, saves=saves)

@@ -100,6 +100,10 @@ class Gemm:
         relative_std: Relative standard deviation of the time of a kind that was never fitted; 0 for that of the device.
         stored: Stored form of a frozen weight that every matmul unpacks first; None for a weight that is used as it is.
         full_precision: The matmul is in FP32, regardless of the precision of the run.
+        norm_rank: Rank of the adapter (DoRA) with which forward computes the norms of the weight's rows once per
+            microbatch; 0 for none.
+        merged_rank: Rank of the adapters that forward adds to the weights of a grouped GEMM once per microbatch. The
+            weights are frozen, and the sum has a gradient; 0 for none.
     """
 
     name: str
@@ -118,6 +122,8 @@ class Gemm:
     relative_std: float = 0.0
     stored: WeightFormat | None = None
     full_precision: bool = False
+    norm_rank: int = 0
+    merged_rank: int = 0
 
     @property
     def flops(self) -> int:
@@ -127,12 +133,27 @@ class Gemm:
     @property
     def backward_matmuls(self) -> int:
         """Matmuls of backward (dgrad, wgrad), each as large as the forward matmul."""
-        return self.trained + self.propagates
+        return self.has_weight_gradient + self.propagates
+
+    @property
+    def has_weight_gradient(self) -> bool:
+        """True if backward computes the gradient of the weight, or of its sum with adapters."""
+        return self.trained or self.merged_rank > 0
+
+    @property
+    def merge_flops(self) -> int:
+        """FLOPs per microbatch of adding B A to each weight (``merged_rank``): 2 r n k for each group."""
+        return 2 * self.merged_rank * self.weight_elements
 
     @property
     def computed_flops(self) -> int:
         """FLOPs that the forward kernel computes: 2 m n k."""
         return 2 * self.m * self.n * self.k
+
+    @property
+    def norm_flops(self) -> int:
+        """FLOPs per microbatch of the products of an identity with A and B (``norm_rank``): 2 r k (k + n)."""
+        return 2 * self.norm_rank * self.k * (self.k + self.n)
 
     @property
     def input_elements(self) -> int:

@@ -222,6 +222,12 @@ class ModelSpec(Spec):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Dropout of the adapters' inputs; above 0 each adapter keeps a copy of its input and a mask."
     )
+    lora_dora: bool = Field(
+        False,
+        description=(
+            "DoRA: the rows of a matrix and its adapter, divided by their norms, times a trained vector of magnitudes."
+        ),
+    )
     lora_modules_to_save: Annotated[tuple[Literal["embedding", "head"], ...], Field(max_length=2)] = Field(
         (), description="PEFT's modules_to_save: trained in full, while the original stays in memory."
     )

@@ -95,10 +95,11 @@ class WeightFormat:
         return self.storage_bytes * -(-elements * self.element_bits // (8 * self.storage_bytes))
 
     def scale_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of all scales, offsets and tables of a weight (outputs x inputs)."""
+        """Bytes of all scales, offsets and tables of a weight (outputs x inputs, or experts of such)."""
         elements = math.prod(shape)
         blocks = sum(width * -(-elements // shared) for width, shared in self.scales)
-        return blocks + shape[0] * self.row_bytes + math.prod(shape[1:]) * self.column_bytes + self.tensor_bytes
+        rows = math.prod(shape[:-1]) * self.row_bytes
+        return blocks + rows + shape[-1] * self.column_bytes + self.tensor_bytes
 
     def replicated_bytes(self, shape: Sequence[int]) -> int:
         """Bytes of a weight that every rank holds, however many share its packed tensor."""
@@ -118,7 +119,7 @@ class WeightFormat:
         """Bytes that an all-gather of a weight moves, padded to equal shards."""
         return num_shards * (self.shard_bytes(shape, num_shards) - self.replicated_bytes(shape))
 
-    def scratch_bytes(self, n: int, k: int, rows: int, width: int, *, forward: bool) -> int:
+    def scratch_bytes(self, n: int, k: int, rows: int, width: int, *, forward: bool, experts: int = 1) -> int:
         """Bytes next to input and result while a matmul unpacks its weight and runs.
 
         The unpacked weight is there during the matmul. What unpacking takes beyond it is gone before the result exists.
@@ -128,8 +129,9 @@ class WeightFormat:
             rows: Rows of the input.
             width: Bytes per element of the unpacked weight and of the result.
             forward: The result has n columns; in backward k.
+            experts: Matrices of the weight.
         """
-        elements, result = n * k, rows * (n if forward else k) * width
+        elements, result = experts * n * k, rows * (n if forward else k) * width
         if forward and self.quantizes_input:  # INT8 input, INT32 result
             return rows * (k + 4 * n)
         if self.keeps_weight and not forward:

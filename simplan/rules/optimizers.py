@@ -11,9 +11,15 @@ from simplan.optimizers import OPTIMIZERS, Situation
 from simplan.rules.rule import problem_of, unmodelled
 from simplan.wording import either
 
+
+def _has_dtensors(job: Job) -> bool:
+    """False for DeepSpeed, whose ZeRO gives an optimizer plain flat tensors (``runtime/zero/stage3.py``)."""
+    return job.software.id != "deepspeed"
+
+
 _ABOUT_PLANS: Mapping[Situation, Callable[[Job], bool]] = MappingProxyType(
     {
-        "fsdp2": lambda job: job.plan.shards_parameters and job.software.runtime == "torch",
+        "fsdp2": lambda job: job.plan.shards_parameters and job.software.runtime == "torch" and _has_dtensors(job),
         "tp": lambda job: job.plan.tp > 1,
         "ep": lambda job: job.plan.ep > 1,
         "experts": lambda job: job.model.num_experts > 0 and job.software.runtime == "torch",

@@ -13,7 +13,7 @@ from simplan.plan.schedules import is_custom_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
 from simplan.wording import divisors, either
 
-_FAMILIES = ("gpt", "llama")
+_FAMILIES = ("gpt", "llama", "moe")
 _WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2024", "torchtitan-2025", "transformers", "accelerate")
 _MAX_BROADCASTS = 4096
 """Broadcasts of an update with torch's ZeroRedundancyOptimizer: each lists all ranks, so their size is the square."""

@@ -8,6 +8,7 @@ from typing import cast
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.model.base_weights import stored_experts
 from simplan.model.captured.adapters import ALL, targets_of
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.linear import linear_layers
@@ -54,6 +55,7 @@ def keys_of_adapters_need_rank(job: Job) -> Iterator[Problem]:
         "lora_rank_pattern": "says which ranks adapters have",
         "lora_dropout": "is of the inputs of adapters",
         "lora_modules_to_save": "says what is trained next to adapters",
+        "lora_dora": "gives adapters magnitudes",
     }
     for name, what in words.items():
         default = ModelSpec.model_fields[name].get_default(call_default_factory=True)
@@ -135,11 +137,11 @@ def lora_ranks_of_targets(job: Job) -> Iterator[Problem]:
 def _ranks(layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """Name of each matrix with an adapter -> its rank, and the largest that makes sense: the smaller dimension."""
     shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
-    return {
-        name.removesuffix(".lora_a.weight"): (shape[0], min(shapes[name.replace(".lora_a.", ".")]))
-        for name, shape in shapes.items()
-        if name.endswith(".lora_a.weight")
-    }
+    found = {}
+    for name in (name for name in shapes if name.endswith(".lora_a.weight")):
+        *experts, n, k = shapes[name.replace(".lora_a.", ".")]
+        found[name.removesuffix(".lora_a.weight")] = shapes[name][0] // math.prod(experts), min(n, k)
+    return found
 
 
 @rule("an adapter's rank is at most the smaller dimension of its matrix")
@@ -204,24 +206,34 @@ def mtp_with_adapters(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.frozen", f"frozen weights {what}", "remove it")
 
 
-@unmodelled("adapters of experts and routers are not modeled")
+@unmodelled(
+    "adapters of experts are modeled where each rank has all experts, and of routers they are not", reads="tp ep cp"
+)
 def adapters_of_experts(job: Job) -> Iterator[Problem]:
-    model = job.model
+    model, software = job.model, job.software
     if not model.lora_rank or not model.num_experts:
         return
-    apart = {
-        operator.kernel.name: "experts are one tensor of several matrices"
-        if Role.EXPERTS in operator.roles
-        else "is a router"
+    roles = {
+        operator.kernel.name: operator.roles
         for layer in {*_layers(model)}
         for operator in layer.operators
-        if isinstance(operator.kernel, Gemm) and not operator.roles.isdisjoint({Role.EXPERTS, Role.GATING})
+        if isinstance(operator.kernel, Gemm)
     }
-    for target in model.lora_targets:
-        part = part_name(target)
-        if part is not None and part.inside in apart:
-            what = f"an adapter of {part.inside}"
-            yield not_modelled(job, "model.lora_targets", what, "use attention, or all, which leaves experts out")
+    named = [(target, part.inside) for target in model.lora_targets if (part := part_name(target)) is not None]
+    for _, inside in named:
+        if Role.GATING in roles.get(inside, ()):
+            what = f"an adapter of {inside}, a router,"
+            yield not_modelled(job, "model.lora_targets", what, "use attention, or all, which leaves routers out")
+    experts = [inside for _, inside in named if Role.EXPERTS in roles.get(inside, ())]
+    whats = {
+        "with model.lora_dropout, which PEFT refuses,": model.lora_dropout > 0,
+        "with model.lora_dora, which PEFT refuses,": model.lora_dora,
+        "with tensor, expert or context parallelism": max(job.plan.tp, job.plan.ep, job.plan.cp) > 1,
+        f"with {software.id}": not software.base_weights or software.layers.model_code == "transformers",
+    }
+    for what in (what for what, is_so in whats.items() if is_so and experts):
+        fix = "use attention, or all, which leaves experts out"
+        yield not_modelled(job, "model.lora_targets", f"an adapter of {experts[0]} {what}", fix)
 
 
 @unmodelled("adapters of the head and the embedding are modeled for whole, separate matrices", reads="tp")
@@ -240,6 +252,22 @@ def adapters_of_ends(job: Job) -> Iterator[Problem]:
         for what in (what for what, is_so in whats.items() if is_so):
             verb = "an adapter" if field == "lora_targets" else "a trained copy"
             yield not_modelled(job, f"model.{field}", f"{verb} of the {name} {what}", f"remove {name}")
+
+
+@unmodelled("magnitudes of adapters are modeled as PEFT computes them, for whole matrices without dropout", reads="tp")
+def magnitudes_modelled(job: Job) -> Iterator[Problem]:
+    model, software = job.model, job.software
+    if not (model.lora_dora and model.lora_rank):
+        return
+    whats = {
+        f"with {software.id}": not software.base_weights,
+        "with model.lora_dropout, for which PEFT runs the frozen matmul once more": model.lora_dropout > 0,
+        "of the embedding": "embedding" in model.lora_targets,
+        "with tensor parallelism": job.plan.tp > 1,
+        "with a loss in chunks": "head" in model.lora_targets and job.software.layers.chunked_loss is not None,
+    }
+    for what in (what for what, is_so in whats.items() if is_so):
+        yield not_modelled(job, "model.lora_dora", f"DoRA {what}", "use false")
 
 
 @unmodelled("trained copies of modules are modeled where adapters are as wide as the frozen weights")
@@ -305,6 +333,12 @@ def base_weights_of_format(job: Job) -> Iterator[Problem]:
     if base.library == "bitsandbytes" and base.format not in ("nf4", "fp4", "int8"):
         sentence = f"has nf4, fp4 and int8, and training.base_weights.format = {base.format}"
         yield _of_base("library", base.library, sentence, "remove it")
+    if base.experts and not (base.is_of_bitsandbytes and blocked):
+        sentence = f"is of bitsandbytes' nf4 and fp4, and training.base_weights.format = {base.words}"
+        yield _of_base("experts", True, sentence, "use format: nf4 of bitsandbytes, or remove it")
+    elif base.experts and not _has_experts(job.model):
+        sentence = f"is about experts, and {job.model.name or 'the model'} has none"
+        yield _of_base("experts", True, sentence, "remove it")
     size = base.block_size
     if size is None:
         return
@@ -315,6 +349,11 @@ def base_weights_of_format(job: Job) -> Iterator[Problem]:
         sentence = f"must be a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}"
         nearest = 1 << min(12, max(5, round(math.log2(size))))
         yield _of_base("block_size", size, sentence, f"use {nearest}")
+
+
+def _has_experts(model: ModelSpec) -> bool:
+    """True for a model with experts held as one tensor."""
+    return any(stored_experts(layer) for layer in {*model.layers})
 
 
 @rule("sharded ranks gather weights of few bits as floating-point storage of 4 bits", reads="shards_parameters")
@@ -367,10 +406,10 @@ def base_weights_of_software(job: Job) -> Iterator[Problem]:
     if precision not in _WITH_BASE:
         sentence = f"is not modeled yet with training.precision = {precision}"
         yield _of_base("format", base.format, sentence, "use training.precision = bf16")
-    if job.model.captured is not None:
-        yield _of_base(
-            "format", base.format, "is not modeled yet for captured models", f"use a model of a family, {_WITHOUT_BASE}"
-        )
+    upcasts = base.upcast if base.upcast is not None else software.upcast_frozen and base.is_of_bitsandbytes
+    if job.model.captured is not None and upcasts:
+        sentence = "makes hidden states FP32, which a capture has in the precision of computation"
+        yield _of_base("upcast", True, sentence, "use upcast: false, or a model of a family")
     if software.compiled and library == "bitsandbytes":
         sentence = "is not modeled yet with software.compiled = true: bitsandbytes' functions break its graphs"
         yield _of_base("format", base.format, sentence, "use library: torchao, or software.compiled = false")

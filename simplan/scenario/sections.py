@@ -84,7 +84,7 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dic
 def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
     """A captured model, by its file or as a word, perhaps with adapters; its sizes are those of the capture."""
     source = "file" if "file" in given else "captured"
-    others = given.keys() - {source, "name"} - LORA
+    others = given.keys() - {source, "name", "seq_len"} - LORA
     for key in sorted(others):
         rule = f"cannot go with {source}, whose sizes are those of its capture"
         fix = "change the code, and capture it again"
@@ -104,6 +104,11 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
         except SpecError as error:
             sections.keep(error, ("model", "captured"))
     if captured is None:
+        return None
+    if "seq_len" in given and captured.tokens and given["seq_len"] != captured.tokens:
+        rule = f"cannot go with {source}, which is a capture of {captured.tokens} tokens"
+        fix = f"use {captured.tokens}, or capture it again with --seq-len {given['seq_len']}"
+        sections.refuse(("model", "seq_len"), rule, value=given["seq_len"], fix=fix)
         return None
     title = given.get("name", captured.name)
     fields = {"name": title, "family": "captured", **{key: given[key] for key in LORA & given.keys()}}

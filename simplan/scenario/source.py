@@ -30,7 +30,7 @@ from simplan.interop.others import framework_that_is_not_read
 from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job, full_key
 from simplan.model.captured.file import is_captured
-from simplan.model.families.family import ADAPTERS, LORA
+from simplan.model.families.family import LORA
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -104,10 +104,12 @@ _SAME: dict[str, tuple[str, ...]] = {
 _KEPT: dict[str, tuple[str, ...]] = {
     "model.preset": ("seq_len", *sorted(LORA)),
     "model.hf_config": ("seq_len", *sorted(LORA)),
-    "model.file": tuple(sorted(ADAPTERS)),
+    "model.file": ("seq_len", *sorted(LORA)),
     "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
 }
 """Override that replaces its section -> keys of the section that it keeps."""
+_MODELS = ("model.preset", "model.hf_config")
+"""Overrides that name a model by which a framework's file is read."""
 _NAMES_A_MODEL = {"preset", "hf_config", "file", "family"}
 """Keys of which a model has one; the settings of a model without one are those of the override's model."""
 _NEAR, _TOO_FAR = 0.05, 0.25
@@ -371,7 +373,8 @@ def read_source(
     """
     given = dict(overrides or {})
     typed = {key: (names or {}).get(key, key) for key in given}
-    document, file, is_whole, configuration = _read(source, framework)
+    instead = {key.removeprefix("model."): given[key] for key in _MODELS if isinstance(given.get(key), str)}
+    document, file, is_whole, configuration = _read(source, framework, instead)
     batch = _batch_override(given, typed)
     data: Any = document.data
     if configuration is not None:
@@ -469,13 +472,17 @@ def _batch_of(source: Source) -> dict[str, Any]:
 
 
 def _read(
-    source: str | Path | Mapping[str, Any] | ConfigFile, framework: str | None
+    source: str | Path | Mapping[str, Any] | ConfigFile, framework: str | None, instead: Mapping[str, str]
 ) -> tuple[Document, str, bool, Configuration | None]:
-    """Document of a source without overrides, its name, True if it is a whole scenario, and a framework's file."""
+    """Document of a source without overrides, its name, True if it is a whole scenario, and a framework's file.
+
+    Args:
+        instead: See ``ConfigFile``.
+    """
     if isinstance(source, Mapping):
         return Document(dict(source), {}), "scenario", True, None
     if isinstance(source, ConfigFile):
-        return _parsed(source, framework)
+        return _parsed(replace(source, instead=instead), framework)
     path = Path(source)
     in_folder = next((name for name in _IN_FOLDERS if path.is_dir() and (path / name).is_file()), None)
     if in_folder is not None:
@@ -487,7 +494,7 @@ def _read(
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(source))
     elif not path.exists() and not path.is_symlink() and not looks_like_path(str(source)):
         raise unknown_source(str(source))
-    return _parsed(ConfigFile(path, read_text(path, MAX_YAML_BYTES)), framework)
+    return _parsed(ConfigFile(path, read_text(path, MAX_YAML_BYTES), instead=instead), framework)
 
 
 def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, bool, Configuration | None]:

@@ -645,6 +645,7 @@ class SoftwareSpec(Spec):
         adapter_bytes = narrow if self.autocast else state.parameter
         found = FrozenBase(
             weights=None if base is None else base.stored(narrow, compiled=self.compiled),
+            experts=None if base is None else base.stored_experts(narrow),
             activation_bytes=wide,
             compute_bytes=narrow,
             adapter_bytes=adapter_bytes,

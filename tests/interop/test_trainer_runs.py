@@ -477,6 +477,8 @@ def test_config_of_model_gives_the_model(name: str) -> None:
         ("unsloth/Llama-3.1-70B", "llama3.1-70b"),
         ("meta-llama/Llama-2-13b-chat-hf", "llama2-13b"),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen2-1.5B-Instruct", "qwen2.5-1.5b"),
+        ("hugging-quants/Meta-Llama-3.1-405B-BNB-NF4-BF16", "llama3.1-405b"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b-v0.1"),
         ("mistralai/Mistral-7B-Instruct-v0.2", None),  # no window and another vocabulary: neither v0.1 nor v0.3
@@ -677,6 +679,10 @@ FEW_BITS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{_FACTORY}bf16: true\nuse_peft: true\nlora_r: 8\nload_in_4bit: true\nuse_bnb_nested_quant: true\n",
         {"format": "nf4", "double_quantization": True},
     ),
+    "axolotl, with experts": (
+        f"{_AXOLOTL}adapter: qlora\nload_in_4bit: true\nlora_r: 8\nbf16: true\nquantize_moe_experts: true\n",
+        {"format": "nf4", "double_quantization": True, "experts": True, "storage": "bf16", "upcast": False},
+    ),
     "a checkpoint of GPTQ": (
         _AXOLOTL.replace("Qwen2.5-7B", "Qwen2.5-7B-Instruct-GPTQ-Int4") + "adapter: lora\nlora_r: 8\nbf16: true\n",
         {"format": "gptq_int4"},
@@ -694,7 +700,7 @@ def test_weights_of_few_bits_are_read(name: str, tmp_path: Path) -> None:
         "cluster.preset": "dgx-h100",
         "cluster.num_devices": 1,
         "plan.zero_stage": 0,
-        "model.preset": "qwen2.5-7b",
+        "model.preset": "qwen3-30b-a3b" if "moe" in text else "qwen2.5-7b",
     }
     base = scenario_from(path, overrides).job.training.base_weights
     assert base is not None
@@ -728,13 +734,126 @@ def test_axolotl_refuses_8_bits_under_fsdp2(tmp_path: Path) -> None:
         scenario_from(path, {"cluster.preset": "dgx-h100"})
 
 
+_LORA = f"{_AXOLOTL}bf16: true\nadapter: lora\nlora_r: 8\n"
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DoRA of axolotl": (f"{_LORA}peft_use_dora: true\n", {"lora_dora": True}),
+    "DoRA of LLaMA-Factory": (f"{_ADAPTERS}lora\nuse_dora: true\n", {"lora_dora": True}),
+    "names in modules": (f"{_LORA}lora_target_modules: [self_attn.q_proj, up_proj]\n", {"lora_targets": ("q", "up")}),
+    "a pattern": (
+        f"{_LORA}lora_target_modules: 'model.layers.[\\d]+.(mlp|cross_attn|self_attn).(up|down|q)_proj'\n",
+        {"lora_targets": ("up", "down", "q")},
+    ),
+    "a pattern of blocks": (
+        f"{_LORA}lora_target_modules: '.*\\.layers\\.(0|1|3)\\.self_attn\\.(q|v)_proj'\n",
+        {"lora_targets": ("blocks.0-1.q", "blocks.3.q", "blocks.0-1.v", "blocks.3.v")},
+    ),
+    "parameters of experts": (
+        f"{_LORA}lora_target_linear: true\nlora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]\n",
+        {"lora_targets": ("all", "experts_gate", "experts_up", "experts_down")},
+    ),
+    "last blocks": (
+        f"{_ADAPTERS}freeze\nfreeze_trainable_layers: 2\n",
+        {"frozen": ("embedding", "head", "blocks.0-25")},
+    ),
+    "first blocks": (
+        f"{_ADAPTERS}freeze\nfreeze_trainable_layers: -3\nfreeze_extra_modules: embed_tokens\n",
+        {"frozen": ("head", "blocks.3-27")},
+    ),
+    "modules of a block": (
+        f"{_ADAPTERS}freeze\nfreeze_trainable_layers: 1\nfreeze_trainable_modules: self_attn,mlp\n",
+        {"frozen": ("embedding", "head", "blocks.0-26", "blocks.27.norm1", "blocks.27.norm2")},
+    ),
+    "blocks of a stride": (
+        f"{_ADAPTERS}freeze\nfreeze_trainable_layers: 2\nuse_llama_pro: true\n",
+        {"frozen": ("embedding", "head", "blocks.0-12", "blocks.14-26")},
+    ),
+    "patterns of what is trained": (
+        f"{_AXOLOTL}bf16: true\nunfrozen_parameters: ['^lm_head.weight$', 'model.layers.2[6-9]+.mlp']\n",
+        {
+            "frozen": (
+                "embedding",
+                "blocks.0-25",
+                *(f"blocks.26-27.{name}" for name in ("k", "norm1", "norm2", "proj", "q", "v")),
+            ),
+            "input_require_grads": True,
+        },
+    ),
+    "all of a language model": (
+        f"{_AXOLOTL}bf16: true\nunfrozen_parameters: [model.language_model.*, lm_head]\n",
+        {"frozen": ()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_trained_parts_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
+    """axolotl: utils/freeze.py; LLaMA-Factory: model/adapter.py; PEFT: tuners/tuners_utils.py. 28 blocks."""
+    text, expected = PARTS[name]
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    preset = {"model.preset": "qwen3-30b-a3b"} if "experts" in text else {}
+    model = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, **preset}).job.model
+    assert {key: getattr(model, key) for key in expected} == expected
+
+
+def test_model_of_an_option_is_the_one_that_settings_speak_of(tmp_path: Path) -> None:
+    """Blocks are counted in it, and transformers' code for it is not modeled (norms of queries next to experts)."""
+    path = tmp_path / "run.yaml"
+    path.write_text(_AXOLOTL.replace("Qwen2.5-7B", "no-model-of-ours"), encoding="utf-8")
+    overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "model.preset": "qwen3-30b-a3b"}
+    assert scenario_from(path, overrides).job.software.id == "torch"
+    path.write_text(f"{_ADAPTERS}freeze\n".replace("Qwen2.5-7B", "no-model-of-ours"), encoding="utf-8")
+    overrides["model.preset"] = "llama3-8b"
+    assert scenario_from(path, overrides).job.model.frozen == ("embedding", "head", "blocks.0-29")
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [(f"{_ADAPTERS}full\nfp8: true\n", "rowwise"), (f"{_AXOLOTL}bf16: true\n{_FSDP2}fp8: true\n", None)],
+)
+def test_fp8_of_torchao_is_read(text: str, recipe: str | None, tmp_path: Path) -> None:
+    """axolotl: core/trainers/base.py, by tensor; LLaMA-Factory: train/fp8_utils.py, by row."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}).job
+    assert (job.training.precision, job.software.id) == ("fp8", "torch")
+    assert job.training.fp8_recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("offloads", "adapter", "recompute"),
+    [("true", "", "full"), ("legacy", "", "full"), ("true", "lora_r: 8\n", "none")],
+)
+def test_offloaded_activations_replace_recomputation_of_adapters(
+    offloads: str, adapter: str, recompute: str, tmp_path: Path
+) -> None:
+    """axolotl: loaders/model.py, _apply_activation_checkpointing."""
+    path = tmp_path / "run.yaml"
+    adapter = f"adapter: lora\n{adapter}" if adapter else ""
+    path.write_text(f"{_AXOLOTL}bf16: true\n{adapter}activation_offloading: {offloads}\n", encoding="utf-8")
+    plan = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}).job.plan
+    assert (plan.offload_activations, plan.recompute) == (True, recompute)
+
+
 REFUSED: dict[str, tuple[str, str]] = {
     "oft": (f"{_ADAPTERS}oft\n", "finetuning_type"),
-    "freeze": (f"{_ADAPTERS}freeze\n", "finetuning_type"),
-    "dora": (f"{_ADAPTERS}lora\nuse_dora: true\n", "use_dora"),
+    "blocks of an unknown model": (
+        f"{_ADAPTERS}freeze\n".replace("Qwen/Qwen2.5-7B", "someone/model"),
+        "finetuning_type",
+    ),
+    "frozen adapters": (
+        f"{_AXOLOTL}adapter: lora\nlora_r: 8\nunfrozen_parameters: [^lm_head]\n",
+        "unfrozen_parameters",
+    ),
+    "a pattern with counts": (
+        f"{_AXOLOTL}adapter: lora\nlora_r: 8\nlora_target_modules: 'q{{2}}_proj'\n",
+        "target_modules",
+    ),
+    "simulated quantization": (f"{_AXOLOTL}qat: {{activation_dtype: int8}}\n", "qat.activation_dtype"),
     "whole modules": (f"{_ADAPTERS}lora\nadditional_target: embed_tokens\n", "additional_target"),
     "Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size"),
-    "fp8": (f"{_ADAPTERS}full\nfp8: true\n", "fp8"),
+    "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),
+    "fp8 under DeepSpeed": (f"{_ADAPTERS}full\nfp8: true\ndeepspeed: {{zero_optimization: {{stage: 2}}}}\n", "fp8"),
     "Adam-mini": (f"{_ADAPTERS}full\nuse_adam_mini: true\n", "use_adam_mini"),
     "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
     "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),
@@ -821,7 +940,7 @@ def test_stage_on_top_of_replicas_wins(stage: int, tmp_path: Path) -> None:
 
 
 OTHERS = {
-    "torchtune": "model:\n  _component_: torchtune.models.llama3.llama3_8b\noutput_dir: o\n",
+    "torchtune's commands": "tune run lora_finetune_single_device --config llama3_1/8B_lora_single_device\n",
     "nanotron": "general: {project: a}\nparallelism: {dp: 8, tp: 1}\ntokens: {sequence_length: 8}\ncheckpoints: {}\n",
     "NeMo AutoModel": "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n",
     "LLaMA-Factory v1": "model: a\nmodel_class: llm\ndist_config: {name: fsdp2}\ntrain_dataset: d\n",

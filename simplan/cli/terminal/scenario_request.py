@@ -498,7 +498,8 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
         if value is not None:
             key = override.key
             if key == "model.preset" and Path(value).exists():
-                key, value = "model.hf_config", str(_config_of(Path(value)))
+                path = _config_of(Path(value))
+                key, value = "model.file" if _is_capture(path) else "model.hf_config", str(path)
             if key == "cluster.num_devices" and isinstance(value, str):
                 key = "cluster.preset"
                 if key in overrides:
@@ -520,6 +521,17 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
 def _config_of(path: Path) -> Path:
     """Absolute path of the ``config.json`` of a file or folder."""
     return (path / "config.json" if path.is_dir() else path).resolve()
+
+
+def _is_capture(path: Path) -> bool:
+    """True for the file of a captured model."""
+    from simplan.io import MAX_JSON_BYTES, is_file, parse_json, read_text
+    from simplan.model.captured.file import FORMAT, is_captured
+
+    if path.suffix != ".json" or not is_file(path):
+        return False
+    text = read_text(path, MAX_JSON_BYTES)
+    return FORMAT in text and is_captured(parse_json(text, str(path)))
 
 
 def _key_and_value(text: str) -> tuple[str, Any]:

@@ -59,6 +59,9 @@ _NORM_BYTES = 4
 _ACCUMULATE_BYTES = 12
 _ZEROED_BYTES = 4
 _FP32_BYTES = 4
+_NORM_PASSES, _NORM_LAUNCHES = 8, 9
+"""Elements of a weight in FP32 that the norms of DoRA read and write, and kernels besides their two matmuls: the
+identity (2), both upcasts, scaling, sum, norm, quotient and difference."""
 _HOST_STD = 1.5
 """Relative standard deviation of updates on the host: with bound threads and native kernels they reach the bandwidth of
 the host's memory within 5 %, without them they take 5 times as long (deepspeedai/DeepSpeed issue 6834)."""
@@ -247,7 +250,8 @@ class KernelCost:
                 matmuls = num_chunks(kernel, b) * max(1, len(gemm_sizes(kernel, b, phase)))
                 narrows = self._stored_bytes(kernel) > self.state.weight_copy > 0 and phase is Phase.FORWARD
                 casts = int(narrows) if kernel.stored is None else kernel.stored.unpacking_kernels
-                return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
+                norms = _NORM_LAUNCHES + 2 if kernel.norm_rank and phase in (Phase.FORWARD, Phase.RECOMPUTE) else 0
+                return max(1, kernel.streams and kernel.num_groups) * matmuls + casts + norms
             case Attention():
                 return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
             case Pointwise():
@@ -322,6 +326,8 @@ class KernelCost:
         rates = self.matmuls if self.full is None or not kernel.full_precision else self.full
         launches_s = rates.launches_s(kernel.num_groups, kernel.streams)
         yield from self._unpacking(kernel, b, phase)
+        yield from self._norms(kernel, phase)
+        yield from self._merging(kernel, phase)
         for name, matmul in self._matmuls(kernel, b, phase).items():
             part = rates.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
             yield part.times(num_chunks(kernel, b), "chunks")
@@ -332,13 +338,46 @@ class KernelCost:
         """Yields the kernels that unpack a frozen weight before each of its matmuls."""
         form = kernel.stored
         forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
-        if form is None or not gemm_sizes(kernel, b, phase) or (form.keeps_weight and not forward):
+        once = form is not None and (form.keeps_weight or kernel.merged_rank > 0)
+        if form is None or not gemm_sizes(kernel, b, phase) or (once and not forward):
             return
-        num_bytes = form.unpacked_traffic(kernel.n, kernel.k, self._operand_bytes(kernel))
+        num_bytes = form.unpacked_traffic(kernel.num_groups * kernel.n, kernel.k, self._operand_bytes(kernel))
         if form.quantizes_input and forward:  # INT8 input, INT32 result
             rows = b * kernel.m
             num_bytes = rows * (kernel.k * (1 + self.state.activation) + kernel.n * (4 + self.state.activation))
         yield self.matmuls.streaming(f"{kernel.name}: weight unpacked", num_bytes, form.unpacking_kernels)
+
+    def _norms(self, kernel: Gemm, phase: Phase) -> Iterator[CostPart]:
+        """Yields the norms of a weight's rows with its adapter, once per microbatch in forward and recomputation."""
+        n, k, rank = kernel.n, kernel.k, kernel.norm_rank
+        if not rank or phase not in (Phase.FORWARD, Phase.RECOMPUTE):
+            return
+        for columns, depth in ((rank, k), (n, rank)):
+            elements = k * (depth + columns) + columns * depth
+            matmul = Matmul(k, columns, depth, 1, elements * self.state.activation)
+            yield self.matmuls.part(f"{kernel.name}: norms", matmul, self.matmuls.launches_s(1, 0))
+        form, width = kernel.stored, self._operand_bytes(kernel)
+        unpacked = 0 if form is None else form.unpacked_traffic(n, k, width)
+        launches = _NORM_LAUNCHES + (0 if form is None else form.unpacking_kernels)
+        # the identity is written, and cast; change and weight are upcast; the change is scaled, added, summed by row
+        own = self.state.parameter
+        num_bytes = (
+            k * k * (own + (own + width) * (own != width)) + n * k * (2 * width + _FP32_BYTES * _NORM_PASSES) + unpacked
+        )
+        yield self.matmuls.streaming(f"{kernel.name}: norms, by element", num_bytes, launches)
+
+    def _merging(self, kernel: Gemm, phase: Phase) -> Iterator[CostPart]:
+        """Yields sums of weights and their adapters, a batched matmul each, and in backward the adapters' gradients."""
+        n, k, rank, groups = kernel.n, kernel.k, kernel.merged_rank, kernel.num_groups
+        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        if not rank or not (forward or phase in WEIGHT_GRADIENTS):
+            return
+        width = self._operand_bytes(kernel)
+        sizes = [(n, k, rank)] if forward else [(n, rank, k), (rank, k, n)]
+        for rows, columns, depth in sizes:
+            elements = rows * depth + depth * columns + rows * columns * (1 + forward)
+            matmul = Matmul(rows, columns, depth, groups, groups * elements * width)
+            yield self.matmuls.part(f"{kernel.name}: adapters merged", matmul, self.matmuls.launches_s(groups, 0))
 
     def _operand_bytes(self, kernel: Gemm) -> int:
         """Returns the bytes per element of a matmul's operands."""

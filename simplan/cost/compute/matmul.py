@@ -69,7 +69,7 @@ def gemm_sizes(gemm: Gemm, b: int, phase: Phase) -> dict[GemmKernel, tuple[float
         sizes["linear"] = (rows, n, k)
     if gradients and (forward or phase in ACTIVATION_GRADIENTS) and gemm.propagates:
         sizes["linear_input_gradient"] = (rows, k, n)
-    if gradients and (forward or phase in WEIGHT_GRADIENTS) and gemm.trained:
+    if gradients and (forward or phase in WEIGHT_GRADIENTS) and gemm.has_weight_gradient:
         sizes["linear_weight_gradient"] = (n, k, rows)
     return sizes
 

@@ -1,9 +1,9 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers of a captured model, all other weights frozen.
 
 The result is what a capture of the module with adapters in its code gives: y = x W^T + b + (x A^T) B^T scale, as PEFT's
-``lora.Linear`` runs it without dropout. What torch saves changes with what is trained: a frozen matrix saves no input,
-and of a product of two tensors each is saved for the gradient of the other. Operators below the first adapter have no
-backward.
+``lora.Linear`` runs it, with dropout of x before A. What torch saves changes with what is trained: a frozen matrix
+saves no input, and of a product of two tensors each is saved for the gradient of the other. Operators below the first
+adapter have no backward.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from simplan.model.adapters import MODULES
 from simplan.model.captured.facts import (
     CapturedGraph,
     CapturedLayer,
@@ -23,6 +24,7 @@ from simplan.model.captured.facts import (
 )
 from simplan.model.captured.kernels import PRODUCTS, word
 from simplan.model.captured.linear import Linear, linear_calls, linear_layers
+from simplan.model.parts.part import MASK_BYTES
 
 ALL = "all"
 """Target that means every linear layer except the output head."""
@@ -44,14 +46,30 @@ def targets_of(model: CapturedModel, targets: Sequence[str]) -> dict[str, tuple[
     """Linear layers that each target names: by their path, or by its end, as PEFT's ``target_modules``.
 
     ``all`` means every linear layer, except the model's last one if it is outside of blocks (PEFT's ``all-linear``
-    leaves out the output head).
+    leaves out the output head). A name of a family's matrix (``q``) means modules of its name in transformers
+    (``q_proj``) where no module is called so.
     """
     paths, head = linear_layers(model), _output_head(model)
+    found = {target: _ending(paths, target) for target in targets if target != ALL}
     others = tuple(path for path in paths if path != head)
     return {
-        target: others if target == ALL else tuple(p for p in paths if p == target or p.endswith(f".{target}"))
+        target: others if target == ALL else found[target] or _ending(paths, *_IN_TRANSFORMERS.get(target, ()))
         for target in targets
     }
+
+
+_IN_TRANSFORMERS = {matrix: (module,) for module, matrix in MODULES.items()} | {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "head": ("lm_head",),
+    **{
+        f"shared_{word}": (f"shared_expert.{word}_proj", f"shared_experts.{word}_proj")
+        for word in ("gate", "up", "down")
+    },
+}
+
+
+def _ending(paths: Sequence[str], *ends: str) -> tuple[str, ...]:
+    return tuple(path for path in paths if any(path == end or path.endswith(f".{end}") for end in ends))
 
 
 def _output_head(model: CapturedModel) -> str:
@@ -63,7 +81,7 @@ def _output_head(model: CapturedModel) -> str:
 
 
 @lru_cache(maxsize=64)
-def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> CapturedModel:
+def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...], *, dropout: bool = False) -> CapturedModel:
     """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant."""
     chosen = frozenset(path for paths in targets_of(model, targets).values() for path in paths)
     made: dict[tuple[int, tuple[Linear, ...], _Given], tuple[CapturedLayer, _Given]] = {}
@@ -73,7 +91,7 @@ def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> 
         here = tuple(linear._replace(path="") for linear in linears if linear.path in chosen)
         key = number, here, given
         if key not in made:
-            made[key] = _Adapting(model.graph.layers[number], here, rank, given).layer()
+            made[key] = _Adapting(model.graph.layers[number], here, rank, given, dropout=dropout).layer()
         layer, given = made[key]
         order.append(layers.setdefault(layer, len(layers)))
     graph = CapturedGraph(layers=tuple(layers), order=tuple(order), shared=model.graph.shared)
@@ -83,8 +101,10 @@ def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...]) -> 
 class _Adapting:
     """One layer of which some linear layers get adapters."""
 
-    def __init__(self, layer: CapturedLayer, linears: Sequence[Linear], rank: int, given: _Given) -> None:
-        self._layer, self._rank = layer, rank
+    def __init__(
+        self, layer: CapturedLayer, linears: Sequence[Linear], rank: int, given: _Given, *, dropout: bool
+    ) -> None:
+        self._layer, self._rank, self._dropout = layer, rank, dropout
         self._linears = {linear.place: linear for linear in linears}
         names = [tensor.name for tensor in layer.inputs]
         self._flowing = {name for name, flows in zip(names, given.flowing, strict=False) if flows}
@@ -162,6 +182,19 @@ class _Adapting:
 
         base, low, high, scaled = made("base", n), made("lora_a", rank), made("lora_b", n), made("scaled", n)
         yield frozen.model_copy(update={"makes": (base,)})
+        if self._dropout:
+            kept, mask = made("lora_dropout", k), made("lora_dropout mask", k).model_copy(update={"width": MASK_BYTES})
+            yield CapturedOperator(
+                op="aten.native_dropout",
+                module=operator.module,
+                operands=((*rows, k),),
+                results=((*rows, k), (*rows, k)),
+                reads=source,
+                makes=(kept, mask),
+                saves=(mask.name,) if flows else (),
+                propagates=flows,
+            )
+            source = (kept.name,)
         matmul = CapturedOperator(op="aten.mm", weights=(1,), trains=True)
         yield matmul.model_copy(
             update={

@@ -20,7 +20,8 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     assert shard.cp == 1, "no sequence is split"
     assert model.captured is not None, "a field of the family"
     rank, captured = model.lora_rank, model.captured.of_degree(shard.tp)
-    return captured_layers(with_adapters(captured, rank, model.lora_targets) if rank else captured)
+    dropout = model.lora_dropout > 0
+    return captured_layers(with_adapters(captured, rank, model.lora_targets, dropout=dropout) if rank else captured)
 
 
 def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 CAPTURED = Family(
     layers=_layers,
-    fields=frozenset({"captured", "num_hidden_layers", "seq_len"}) | ADAPTERS,
+    fields=frozenset({"captured", "num_hidden_layers", "seq_len", "lora_dropout"}) | ADAPTERS,
     defaults=_sizes,
     inputs="captured",
     task="own",

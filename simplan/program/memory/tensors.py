@@ -105,9 +105,11 @@ class LayerTensors:
             found += self._reordered_bytes(kernel, kernel.forward if forward else kernel.backward, forward=forward)
         elif isinstance(kernel, Gemm) and forward and self.state.linear is not None:
             found += forward_scratch_bytes(self.layer, kernel, self.microbatch_size, self.state)
-        if isinstance(kernel, Gemm) and kernel.stored is not None and (forward or kernel.propagates):
+        unpacks_again = isinstance(kernel, Gemm) and kernel.propagates and not kernel.merged_rank
+        if isinstance(kernel, Gemm) and kernel.stored is not None and (forward or unpacks_again):
             rows, width = self.microbatch_size * kernel.m, self._unpacked_width
-            found += kernel.stored.scratch_bytes(kernel.n, kernel.k, rows, width, forward=forward)
+            sizes = kernel.n, kernel.k, rows, width
+            found += kernel.stored.scratch_bytes(*sizes, forward=forward, experts=kernel.num_groups)
         return found
 
     def logits_scratch_bytes(self, operator: Operator) -> int:

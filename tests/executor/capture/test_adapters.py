@@ -39,27 +39,27 @@ RANK, SCALE, STD = 4, 2.0, 0.02
 class Adapted(nn.Module):
     """A linear layer with an adapter, as PEFT writes it."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear, dropout: float = 0.0) -> None:
         super().__init__()
-        (n, k), self.base = base.weight.shape, base
+        (n, k), self.base, self.dropout = base.weight.shape, base, nn.Dropout(dropout)
         self.lora_a = nn.Linear(k, RANK, bias=False, device="meta")
         self.lora_b = nn.Linear(RANK, n, bias=False, device="meta")
         for factor in (self.lora_a, self.lora_b):
             factor.weight = nn.Parameter(torch.empty(factor.weight.shape).normal_(0.0, STD))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.lora_b(self.lora_a(x)) * SCALE
+        out: Tensor = self.base(x) + self.lora_b(self.lora_a(self.dropout(x))) * SCALE
         return out
 
 
-def adapted(module: nn.Module, paths: Sequence[str]) -> nn.Module:
+def adapted(module: nn.Module, paths: Sequence[str], dropout: float = 0.0) -> nn.Module:
     """The module, frozen, with adapters at linear layers."""
     module.requires_grad_(requires_grad=False)
     for path in paths:
         parent, _, name = path.rpartition(".")
         linear = module.get_submodule(path)
         assert isinstance(linear, nn.Linear)
-        setattr(module.get_submodule(parent), name, Adapted(linear))
+        setattr(module.get_submodule(parent), name, Adapted(linear, dropout))
     return module
 
 
@@ -85,13 +85,16 @@ TARGETS = [
 ]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("name", "targets"), slow_except([TARGETS[0], TARGETS[2]], TARGETS))
-def test_adapters_are_those_of_a_capture_with_adapters_in_the_code(name: str, targets: tuple[str, ...]) -> None:
+def test_adapters_are_those_of_a_capture_with_adapters_in_the_code(
+    name: str, targets: tuple[str, ...], dropout: float
+) -> None:
     make, batch = MODULES[name]
     plain = model_from_module(make(), batch, precisions=("fp32",))
     paths = [path for found in targets_of(plain, targets).values() for path in found]
-    written = model_from_module(adapted(make(), paths), batch, precisions=("fp32",))
-    ours = captured_layers(with_adapters(plain, RANK, targets))
+    written = model_from_module(adapted(make(), paths, dropout), batch, precisions=("fp32",))
+    ours = captured_layers(with_adapters(plain, RANK, targets, dropout=dropout > 0))
     assert totals(ours) == totals(captured_layers(written))
 
 

@@ -57,6 +57,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fsdp": ("moe", MOE, {"dp_shard": 2}),
     "fsdp over more ranks than experts": ("moe", {**MOE, "num_experts": 3}, {"dp_shard": 4}),
     "fsdp x ep": ("moe", SHARED, {"dp_shard": 2, "ep": 2}),
+    "fsdp, activations on the host": ("moe", SHARED, {"dp_shard": 2, "offload_activations": True}),
+    "ddp x ep, activations on the host": (
+        "moe",
+        MOE,
+        {"dp_replicate": 2, "ep": 2, "offload_activations": True, "recompute": "full"},
+    ),
     "fsdp x ep, latent attention": ("deepseek", MLA, {"dp_shard": 2, "ep": 2}),
     "1f1b": ("moe", SHARED, PIPELINE),
     "context parallelism": ("moe", MOE, {"cp": 2, "cp_comm": "all_gather", "zero_stage": 2}),

@@ -32,6 +32,7 @@ from simplan.software.software import StateBytes
 CPU = torch.device("cpu")
 BATCH = 3
 PEAK = 0.03
+FACTOR = 8  # of a product with a number
 FACTORS = 16  # of a scaled tanh, which autograd keeps as tensors
 SCALARS = 16  # the loss, and the sum of weights that it is divided by
 STATES = {
@@ -157,6 +158,7 @@ class LayerRun:
         outputs, held, _ = traced(self.forward, onednn=onednn)
         most = SCALARS if self.layer.kind is LayerKind.HEAD else 0
         most += FACTORS if self._capped else 0
+        most += FACTOR * sum(p.name.endswith(".magnitude") for p in self.layer.parameters)
         assert 0 <= held - made - self.kept_bytes(layer) - also_bytes <= most
         del outputs
 

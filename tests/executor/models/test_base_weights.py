@@ -41,9 +41,11 @@ SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
 WIDTHS = {"fp32": 4, "autocast": 2}
 
 
-def layer_run(name: str, recompute: Recompute, precision: str, targets: tuple[str, ...] = ("q", "v")) -> LayerRun:
+def layer_run(
+    name: str, recompute: Recompute, precision: str, targets: tuple[str, ...] = ("q", "v"), **fields: Any
+) -> LayerRun:
     """A block with packed weights, which gets what a block before it gives."""
-    spec, base, width = model_of("llama", targets, **SIZES, qk_norm=None), FORMATS[name], WIDTHS[precision]
+    spec, base, width = model_of("llama", targets, **SIZES, qk_norm=None, **fields), FORMATS[name], WIDTHS[precision]
     frozen = FrozenBase(
         weights=base.stored(width),
         activation_bytes=width,
@@ -73,6 +75,52 @@ def layer_run(name: str, recompute: Recompute, precision: str, targets: tuple[st
 def test_saved_bytes_are_torchs(name: str, recompute: Recompute, precision: str) -> None:
     """To the byte: packed weights save nothing besides themselves."""
     layer_run(name, recompute, precision).assert_kept()
+
+
+@pytest.mark.parametrize("name", CASES[1:2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_norms_of_packed_weights_take_what_is_predicted(name: str, recompute: Recompute) -> None:
+    """DoRA unpacks a weight once more for the norms of its rows, and saves no more than of other weights."""
+    run = layer_run(name, recompute, "fp32", lora_dora=True)
+    run.assert_kept()
+    run.assert_peak(within=PEAK)
+
+
+EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 500,
+    "seq_len": 64, "num_experts": 4, "top_k": 2, "moe_intermediate_size": 128, "lora_rank": 4, "lora_targets": ("q",),
+}  # fmt: skip
+
+
+@BNB
+@pytest.mark.parametrize("targets", [("q",), ("q", "experts_up", "experts_down")])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_unpacked_experts_are_kept_for_backward(recompute: Recompute, targets: tuple[str, ...]) -> None:
+    """bitsandbytes' parametrization unpacks all experts at once; with adapters their sum is kept in its place."""
+    spec = ModelSpec(family="moe", **{**EXPERTS, "lora_targets": targets})
+    base = BaseWeights(format="nf4", experts=True)
+    width = 4
+    frozen = FrozenBase(
+        weights=base.stored(width),
+        experts=base.stored_experts(width),
+        activation_bytes=width,
+        compute_bytes=width,
+        adapter_bytes=width,
+        attention_bytes=width,
+        autocast=True,
+        peft=False,
+    )
+
+    def pack(stage: Stage) -> None:
+        ((_, layer),) = stage.layers.items()
+        quantize(layer, spec.layers[2], base)
+
+    state = StateBytes(parameter=4, frozen=4, gradient=4, activation=4, boundary=4, base=frozen)
+    run = LayerRun(spec, 2, recompute, "fp32", state=state, prepare=pack)
+    run.layer = with_frozen_base(run.layer, frozen)
+    assert sum("experts" in p.name and p.stored is not None for p in run.layer.parameters) == 3
+    run.assert_kept()
+    run.assert_peak(within=PEAK)
 
 
 @pytest.mark.parametrize("name", CASES[1:])

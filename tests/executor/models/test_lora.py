@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from executor.models.lora import DoraLinear, LoraGroupedLinear
+from simplan.model.layer import Gemm
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
 from simplan.software.software import StateBytes
@@ -21,6 +25,7 @@ from tests.executor.models.layer_runs import (
     LayerRun,
     assert_parameters_and_order_of_gradients,
     counted_flops,
+    traced,
 )
 from tests.support.slow import slow_except
 
@@ -45,6 +50,11 @@ def model_of(name: str, targets: tuple[str, ...] = ("all",), **fields: Any) -> M
 
 
 TARGETS = (("all",), ("attention",), ("mlp",), ("proj", "up"), ("down",))
+EXPERTS: dict[str, Any] = {
+    "family": "moe", "num_experts": 4, "top_k": 2, "moe_intermediate_size": 96, "intermediate_size": 96,
+    "num_key_value_heads": 4, "qk_norm": None, "capacity_factor": 1.0,
+    "lora_targets": ("qkv", "experts_gate", "experts_up", "experts_down"),
+}  # fmt: skip
 QUICK = {("llama", "whole", "fp32"), ("gpt", "sequence", "autocast"), ("packed", "tensor", "fp32")}
 CASES = [
     pytest.param(name, shard, index, recompute, precision, targets, marks=marks)
@@ -88,6 +98,8 @@ PARTS: dict[str, dict[str, Any]] = {
         "lora_targets": ("blocks.1.attention", "mlp"),
         "lora_rank_pattern": {"blocks.1.mlp": 8, "q": 2},
     },
+    "dora": {"lora_dora": True, "lora_targets": ("qkv", "down")},
+    "dora upper block": {"lora_dora": True, "lora_targets": ("blocks.1.all",)},
     "upper block": {"lora_targets": ("blocks.1.all",)},
     "ends": {"lora_targets": ("embedding", "qkv", "head"), "tied_embeddings": False},
     "saved": {"lora_targets": ("q",), "lora_modules_to_save": ("embedding", "head"), "tied_embeddings": False},
@@ -113,14 +125,39 @@ def test_kept_bytes_follow_what_is_trained(part: str, index: int, precision: str
     LayerRun(spec, index, "none", precision, state=state).assert_kept()
 
 
+@pytest.mark.parametrize("index", slow_except([2], [1, 2]))
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_peak_of_magnitudes_is_that_of_the_layer(name: str, recompute: Recompute, index: int) -> None:
+    """With the identity and the copies of the weight that norms take; on CPUs products of two dtypes copy more."""
+    layer_run(model_of(name, lora_dora=True), index, recompute, "fp32", "whole").assert_peak(within=PEAK)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_flops_follow_what_is_trained(part: str) -> None:
     """Of either pass, by torch's counter."""
     spec = model_of("llama", **PARTS[part])
     forward = sum(layer.flops(full_attention=True) for layer in spec.layers)
     backward = sum(layer.backward_flops(full_attention=True) for layer in spec.layers)
-    assert counted_flops(spec) == pytest.approx(2 * forward, rel=0.005)
+    norms = sum(kernel.norm_flops for layer in spec.layers for kernel in layer.kernels if isinstance(kernel, Gemm))
+    assert counted_flops(spec) == pytest.approx(2 * forward + norms, rel=0.005)
     assert counted_flops(spec, backward=True) == pytest.approx(2 * backward, rel=0.005)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_merged_experts_take_what_is_predicted(recompute: Recompute, index: int) -> None:
+    """Kept bytes and peak of the sums of experts and adapters, and FLOPs of making them, in either pass."""
+    spec = model_of("llama", **EXPERTS)
+    run = layer_run(spec, index, recompute, "fp32", "whole")
+    run.assert_kept()
+    run.assert_peak(within=PEAK)
+    merges = sum(kernel.merge_flops for layer in spec.layers for kernel in layer.kernels if isinstance(kernel, Gemm))
+    forward = sum(layer.flops(full_attention=True) for layer in spec.layers)
+    backward = sum(layer.backward_flops(full_attention=True) for layer in spec.layers)
+    assert counted_flops(spec) == pytest.approx(2 * forward + merges, rel=0.01)
+    assert counted_flops(spec, backward=True) == pytest.approx(2 * backward + 2 * merges, rel=0.01)
+    assert_parameters_and_order_of_gradients(spec)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -173,6 +210,14 @@ RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"dp_shard": 2, "offload_optimizer": True},
     ),
     "zero3-offload-activations": ("none", {"family": "llama"}, {"dp_shard": 2, "offload_activations": True}),
+    "ddp-dora": ("none", {"lora_dora": True}, {"dp_replicate": 2}),
+    "zero3-dora": ("none", {"family": "llama", "lora_dora": True}, {"dp_shard": 2, "recompute": "full"}),
+    "ddp-experts": ("none", EXPERTS | {"hidden_size": 32, "capacity_factor": 4.0}, {"dp_replicate": 2}),
+    "zero3-experts": (
+        "none",
+        EXPERTS | {"hidden_size": 32, "capacity_factor": 4.0},
+        {"dp_shard": 2, "recompute": "full"},
+    ),
     "ddp-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all", "head")}, {"dp_replicate": 2}),
     "zero3-upper": ("none", {"family": "llama", "lora_targets": ("blocks.1.all",)}, {"dp_shard": 2}),
     "zero3-ends": (
@@ -212,3 +257,76 @@ def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, tmp_path
     training = TrainingSpec(global_batch_size=job.training.global_batch_size, precision="fp32")
     training = training.with_changes(task="lora" if model.lora_rank else "sft")
     check_run(job.model_copy(update={"training": training}), tmp_path)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_magnitudes_are_those_of_peft(bias: bool) -> None:
+    """Outputs, gradients, and bytes kept for backward, to the number that autograd wraps."""
+    peft = pytest.importorskip("peft")
+    linear = torch.nn.Linear(96, 64, bias=bias)
+    own = DoraLinear(linear, 4)
+    config = peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["0"])
+    theirs = peft.get_peft_model(torch.nn.Sequential(copy.deepcopy(linear)), config)
+    module: Any = theirs.base_model.model[0]
+    with torch.no_grad():
+        own.load_state_dict(linear.state_dict(), strict=False)
+        for mine, other in (
+            (own.lora_a.weight, module.lora_A["default"].weight),
+            (own.lora_b.weight, module.lora_B["default"].weight),
+            (own.magnitude, module.lora_magnitude_vector["default"].weight),
+        ):
+            mine.copy_(torch.rand_like(mine))
+            other.copy_(mine)
+    own.weight.requires_grad_(False)
+    if own.bias is not None:
+        own.bias.requires_grad_(False)
+    x = torch.randn(3, 16, 96)
+    found = []
+    runs: tuple[tuple[Any, list[torch.Tensor]], ...] = (
+        (own, [own.lora_a.weight, own.lora_b.weight, own.magnitude]),
+        (module, [p for p in module.parameters() if p.requires_grad]),
+    )
+    for run, weights in runs:
+        result, kept, peak = traced(partial(run, x))
+        gradients = torch.autograd.grad(result.square().sum(), sorted(weights, key=torch.Tensor.numel))
+        found.append((result, gradients, kept, peak))
+    (result, gradients, kept, peak), (wanted, their_gradients, their_kept, their_peak) = found
+    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(gradients, their_gradients)
+    assert kept == their_kept
+    assert peak == pytest.approx(their_peak, rel=0.1)
+
+
+def test_experts_with_adapters_are_those_of_peft() -> None:
+    """Outputs and gradients of a parameter of three dimensions that PEFT wraps."""
+    peft = pytest.importorskip("peft")
+    e, n, k, rank = 3, 48, 32, 4
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(e, n, k))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x, self.weight.transpose(1, 2))
+
+    experts = Experts()
+    own = LoraGroupedLinear(experts.weight, rank)
+    own.weight = torch.nn.Parameter(experts.weight.detach().clone(), requires_grad=False)
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=["experts.weight"])
+    model = peft.get_peft_model(torch.nn.ModuleDict({"experts": experts}), config)
+    wrapper = model.base_model.model["experts"]
+    theirs = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    with torch.no_grad():
+        for mine, other in zip((own.lora_a.weight, own.lora_b.weight), theirs, strict=True):
+            assert mine.shape == other.shape
+            mine.copy_(torch.rand_like(mine))
+            other.copy_(mine)
+    x = torch.randn(e, 7, k)
+    results = own(x), wrapper(x)
+    torch.testing.assert_close(*results)
+    gradients = [
+        torch.autograd.grad(result.square().sum(), weights)
+        for result, weights in zip(results, ((own.lora_a.weight, own.lora_b.weight), theirs), strict=True)
+    ]
+    torch.testing.assert_close(*gradients)

@@ -7,6 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.patterns import in_blocks, is_pattern, names_of
+from simplan.model.families import FAMILIES
+from simplan.model.module_names import matrices
+from simplan.plan.shard import Shard
 
 if TYPE_CHECKING:  # which calls this module
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
@@ -16,14 +20,31 @@ _TRL_DROPOUT = 0.05
 
 
 def read_targets(run: TrainerRun) -> None:
-    """Read which matrices of which blocks have adapters, their ranks and dropout, and what is trained beside them."""
+    """Read which matrices of which blocks have adapters, their ranks, dropout and kind, and what else is trained."""
     targets = _targets(run)
     if targets is not None:
         where, chosen = targets
+        chosen = _there(run, where, chosen)
         run.reading.put("model.lora_targets", _in_blocks(run, chosen), where)
     _read_ranks(run)
     _read_dropout(run)
     _read_saved_modules(run)
+    for key in ("peft_use_dora", "use_dora"):
+        if run.trainer.is_true(key):
+            run.trainer.put("model.lora_dora", True, key)
+
+
+def _there(run: TrainerRun, where: str, chosen: list[str]) -> list[str]:
+    """Matrices that the model has: PEFT passes over names that no module has, as long as another one has a module."""
+    if run.model is None:
+        return chosen
+    known = {*matrices(FAMILIES[run.model.family].layers(run.model, Shard())), *names.ENDS.values()}
+    found = [name for name in chosen if name.rpartition(".")[2] in known]
+    if len(found) == len(chosen) or not found:
+        return chosen
+    rest = ", ".join(name for name in chosen if name not in found)
+    run.reading.not_modeled(where, f"PEFT passes over {rest}, of which {run.model.name} has no linear layers")
+    return found
 
 
 def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
@@ -32,21 +53,78 @@ def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
     key = trainer.first("lora_target_modules", "lora_target")
     every = trainer.is_true("lora_target_linear")
     value = trainer.value(key) if key is not None else None
-    words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
     where = trainer.full("lora_target_linear" if every else key or "")
+    experts = _experts(run)
+    if is_pattern(value) and key is not None and not every:
+        found = _of_pattern(str(value))
+        if found is None:
+            run.reading.refuse(where, "is a pattern of names, which is not read", _NAMES_FIX)
+            return None
+        if "language_model" in str(value):
+            trainer.not_modeled(key, "weights for images or sound next to the language model take memory")
+        return where, [*found, *experts]
+    words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
     if every:
         words = ["all-linear", *words]
+    if not words and experts:  # PEFT has no default of modules then
+        return trainer.full("lora_target_parameters"), experts
     if not words:
         usual = ["all"] if run.is_factory else names.PEFT_TARGETS
         return "the default of " + ("LLaMA-Factory" if run.is_factory else "PEFT"), usual
-    known = [names.ADAPTED.get(str(word).lower().rpartition(".")[2], "") for word in words]
-    if all(known):
-        ends = [name for name in dict.fromkeys(known) if name in names.ENDS.values()]
-        return where, ["all", *ends] if "all" in known else [*dict.fromkeys(known)]
-    pattern = any(mark in str(value) for mark in "(*\\[+") and isinstance(value, str)
-    rule = "is a pattern of names, which is not read" if pattern else "names other matrices than those of a block"
-    run.reading.refuse(where, rule, _NAMES_FIX)
-    return None
+    known = [name for word in words for name in _matrices(str(word))]
+    ends = [name for name in dict.fromkeys(known) if name in names.ENDS.values()]
+    return where, [*(["all", *ends] if "all" in known else dict.fromkeys(known)), *experts]
+
+
+def _experts(run: TrainerRun) -> list[str]:
+    """Names in ``model.lora_targets`` of parameters with adapters, which are experts held as one tensor."""
+    key, trainer = "lora_target_parameters", run.trainer
+    named = trainer.value(key) or []
+    words = [str(word) for word in (named if isinstance(named, list) else [named])]
+    if any("gate_up" in word for word in words):
+        trainer.not_modeled(key, "gate and up have one adapter; here each has its own")
+    return [*dict.fromkeys(name for word in words for name in _matrices(word))]
+
+
+def _matrices(module: str) -> tuple[str, ...]:
+    """Names in ``model.lora_targets`` of a module that a list names by its end; its own name for one of no family."""
+    parts = module.lower().replace("shared_experts.", "shared_expert.").split(".")
+    for start in range(len(parts)):
+        if start and parts[start - 1] not in _OUTSIDE:
+            break
+        if found := names.ADAPTED.get(".".join(parts[start:])):
+            return found
+    return (module,)
+
+
+_OUTSIDE = ("self_attn", "attn", "attention", "mlp", "ffn", "block_sparse_moe")
+"""Modules of a block that may stand before a name and say nothing else; shared experts are other matrices."""
+
+
+def _of_pattern(pattern: str) -> list[str] | None:
+    """Names in ``model.lora_targets`` of the matrices that a pattern matches; None for a pattern that is not read.
+
+    A product of alternatives has names that no model has (``mlp.q_proj``), which PEFT passes over.
+    """
+    matched = names_of(pattern)
+    if matched is None:
+        return None
+    every = {name for inside in names.AROUND.values() for name in inside}
+    blocks: dict[str, set[int]] = {}
+    found: dict[str, None] = {}
+    for block, name in in_blocks(matched):
+        around, _, last = name.rpartition(".")
+        if around in names.AROUND and last in every and last not in names.AROUND[around]:
+            continue
+        for matrix in _matrices(name):
+            if block is None:
+                found[matrix] = None
+            elif matrix == name:  # of a captured module, which has no numbers of blocks
+                return None
+            else:
+                blocks.setdefault(matrix, set()).add(block)
+    some = [f"blocks.{span}.{name}" for name, numbers in blocks.items() if name not in found for span in spans(numbers)]
+    return [*found, *some] or None
 
 
 def _in_blocks(run: TrainerRun, chosen: Sequence[str]) -> list[str]:
@@ -60,13 +138,13 @@ def _in_blocks(run: TrainerRun, chosen: Sequence[str]) -> list[str]:
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         trainer.refuse(key, "names no blocks by their numbers", "use a list of numbers, the first block being 0")
         return [*chosen]
-    return [f"blocks.{span}.{name}" for span in _spans(numbers) for name in chosen]
+    return [f"blocks.{span}.{name}" for span in spans(numbers) for name in chosen]
 
 
-def _spans(numbers: Iterable[int]) -> list[str]:
+def spans(numbers: Iterable[int]) -> list[str]:
     """Runs of numbers, as ``0-3``.
 
-    >>> _spans([4, 0, 1, 2])
+    >>> spans([4, 0, 1, 2])
     ['0-2', '4']
     """
     found: list[list[int]] = []
@@ -99,7 +177,7 @@ def _matrix(pattern: str) -> str:
     if found is None:
         return ""
     block, last = found.groups()
-    name = names.ADAPTED.get(last.lower(), "")
+    (name, *_) = names.ADAPTED.get(last.lower(), ("",))
     return f"blocks.{block}.{name}" if block is not None and name else name
 
 

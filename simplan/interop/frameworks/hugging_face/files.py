@@ -242,6 +242,7 @@ def _run(
         missing=tuple(missing),
         tool=tool,
         reads_others=file.reads_others,
+        instead=file.instead,
     )
 
 

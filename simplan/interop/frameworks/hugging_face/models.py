@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,15 @@ from simplan.model.model import ModelSpec
 def preset_of(name: str) -> str | None:
     """Preset with the shapes of a model on the Hub; None if the catalog has none.
 
-    >>> preset_of("meta-llama/Llama-3.1-8B-Instruct"), preset_of("Qwen/Qwen2.5-7B"), preset_of("someone/model")
-    ('llama3.1-8b', 'qwen2.5-7b', None)
+    >>> preset_of("meta-llama/Llama-3.1-8B-Instruct"), preset_of("TheBloke/Llama-2-7B-GPTQ"), preset_of("someone/model")
+    ('llama3.1-8b', 'llama2-7b', None)
     """
-    short = name.rstrip("/").rpartition("/")[2]
+    short = _BITS.sub("", name.rstrip("/").rpartition("/")[2])
     return find("models", f"hub/{short}").name or None
+
+
+_BITS = re.compile(r"(?i)(?:[-_.](?:gptq|awq|int4|bnb|nf4|bf16|4bit|unsloth))+$")
+"""End of the name of a checkpoint of few bits, whose model has the shapes of the one without it."""
 
 
 def config_of(model: ModelSpec) -> dict[str, Any] | None:

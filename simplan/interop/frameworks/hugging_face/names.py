@@ -7,6 +7,9 @@ Names are those of transformers 5.23 (``training_args.py``), TRL 0.24, PEFT, LLa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from simplan.interop.frameworks import tables
 from simplan.model.adapters import MODULES
 
 LENGTHS = (
@@ -54,8 +57,16 @@ OTHER_DISTRIBUTED_TYPES = {
 
 ENDS = {"embed_tokens": "embedding", "wte": "embedding", "lm_head": "head", "embed_out": "head"}
 """Ends of a model in transformers -> names in ``model.lora_targets`` and ``lora_modules_to_save``."""
-ADAPTED = {**MODULES, **ENDS, "all": "all", "c_attn": "qkv"}
-"""Matrix with adapters -> name in ``model.lora_targets``: PEFT's names, LLaMA-Factory's, and one of GPT-2."""
+ADAPTED: Mapping[str, tuple[str, ...]] = {
+    name: (module,) for name, module in {**MODULES, **ENDS, "all": "all"}.items()
+} | {name: tuple(matrices) for name, matrices in tables("hugging_face")["adapted"].items()}
+"""Matrix with adapters -> names in ``model.lora_targets``: PEFT's for Llama, and ``tables/hugging_face.yaml``."""
+AROUND: Mapping[str, tuple[str, ...]] = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "cross_attn": (),
+}
+"""Modules of a block of transformers' Llama -> matrices inside; no model of the catalog has ``cross_attn``."""
 PEFT_TARGETS = [MODULES["q_proj"], MODULES["v_proj"]]
 """Matrices with adapters in a Llama by default, PEFT ``utils/constants.py``."""
 ADAPTER_RANKS = {"use_peft": 16, "finetuning_type": 8}

@@ -50,11 +50,18 @@ def weights_of_checkpoint(name: str) -> dict[str, Any] | None:
 def read_base_weights(run: TrainerRun) -> None:
     """Read the format of frozen weights below adapters."""
     trainer, found = run.trainer, dict[str, Any]()
+    if trainer.is_true("gptq"):  # axolotl: the checkpoint has these weights
+        if run.reading.written(_FIELD) is None:
+            trainer.put(_FIELD, {"format": "gptq_int4"}, "gptq")
+        trainer.no_effect(("gptq", "gptq_disable_exllama"))
     key = _bits(run, found)
     if key is None:
         return
     if found["format"] == "nf4":
         _read_variant(run, found, key)
+    if trainer.is_true("quantize_moe_experts"):  # axolotl, monkeypatch/moe_quant.py
+        found["experts"] = True
+        trainer.no_effect(("quantize_moe_experts",))
     if run.is_axolotl or run.is_factory:  # they skip embeddings and head, or do not call it
         found["upcast"] = False
         if trainer.is_true("upcast_layernorm"):

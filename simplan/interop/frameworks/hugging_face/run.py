@@ -6,11 +6,13 @@ A run has up to three files: arguments of the Trainer, the configuration of ``ac
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from simplan import catalog
+from simplan.catalog.spelling import find
 from simplan.errors import SpecError
 from simplan.interop.allocator import note_allocator
 from simplan.interop.configuration import Configuration, Reading
@@ -31,6 +33,7 @@ from simplan.interop.frameworks.hugging_face.strategies import (
     read_zero,
 )
 from simplan.interop.frameworks.hugging_face.tools import AXOLOTL, FACTORY, read_adapter_kind, read_plugins
+from simplan.interop.frameworks.hugging_face.trained_parts import read_trained_parts
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.nccl import read_nccl_algo
 from simplan.io import folder_of, is_file, read_json
@@ -72,6 +75,7 @@ class TrainerRun:
         is_trl: True if the program is TRL's own script for supervised fine-tuning.
         task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
         reads_others: False if no other files must be read.
+        instead: See ``ConfigFile``.
     """
 
     reading: Reading
@@ -89,6 +93,7 @@ class TrainerRun:
     is_trl: bool = False
     task: str = ""
     reads_others: bool = True
+    instead: Mapping[str, str] = field(default_factory=dict)
     _precision: str = field(default="", init=False)
     _model: ModelSpec | None = field(default=None, init=False)
 
@@ -167,6 +172,16 @@ class TrainerRun:
         """True for a configuration of LLaMA-Factory."""
         return self.tool == FACTORY
 
+    @property
+    def model(self) -> ModelSpec | None:
+        """Model that a file names, once it is read; None for one whose shapes are not known."""
+        return self._model
+
+    @property
+    def adapts(self) -> bool:
+        """True if low-rank adapters are trained."""
+        return self._adapter_rank() is not None
+
     def fsdp_options(self) -> list[str]:
         """Words of the argument ``fsdp``: ``full_shard``, ``auto_wrap``, ``offload``; or ``true``."""
         value = self.trainer.value("fsdp")
@@ -174,7 +189,10 @@ class TrainerRun:
         return [str(word).lower() for word in listed if str(word).lower() not in ("false", "none")]
 
     def _read_precision(self, strategy: str) -> None:
-        self._refuse_fp8()
+        if self._read_fp8(strategy):
+            self._precision = "fp8"
+            self.trainer.no_effect(("tf32", "torch_dtype", "dtype", "model_dtype"))
+            return
         found = next(self._precisions(), None)
         if found is None and self.unknown & {*_HALVES, "mixed_precision"}:
             precision = self._ask_for_precision("")
@@ -226,14 +244,25 @@ class TrainerRun:
         if self.accelerate.is_true("fp16"):
             yield "fp16", self.accelerate.full("fp16")
 
-    def _refuse_fp8(self) -> None:
-        is_on = str(self.accelerate.value("mixed_precision", "")).lower() == "fp8"
-        for keys, key, on in (
-            (self.accelerate, "mixed_precision", is_on),
-            (self.trainer, "fp8", self.trainer.is_true("fp8")),
-        ):
-            if on:
-                keys.refuse(key, "is not modeled yet with transformers' models", "use bf16, or software torch with fp8")
+    def _read_fp8(self, strategy: str) -> bool:
+        """Read FP8 of torchao, which axolotl scales by tensor and LLaMA-Factory by row; True if it is on."""
+        trainer, backend = self.trainer, str(self.trainer.value("fp8_backend", "torchao")).lower()
+        fix = "use bf16, or software torch with fp8"
+        if str(self.accelerate.value("mixed_precision", "")).lower() == "fp8":
+            self.accelerate.refuse("mixed_precision", "is not modeled yet with transformers' models", fix)
+        if not trainer.is_true("fp8"):
+            return False
+        if strategy == "deepspeed":
+            trainer.refuse("fp8", "is not modeled yet with DeepSpeed", "use bf16, or FSDP")
+        elif backend not in ("torchao", "auto"):
+            trainer.refuse("fp8_backend", "is not modeled yet with transformers' models", "use torchao")
+        trainer.put("training.precision", "fp8", "fp8")
+        if self.is_factory:
+            self.reading.put("training.fp8_recipe", "rowwise", "LLaMA-Factory's recipe of torchao")
+        if trainer.is_true("fp8_enable_fsdp_float8_all_gather") and not self.is_factory:
+            trainer.not_modeled("fp8_enable_fsdp_float8_all_gather", "all-gathers of weights in FP8; here in BF16")
+        trainer.no_effect((*_HALVES, "fp8_enable_fsdp_float8_all_gather", "fp8_backend"))
+        return True
 
     def _read_weights(self, strategy: str) -> None:
         """Precision in which the weights are loaded, which FSDP and DeepSpeed may widen."""
@@ -421,8 +450,27 @@ class TrainerRun:
             self.reading.put("plan.recompute", "full", "the default of LLaMA-Factory")
         elif self.is_trl and self.reading.written("plan.recompute") is None:
             self.reading.put("plan.recompute", "full", _TRL)
+        self._read_offloaded_activations()
         if fsdp.is_true("activation_checkpointing_offload"):
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
+
+    def _read_offloaded_activations(self) -> None:
+        """Activations on the host, by TRL's offloader: axolotl, loaders/model.py, ``_apply_activation_checkpointing``.
+
+        With adapters it replaces recomputation; else the inputs of recomputed blocks are moved.
+        """
+        key, trainer = "activation_offloading", self.trainer
+        value = str(trainer.value(key, "false")).lower()
+        if value in ("false", "none", "disabled"):
+            trainer.no_effect((key,))
+            return
+        if "disk" in value:
+            trainer.refuse(key, "moves saved tensors to a disk, which is not modeled yet", "use true")
+        trainer.put("plan.offload_activations", True, key)
+        recompute = "none" if self.adapts and value != "hidden_states" else "full"
+        trainer.put("plan.recompute", recompute, key)
+        if value == "legacy":
+            trainer.not_modeled(key, "copies that follow a block; here they overlap the next ones")
 
     # Model
 
@@ -454,9 +502,17 @@ class TrainerRun:
             self._model = catalog.model(preset)
         else:
             what = f"names the model {name}, whose shapes are not in the catalog" if name else "names no model"
-            fix = "add --model with its config.json, or with a name of `simplan show models`"
-            self.reading.ask("model.preset", "model.hf_config", what=what, fix=fix)
+            fix = "add --model with its config.json or its capture, or with a name of `simplan show models`"
+            self.reading.ask("model.preset", "model.hf_config", "model.file", what=what, fix=fix)
+        self._model = self._model_instead(tokens)
         self.trainer.no_effect(("model_name_or_path", "config_name", "base_model", *names.LENGTHS))
+
+    def _model_instead(self, tokens: int | None) -> ModelSpec | None:
+        """Model that an override names, of whose blocks settings speak then; else that of the file."""
+        preset, config = self.instead.get("preset"), self.instead.get("hf_config")
+        if preset is not None and (name := find("models", preset).name):
+            return catalog.model(name)
+        return self._model if config is None else _model_of(Path(config), tokens)
 
     def _read_few_bits(self, key: str, name: str) -> None:
         """Read the weights of a checkpoint whose name says that they are quantized."""
@@ -484,6 +540,7 @@ class TrainerRun:
     def _read_adapters(self) -> None:
         trainer = self.trainer
         read_adapter_kind(self)
+        read_trained_parts(self)
         read_base_weights(self)
         for key, (neutral, what) in table("other_tasks").items():
             if key in trainer and str(trainer.value(key)).lower() not in neutral:
@@ -512,8 +569,15 @@ class TrainerRun:
         where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with "}.get(strategy, "") + "transformers' models"
         is_split = any((self.reading.written(f"plan.{name}") or 1) > 1 for name in ("cp", "tp"))
         compiles = self._compiles()
-        if (self._model is not None and not has_transformers_code(self._model)) or is_split:
+        moves = bool(self.reading.written("plan.offload_activations"))
+        if self._precision == "fp8":
+            name, where = "torch", "the code of transformers in FP8 is not modeled"
+            if compiles is not None:
+                self.reading.put("software.compiled", True, compiles)
+                compiles = None
+        elif (self._model is not None and not has_transformers_code(self._model)) or is_split or moves:
             of = "split over sequences or tensors" if is_split else "for this model"
+            of = "with activations on the host" if moves else of
             name, where = "torch", f"the code of transformers {of} is not modeled"
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"

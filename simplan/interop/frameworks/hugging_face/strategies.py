@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.keys import Keys, whole
+from simplan.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:  # a run reads itself by these functions
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
@@ -72,6 +73,11 @@ def read_fsdp(run: TrainerRun) -> None:
     if "offload" in options or keys.is_true("cpu_offload"):
         where = keys.full("cpu_offload") if "cpu_offload" in keys else run.trainer.full("fsdp")
         run.reading.put("plan.offload_optimizer", True, where)
+    optimizer = run.reading.written("training.optimizer")
+    if version == 1 and optimizer and OPTIMIZERS[optimizer].package == "bitsandbytes":
+        key = run.trainer.first("optim", "optimizer") or ""
+        rule = "is for flat shards of FSDP1, which are not modeled: FSDP2's shards it cannot update"
+        run.trainer.refuse(key, rule, "use adamw_torch_8bit (torchao) and fsdp_version: 2")
     of_version_1 = _first_full(run, keys, ("version", "sharding_strategy"), "distributed_type", "fsdp")
     if version == 1 and of_version_1 is not None:
         run.reading.not_modeled(of_version_1, "FSDP1 gathers and frees flat parameters; FSDP2 is modeled")

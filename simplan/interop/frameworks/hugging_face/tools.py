@@ -62,6 +62,8 @@ def renamed(tool: str, key: str, setting: Setting, keys: frozenset[str]) -> tupl
         return key, setting
     if key in ("bf16", "torch_compile") and setting.value == AUTO:  # what it is with BF16 and a recent torch
         return key, replace(setting, value=True)
+    if key == "float16" and is_true(setting.value) and "adapter" in keys:  # frozen weights of FP16
+        return "fp16", setting
     if key == "bfloat16" and is_true(setting.value):  # BF16 without autocast
         return "bf16", replace(setting, value="full")
     if key == "lora_r" and "adapter" not in keys:
@@ -107,11 +109,9 @@ def read_plugins(run: TrainerRun) -> None:
 
 
 def read_adapter_kind(run: TrainerRun) -> None:
-    """Refuse adapters and trained parts that are none of LoRA's."""
+    """Refuse adapters that are none of LoRA's."""
     trainer = run.trainer
     key = trainer.first("finetuning_type", "adapter")
     kind = str(trainer.value(key)).lower() if key is not None else "lora"
-    if kind == "freeze":
-        trainer.refuse(key or "", "trains a part of the blocks, which is not modeled yet", "use full or lora")
-    elif kind not in ("lora", "qlora", "full", "none", "false"):
+    if kind not in ("lora", "qlora", "full", "none", "false", "freeze"):
         trainer.refuse(key or "", "is not modeled yet", "use lora, or train all weights")

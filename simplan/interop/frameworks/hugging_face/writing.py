@@ -226,6 +226,8 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
         writing.set("--lora_r", model.lora_rank, "model.lora_rank")
         writing.set("--lora_target_modules", targets, "model.lora_targets")
         writing.set("--lora_dropout", writing.value("model.lora_dropout"), "model.lora_dropout")
+        if writing.value("model.lora_dora"):
+            writing.set("--use_dora", True, "model.lora_dora")
         if ends := writing.value("model.lora_modules_to_save"):
             modules = {end: module for module, end in reversed(ENDS.items())}
             writing.set("--lora_modules_to_save", [modules[end] for end in ends], "model.lora_modules_to_save")
