@@ -494,7 +494,7 @@ class Trainer:
         if self._job.model.captured is not None:
             return lambda loss, targets: loss
         software, last = self._job.software, len(self._job.model.layers) - 1
-        chunked = software.chunked_losses.get(software.loss)
+        chunked = software.chunked_loss
         heads = [stage.layers[str(last)] for stage in self.stages.values() if str(last) in stage.layers]
         if chunked is None or not heads:
             return partial(cross_entropy, parallel=self._dims)

@@ -387,14 +387,14 @@ def _shape(scenario: Scenario) -> ShapeRequest:
     return ShapeRequest(
         model=scenario.job.padded_model,
         shard=plan.shard,
-        microbatch_size=plan.microbatch_size,
+        microbatch_size=scenario.job.plan_in_sequences.microbatch_size,
         mixed=way_of_mixing(precision, sharded=plan.shards_parameters or training.pure_bf16),
         dtype=precision,
         fp8_recipe=training.fp8_recipe or DEFAULT_RECIPE,
         optimizer=training.update,
         compiled=scenario.job.software.compiled,
         model_code=scenario.job.software.layers.model_code,
-        chunked_loss=scenario.job.software.chunked_losses.get(scenario.job.software.loss),
+        chunked_loss=scenario.job.software.chunked_loss,
         base_weights=training.base_weights,
         frozen_base=None if training.base_weights is None else scenario.job.software.state(training, plan).base,
     )

@@ -22,7 +22,7 @@ from simplan.training import TrainingSection
 
 _MAPPINGS = {"inside": "name, or mapping", "links": "list of mappings", "between": "two names"}
 """Values of keys of a topology that are no scalars."""
-_OF_NO_FILE = ("name", "family", "packs", "sources")
+_OF_NO_FILE = ("name", "family", "packs", "sources", "objective", "trains_nothing")
 _PROPER = ("Hugging Face",)
 _PROBE = {
     **{name: 1001 + index for index, name in enumerate(ModelSpec.model_fields)},

@@ -238,7 +238,7 @@ def _mfu(prediction: Prediction) -> str:
     precision = job.training.precision
     if prediction.mfu is None:
         return f"unknown: no {precision} peak is known for {job.cluster.devices_in_words}"
-    flops = job.model.flops_per_sequence() * job.sequences_per_step
+    flops = job.flops_per_step()
     full = prediction.mfu_full_attention
     causal = full is not None and full != prediction.mfu
     palm = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""

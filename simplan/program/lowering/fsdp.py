@@ -59,7 +59,8 @@ class FsdpHooks(Hooks):
         self._host_waits = host_waits
         plan, state = stages.plan, stages.state
         self._in_pipeline = plan.pp > 1
-        self._reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
+        reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
+        self._reshards = reshards or stages.is_second_model  # no backward follows
         self.shard_group = stages.mapping.group("shard", writer.rank)
         self._expert_group = stages.mapping.group("expert_shard", writer.rank)
         apart = stages.plan.replicas_apart
@@ -121,7 +122,7 @@ class FsdpHooks(Hooks):
         if self._at_head(stage, part):  # the last buffer goes between the model and the loss
             freed = self._forward_buffer_bytes
             self._forward_buffer_bytes = 0
-            effects = [*self.stages.loss_effects(stage, forward=True), MemoryEffect(_BUFFERS, 0, -freed)]
+            effects = [*self.computed.loss_effects(stage, forward=True), MemoryEffect(_BUFFERS, 0, -freed)]
             self.writer.compute(action, "model", memory=effects)
 
     def after_forward(self, action: Action, part: range) -> None:
