@@ -39,6 +39,8 @@ class Hooks:
     Attributes:
         is_first_forward: True if the action being lowered is the first forward of its stage.
         is_last_backward: True if the action being lowered completes the gradients of its stage.
+        computed: Stages of the pass being lowered.
+        repeats_forward: The weights have passes in forward alone next to the one that is trained.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
@@ -49,7 +51,8 @@ class Hooks:
         self.is_first_forward = self.is_last_backward = False
         self._drops = stages.software.drops_gradients
         self._made: set[int] = set()  # layers of the stage with gradients
-        self.computed = stages  # of the pass being lowered
+        self.computed = stages
+        self.repeats_forward = False
 
     @contextmanager
     def passing(self, stages: Stages) -> Iterator[None]:

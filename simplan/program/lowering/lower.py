@@ -330,6 +330,7 @@ class _RankLowering:
             if self.second_model is None:
                 self.second_model = _hooks(stages, self.writer, self.how)
             hooks = self.second_model
+        hooks.repeats_forward = True
         return _Pass(f" {of.name}", stages, scripts, hooks, of.comes_first)
 
     def walk(self, row: Sequence[Action], leading: Mapping[int, int]) -> tuple[RowWalk, Integers, Integers]:

@@ -68,8 +68,8 @@ def layer_footprint(
 def passing_footprint(layer: LayerSpec, microbatch_size: int, state: StateBytes) -> LayerFootprint:
     """Computes the memory of a forward without gradients, after which nothing is saved.
 
-    The caller holds the layer's inputs until it has the outputs. Autocast makes copies of wide frozen weights for one
-    matmul each, and keeps none, since these weights need no gradient.
+    The caller holds the layer's inputs until it has the outputs, of a head until it has the logits. Autocast makes
+    copies of wide frozen weights for one matmul each, and keeps none, since these weights need no gradient.
 
     Args:
         microbatch_size, state: See ``layer_footprint``.
@@ -78,12 +78,12 @@ def passing_footprint(layer: LayerSpec, microbatch_size: int, state: StateBytes)
     tensors = LayerTensors(layer, microbatch_size, state, Recomputation(inputs))
     held, held_logits = tensors.saved_bytes, tensors.saved_logits
     copied = state.weight_copy if state.frozen > state.weight_copy else 0
-    found = []
+    loss, found = _first_of_loss(layer), []
     for index, point in forward_points(tensors):
         kernel = layer.operators[index].kernel
         copy = copied * kernel.weight_elements if isinstance(kernel, Gemm) and kernel.stored is None else 0
-        found.append((index, PeakPoint(point.workspace + held + copy, point.logits + held_logits)))
-    loss = _first_of_loss(layer)
+        inputs_bytes = held if index < loss else 0
+        found.append((index, PeakPoint(point.workspace + inputs_bytes + copy, point.logits + held_logits)))
     made_bytes, passed_bytes = layer.output_bytes(state.activation, state.residual)
     return LayerFootprint(
         activations=0,
