@@ -156,6 +156,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             bool(model.lora_modules_to_save) and training.is_of_preferences,
             "the executor switches adapters off, and no modules that are trained; remove it",
         ),
+        "plan.microbatch_size": (
+            training.task == "kto" and min(plan.sizes_of_ranks) == 1,
+            "the executor takes mismatched completions of KTO from the same microbatch; use 2 or more",
+        ),
         "training.task": (
             training.task == "reward" and software.layers.model_code != "framework",
             "the executor has the head of a reward model for its own models; use software torch",

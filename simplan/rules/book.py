@@ -42,7 +42,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.gate_needs_shared_expert, model.capacity_for_tokens, trained.lora_needs_adapters,
     trained.adapters_need_lora, trained.base_weights_of_adapters, trained.base_weights_of_format,
     trained.base_weights_of_shards, trained.autocast_of_adapters, trained.base_weights_divide,
-    trained.reference_of_task, trained.keys_of_second_model, trained.mismatched_completions, trained.head_of_scores,
+    trained.reference_of_task, trained.keys_of_second_model, trained.head_of_scores,
     trained.second_model_on_host,
     training.chunks_of_loss_are_equal, cluster.link_within_nodes,
     cluster.network_between_nodes, cluster.topology_of_cluster,

@@ -479,13 +479,6 @@ def keys_of_second_model(job: Job) -> Iterator[Problem]:
         yield _of_preference(job, "reference_dtype", sentence, "remove it, or use training.precision = bf16")
 
 
-@rule("completions of other prompts need another example in the microbatch", reads="microbatch_size microbatch_sizes")
-def mismatched_completions(job: Job) -> Iterator[Problem]:
-    if job.training.task == "kto" and min(job.plan.sizes_of_ranks) == 1:
-        sentence = "has no other example whose completion the KL term of training.task = kto could take"
-        yield problem_of(job, "plan.microbatch_size", sentence, "use 2 or more")
-
-
 @rule("reward models have a head of one score, which is trained")
 def head_of_scores(job: Job) -> Iterator[Problem]:
     model = job.model

@@ -2,8 +2,8 @@
 
 Nothing is saved in them, and nothing is recomputed. TRL runs the reference after the forward that is trained, whose
 saved tensors are there meanwhile, and completions of other prompts before it (huggingface/trl at f2cd577,
-trl/trainer/dpo_trainer.py and kto_trainer.py, ``_compute_loss``). Under FSDP a pass all-gathers the weights again. A
-second model is another tree of FSDP units, all of which are resharded after their forward.
+trl/trainer/dpo_trainer.py and kto_trainer.py, ``_compute_loss``). Under FSDP and ZeRO-3 a pass all-gathers the weights
+again. A second model is another tree of FSDP units, all of which are resharded after their forward.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def forward_passes(job: Job) -> tuple[ForwardPass, ...]:
     """Passes of one microbatch in forward alone, in their order."""
     reference, preference = job.reference, job.training.preference
     is_apart = reference == "second_model"
+    shards = job.plan.shards_parameters and not job.software.holds_whole_weights(job.plan)
     wanted = None if preference is None else preference.reference_sharded
     dtype = None if preference is None else preference.reference_dtype
     return tuple(
@@ -49,7 +50,7 @@ def forward_passes(job: Job) -> tuple[ForwardPass, ...]:
             name,
             _passing(_frozen(job, has_base=not is_apart)),
             is_apart=is_apart,
-            is_sharded=is_apart and job.plan.shards_parameters and wanted is not False,
+            is_sharded=is_apart and shards and wanted is not False,
             stored_bytes=_DTYPE_BYTES[dtype] if is_apart and dtype is not None else None,
         )
         for name in job.training.passes(reference)

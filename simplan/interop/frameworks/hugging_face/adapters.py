@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.preference import drops_dropout
 
 if TYPE_CHECKING:  # which calls this module
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
@@ -107,6 +108,8 @@ def _read_dropout(run: TrainerRun) -> None:
     """Read dropout; TRL's argument has a default of its own (trl/trainer/model_config.py)."""
     trainer = run.trainer
     value: Any = trainer.value("lora_dropout")
+    if run.preference is not None and drops_dropout(run, run.preference[0]):
+        return
     origin = trainer.full("lora_dropout")
     if value is None and "use_peft" in trainer:
         value, origin = _TRL_DROPOUT, "the default of TRL's --lora_dropout"
