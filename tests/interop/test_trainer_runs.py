@@ -109,6 +109,7 @@ def comparable(job: Job) -> Job:
     return Job(model, job.cluster, job.training, job.plan, job.software)
 
 
+TRL_LOSS = {"preset": "accelerate", "loss": "recomputed"}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("accelerate", {"plan.dp_shard": 8}),
     "fsdp, reduced once per step": ("accelerate", {"plan.dp_shard": 8, "plan.grad_sync": "step"}),
@@ -145,6 +146,22 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepspeed",
         {"plan.dp_replicate": 8, "training.task": "sft", "software": {"preset": "deepspeed", "loss": "recomputed"}},
     ),
+    "dpo": ("accelerate", {"plan.dp_shard": 8, "training.task": "dpo", "software": TRL_LOSS}),
+    "dpo of adapters": (
+        "accelerate",
+        {"plan.dp_shard": 8, "training.task": "dpo", "model.lora_rank": 8, "software": TRL_LOSS},
+    ),
+    "kto with Liger's loss": (
+        "deepspeed",
+        {
+            "plan.dp_replicate": 8,
+            "training.task": "kto",
+            "training.preference": "precomputed",
+            "software": {"preset": "deepspeed", "loss": "fused"},
+        },
+    ),
+    "simpo": ("accelerate", {"plan.dp_replicate": 8, "training.task": "simpo"}),
+    "reward": ("accelerate", {"plan.dp_shard": 8, "training.task": "reward"}),
     "ds offload": ("deepspeed", {"plan.dp_shard": 8, "plan.offload_optimizer": True, "software": "accelerate"}),
 }
 
@@ -331,9 +348,9 @@ def test_older_name_of_the_batch_is_read(tmp_path: Path) -> None:
 
 
 _PROGRAMS = {
-    "accelerate launch trl/scripts/dpo.py --per_device_train_batch_size 1": "dpo.py: belongs to preference training",
-    "torchrun examples/grpo_agent.py --per_device_train_batch_size 1": "grpo_agent.py: belongs to preference training",
-    "trl reward --model_name_or_path gpt2 --bf16": "trl reward: belongs to preference training",
+    "torchrun examples/grpo_agent.py --per_device_train_batch_size 1": "grpo_agent.py: belongs to reinforcement learn",
+    "trl rloo --model_name_or_path gpt2 --bf16": "trl rloo: belongs to reinforcement learning",
+    "torchrun cpo.py --model_name_or_path gpt2 --bf16 --loss_type sigmoid": "--loss_type = .*: is CPO",
     "torchrun train.py --teacher_model gpt2 --per_device_train_batch_size 1": "--teacher_model = .*of another model",
     "torchrun sft_vlm.py --per_device_train_batch_size 1": "sft_vlm.py: belongs to a model of images or sound",
     "torchrun train.py --vision_tower a/b --per_device_train_batch_size 1": "--vision_tower = .*of images or sound",

@@ -83,7 +83,8 @@ def read_preference(run: TrainerRun, task: str, *, has_adapters: bool) -> None:
         rule = "leaves no other completion for the KL term of KTO, for which TRL refuses it"
         trainer.refuse("per_device_train_batch_size", rule, "use 2 or more")
     few_bits = next((key for key in ("load_in_4bit", "load_in_8bit") if trainer.is_true(key)), None)
-    if run.is_axolotl and task != "reward" and few_bits and whole(trainer.value("fsdp_version")) == 2:
+    version = trainer.first("fsdp_version", "fsdp_config.fsdp_version") or ""
+    if run.is_axolotl and task != "reward" and few_bits and whole(trainer.value(version)) == 2:
         trainer.refuse(
             few_bits, f"is refused by axolotl with FSDP2 and rl = {trainer.value('rl')}", "use fsdp_version 1"
         )
