@@ -79,6 +79,11 @@ class Job:
         return self.training.global_batch_size // self.plan.sequences_per_microbatch
 
     @property
+    def sample(self) -> str:
+        """Name of one sample of the batch: ``pair`` where a task trains on pairs, else as ``ModelSpec.sample``."""
+        return "pair" if self.training.sequences_per_sample > 1 else self.model.sample
+
+    @property
     def sequences_per_step(self) -> int:
         """Sequences whose gradients a step uses: the global batch without that of dropped replicas, two of a pair."""
         kept = self.plan.dp - self.training.backup_workers

@@ -98,7 +98,7 @@ ForwardPassName = Literal["mismatched", "mismatched reference", "reference"]
 PREFERENCE_TASKS: tuple[Task, ...] = ("dpo", "kto", "orpo", "simpo", "reward")
 REFERENCE_TASKS: tuple[Task, ...] = ("dpo", "kto")
 """Tasks whose loss compares the model with a reference model."""
-_PAIRED_TASKS: tuple[Task, ...] = ("dpo", "orpo", "simpo", "reward")
+PAIRED_TASKS: tuple[Task, ...] = ("dpo", "orpo", "simpo", "reward")
 _OBJECTIVES: Mapping[str, Objective] = {"orpo": "odds_ratio", "reward": "score"}
 
 
@@ -219,7 +219,7 @@ class TrainingSpec(Spec):
     @property
     def sequences_per_sample(self) -> int:
         """Sequences of one sample of the batch that are trained on: 2 for a pair."""
-        return 2 if self.task in _PAIRED_TASKS else 1
+        return 2 if self.task in PAIRED_TASKS else 1
 
     @property
     def objective(self) -> Objective:
