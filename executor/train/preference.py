@@ -4,7 +4,7 @@ A microbatch of pairs has the chosen sequences first, then the rejected ones, as
 every sequence is the prompt. Sources: Rafailov et al. 2023, arXiv:2305.18290, equation 7 (DPO); Ethayarajh et al. 2024,
 arXiv:2402.01306, equation 8 (KTO); Hong et al. 2024, arXiv:2403.07691, equations 6 and 7 (ORPO); Meng et al. 2024,
 arXiv:2405.14734, equation 6 (SimPO); Ouyang et al. 2022, arXiv:2203.02155, equation 1 (reward models). Constants are
-defaults of TRL, which change nothing that is predicted.
+defaults of TRL, which change nothing that is predicted. Precomputed log-probabilities of a reference are 0.
 """
 
 from __future__ import annotations
