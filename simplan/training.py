@@ -240,7 +240,7 @@ class TrainingSpec(Spec):
         """
         has_reference = reference in ("adapters_off", "second_model")
         if self.task != "kto":
-            return ("reference",) * has_reference
+            return ("reference",) if has_reference else ()
         of_reference: tuple[ForwardPassName, ...] = ("mismatched reference", "reference")
         return ("mismatched", *of_reference[: 2 * has_reference])
 

@@ -184,7 +184,7 @@ def in_pairs(samples: Tensor, microbatch_size: int) -> Tensor:
         samples: (2 * pairs, ...)
         microbatch_size: Pairs of a microbatch.
     """
-    return samples.unflatten(0, (-1, microbatch_size, 2)).transpose(1, 2).flatten(0, 2)
+    return samples.view(-1, microbatch_size, 2, *samples.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def _has_target(spec: ModelSpec) -> Tensor:

@@ -109,8 +109,8 @@ def _of_preferences(job: Job) -> Iterator[str]:
     passes = len(training.passes(job.reference))
     if training.sequences_per_sample > 1:
         yield (
-            "a batch counts pairs of a chosen and a rejected sequence, each as long as model.seq_len; tokens/s are "
-            "those of both"
+            "a batch counts pairs of a chosen and a rejected sequence, both of model.seq_len tokens; tokens/s count "
+            "both"
         )
     if passes:
         what = "the forward" if passes == 1 else f"the {passes} forwards"

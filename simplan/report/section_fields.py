@@ -49,7 +49,7 @@ def training_fields() -> list[dict[str, str]]:
     """Every key of ``training:`` in the order of ``TrainingSection``."""
     written = {
         "base_weights": values_of(BaseWeights.model_fields["format"].annotation, []),
-        "preference": "adapters_off, second_model, precomputed; or a mapping",
+        "preference": "adapters_off, second_model, precomputed",
         "optimizer_dtypes": "mapping of exp_avg, exp_avg_sq and main_params",
     }
     rows = _fields_of(TrainingSection)

@@ -162,12 +162,13 @@ def head_for(layer: LayerSpec, objective: Literal["odds_ratio", "score"]) -> Lay
         return replace(layer, key=key, operators=(*layer.operators, _chosen_loss(layer)))
     place = next(i for i, o in enumerate(layer.operators) if isinstance(o.kernel, Gemm) and o.makes[0].logits)
     matrix = layer.operators[place]
-    assert isinstance(matrix.kernel, Gemm)
-    rows, name = matrix.kernel.m, matrix.kernel.name
+    kernel = matrix.kernel
+    assert isinstance(kernel, Gemm)
+    rows, name = kernel.m, kernel.name
     scores, reward = Tensor("scores", rows), Tensor("score of the last token", 1, FP32_BYTES)
-    matrix = replace(matrix, kernel=replace(matrix.kernel, n=1), makes=(scores,), parameters=(f"{name}.weight",))
+    matrix = replace(matrix, kernel=replace(kernel, n=1), makes=(scores,), parameters=(f"{name}.weight",))
     loss = Operator(kernel=Pointwise(LOSS, rows, 1), reads=(scores.name,), makes=(reward,), saves=(reward.name,))
-    weight = ParameterSpec(f"{name}.weight", (1, matrix.kernel.k))
+    weight = ParameterSpec(f"{name}.weight", (1, kernel.k))
     others = (p for p in layer.parameters if p.name.rpartition(".")[0] != name)
     return replace(
         layer,

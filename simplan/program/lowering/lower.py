@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from simplan.program.lowering.fsdp import FsdpHooks, FsdpListHooks
 from simplan.program.lowering.hooks import DdpHooks, Hooks
 from simplan.program.lowering.offload import OffloadedActivations
 from simplan.program.lowering.optimizer_step import complete_gradients, step_optimizer
-from simplan.program.lowering.passes import ForwardPass, forward_passes
 from simplan.program.lowering.rows import ActionVariant, row_of_actions
 from simplan.program.lowering.script import IssuedCollective, Scripts, Segment, in_order
 from simplan.program.lowering.stage import Stages
@@ -44,6 +43,9 @@ from simplan.program.program import (
 from simplan.program.sequence import in_sequence
 from simplan.program.size import refuse_many_bytes, refuse_many_operations
 from simplan.program.timeline import SpanKind
+
+if TYPE_CHECKING:
+    from simplan.program.lowering.passes import ForwardPass
 
 _K = ActionKind
 _BACKWARD_PHASE = {
@@ -212,6 +214,11 @@ class _Passes:
 
     def __init__(self, job: Job, stages: Stages, assignment: StageAssignment, table: Table) -> None:
         self.stages, self.scripts = stages, Scripts(stages)
+        self.in_forward: list[tuple[ForwardPass, Stages, Scripts]] = []
+        if not job.training.is_of_preferences:
+            return
+        from simplan.program.lowering.passes import forward_passes  # only where needed
+
         self.in_forward = [
             (each, own, Scripts(own)) for each in forward_passes(job) for own in (Stages(job, assignment, table, each),)
         ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from simplan.job import Job
 from simplan.model.captured.layers import CAPTURED
@@ -16,7 +16,6 @@ from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
 from simplan.model.recompute import Recomputation, recomputation, recompute_of
 from simplan.plan.plan import RankMapping, Recompute, StageAssignment
 from simplan.program.action import Table
-from simplan.program.lowering.passes import ForwardPass
 from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.program.memory.footprint import (
     LayerFootprint,
@@ -30,6 +29,9 @@ from simplan.program.memory.split_footprint import SplitFootprint, matmul_split_
 from simplan.program.program import Communication, LayerWork, MemoryEffect, Phase
 from simplan.program.tables.complete import stage_to_rank
 from simplan.software.software import StateBytes
+
+if TYPE_CHECKING:
+    from simplan.program.lowering.passes import ForwardPass
 
 Deal = tuple[dict[tuple[int, int], int], ...]
 """Per rank of a shard group: (stage, layer) -> number of elements that the rank owns."""
