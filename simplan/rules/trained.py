@@ -443,9 +443,8 @@ def reference_of_task(job: Job) -> Iterator[Problem]:
         return
     if not training.is_of_preferences:
         sentence = f"is about preference training, and training.task = {task}"
-        yield problem_of(
-            job, "training.preference", sentence, f"use task {either(PREFERENCE_TASKS)}, or remove it", value=""
-        )
+        fix = f"use task {either(PREFERENCE_TASKS)}, or remove it"
+        yield Problem(field="training.preference", rule=sentence, fix=fix)
     elif task not in REFERENCE_TASKS and preference.reference in _WITH_REFERENCE:
         sentence = f"is the reference model of {either(REFERENCE_TASKS)}, and training.task = {task} has none"
         yield _of_preference(job, "reference", sentence, "remove it")

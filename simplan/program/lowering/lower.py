@@ -319,9 +319,9 @@ class _RankLowering:
         self.new_received: list[int] = []
         self.sent: list[int] = []
         self.sent_bytes = 0
-        apart = [each.hooks for each in self.in_forward if each.hooks is not self.hooks]
-        every = [*{id(hooks): hooks for hooks in (self.hooks, *apart)}.values()]
-        stateful = (self.writer, *every) if self.offload is None else (self.writer, *every, self.offload)
+        every = [*{id(hooks): hooks for hooks in (self.hooks, *(each.hooks for each in self.in_forward))}.values()]
+        stateful: list[RankWriter | Hooks | OffloadedActivations] = [self.writer, *every]
+        stateful += [] if self.offload is None else [self.offload]
         self.common = [(each, name) for each in stateful for name in each.STATE]
         self.of_stage = [(hooks, name) for hooks in every for name in hooks.STAGE_STATE]
         self.shapes_of_stage: dict[Hashable, int] = defaultdict(count().__next__)

@@ -23,7 +23,7 @@ from simplan import catalog
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.runs.run_spec import RunSpec
-from simplan.training import PreferenceSpec, TrainingSpec
+from simplan.training import PreferenceSpec, Task, TrainingSpec
 from tests.executor.conftest import LLAMA, MICROBATCH_SIZE, NUM_MICROBATCHES, make_job, make_model
 from tests.executor.distributed.test_level2 import assert_issued_as_predicted
 from tests.executor.dry_run.accounting import account, job_of, predicted_peak
@@ -32,7 +32,7 @@ from tests.executor.train.test_equality import RELATIVE, run_in_float64
 from tests.support.slow import slow_except
 
 SECOND = PreferenceSpec(reference="second_model")
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], PreferenceSpec | None]] = {
+CASES: dict[str, tuple[Task, dict[str, Any], dict[str, Any], PreferenceSpec | None]] = {
     "dpo-adapters-off-fsdp2": ("dpo", {"dp_shard": 2}, {**LLAMA, "lora_rank": 4}, None),
     "dpo-second-model-fsdp2": ("dpo", {"dp_shard": 2}, LLAMA, None),
     "dpo-second-model-tied-fsdp2": ("dpo", {"dp_shard": 2}, {}, None),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], PreferenceSpec | Non
 """Task, plan, model and reference of runs on two ranks."""
 
 
-def job_for(task: str, plan: dict[str, Any], model: dict[str, Any], preference: PreferenceSpec | None) -> RunSpec:
+def job_for(task: Task, plan: dict[str, Any], model: dict[str, Any], preference: PreferenceSpec | None) -> RunSpec:
     batch = NUM_MICROBATCHES * MICROBATCH_SIZE * 2
     training = TrainingSpec(global_batch_size=batch, precision="fp32", task=task, preference=preference)
     return make_job(model=make_model(**model), plan=plan, training=training, dtype="fp64")
@@ -173,7 +173,7 @@ SMALL: dict[str, Any] = {
     "seq_len": 128,
     "tied_embeddings": False,
 }
-PEAKS: dict[str, tuple[str, dict[str, Any], int, str, dict[str, Any]]] = {
+PEAKS: dict[str, tuple[Task, dict[str, Any], int, str, dict[str, Any]]] = {
     "dpo, adapters off, fsdp2": ("dpo", {"dp_shard": 2}, 8, "bf16", {}),
     "dpo, second model, fsdp2": ("dpo", {"dp_shard": 2}, 0, "bf16", {}),
     "dpo, second model, ddp2": ("dpo", {"dp_replicate": 2}, 0, "fp32", {}),
@@ -212,7 +212,7 @@ def test_logits_in_chunks_leave_none_next_to_the_reference() -> None:
 
 @pytest.mark.parametrize("task", ["dpo", "kto", "orpo", "simpo", "reward"])
 @pytest.mark.parametrize("rank", [0, 8])
-def test_model_flops_are_those_that_torch_counts(task: str, rank: int) -> None:
+def test_model_flops_are_those_that_torch_counts(task: Task, rank: int) -> None:
     """Of a step, passes of the reference and of mismatched completions among them."""
     meta = torch.device("meta")
     job = job_of(ModelSpec(**SMALL, lora_rank=rank), {}, 1, "fp32", task=task)
