@@ -40,9 +40,11 @@ class Job:
 
         The head of the model follows the task, and the states of preference training the model's adapters.
         """
-        for_task = with_objective(self.model, self.training, self.software)
-        for name, part in zip(("model", "software"), for_task, strict=True):
-            object.__setattr__(self, name, part)
+        model, software = with_objective(self.model, self.training, self.software)
+        if model is not self.model:
+            object.__setattr__(self, "model", model)
+        if software is not self.software:
+            object.__setattr__(self, "software", software)
         any_layout = self.training.precision == "fp8" and self.cluster.device.kernels.fp8_any_layout
         if self.software.fp8_any_layout != any_layout:
             object.__setattr__(self, "software", self.software.model_copy(update={"fp8_any_layout": any_layout}))
@@ -257,12 +259,10 @@ def with_objective(model: ModelSpec, training: TrainingSpec, software: SoftwareS
     if model.objective != training.objective:
         model = model.model_copy(update={"objective": training.objective})
     of_preferences = training.is_of_preferences
-    facts = {
-        "trains_adapters": of_preferences and model.lora_rank > 0,
-        "loss_sequences": training.sequences_per_sample if of_preferences else 0,
-    }
-    if any(getattr(software, name) != value for name, value in facts.items()):
-        software = software.model_copy(update=facts)
+    trains_adapters = of_preferences and model.lora_rank > 0
+    sequences = training.sequences_per_sample if of_preferences else 0
+    if (software.trains_adapters, software.loss_sequences) != (trains_adapters, sequences):
+        software = software.model_copy(update={"trains_adapters": trains_adapters, "loss_sequences": sequences})
     return model, software
 
 

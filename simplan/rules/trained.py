@@ -499,10 +499,11 @@ def second_model_on_host(job: Job) -> Iterator[Problem]:
         return
     preference, state = job.training.preference, job.software.state(job.training, plan)
     dtype = None if preference is None else preference.reference_dtype
-    is_whole = preference is not None and preference.reference_sharded is False
+    if preference is not None and preference.reference_sharded is False:  # it is on the device
+        return
     width = state.frozen if dtype is None else _DTYPE_BYTES[dtype]
     ranks = min(cluster.devices_per_node, cluster.num_devices)
-    needed = job.model.num_parameters * width * ranks // (1 if is_whole else plan.dp_shard * plan.cp)
+    needed = job.model.num_parameters * width * ranks // (plan.dp_shard * plan.cp)
     if needed > host:
         what = f"is {format_bytes(needed)} of weights on the host of every node, which has {format_bytes(host)}"
         yield Problem(

@@ -467,13 +467,15 @@ class _RankLowering:
         # else the buckets are the gradients
         buffer_bytes = self.bucket_bytes() if drops or software.ddp_copies_gradients else 0
         buffer_bytes += self.hooks.persistent_bytes() + joined_bytes
-        second_bytes, second_tables = self._second_model_bytes(mine)
-        parameter_bytes += second_bytes
+        sharded_bytes, whole_bytes, second_tables = self._second_model_bytes(mine)
+        parameter_bytes += sharded_bytes
         return {
             MemoryCategory.HOST: (parameter_bytes + optimizer_bytes if offloads else 0)
             + outer_bytes * outer_on_host
             + (0 if self.how.host_waits else joined_bytes),
-            MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes) + stages.quantized_weight_bytes(mine),
+            MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes)
+            + whole_bytes
+            + stages.quantized_weight_bytes(mine),
             MemoryCategory.GRADIENTS: gradient_bytes,
             MemoryCategory.OPTIMIZER: (0 if offloads else optimizer_bytes) + outer_bytes * (not outer_on_host),
             MemoryCategory.BUFFERS: buffer_bytes + (received_bytes if software.preallocated_receives else 0),
@@ -483,12 +485,13 @@ class _RankLowering:
             + (stages.batch_bytes if stages.all_have_batch or 0 in mine else 0),
         }
 
-    def _second_model_bytes(self, mine: Sequence[int]) -> tuple[int, int]:
-        """Returns bytes of the weights of a second model that the rank holds, and of its tables; 0 without one."""
+    def _second_model_bytes(self, mine: Sequence[int]) -> tuple[int, int, int]:
+        """Returns bytes of a second model that the rank holds: of sharded and of whole weights, and of tables."""
         stages = next((own for _, own, _ in self.passes.in_forward if own.is_second_model), None)
         if stages is None:
-            return 0, 0
-        return second_model_bytes(stages, self.rank), sum(stages.constant_bytes(stage) for stage in mine)
+            return 0, 0, 0
+        num_bytes, tables = second_model_bytes(stages, self.rank), sum(map(stages.constant_bytes, mine))
+        return (num_bytes, 0, tables) if stages.is_sharded else (0, num_bytes, tables)
 
     def bucket_bytes(self) -> int:
         """Returns the bytes of gradients in DDP's buckets; 0 without DDP."""

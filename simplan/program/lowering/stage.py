@@ -104,8 +104,9 @@ class Stages:
         self.is_second_model = of_pass is not None and of_pass.is_apart
         self.is_sharded = plan.shards_parameters and (of_pass is None or of_pass.is_sharded or not of_pass.is_apart)
         self.state = software.state(training, plan)
-        if of_pass is not None and of_pass.stored_bytes is not None:
-            self.state = self.state.model_copy(update={"frozen": of_pass.stored_bytes})
+        if self.is_second_model and of_pass is not None:
+            stored = of_pass.stored_bytes or self.state.frozen
+            self.state = self.state.model_copy(update={"frozen": stored, "parameter": stored})
         self.mapping = RankMapping.of(plan)
         self.placement = stage_to_rank(table)
         self.num_stages = assignment.num_stages
