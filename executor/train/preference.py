@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import Autocast, compute_dtype, weight_dtype
 from executor.models.embedding_and_head import OutputHead
-from executor.models.lora import LoraEmbedding, LoraLinear
 from executor.models.model import build_stage
 from executor.train.data import IGNORED
 from executor.train.loss import LossInChunks, cross_entropy, log_probs
@@ -127,7 +126,8 @@ class PreferenceLoss:
         if self.second_model is not None:
             yield self.second_model
             return
-        adapted = [each for each in module.modules() if isinstance(each, LoraLinear | LoraEmbedding)]
+        adapted: list[Any] = [each for each in module.modules() if hasattr(each, "lora_a")]
+        assert all(hasattr(each, "is_on") for each in adapted), "adapters that can be turned off"
         for each in adapted:
             each.is_on = False
         try:
