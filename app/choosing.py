@@ -26,6 +26,7 @@ from simplan.cluster.machine import THIS_MACHINE, machine_memory_bytes, max_rank
 from simplan.document import parse_yaml
 from simplan.model.families import FAMILIES
 from simplan.scenario.names import LARGEST_NODE, says_numbers, with_catalog_names
+from simplan.training import PREFERENCE_TASKS
 from simplan.wording import divisors
 
 _SIZES = ("num_nodes", "num_devices", "devices_per_node")
@@ -54,10 +55,13 @@ def with_adapters(document: Document, rank: Any) -> Document:
     """The scenario that trains adapters of a rank; all weights for None and 0."""
     model = {key: value for key, value in section(document, "model").items() if key != "lora_rank"}
     training = dict(section(document, "training"))
+    of_preferences = training.get("task") in PREFERENCE_TASKS
     if rank:
-        return document | {"model": model | {"lora_rank": rank}, "training": training | {"task": "lora"}}
+        task = training["task"] if of_preferences else "lora"
+        return document | {"model": model | {"lora_rank": rank}, "training": training | {"task": task}}
     model.pop("lora_targets", None)
     training.pop("base_weights", None)
+    training.pop("preference", None)  # its reference may be the model without adapters
     if training.get("task") == "lora":
         del training["task"]
     return document | {"model": model, "training": training}

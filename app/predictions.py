@@ -191,7 +191,7 @@ def quick_headline(scenario: Scenario) -> Headline | None:
     step_time_s = float(step.seconds()[0])
     worst = worst_memory([device_memory(peaks, job, rank=rank) for rank, peaks in step.peaks().items()])
     peak_flop_per_s = job.cluster.peak_flop_per_s.get(job.training.precision)
-    flop_per_s = job.sequences_per_step / step_time_s * job.model.flops_per_sequence(full_attention=False)
+    flop_per_s = job.flops_per_step() / step_time_s
     return Headline(job, step_time_s, None, worst, None if peak_flop_per_s is None else flop_per_s / peak_flop_per_s)
 
 

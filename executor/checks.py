@@ -134,7 +134,6 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             fp8 and training.fp8_recipe not in (None, *TORCHAO_RECIPES),
             f"the executor's linear layers have no such recipe; use {either(TORCHAO_RECIPES)}",
         ),
-        "plan.tp": (fp8 and plan.tp > 1, not_split.format("matrices")),
         "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),
         "training.base_weights.format": _base_weights_limit(job),
         "software.autocast": (
@@ -148,6 +147,22 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         "software.loss": (
             software.loss == "fused",
             "the executor has no kernel that fuses output projection and loss; use chunked or whole",
+        ),
+        "plan.tp": (
+            (fp8 or training.is_of_preferences) and plan.tp > 1,
+            not_split.format("matrices") if fp8 else "the executor takes losses on preferences of whole logits; use 1",
+        ),
+        "model.lora_modules_to_save": (
+            bool(model.lora_modules_to_save) and training.is_of_preferences,
+            "the executor switches adapters off, and no modules that are trained; remove it",
+        ),
+        "plan.microbatch_size": (
+            training.task == "kto" and min(plan.sizes_of_ranks) == 1,
+            "the executor takes mismatched completions of KTO from the same microbatch; use 2 or more",
+        ),
+        "training.task": (
+            training.task == "reward" and software.layers.model_code != "framework",
+            "the executor has the head of a reward model for its own models; use software torch",
         ),
         "software": (
             no_transformers or not software.executable,

@@ -19,7 +19,7 @@ from simplan.plan.collectives import shares_of_whole
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
-from simplan.training import TrainingSpec
+from simplan.training import Reference, TrainingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,15 @@ class Job:
     software: SoftwareSpec
 
     def __post_init__(self) -> None:
-        """Gives a captured model its precision, a plan the captured layout, software that of device and optimizer."""
+        """Gives a captured model its precision, a plan the captured layout, software that of device and optimizer.
+
+        The head of the model follows the task, and the states of preference training the model's adapters.
+        """
+        model, software = with_objective(self.model, self.training, self.software)
+        if model is not self.model:
+            object.__setattr__(self, "model", model)
+        if software is not self.software:
+            object.__setattr__(self, "software", software)
         any_layout = self.training.precision == "fp8" and self.cluster.device.kernels.fp8_any_layout
         if self.software.fp8_any_layout != any_layout:
             object.__setattr__(self, "software", self.software.model_copy(update={"fp8_any_layout": any_layout}))
@@ -73,10 +81,41 @@ class Job:
         return self.training.global_batch_size // self.plan.sequences_per_microbatch
 
     @property
+    def sample(self) -> str:
+        """Name of one sample of the batch: ``pair`` where a task trains on pairs, else as ``ModelSpec.sample``."""
+        return "pair" if self.training.sequences_per_sample > 1 else self.model.sample
+
+    @property
     def sequences_per_step(self) -> int:
-        """Sequences whose gradients a step uses: the global batch without that of dropped replicas."""
+        """Sequences whose gradients a step uses: the global batch without that of dropped replicas, two of a pair."""
         kept = self.plan.dp - self.training.backup_workers
-        return self.training.global_batch_size * kept // self.plan.dp
+        return self.training.global_batch_size * kept // self.plan.dp * self.training.sequences_per_sample
+
+    def flops_per_step(self, *, full_attention: bool = False) -> int:
+        """Model FLOPs of a step without recomputation: of the sequences trained on, and of passes without gradients.
+
+        A pass of the reference model or of mismatched completions is part of the loss, unlike recomputation.
+        """
+        each = self.model.flops_per_sequence(full_attention=full_attention)
+        for name in self.training.passes(self.reference):
+            model = self.model if name == "mismatched" else self.model.without_training
+            each += model.forward_flops_per_sequence(full_attention=full_attention)
+        return self.sequences_per_step * each
+
+    @property
+    def plan_in_sequences(self) -> ParallelPlan:
+        """The plan with microbatches in sequences, of which a pair is two."""
+        plan, each = self.plan, self.training.sequences_per_sample
+        if each == 1:
+            return plan
+        sizes = plan.microbatch_sizes
+        scaled = tuple(each * size for size in sizes) if isinstance(sizes, tuple) else sizes
+        return plan.model_copy(update={"microbatch_size": each * plan.microbatch_size, "microbatch_sizes": scaled})
+
+    @property
+    def reference(self) -> Reference:
+        """Origin of the reference's log-probabilities in preference training."""
+        return self.training.reference(has_adapters=self.model.lora_rank > 0)
 
     @property
     def step_work(self) -> StepWork:
@@ -213,6 +252,18 @@ class Job:
         if by_section.get("plan") and "zero_stage" not in by_section["plan"]:
             return changed_job.with_plan(_with_zero_stage_of_groups(self.plan, changed_job))
         return changed_job
+
+
+def with_objective(model: ModelSpec, training: TrainingSpec, software: SoftwareSpec) -> tuple[ModelSpec, SoftwareSpec]:
+    """Model and framework of a training run, the model with the head of its task, the framework with its states."""
+    if model.objective != training.objective:
+        model = model.model_copy(update={"objective": training.objective})
+    of_preferences = training.is_of_preferences
+    trains_adapters = of_preferences and model.lora_rank > 0
+    sequences = training.sequences_per_sample if of_preferences else 0
+    if (software.trains_adapters, software.loss_sequences) != (trains_adapters, sequences):
+        software = software.model_copy(update={"trains_adapters": trains_adapters, "loss_sequences": sequences})
+    return model, software
 
 
 def computed_in(job: Job) -> ComputedIn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
@@ -10,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from simplan.base import Count, Natural, Positive, Spec
 from simplan.model.base_weights import BaseWeights
 from simplan.model.low_precision import Fp8Recipe
+from simplan.model.model import Objective
 from simplan.optimizers import UPDATES, OptimizerName, UpdateName
 from simplan.unmodeled import OPTIMIZERS as OPTIMIZERS_NOT_MODELED
 
@@ -89,11 +91,52 @@ class OptimizerDtypes(Spec):
     )
 
 
+Task = Literal["pretrain", "sft", "lora", "dpo", "kto", "orpo", "simpo", "reward"]
+"""Purpose of a run; the last five train on preferences."""
+Reference = Literal["adapters_off", "second_model", "precomputed", "none"]
+ForwardPassName = Literal["mismatched", "mismatched reference", "reference"]
+PREFERENCE_TASKS: tuple[Task, ...] = ("dpo", "kto", "orpo", "simpo", "reward")
+REFERENCE_TASKS: tuple[Task, ...] = ("dpo", "kto")
+"""Tasks whose loss compares the model with a reference model."""
+PAIRED_TASKS: tuple[Task, ...] = ("dpo", "orpo", "simpo", "reward")
+_OBJECTIVES: Mapping[str, Objective] = {"orpo": "odds_ratio", "reward": "score"}
+
+
+class PreferenceSpec(Spec):
+    """The reference model of preference training.
+
+    Attributes:
+        reference: Origin of the reference's log-probabilities. ``adapters_off``: a second forward of the model without
+            its adapters. ``second_model``: a model of its own on every rank. ``precomputed``: a pass over the data
+            before training, outside of the step. ``none``: the loss has none. None for ``adapters_off`` with adapters,
+            ``second_model`` without, and ``none`` for tasks without a reference.
+        reference_sharded: FSDP or ZeRO-3 shards the second model; None for a plan that shards parameters.
+        reference_dtype: Type in which the second model is stored; None for that of frozen weights of the framework.
+    """
+
+    reference: Reference | None = Field(
+        None,
+        description="adapters_off, second_model, precomputed or none; default: by task and adapters",
+    )
+    reference_sharded: bool | None = Field(
+        None, description="shard the second model over the ranks that shard parameters; default: as the plan does"
+    )
+    reference_dtype: Literal["fp32", "fp16", "bf16"] | None = Field(
+        None, description="type of the second model's weights; default: that of frozen weights"
+    )
+
+
+def _of_reference(value: Any) -> Any:
+    """Mapping with a reference for a reference alone."""
+    return {"reference": value} if isinstance(value, str) else value
+
+
 class TrainingSpec(Spec):
     """Batch, precision and optimizer of one run.
 
     Attributes:
-        global_batch_size: Sequences per optimizer step, over all devices.
+        global_batch_size: Sequences per optimizer step, over all devices; pairs of sequences where a task trains on
+            pairs (``sequences_per_sample``).
         precision: Format of the linear layers' matmuls. FP16 and BF16 are mixed precision. ``fp8``, ``mxfp8`` and
             ``nvfp4`` are BF16 except for the linear layers of blocks (``simplan.model.low_precision``).
         pure_bf16: Weights, gradients and optimizer states are BF16, without FP32 copies (``model.to(torch.bfloat16)``).
@@ -107,7 +150,9 @@ class TrainingSpec(Spec):
         clip_grad_norm: Norm to which gradients of the full model are scaled if theirs is larger; None for no clipping.
         task: Purpose of the run. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
             ``sft`` computes the same as ``pretrain``: tokens of prompts and padding are masked in the loss, but their
-            logits are computed.
+            logits are computed. ``dpo``, ``orpo``, ``simpo`` and ``reward`` train on pairs of a chosen and a rejected
+            sequence, ``kto`` on single ones, all weights or, with ``ModelSpec.lora_rank``, adapters.
+        preference: Reference model of ``dpo`` and ``kto``; None for its defaults.
         base_weights: Frozen linear layers below adapters in few bits (QLoRA); None for weights of the usual width.
         backup_workers: Data-parallel replicas whose gradients a step drops: it goes on when all but these have arrived
             (Chen et al. 2016, arXiv:1604.00981). Dropped sequences do not count in throughput.
@@ -117,7 +162,9 @@ class TrainingSpec(Spec):
             ``least_loss`` has the loss that the best model reaches.
     """
 
-    global_batch_size: Count = Field(description="sequences (or images) of an optimizer step, over all devices")
+    global_batch_size: Count = Field(
+        description="sequences (or images, or pairs of task dpo, orpo, simpo and reward) of a step, over all devices"
+    )
     precision: Precision = Field(
         "bf16", description="precision of the matmuls of linear layers; all except fp32 and tf32 are mixed precision"
     )
@@ -135,8 +182,19 @@ class TrainingSpec(Spec):
         None, description="one kernel for the update; false for torch's foreach; default: where such a kernel exists"
     )
     clip_grad_norm: Positive | None = Field(None, description="maximum norm of the gradients of the model")
-    task: Literal["pretrain", "sft", "lora"] = Field(
-        "pretrain", description="lora trains adapters of model.lora_rank only; sft computes the same as pretrain"
+    task: Task = Field(
+        "pretrain",
+        description=(
+            "lora trains adapters of model.lora_rank only; sft computes the same as pretrain; dpo, orpo, simpo and "
+            "reward train on pairs, kto on single examples, all weights or adapters"
+        ),
+    )
+    preference: Annotated[PreferenceSpec | None, BeforeValidator(_of_reference)] = Field(
+        None,
+        description=(
+            "reference model of dpo and kto: adapters_off, second_model or precomputed, or a mapping of reference, "
+            "reference_sharded and reference_dtype"
+        ),
     )
     base_weights: Annotated[BaseWeights | None, BeforeValidator(_of_format)] = Field(
         None,
@@ -152,6 +210,39 @@ class TrainingSpec(Spec):
         "random",
         description="samples of a run: markov (tokens) and gratings (images) can be learned; a step takes equally long",
     )
+
+    @property
+    def is_of_preferences(self) -> bool:
+        """True for a task of preference training."""
+        return self.task in PREFERENCE_TASKS
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of one sample of the batch that are trained on: 2 for a pair."""
+        return 2 if self.task in PAIRED_TASKS else 1
+
+    @property
+    def objective(self) -> Objective:
+        """Output and loss of the model's head."""
+        return _OBJECTIVES.get(self.task, "tokens")
+
+    def reference(self, *, has_adapters: bool) -> Reference:
+        """Origin of the reference's log-probabilities in a step of a model with or without adapters."""
+        chosen = None if self.preference is None else self.preference.reference
+        if chosen is not None or self.task not in REFERENCE_TASKS:
+            return chosen or "none"
+        return "adapters_off" if has_adapters else "second_model"
+
+    def passes(self, reference: Reference) -> tuple[ForwardPassName, ...]:
+        """Forwards of a microbatch without gradients, in the order of TRL's trainers.
+
+        Those of mismatched completions, for the KL term of KTO, and those of the reference model.
+        """
+        has_reference = reference in ("adapters_off", "second_model")
+        if self.task != "kto":
+            return ("reference",) if has_reference else ()
+        of_reference: tuple[ForwardPassName, ...] = ("mismatched reference", "reference")
+        return ("mismatched", *of_reference[: 2 * has_reference])
 
     @property
     def update(self) -> UpdateName:

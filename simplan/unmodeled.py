@@ -28,7 +28,7 @@ _RECORDS = (
     ),
     Unmodeled(
         "reinforcement learning is",
-        "rlhf ppo grpo dpo rl reward_model",
+        "rlhf ppo grpo rl",
         "use training.task: sft, which has the cost of an update of the policy",
     ),
     Unmodeled(

@@ -16,6 +16,7 @@ from simplan import catalog
 from simplan.cluster.topology import TOPOLOGIES
 from simplan.model.base_weights import BaseWeights
 from simplan.software.software import SoftwareSpec
+from simplan.training import PREFERENCE_TASKS
 from simplan.wording import either
 
 _OPTIONS = {
@@ -55,6 +56,7 @@ def show_training_options(document: Document) -> None:
     about_rank = about(path, why_not)
     number("LoRA rank", path, None, change=with_adapters, then=mend, disabled=bool(why_not), help=about_rank)
     _base_weights(document)
+    _task(document, has_adapters=bool(rank))
     name = profile_name()
     if name in catalog.names("software"):
         profile = catalog.software(name)
@@ -71,6 +73,13 @@ def _base_weights(document: Document) -> None:
     values = (None, *get_args(BaseWeights.model_fields["format"].annotation))
     if written is None or isinstance(written, str):
         open_choice(document, "Base weights", path, values, None, "16 bits", then=mend)
+
+
+def _task(document: Document, *, has_adapters: bool) -> None:
+    """Purpose of the training; a task of preference training brings the defaults of its reference model."""
+    path, usual = ("training", "task"), "lora" if has_adapters else "pretrain"
+    others = ("lora",) if has_adapters else ("pretrain", "sft")
+    open_choice(document, "Task", path, (*others, *PREFERENCE_TASKS), usual, then=_after_option)
 
 
 def _option(document: Document, option: str, default: Any) -> None:

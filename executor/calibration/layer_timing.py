@@ -202,8 +202,12 @@ class _LayerBench:
 
     def _loss(self, stage: Stage, autocast: torch.dtype | None, device: torch.device) -> _Loss:
         """Returns the loss of a head."""
-        chunked = self._shape.chunked_loss
+        chunked, objective = self._shape.chunked_loss, self._shape.model.objective
         (layer,) = stage.layers.values()
+        if objective == "score":
+            return lambda scores, targets: scores[:, -1].sum()
+        if objective == "odds_ratio" and chunked is None:
+            return _with_chosen_loss
         if chunked is None or not isinstance(layer, OutputHead):
             return partial(cross_entropy, parallel=self._dims)
         return loss_in_chunks(layer, chunked, autocast, device)
@@ -219,6 +223,12 @@ class _LayerBench:
         if self._optimizer is not None:
             self._optimizer.step()
             zero_gradients(self._masters)
+
+
+def _with_chosen_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Losses of ORPO: of all sequences, and of the chosen ones, the first half."""
+    half = len(targets) // 2
+    return cross_entropy(logits, targets) + cross_entropy(logits[:half], targets[:half])
 
 
 def layer_timing(

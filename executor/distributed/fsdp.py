@@ -82,15 +82,16 @@ class StageSharding:
             hide_hooks(matrices)
             outer.set_modules_to_forward_prefetch([inner])
 
-    def finish(self, stage: Stage, *, casts_inputs: bool = True) -> None:
+    def finish(self, stage: Stage, *, casts_inputs: bool = True, reshards: bool = False) -> None:
         """Shards the remaining parameters: layers that share a weight.
 
         Args:
             casts_inputs: Cast what the stage receives to the dtype of compute.
+            reshards: Free these parameters after forward.
         """
         # what a stage gives is sent, and nothing changes it in place
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .FSDPCapturedPart. returned a view tensor")
-        self._units.make([stage], reshards=False, casts_inputs=casts_inputs)
+        self._units.make([stage], reshards=reshards, casts_inputs=casts_inputs)
 
 
 class _Units:

@@ -14,13 +14,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from executor.launch.watchdog import Unwatched
-from executor.models.model import Stage
 from executor.profiling.recorder import Recorder, make_clock
 from executor.train.optimizers import local
 from executor.train.trainer import Trainer
@@ -266,25 +265,26 @@ def _known(trainer: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
     note(_C.BUFFERS, *trainer.sent)
     for optimizer in trainer.local_optimizers:
         note(states, *(value for state in optimizer.state.values() for value in state.values()))
-    for stage in trainer.stages.values():
+    second = [] if trainer.second_model is None else [trainer.second_model]
+    for module in [*trainer.stages.values(), *second]:
         gathered = set()
-        for held in _fsdp_parameters(stage):
+        for held in _fsdp_parameters(module):
             whole = getattr(held, "_unsharded_param", None)
             gathered.add(id(whole))
             gathered.add(id(held.sharded_param))
             note(weights, held._sharded_param_data)
             note(gradients, held.sharded_param.grad)
             note(_C.GRADIENTS, held.unsharded_accumulated_grad, getattr(whole, "grad", None))
-        for parameter in stage.parameters():
+        for parameter in module.parameters():
             if id(parameter) not in gathered:
                 note(_C.PARAMETERS, parameter)
                 note(_C.GRADIENTS, parameter.grad)
     return found
 
 
-def _fsdp_parameters(stage: Stage) -> Iterator[Any]:
-    """FSDP's own objects for the parameters of a stage."""
-    for module in stage.modules():
+def _fsdp_parameters(whole: nn.Module) -> Iterator[Any]:
+    """FSDP's own objects for the parameters of a stage, or of a second model."""
+    for module in whole.modules():
         if isinstance(module, FSDPModule):
             yield from (held for group in _parameter_groups(module) for held in group.fsdp_params)
 

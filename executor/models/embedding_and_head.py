@@ -111,20 +111,27 @@ class OutputHead(nn.Module):
 
 
 class Head(OutputHead):
-    """The head of most families."""
+    """The head of most families.
+
+    Attributes:
+        scores: There is one score of every token in place of logits.
+    """
 
     def __init__(self, request: LayerRequest) -> None:
         super().__init__()
         spec = request.spec
         self.norm = make_norm(spec)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.scores = spec.objective == "score"
+        self.lm_head = nn.Linear(spec.hidden_size, 1 if self.scores else spec.vocab_size, bias=False)
 
 
 class CappedHead(Head):
-    """Logits of Gemma 2, which pass through a scaled tanh."""
+    """Logits of Gemma 2, which pass through a scaled tanh; scores of a reward model do not."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states after the norm."""
+        if self.scores:
+            return super().logits(hidden)
         return soft_capped(super().logits(hidden), _LOGITS_CAP)
 
 

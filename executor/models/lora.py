@@ -24,7 +24,10 @@ class LoraLinear(nn.Linear):
     Attributes:
         lora_a, lora_b: A (r x k) and B (n x r).
         dropout: Probability with which an element of A's input is 0.
+        is_on: Compute with the adapter.
     """
+
+    is_on = True
 
     def __init__(self, linear: nn.Linear, rank: int, dropout: float = 0.0) -> None:
         k, n = linear.in_features, linear.out_features
@@ -39,6 +42,8 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., k) to (..., n)."""
+        if not self.is_on:
+            return self.base(x)
         narrow = self.lora_a(self.dropped(x))
         return self.adapted(self.base(x), narrow, self.lora_b.weight)
 
@@ -112,7 +117,10 @@ class LoraEmbedding(nn.Embedding):
 
     Attributes:
         lora_a, lora_b: A (r x v) and B (n x r).
+        is_on: Compute with the adapter.
     """
+
+    is_on = True
 
     def __init__(self, table: nn.Embedding, rank: int) -> None:
         v, n = table.num_embeddings, table.embedding_dim
@@ -122,6 +130,8 @@ class LoraEmbedding(nn.Embedding):
 
     def forward(self, x: Tensor) -> Tensor:
         """(...) to (..., n)."""
+        if not self.is_on:
+            return super().forward(x)
         rows = functional.embedding(x, self.lora_a.weight.T)
         return LoraLinear.adapted(super().forward(x), rows, self.lora_b.weight)
 

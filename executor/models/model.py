@@ -168,7 +168,7 @@ def build_stage(
             split_layer(layer, dims)
         _materialize(layer, device, dtype)
         _draw_weights(layer, spec, index, seed, dims)
-        if spec.lora_rank or spec.frozen:
+        if spec.lora_rank or spec.frozen or spec.trains_nothing:
             freeze(layer, spec.layers[index], (frozen_dtype if spec.lora_rank else None) or dtype)
         if base_weights is not None:
             from executor.models.base_weights import quantize
@@ -176,7 +176,7 @@ def build_stage(
             quantize(layer, spec.layers[index], base_weights)
         if dims.tp.mesh is not None and dims.dp.size > 1:
             with_local_weights(layer, dims.tp.mesh)
-        if spec.tied_embeddings and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):
+        if spec.layers[index].tied and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):
             layer.get_submodule("lm_head").weight = layers[0].get_parameter("wte.weight")
         if spec.input_require_grads and index == 0:
             layer.register_forward_hook(_require_gradient)
@@ -257,7 +257,7 @@ def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int
     specs = spec.layers[layer_index].parameters
     for number, (name, parameter) in enumerate(layer.named_parameters()):
         source = (layer_index, number)
-        if name == "lm_head.weight" and spec.tied_embeddings:
+        if name == "lm_head.weight" and spec.layers[layer_index].tied:
             source = (0, 0)  # the embedding's wte.weight
         own = parameter.detach()
         own = own.to_local() if isinstance(own, DTensor) else own

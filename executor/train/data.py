@@ -174,6 +174,19 @@ def model_batch(
             raise ValueError("CapturedData makes the batches of captured models")
 
 
+def in_pairs(samples: Tensor, microbatch_size: int) -> Tensor:
+    """Consecutive pairs of sequences, by microbatch the chosen ones first.
+
+    >>> in_pairs(torch.arange(8), 2).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+
+    Args:
+        samples: (2 * pairs, ...)
+        microbatch_size: Pairs of a microbatch.
+    """
+    return samples.view(-1, microbatch_size, 2, *samples.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
 def _has_target(spec: ModelSpec) -> Tensor:
     """Mask of tokens that are followed by a token of the same document, (seq_len) bool; False for padding."""
     found = torch.zeros(spec.seq_len, dtype=torch.bool)

@@ -31,7 +31,7 @@ class LoopEngine:
         module: The model, plain, sharded by FSDP or wrapped in DistributedDataParallel.
         row: Actions of the rank, except OPTIM, which the trainer runs.
         trained: Trained parameters of the model.
-        loss: Returns the loss of a microbatch from the module's output and the targets.
+        loss: Returns the loss of a microbatch from the module, its input and the targets.
         complete_gradients: Called in REDUCE_GRAD, before gradients are divided.
         sync_each: Reduce gradients after every microbatch, not only after the last.
         replicas: With backup workers, the replicas that average their gradients after the last backward; else None.
@@ -41,7 +41,7 @@ class LoopEngine:
     row: Sequence[Action]
     trained: Sequence[nn.Parameter]
     num_microbatches: int
-    loss: Callable[[Tensor, Any], Tensor]
+    loss: Callable[[nn.Module, Any, Any], Tensor]
     complete_gradients: Callable[[], None]
     sync_each: bool
     recorder: Recorder
@@ -80,7 +80,7 @@ class LoopEngine:
                 elif action.kind is ActionKind.FORWARD:
                     assert microbatch is not None
                     with self._ddp_synchronized(microbatch):
-                        loss = self.loss(self.module(inputs[microbatch]), wanted[microbatch])
+                        loss = self.loss(self.module, inputs[microbatch], wanted[microbatch])
                     graphs[microbatch], losses[microbatch] = loss, loss.detach()
                     del loss
                 else:

@@ -26,23 +26,31 @@ from simplan.model.implementations.loss_in_chunks import ChunkedLoss
 _SINGLE = ParallelDims()
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, parallel: ParallelDims = _SINGLE) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, parallel: ParallelDims = _SINGLE, *, reduction: str = "mean"
+) -> Tensor:
     """Mean cross-entropy over this rank's tokens that have a target, computed in fp32 (in fp64 for fp64 logits).
 
     Args:
         logits: Logits of the rank's part of the vocabulary, (batch, tokens, vocab_size).
         targets: Targets in the whole vocabulary, (batch, tokens) int64; ``IGNORED`` for none.
         parallel: Parallel dimensions; if ``tp`` splits the vocabulary, call forward and backward inside ``split_loss``.
+        reduction: ``none`` for that of every token, (batch * tokens), 0 without a target.
     """
     wide = logits if logits.dtype is torch.float64 else logits.float()
     wide, targets = wide.flatten(0, -2), targets.flatten()
     if parallel.tp.mesh is None:
-        return functional.cross_entropy(wide, targets, ignore_index=IGNORED)
+        return functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction=reduction)
     split = DTensor.from_local(wide, parallel.tp.mesh, (Shard(1),), run_check=False)
     del wide
     loss = functional.cross_entropy(split, targets, ignore_index=IGNORED)
     assert isinstance(loss, DTensor)
     return loss.to_local().clone()  # no view: torch's pipelines detach it in place
+
+
+def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of targets (batch, tokens), computed as ``cross_entropy``; 0 without a target."""
+    return -cross_entropy(logits, targets, reduction="none").view(targets.shape)
 
 
 def split_loss(parallel: ParallelDims) -> AbstractContextManager[None]:
@@ -85,6 +93,18 @@ class LossInChunks:
         with self.autocast():
             loss: Tensor = _GradientsInForward.apply(*inputs, self._tokens(flat), mean)  # type: ignore[no-untyped-call]
         return loss
+
+    def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Log-probabilities of targets (batch, tokens); 0 without a target. Arguments as for the mean."""
+        flat, wanted = hidden.flatten(0, -2), targets.flatten()
+        run = partial(checkpoint, self._each_of, use_reentrant=False, preserve_rng_state=False)
+        with self.autocast():
+            found = [run(*pair) for pair in _chunks(self._tokens(flat), flat, wanted)]
+        return -torch.cat(found).view(targets.shape)
+
+    def _each_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of every token of one chunk."""
+        return cross_entropy(self.head.logits(hidden), targets, reduction="none")
 
     def _sum_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of one chunk."""

@@ -29,7 +29,7 @@ from executor.models.embedding_and_head import OutputHead
 from executor.models.lora import trained_parameters
 from executor.models.model import Stage, build_stage, split_dimensions
 from executor.profiling.recorder import Recorder
-from executor.train.data import input_shape, model_batch
+from executor.train.data import in_pairs, input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, loss_in_chunks, split_loss
 from executor.train.optimizers import ShardGroups, make_optimizer, zero_gradients
@@ -65,6 +65,7 @@ class Trainer:
         stages: Stages of the rank by index, ascending.
         optimizers: Optimizers of all trained parameters.
         replicas: With backup workers, the replicas of which every step drops the last; else None.
+        second_model: Reference model of preference training; None without one of its own.
     """
 
     def __init__(self, job: RunSpec, rank: int, device: torch.device, dims: ParallelDims, recorder: Recorder) -> None:
@@ -111,6 +112,7 @@ class Trainer:
         self._clipper = self._make_clipper(parameters)
         self._outer = self._make_outer(parameters)
         self.replicas: FirstReplicas | None = None
+        self.second_model: nn.Module | None = None
         if num_dropped:
             from executor.distributed.replicas.backup_workers import FirstReplicas
 
@@ -126,7 +128,7 @@ class Trainer:
                 row[:-1],
                 parameters,
                 self._num_microbatches,
-                loss=loss,
+                loss=self._of_microbatch(loss),
                 complete_gradients=self._completion(index),
                 sync_each=plan.reduces_every_microbatch,
                 recorder=recorder,
@@ -158,7 +160,8 @@ class Trainer:
 
         Of a captured model, a list of the arguments of every microbatch, and None.
         """
-        num_samples = self._num_microbatches * self._job.plan.microbatch_size
+        each = self._job.training.sequences_per_sample
+        num_samples = self._num_microbatches * self._job.plan.microbatch_size * each
         if self._captured_data is not None:
             first = self._data_rank * self._num_microbatches
             numbers = range(first, first + self._num_microbatches)
@@ -173,6 +176,8 @@ class Trainer:
         )
         if inputs.is_floating_point():
             inputs = inputs.to(weight_dtype(self._job))
+        if each == 2:
+            inputs, targets = (in_pairs(both, self._job.plan.microbatch_size) for both in (inputs, targets))
         local = self._dims.local_tokens
         # without the first stage inputs are of no use, and images are large
         inputs = local(inputs) if 0 in self.stages else inputs.new_empty(0)
@@ -282,7 +287,7 @@ class Trainer:
         job, plan, model = self._job, self._job.plan, self._job.model
         layers = job.assignment.layer_range(index)
         ends = {0, len(model.layers) - 1}
-        shared = ends if model.tied_embeddings and ends <= set(layers) else set()
+        shared = ends if model.layers[-1].tied and ends <= set(layers) else set()
         if model.captured is not None:
             shared |= blocks_in_root(model.captured, self._layers, plan.fsdp_units)
         sharding = self._sharding(index) if plan.shards_parameters else None
@@ -494,7 +499,7 @@ class Trainer:
         if self._job.model.captured is not None:
             return lambda loss, targets: loss
         software, last = self._job.software, len(self._job.model.layers) - 1
-        chunked = software.chunked_losses.get(software.loss)
+        chunked = software.chunked_loss
         heads = [stage.layers[str(last)] for stage in self.stages.values() if str(last) in stage.layers]
         if chunked is None or not heads:
             return partial(cross_entropy, parallel=self._dims)
@@ -502,6 +507,20 @@ class Trainer:
         assert isinstance(head, OutputHead)
         dtype = None if self._job.plan.shards_parameters else compute_dtype(self._job)
         return loss_in_chunks(head, chunked, dtype, self._device)
+
+    def _of_microbatch(self, loss: Callable[[Tensor, Any], Tensor]) -> Callable[[nn.Module, Any, Any], Tensor]:
+        """Function of the module, its input and the targets of a microbatch."""
+        job = self._job
+        if not job.training.is_of_preferences:
+            return lambda module, inputs, targets: loss(module(inputs), targets)
+        from executor.train.preference import preference_loss
+
+        preference, plan = job.training.preference, job.plan
+        is_whole = preference is not None and preference.reference_sharded is False
+        sharding = self._sharding(0) if plan.shards_parameters and not is_whole else None
+        found = preference_loss(job, loss, self._device, self._dims, sharding)
+        self.second_model = found.second_model
+        return found
 
     def _completion(self, index: int) -> Callable[[], None]:
         """Function that reduces partial and expert gradients of a stage; called before division by microbatches."""

@@ -177,7 +177,8 @@ def step_flops(job: Job) -> float:
             indices = recomputation(layer, mode, number - 1, plan.recompute_modules).kernels
             kernels = layer.kernels if mode == "full" else [layer.kernels[index] for index in indices]
             again += sum(kernel.flops for kernel in kernels if isinstance(kernel, Gemm | Attention))
-    return float(job.training.global_batch_size * (job.model.flops_per_sequence() + again))
+    num_sequences = job.training.global_batch_size * job.training.sequences_per_sample
+    return float(num_sequences * (job.model.flops_per_sequence() + again))
 
 
 def _assignment(model: ModelSpec, plan: ParallelPlan) -> StageAssignment:

@@ -28,8 +28,10 @@ from simplan.cost.calibration.nccl_tests import read_nccl_tests
 from simplan.cost.calibration.store import default_path, kinds_needed, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import as_argument, write_model
+from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.model.low_precision import DEFAULT_RECIPE
+from simplan.program.lowering.passes import forward_passes
 from simplan.runs.elastic import Nodes
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario, SearchScenario
@@ -112,7 +114,8 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
         return True
     if calibration is None:
         return False
-    shape, plan = _shape(scenario), scenario.job.plan
+    shapes, plan = _shapes(scenario), scenario.job.plan
+    shape = shapes[0]
     ranks = scenario.job.cluster.ranks_per_node
     cost = CalibratedCost(
         calibration,
@@ -122,7 +125,7 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
         fp8_recipe=shape.fp8_recipe,
         mixed=shape.mixed,
     )
-    keys = {layer.key for layer in shape.layers}
+    keys = {layer.key for each in shapes for layer in each.layers}
     kinds = kinds_needed(plan, scenario.job.padded_model, scenario.job.training) if ranks > 1 else frozenset()
     if _has_servers_alone(scenario) and not _times_sends_inside(calibration):
         return False
@@ -170,8 +173,8 @@ def requests_for(
             rule = f"is not the CPU ranks of {THIS_MACHINE}, so the number of ranks to time here is unknown"
             problem = Problem(field="cluster", value=scenario.job.cluster.id, rule=rule, fix="give --ranks N")
             raise SpecError(problem, file=scenario.file)
-        ranks, shape = num_ranks or scenario.job.cluster.ranks_per_node, _shape(scenario)
-        shapes[ranks][shape.model_dump_json()] = shape
+        ranks = num_ranks or scenario.job.cluster.ranks_per_node
+        shapes[ranks] |= {shape.model_dump_json(): shape for shape in _shapes(scenario)}
         kinds[ranks] |= kinds_needed(scenario.job.plan, scenario.job.padded_model, scenario.job.training)
         if _has_servers_alone(scenario):
             kinds[2].add(CollectiveKind.SEND)
@@ -376,8 +379,15 @@ def _copies_to_host(scenario: Scenario) -> bool:
     return plan.offload_activations or (plan.offload_optimizer and not is_cpu)
 
 
-def _shape(scenario: Scenario) -> ShapeRequest:
-    training, plan = scenario.job.training, scenario.job.plan
+def _shapes(scenario: Scenario) -> tuple[ShapeRequest, ...]:
+    """Layers of a scenario: those that are trained, and those of passes in forward alone."""
+    of_passes = {each.job.model: each.job for each in forward_passes(scenario.job)}
+    others = [job for model, job in of_passes.items() if model.trains_nothing]
+    return tuple(_shape(scenario, job) for job in (scenario.job, *others))
+
+
+def _shape(scenario: Scenario, job: Job) -> ShapeRequest:
+    training, plan, model = job.training, job.plan, job.padded_model
     precision = training.precision
     if precision not in ("fp32", "tf32", "bf16", "fp8"):
         problem = Problem(
@@ -385,16 +395,18 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         )
         raise NotModelledError(problem, file=scenario.file)
     return ShapeRequest(
-        model=scenario.job.padded_model,
+        model=model,
         shard=plan.shard,
-        microbatch_size=plan.microbatch_size,
+        microbatch_size=job.plan_in_sequences.microbatch_size,
         mixed=way_of_mixing(precision, sharded=plan.shards_parameters or training.pure_bf16),
         dtype=precision,
         fp8_recipe=training.fp8_recipe or DEFAULT_RECIPE,
         optimizer=training.update,
-        compiled=scenario.job.software.compiled,
-        model_code=scenario.job.software.layers.model_code,
-        chunked_loss=scenario.job.software.chunked_losses.get(scenario.job.software.loss),
+        compiled=job.software.compiled,
+        model_code=job.software.layers.model_code,
+        chunked_loss=job.software.chunked_loss,
         base_weights=training.base_weights,
-        frozen_base=None if training.base_weights is None else scenario.job.software.state(training, plan).base,
+        frozen_base=None if training.base_weights is None else job.software.state(training, plan).base,
+        objective=model.objective,
+        trains_nothing=model.trains_nothing,
     )

@@ -123,7 +123,8 @@ def ground_of(job: Job) -> Ground:
     """Ground of a job; cheap, since a search asks for each of its plans."""
     device, training, model, cluster = job.cluster.device, job.training, job.model, job.cluster
     peak = device.peak_flop_per_s.get(training.precision)
-    work = model.flops_per_sequence() * training.global_batch_size / cluster.num_devices
+    num_sequences = training.global_batch_size * training.sequences_per_sample
+    work = model.flops_per_sequence() * num_sequences / cluster.num_devices
     return Ground(
         architecture=device.architecture,
         device=device.id,

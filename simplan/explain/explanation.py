@@ -167,7 +167,7 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
         below = f"({step} x {devices} x {format_flop_per_s(cluster.device.peak_flop_per_s[training.precision])})"
 
     def tera(full_attention: bool) -> str:
-        flops = model.flops_per_sequence(full_attention=full_attention) * prediction.job.sequences_per_step
+        flops = prediction.job.flops_per_step(full_attention=full_attention)
         return f"{format_number(flops / 1e12)} TFLOP"
 
     causal = prediction.mfu != prediction.mfu_full_attention

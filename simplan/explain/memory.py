@@ -11,7 +11,10 @@ from simplan.model.layer import LayerSpec
 from simplan.optimizers import OPTIMIZERS
 from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
+from simplan.program.lowering.passes import forward_passes
+from simplan.program.lowering.stage import Stages
 from simplan.program.memory.low_precision_footprint import persistent_weight_bytes
+from simplan.program.memory.states import second_model_bytes
 from simplan.program.program import LayerWork, MemoryCategory, Program
 from simplan.program.tables.complete import stage_to_rank
 from simplan.program.timeline import SpanKind
@@ -73,7 +76,8 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
     trained = _num_trained(prediction, program, rank)
     quantized = _quantized_bytes(prediction, rank)
     packed, form = _packed_bytes(prediction, rank)
-    wide = resting[MemoryCategory.PARAMETERS] - quantized - packed
+    second = _second_model_bytes(prediction, rank)
+    wide = resting[MemoryCategory.PARAMETERS] - quantized - packed - second
     frozen = 0 if trained is None else (wide - trained * state.parameter) // state.frozen
     is_parameters = category is MemoryCategory.PARAMETERS
     width = {
@@ -97,6 +101,8 @@ def _states(prediction: Prediction, program: Program, category: MemoryCategory, 
         formula += f" + {format_bytes(packed, digits=4)} of frozen weights in {form}"
     if job.plan.shards_parameters:
         formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
+    if second and is_parameters:
+        formula += f" + {format_bytes(second, digits=4)} of the reference model"
     if outer_bytes:
         more = f"{format_bytes(outer_bytes, digits=4)} of outer parameters and momentum"
         return f"{formula} + {more}" if kept else more
@@ -146,7 +152,8 @@ def _num_updated(program: Program, rank: int) -> int:
 def _logits(prediction: Prediction, num_bytes: int) -> str:
     """Formula for copies of the output distribution, each tokens x vocabulary of one microbatch and rank."""
     head = prediction.job.padded_model.layers_of(prediction.job.plan.shard)[-1]
-    elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * prediction.job.plan.microbatch_size
+    sequences = prediction.job.plan_in_sequences.microbatch_size
+    elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * sequences
     return f"{num_bytes / (4 * elements):.4g} x {elements:,} (tokens x vocabulary) x 4 B"
 
 
@@ -190,6 +197,14 @@ def _quantized_bytes(prediction: Prediction, rank: int) -> int:
         return 0
     state = prediction.job.software.state(prediction.job.training, plan)
     return sum(persistent_weight_bytes(layer, state) for layer in _layers_of_rank(prediction, rank))
+
+
+def _second_model_bytes(prediction: Prediction, rank: int) -> int:
+    """Persistent bytes of a rank's part of a second model; 0 without one."""
+    job = prediction.job
+    if job.reference != "second_model":
+        return 0
+    return second_model_bytes(Stages(job, prediction.assignment, prediction.table, forward_passes(job)[-1]), rank)
 
 
 def _layers_of_rank(prediction: Prediction, rank: int) -> list[LayerSpec]:

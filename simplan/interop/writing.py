@@ -174,6 +174,8 @@ def _chosen(spec: Spec) -> list[str]:
     default: Any = catalog.software(spec.id) if isinstance(spec, SoftwareSpec) else None
     chosen = []
     for name, info in type(spec).model_fields.items():
+        if info.exclude:  # it follows from others
+            continue
         value = getattr(spec, name)
         usual = info.get_default(call_default_factory=True) if default is None else getattr(default, name)
         if value != usual and not (info.is_required() and not value):  # sizes that a family does not have are 0

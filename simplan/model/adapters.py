@@ -110,12 +110,12 @@ def partly_trained(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) 
 
 
 def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[LayerSpec, _Training]]:
-    adapts = model.lora_rank > 0
+    adapts = model.lora_rank > 0 or model.trains_nothing
     groups, inside = (matrices(layers), {}) if adapts else ({}, modules(layers))
-    targets = _parts(model.lora_targets) if adapts else ()
+    targets = _parts(model.lora_targets) if adapts and not model.trains_nothing else ()
     ranks = [(part, rank) for name, rank in model.lora_rank_pattern.items() for part in _parts((name,))]
     frozen = _parts(model.frozen)
-    saved = {LayerKind(name) for name in model.lora_modules_to_save}
+    saved = {LayerKind(name) for name in model.lora_modules_to_save if not model.trains_nothing}
     tied = model.tied_embeddings
     for layer, block in numbered(layers):
         kind = layer.kind
@@ -132,7 +132,10 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
         if adapts:
             kept = _END_MATRICES[kind] if kind in saved else ""
             order = tuple((name, chosen[name]) for name in own if name in chosen)
-            yield layer, _Training(order, None, kept, model.lora_dropout > 0, model.lora_dora)
+            modules_frozen = None
+            if kind is LayerKind.HEAD and model.objective == "score":  # PEFT trains the new head of a reward model
+                modules_frozen = frozenset(p.name.rpartition(".")[0] for p in layer.parameters) - {_END_MATRICES[kind]}
+            yield layer, _Training(order, modules_frozen, kept, model.lora_dropout > 0, model.lora_dora)
             continue
         names_frozen: set[str] = set()
         for part in frozen:

@@ -14,10 +14,14 @@ from simplan.model.captured.facts import CapturedModel
 from simplan.model.families import FAMILIES
 from simplan.model.layer import Attention, LayerKind, LayerSpec
 from simplan.model.packing import PackStatistics
+from simplan.model.parts.embedding_and_head import head_for
 from simplan.plan.shard import Shard
 from simplan.wording import either
 
-_OF_ALL = frozenset({"name", "family", "packs", "sources"})
+Objective = Literal["tokens", "odds_ratio", "score"]
+"""Output of a language model's head: logits of tokens and their cross-entropy, with that of chosen sequences apart
+(ORPO), or one score of every token in place of logits (reward models)."""
+_OF_ALL = frozenset({"name", "family", "packs", "sources", "objective", "trains_nothing"})
 _LARGEST_VOCABULARY = 10**8
 MAX_LAYERS = 2_000
 """Blocks of the largest model, more than ten times as many as any model has that was published."""
@@ -247,6 +251,8 @@ class ModelSpec(Spec):
     )
     captured: CapturedModel | None = Field(None, description="A captured module; the file of simplan capture has it.")
     sources: dict[str, str] = Field(default_factory=dict)
+    objective: Objective = Field(default="tokens", exclude=True)
+    trains_nothing: bool = Field(default=False, exclude=True)
 
     if TYPE_CHECKING:  # fields without a default may be left out when others imply them
 
@@ -327,9 +333,16 @@ class ModelSpec(Spec):
     def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
         """All layers, as one rank holds and computes them; degrees divide what they split (``simplan.rules``)."""
         layers = FAMILIES[self.family].layers(self, shard)
+        if self.objective != "tokens" and FAMILIES[self.family].task == "next_token":
+            layers = (*layers[:-1], head_for(layers[-1], self.objective))
         adapts_itself = self.captured is not None
-        trains_all = not (self.lora_rank or self.frozen)
+        trains_all = not (self.lora_rank or self.frozen or self.trains_nothing)
         return layers if trains_all or adapts_itself else partly_trained(layers, self, shard)
+
+    @property
+    def without_training(self) -> ModelSpec:
+        """The model without adapters, all of whose weights are frozen."""
+        return self.model_copy(update={"trains_nothing": True, "input_require_grads": False})
 
     @property
     def shared_by_ends(self) -> bool:
@@ -383,23 +396,25 @@ class ModelSpec(Spec):
         """
         return self._flops_per_sequence[full_attention]
 
+    def forward_flops_per_sequence(self, *, full_attention: bool = False) -> int:
+        """Model FLOPs of one sequence in forward alone."""
+        return self._flops(full_attention=full_attention, backward=False)
+
     @cached_property
     def _flops_per_sequence(self) -> tuple[int, int]:
         """Model FLOPs of one sequence, without and with full attention."""
+        return self._flops(full_attention=False), self._flops(full_attention=True)
+
+    def _flops(self, *, full_attention: bool, backward: bool = True) -> int:
         alike = Counter(layer.key for layer in self.layers)
-        layers = {layer.key: layer for layer in self.layers}.values()
-        found = []
-        for full in (False, True):
-            total = attention = 0
-            for layer in layers:
-                total += alike[layer.key] * (
-                    layer.flops(full_attention=full) + layer.backward_flops(full_attention=full)
-                )
-                for core in (kernel for kernel in layer.kernels if isinstance(kernel, Attention)):
-                    matmuls = alike[layer.key] * (3 if core.propagates else 1)
-                    attention += matmuls * (core.full_flops if full else core.flops)
-            found.append(attention + round((total - attention) * self.document_share))
-        return found[0], found[1]
+        total = attention = 0
+        for layer in {layer.key: layer for layer in self.layers}.values():
+            back = layer.backward_flops(full_attention=full_attention) if backward else 0
+            total += alike[layer.key] * (layer.flops(full_attention=full_attention) + back)
+            for core in (kernel for kernel in layer.kernels if isinstance(kernel, Attention)):
+                matmuls = alike[layer.key] * (3 if core.propagates and backward else 1)
+                attention += matmuls * (core.full_flops if full_attention else core.flops)
+        return attention + round((total - attention) * self.document_share)
 
     @property
     def num_blocks(self) -> int:

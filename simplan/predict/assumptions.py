@@ -35,6 +35,7 @@ def assumptions(job: Job, program_costs: ProgramCosts, short_bytes: int) -> tupl
     return (
         *_of_model(job),
         *_of_plan(job),
+        *_of_preferences(job),
         *_of_costs(job, program_costs),
         *_of_machine(job, program_costs, short_bytes),
         *_of_offload(job),
@@ -98,6 +99,29 @@ def _of_plan(job: Job) -> Iterator[str]:
         yield f"the plan has no {name}: no effect of plan.collectives.{kind} = {algorithm}"
     if plan.ep == 1 and software.expert_dispatch in ("deepep", "hybridep"):
         yield "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
+
+
+def _of_preferences(job: Job) -> Iterator[str]:
+    """Sentences on what preference training counts, and leaves out."""
+    training = job.training
+    if not training.is_of_preferences:
+        return
+    passes = len(training.passes(job.reference))
+    if training.sequences_per_sample > 1:
+        yield (
+            "a batch counts pairs of a chosen and a rejected sequence, both of model.seq_len tokens; tokens/s count "
+            "both"
+        )
+    if passes:
+        what = "the forward" if passes == 1 else f"the {passes} forwards"
+        yield f"MFU counts {what} without gradients of every sequence, and tokens/s do not"
+    if job.reference == "precomputed":
+        yield "the pass over the data that computes the reference's log-probabilities is before training, in no step"
+    if training.task == "kto":
+        yield (
+            "the KL term is the mean over the microbatch of a rank: TRL averages it over ranks, by a collective of a "
+            "few bytes that is not modeled"
+        )
 
 
 def _host_share(program_costs: ProgramCosts) -> float:

@@ -429,7 +429,7 @@ def _layer_times_s(job: Job, cost: CostModel, group: int | None = None) -> list[
     Args:
         group: Node group of the device; None for a cluster of equal nodes.
     """
-    size = job.plan.microbatch_size if group is None else microbatch_size_in(job, group)
+    size = job.plan_in_sequences.microbatch_size if group is None else microbatch_size_in(job, group)
     return layer_times_s(job, cost, size, group)
 
 

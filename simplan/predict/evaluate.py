@@ -122,7 +122,7 @@ def predict_step(
     sequences_per_s = job.sequences_per_step / step_time_s
     available = cluster.peak_flop_per_s.get(training.precision)
     mfu, mfu_full = (
-        None if available is None else sequences_per_s * model.flops_per_sequence(full_attention=full) / available
+        None if available is None else job.flops_per_step(full_attention=full) / step_time_s / available
         for full in (False, True)
     )
     if available is not None and mfu is not None and mfu > 1:
@@ -362,11 +362,11 @@ def _reference_s(cost: CostModel, job: Job) -> float | None:
     if not isinstance(cost, CalibratedCost):
         return None
     keys = {layer.key for layer in job.software.layers_of(job.model, job.plan, job.training)}
-    return cost.reference_s(keys, job.plan.microbatch_size)
+    return cost.reference_s(keys, job.plan_in_sequences.microbatch_size)
 
 
 def recomputed_share(job: Job, assignment: StageAssignment) -> float:
-    """Recomputed FLOPs over FLOPs of forward and backward."""
+    """Recomputed FLOPs over model FLOPs."""
     plan = job.plan
     again = total = 0
     found: dict[tuple[object, Recompute, int], tuple[int, int]] = {}
@@ -379,7 +379,8 @@ def recomputed_share(job: Job, assignment: StageAssignment) -> float:
             flops = sum(kernel.flops for kernel in own if isinstance(kernel, Gemm | Attention))
             found[key] = flops, layer.flops() + layer.backward_flops()
         again, total = again + found[key][0], total + found[key][1]
-    return again / total
+    trained = job.sequences_per_step * job.model.flops_per_sequence()
+    return again / total * (trained / job.flops_per_step())
 
 
 def _terms(step: TruncatedStep) -> tuple[Term, ...]:

@@ -22,7 +22,7 @@ from simplan.training import TrainingSection
 
 _MAPPINGS = {"inside": "name, or mapping", "links": "list of mappings", "between": "two names"}
 """Values of keys of a topology that are no scalars."""
-_OF_NO_FILE = ("name", "family", "packs", "sources")
+_OF_NO_FILE = ("name", "family", "packs", "sources", "objective", "trains_nothing")
 _PROPER = ("Hugging Face",)
 _PROBE = {
     **{name: 1001 + index for index, name in enumerate(ModelSpec.model_fields)},
@@ -49,6 +49,7 @@ def training_fields() -> list[dict[str, str]]:
     """Every key of ``training:`` in the order of ``TrainingSection``."""
     written = {
         "base_weights": values_of(BaseWeights.model_fields["format"].annotation, []),
+        "preference": "adapters_off, second_model, precomputed",
         "optimizer_dtypes": "mapping of exp_avg, exp_avg_sq and main_params",
     }
     rows = _fields_of(TrainingSection)

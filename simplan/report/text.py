@@ -238,7 +238,7 @@ def _mfu(prediction: Prediction) -> str:
     precision = job.training.precision
     if prediction.mfu is None:
         return f"unknown: no {precision} peak is known for {job.cluster.devices_in_words}"
-    flops = job.model.flops_per_sequence() * job.sequences_per_step
+    flops = job.flops_per_step()
     full = prediction.mfu_full_attention
     causal = full is not None and full != prediction.mfu
     palm = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""
@@ -261,6 +261,15 @@ def _peak_words(job: Job) -> str:
         for group in cluster.node_groups
     ]
     return f"({' + '.join(parts)})"
+
+
+def _task(job: Job) -> str:
+    """Task of preference training with its reference model, and a comma; empty for other tasks."""
+    if not job.training.is_of_preferences:
+        return ""
+    words = {"adapters_off": "adapters off", "second_model": "a second model", "none": ""}
+    reference = words.get(job.reference, job.reference)
+    return f"{job.training.task}{reference and f' (reference: {reference})'}, "
 
 
 def _precision(job: Job) -> str:
@@ -287,7 +296,7 @@ def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterato
     if model.num_trained_parameters != model.num_parameters:
         how = f"LoRA of rank {model.lora_rank}" if model.lora_rank else f"all but {', '.join(model.frozen)}"
         trained = f" ({format_count(model.num_trained_parameters)} trained, {how})"
-    num_tokens = training.global_batch_size * model.seq_len
+    num_tokens = training.global_batch_size * training.sequences_per_sample * model.seq_len
     tokens = "" if model.sample != "sequence" else f" ({num_tokens:,} tokens)"
     mtp = f" and {model.mtp_num_layers} for multi-token prediction" if model.mtp_num_layers else ""
     yield (
@@ -302,10 +311,11 @@ def _inputs_of_job(prediction: Prediction, *, batch_is_assumed: bool) -> Iterato
         yield f"  links        {'the slowest of all nodes: ' if cluster.is_mixed else ''}{links}"
     per_step = "per step" + " (assumed; give --global-batch-size)" * batch_is_assumed
     yield (
-        f"  training     {counted(training.global_batch_size, model.sample)}{tokens} {per_step}, {_precision(job)}, "
+        f"  training     {counted(training.global_batch_size, job.sample)}{tokens} {per_step}, "
+        f"{_task(job)}{_precision(job)}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
     )
-    of_rank = microbatch_words(job.num_microbatches, plan.sizes_of_ranks, model.sample)
+    of_rank = microbatch_words(job.num_microbatches, plan.sizes_of_ranks, job.sample)
     yield f"  plan         {plan_words(plan)}; {of_rank}"
     if job.placement_words:
         yield f"  placement    {job.placement_words}"
@@ -379,7 +389,7 @@ def microbatch_words(number: int, sizes: Sequence[int], sample: str) -> str:
     Args:
         number: Microbatches of every data-parallel rank.
         sizes: Samples of a microbatch of each rank.
-        sample: ``sequence`` or ``image``.
+        sample: ``sequence``, ``pair`` or ``image``.
 
     >>> microbatch_words(16, [1, 1], "sequence"), microbatch_words(1, [1, 3], "sequence")
     ('16 microbatches of 1 sequence per data-parallel rank', '1 microbatch of 1 to 3 sequences per data-parallel rank')

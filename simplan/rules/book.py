@@ -42,6 +42,8 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.gate_needs_shared_expert, model.capacity_for_tokens, trained.lora_needs_adapters,
     trained.adapters_need_lora, trained.base_weights_of_adapters, trained.base_weights_of_format,
     trained.base_weights_of_shards, trained.autocast_of_adapters, trained.base_weights_divide,
+    trained.reference_of_task, trained.keys_of_second_model, trained.head_of_scores,
+    trained.second_model_on_host,
     training.chunks_of_loss_are_equal, cluster.link_within_nodes,
     cluster.network_between_nodes, cluster.topology_of_cluster,
     cluster.background_traffic, cluster.background_jobs, cluster.stragglers_of_cluster, cluster.slow_links_of_topology,
@@ -92,6 +94,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     recompute.recompute_modules_modelled, parallel.cp_of_documents, model.documents_modelled,
     trained.adapters_of_experts, trained.magnitudes_modelled, trained.adapters_of_ends,
     trained.pipelines_of_frozen_parts, trained.saved_modules_modelled,
+    trained.preferences_modelled,
     schedule.split_backward_of_adapters, trained.adapters_in_low_precision, sharding.offload_with_frozen_weights,
     sharding.offload_above_frozen,
     training.training_modelled, training.sharded_training_modelled, training.pure_bf16_modelled,
@@ -142,6 +145,8 @@ _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
         replication: lambda job: job.plan.replication is not None or job.plan.compression is not None,
         trained: lambda job: (
             job.training.task == "lora"
+            or job.training.is_of_preferences
+            or job.training.preference is not None
             or job.training.base_weights is not None
             or not job.software.autocast
             or any(getattr(job.model, name) not in (0, False, (), {}, ("all",)) for name in LORA)

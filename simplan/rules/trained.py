@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+from simplan import catalog
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.base_weights import stored_experts
@@ -20,6 +21,8 @@ from simplan.model.module_names import PartName, matrices, modules, part_name
 from simplan.model.weight_format import FOUR_BITS, SCALES_PER_BLOCK
 from simplan.plan.shard import Shard
 from simplan.rules.rule import not_modelled, problem_of, rule, unmodelled
+from simplan.training import PREFERENCE_TASKS, REFERENCE_TASKS
+from simplan.units import format_bytes
 from simplan.wording import either
 
 _ENDS = {"embedding": "wte", "head": "lm_head"}
@@ -38,9 +41,9 @@ def lora_needs_adapters(job: Job) -> Iterator[Problem]:
     yield problem_of(job, "training.task", sentence, fix)
 
 
-@rule("a model with adapters has all other weights frozen, and needs the task lora")
+@rule("a model with adapters has all other weights frozen, and needs the task lora, or one of preference training")
 def adapters_need_lora(job: Job) -> Iterator[Problem]:
-    if job.model.lora_rank and job.training.task != "lora":
+    if job.model.lora_rank and not job.software.of_adapters(job.training):
         sentence = f"trains all weights, and model.lora_rank = {job.model.lora_rank} freezes them"
         yield problem_of(job, "training.task", sentence, "use lora, or remove model.lora_rank")
 
@@ -163,6 +166,8 @@ def lora_rank_within_matrices(job: Job) -> Iterator[Problem]:
 @rule("frozen names parts of the model, and leaves something to train")
 def frozen_parts_exist(job: Job) -> Iterator[Problem]:
     model = job.model
+    if model.trains_nothing:
+        yield problem_of(job, "model.trains_nothing", "is no key of a model", "remove it")
     if not model.frozen:
         return
     if model.lora_rank:
@@ -305,11 +310,13 @@ def _of_base(key: str, value: object, sentence: str, fix: str) -> Problem:
 @rule("base_weights is for frozen weights below adapters")
 def base_weights_of_adapters(job: Job) -> Iterator[Problem]:
     base, task = job.training.base_weights, job.training.task
-    if base is not None and task != "lora":
+    if base is not None and not job.software.of_adapters(job.training):
         sentence = f"is for frozen weights below adapters (training.task = lora), and training.task = {task}"
-        yield _of_base(
-            "format", base.format, sentence, f"use training.task = lora with model.lora_rank, {_WITHOUT_BASE}"
-        )
+        fix = f"use training.task = lora with model.lora_rank, {_WITHOUT_BASE}"
+        if job.training.is_of_preferences:
+            sentence = "is for frozen weights below adapters, and model.lora_rank = 0"
+            fix = f"give model.lora_rank, e.g. 16, {_WITHOUT_BASE}"
+        yield _of_base("format", base.format, sentence, fix)
 
 
 @rule("double quantization, block sizes and libraries go with formats that have them")
@@ -385,7 +392,7 @@ def autocast_of_adapters(job: Job) -> Iterator[Problem]:
     if job.software.autocast:
         return
     fix = "remove software.autocast"
-    if job.training.task != "lora":
+    if not job.software.of_adapters(job.training):
         sentence = f"is modeled for adapters (training.task = lora), and training.task = {job.training.task}"
         yield problem_of(job, "software.autocast", sentence, fix)
     elif job.plan.shards_parameters:
@@ -453,3 +460,136 @@ def base_weights_divide(job: Job) -> Iterator[Problem]:
                 fix = "use library: bitsandbytes" if base.library == "torchao" else "use another block_size"
                 yield _of_base("format", base.format, sentence, fix)
                 return
+
+
+_REFERENCE = "training.preference.reference"
+_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_WITH_REFERENCE = ("adapters_off", "second_model", "precomputed")
+
+
+def _of_preference(job: Job, key: str, sentence: str, fix: str) -> Problem:
+    preference = job.training.preference
+    value = getattr(preference, key)
+    value = job.reference if key == "reference" and value is None else value
+    return Problem(field=f"training.preference.{key}", value=str(value).lower(), rule=sentence, fix=fix)
+
+
+@rule("training.preference says where the log-probabilities of a reference model come from, for dpo and kto")
+def reference_of_task(job: Job) -> Iterator[Problem]:
+    training, preference = job.training, job.training.preference
+    task = training.task
+    if preference is None:
+        return
+    if not training.is_of_preferences:
+        sentence = f"is about preference training, and training.task = {task}"
+        fix = f"use task {either(PREFERENCE_TASKS)}, or remove it"
+        yield Problem(field="training.preference", rule=sentence, fix=fix)
+    elif task not in REFERENCE_TASKS and preference.reference in _WITH_REFERENCE:
+        sentence = f"is the reference model of {either(REFERENCE_TASKS)}, and training.task = {task} has none"
+        yield _of_preference(job, "reference", sentence, "remove it")
+    elif task in REFERENCE_TASKS and preference.reference == "none":
+        fixes = _WITH_REFERENCE if job.model.lora_rank else _WITH_REFERENCE[1:]
+        sentence = f"leaves out the reference model, with which the loss of {task} compares"
+        yield _of_preference(job, "reference", sentence, f"use {either(fixes)}, or task orpo or simpo")
+    elif preference.reference == "adapters_off" and not job.model.lora_rank:
+        sentence = "is a forward without adapters, and model.lora_rank = 0"
+        fix = "use second_model or precomputed, or give model.lora_rank, e.g. 16"
+        yield _of_preference(job, "reference", sentence, fix)
+
+
+@rule("keys of a second model need one, and shards to divide it over", reads="shards_parameters")
+def keys_of_second_model(job: Job) -> Iterator[Problem]:
+    preference, plan = job.training.preference, job.plan
+    if preference is None or not job.training.is_of_preferences:
+        return
+    for key in ("reference_sharded", "reference_dtype"):
+        if getattr(preference, key) is not None and job.reference != "second_model":
+            sentence = f"is about a second model, and {_REFERENCE} = {job.reference}"
+            yield _of_preference(job, key, sentence, "remove it, or use reference: second_model")
+    if job.reference != "second_model":
+        return
+    if preference.reference_sharded and not plan.shards_parameters:
+        sentence = f"needs a plan that shards parameters, and plan.zero_stage = {plan.zero_stage}"
+        yield _of_preference(job, "reference_sharded", sentence, "remove it, or use plan.zero_stage = 3")
+    narrow = job.training.precision in ("fp32", "tf32") and preference.reference_dtype in ("fp16", "bf16")
+    if narrow:
+        sentence = f"would compute in 16 bits next to training.precision = {job.training.precision}"
+        yield _of_preference(job, "reference_dtype", sentence, "remove it, or use training.precision = bf16")
+
+
+@rule("reward models have a head of one score, which is trained")
+def head_of_scores(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if job.training.task != "reward":
+        return
+    for field in ("lora_targets", "lora_modules_to_save"):
+        if "head" in getattr(model, field):
+            sentence = "names the head, which training.task = reward replaces by a score that is always trained"
+            yield problem_of(job, f"model.{field}", sentence, "remove head", value="head")
+    if job.software.loss != "whole":
+        sentence = "computes logits in chunks, and training.task = reward has no logits"
+        yield problem_of(job, "software.loss", sentence, "use software.loss = whole")
+
+
+@rule("a second model on the host must fit there", reads="shards_parameters offload_optimizer", reads_cluster=True)
+def second_model_on_host(job: Job) -> Iterator[Problem]:
+    plan, cluster, host = job.plan, job.cluster, job.cluster.host_memory_bytes
+    if job.reference != "second_model" or not plan.offload_optimizer or host is None:
+        return
+    preference, state = job.training.preference, job.software.state(job.training, plan)
+    dtype = None if preference is None else preference.reference_dtype
+    if preference is not None and preference.reference_sharded is False:  # it is on the device
+        return
+    width = state.frozen if dtype is None else _DTYPE_BYTES[dtype]
+    ranks = min(cluster.devices_per_node, cluster.num_devices)
+    needed = job.model.num_parameters * width * ranks // (plan.dp_shard * plan.cp)
+    if needed > host:
+        what = f"is {format_bytes(needed)} of weights on the host of every node, which has {format_bytes(host)}"
+        yield Problem(
+            field=_REFERENCE,
+            value="second_model",
+            rule=what,
+            fix="use precomputed, or model.lora_rank with adapters_off, or more nodes",
+        )
+
+
+@unmodelled(
+    "preference training is not modeled for this model, software or plan", reads="tp cp pp ep offload_activations"
+)
+def preferences_modelled(job: Job) -> Iterator[Problem]:
+    training, model, plan, software = job.training, job.model, job.plan, job.software
+    if not training.is_of_preferences:
+        return
+    task = f"preference training (training.task = {training.task})"
+    having = [name for name, each in FAMILIES.items() if "lora_rank" in each.fields and each.task == "next_token"]
+    if model.family not in having:
+        yield not_modelled(job, "training.task", f"{task} of family {model.family}", f"use {either(having)}")
+    if not software.trains_on_preferences:
+        takes = [name for name in catalog.names("software") if catalog.software(name).trains_on_preferences]
+        yield not_modelled(job, "training.task", f"{task} with {software.id}", f"use software {either(takes)}")
+    if model.mtp_num_layers:
+        yield not_modelled(job, "model.mtp_num_layers", f"multi-token prediction in {task}", "use 0")
+    if model.document_lengths:
+        what = f"packing, with which TRL trains on no preferences either, in {task}"
+        yield not_modelled(job, "model.document_lengths", what, "remove it")
+    chunked = software.chunked_loss
+    if chunked is not None and not chunked.recomputed and software.loss != "fused":
+        fix = f"use software.loss = {either(['whole', 'recomputed', 'fused'])}"
+        what = f"a loss in chunks of tokens whose gradients forward computes, in {task},"
+        yield not_modelled(job, "software.loss", what, fix)
+    splits = {"pp": "a pipeline", "cp": "a sequence split over ranks", "ep": "experts split over ranks"}
+    splits |= {"tp": "a score split over ranks"} if training.task == "reward" else {}
+    for axis, what in splits.items():
+        if getattr(plan, axis) > 1:
+            yield not_modelled(job, f"plan.{axis}", f"{what} in {task}", "use 1, and dp_replicate or dp_shard")
+    if plan.offload_activations:
+        yield not_modelled(job, "plan.offload_activations", f"activations on the host in {task}", "use false")
+    if training.backup_workers:
+        yield not_modelled(job, "training.backup_workers", f"dropped replicas in {task}", "use 0")
+    if plan.replication is not None:
+        what = f"replicas that do not wait for each other in {task}"
+        yield Problem(
+            field="plan.replication", value=plan.replication.kind, rule=f"{what} is not modeled yet", fix="remove it"
+        )
+    if training.data != "random":
+        yield not_modelled(job, "training.data", f"data with something to learn in {task}", "use random")

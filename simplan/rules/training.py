@@ -55,7 +55,7 @@ def pure_bf16_modelled(job: Job) -> Iterator[Problem]:
     if not training.pure_bf16 or training.precision in ("fp32", "tf32", "fp16"):
         return
     if "pure_bf16" not in software.states(training, plan):
-        adapters = " of adapters" * (training.task == "lora")
+        adapters = " of adapters" * software.of_adapters(training)
         what = f"training{adapters} without FP32 weights with {software.id}"
         known = "torch or accelerate" if adapters else "torch, torchtitan, accelerate or transformers"
         yield not_modelled(job, "training.pure_bf16", what, f"remove it, or use software {known}")
@@ -79,11 +79,11 @@ def sharded_training_modelled(job: Job) -> Iterator[Problem]:
 def _unmodelled_training(job: Job) -> Iterator[Problem]:
     training, software = job.training, job.software
     kinds = software.states(training, job.plan)
-    if training.task == "lora" and not kinds and software.lora_state_bytes:
+    if software.of_adapters(training) and not kinds and software.lora_state_bytes:
         if job.plan.zero_stage in software.zero_stages:  # else the rule of ZeRO stages names the reason
             what = f"ZeRO-{job.plan.zero_stage} sharding of a model with adapters with {software.id}"
             yield not_modelled(job, "plan.zero_stage", what, f"use {either(_stages_with_whole_weights(software))}")
-    elif training.task == "lora" and not kinds:
+    elif software.of_adapters(training) and not kinds:
         what = f"training adapters with {software.id}"
         yield not_modelled(job, "training.task", what, "use pretrain or sft, or software torch")
     has = {*(kinds or software.state_bytes), *software.low_precision}
@@ -170,7 +170,7 @@ def chunked_loss_modelled(job: Job) -> Iterator[Problem]:
     model, plan, software = job.model, job.plan, job.software
     if software.loss == "whole":
         return
-    chunked = software.chunked_losses.get(software.loss)
+    chunked = software.chunked_loss
     reason, fix = "", "use software.loss = whole"
     if chunked is None:
         reason = f"for {software.id}"
@@ -190,7 +190,7 @@ def chunked_loss_modelled(job: Job) -> Iterator[Problem]:
 
 @rule("tokens of a microbatch divide into equal chunks of the loss", reads="dp cp microbatch_size microbatch_sizes")
 def chunks_of_loss_are_equal(job: Job) -> Iterator[Problem]:
-    chunked = job.software.chunked_losses.get(job.software.loss)
+    chunked = job.software.chunked_loss
     if chunked is None or not chunked.equal or chunked.num_chunks is None:
         return
     for size in sorted(set(job.plan.sizes_of_ranks)):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from pydantic import model_validator
+
 from simplan.base import Count, Natural, Positive, Spec
 from simplan.cluster.hardware import Slowdown
 from simplan.errors import Problem
+from simplan.job import with_objective
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import Table, parse_table
@@ -82,6 +85,15 @@ class RunSpec(Spec):
     faults: tuple[Fault, ...] = ()
     expected: ExpectedRun | None = None
     replica_restarts: Natural = 0
+
+    @model_validator(mode="after")
+    def _has_objective(self) -> RunSpec:
+        """Gives model and software what belongs to a job and is in no file."""
+        for name, part in zip(
+            ("model", "software"), with_objective(self.model, self.training, self.software), strict=True
+        ):
+            object.__setattr__(self, name, part)
+        return self
 
     @property
     def num_processes(self) -> int:

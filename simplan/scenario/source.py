@@ -53,7 +53,7 @@ from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
 from simplan.scenario.writing import scenario_text
 from simplan.software.software import SoftwareSpec
-from simplan.training import TrainingSection
+from simplan.training import PAIRED_TASKS, TrainingSection
 
 NUM_MICROBATCHES = "num_microbatches"
 """Override that is no key of a file: microbatches of a data-parallel rank, which set the global batch size."""
@@ -837,7 +837,8 @@ def _with_batch(
     devices = parts.cluster.num_devices
     units = [unit for unit in range(devices, 0, -1) if devices % unit == 0] if searches else [share]
     try:
-        size, why = _batch_near(number, parts.model.seq_len, units, "devices" if searches else "dp x microbatch_size")
+        tokens = parts.model.seq_len * (2 if before.get("task") in PAIRED_TASKS else 1)  # of a pair both count
+        size, why = _batch_near(number, tokens, units, "devices" if searches else "dp x microbatch_size")
     except ValueError as error:
         raise refuse(*error.args) from None
     return {**data, "training": {**before, "global_batch_size": size}}, [Assumption(_BATCH, size, why)]

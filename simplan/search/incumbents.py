@@ -57,7 +57,7 @@ class Goal:
     def of(cls, space: SearchSpace, job: Job) -> Goal:
         """Make the goal that a space requests."""
         tokens = 1 if job.model.sample != "sequence" else job.model.seq_len
-        tokens_per_step = job.training.global_batch_size * tokens
+        tokens_per_step = job.training.global_batch_size * job.training.sequences_per_sample * tokens
         return cls(space.goals, tokens_per_step, space.dollars_per_device_hour, space.token_budget)
 
     def values(self, num_devices: int, device_bytes: int, step_time_s: float) -> tuple[float, ...]:

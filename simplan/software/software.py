@@ -292,9 +292,14 @@ class SoftwareSpec(Spec):
         compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None
             for the same.
         fp8_any_layout: See ``KernelRates``. Belongs to the device of a job, not to the catalog.
+        trains_adapters: Adapters are trained by another task than ``lora``, which says so itself. Belongs to the model
+            of a job, not to the catalog.
+        loss_sequences: Sequences whose log-probabilities a loss on preferences needs at once; 0 for other losses.
+            Belongs to the task of a job, not to the catalog.
         trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
             does.
         executable: ``simplan run`` can run plans under this profile.
+        trains_on_preferences: Preference training (``PREFERENCE_TASKS``) runs on the framework.
         trains_modules: Users train ``torch.nn.Module``s of their own with the framework, as they are.
         not_modelled: Features of the framework that are not modeled; predictions treat them as in torch.
         sources: Field name -> source of its value.
@@ -461,9 +466,12 @@ class SoftwareSpec(Spec):
     memory_spread: MemorySpread = MemorySpread()
     compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     fp8_any_layout: bool = Field(default=False, exclude=True)
+    trains_adapters: bool = Field(default=False, exclude=True)
+    loss_sequences: Natural = Field(default=0, exclude=True)
     trainer: bool = False
     executable: bool = False
     trains_modules: bool = False
+    trains_on_preferences: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
 
@@ -573,9 +581,22 @@ class SoftwareSpec(Spec):
                 "fused_experts": self.fused_experts,
                 "eight_bit_gate_inputs": self.fp8_activation_input and self.layers.fused_gates,
                 "eight_bit_attention": self.fp8_dot_product_attention,
-                "chunked_loss": self.chunked_losses.get(self.loss),
+                "chunked_loss": self.chunked_loss,
             }
         )
+
+    @property
+    def chunked_loss(self) -> ChunkedLoss | None:
+        """Chunks of the loss; None for all tokens at once.
+
+        A fused loss on preferences computes the gradients of one sample after the other in forward, without a kernel of
+        its own (Liger-Kernel, chunked_loss/fused_linear_preference.py and fused_linear_unpaired_preference.py,
+        ``chunk_size = 1``).
+        """
+        if self.loss != "fused" or not self.loss_sequences:
+            return self.chunked_losses.get(self.loss)
+        found = self.chunked_losses.get("fused")
+        return None if found is None else ChunkedLoss(sequences=self.loss_sequences, recomputed=found.recomputed)
 
     def padded(self, model: ModelSpec, plan: ParallelPlan) -> ModelSpec:
         """The model with the vocabulary that the framework uses under a plan, perhaps a larger one."""
@@ -596,9 +617,13 @@ class SoftwareSpec(Spec):
         """True if tensor-parallel collectives overlap chunks of the matmuls that need or make their tensors."""
         return self.tensor_overlap(state) in ("gathers", "all")
 
+    def of_adapters(self, training: TrainingSpec) -> bool:
+        """True if a training run trains adapters of frozen weights."""
+        return training.task == "lora" or self.trains_adapters
+
     def states(self, training: TrainingSpec, plan: ParallelPlan) -> Mapping[_Wide, StateBytes]:
         """Bytes per element by precision that the framework supports for a training run under a plan."""
-        if training.task == "lora":
+        if self.of_adapters(training):
             return self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
         return self.sharded_state_bytes if plan.shards_parameters else self.state_bytes
 
@@ -613,7 +638,7 @@ class SoftwareSpec(Spec):
             # FP32 copies of BF16 weights are those weights and 16 bits more
             state = state.model_copy(update={"moments": moments, "master": min(state.master, 2)})
         if self.holds_whole_weights(plan):
-            whole = self.lora_state_bytes if training.task == "lora" else self.state_bytes
+            whole = self.lora_state_bytes if self.of_adapters(training) else self.state_bytes
             state = state.model_copy(update={"flattened": whole[wide].flattened})  # type: ignore[index]
         if training.base_weights is not None or not self.autocast:
             state = self._with_frozen_base(state, training, plan)

@@ -109,6 +109,7 @@ def comparable(job: Job) -> Job:
     return Job(model, job.cluster, job.training, job.plan, job.software)
 
 
+TRL_LOSS = {"preset": "accelerate", "loss": "recomputed"}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("accelerate", {"plan.dp_shard": 8}),
     "fsdp, reduced once per step": ("accelerate", {"plan.dp_shard": 8, "plan.grad_sync": "step"}),
@@ -145,6 +146,22 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepspeed",
         {"plan.dp_replicate": 8, "training.task": "sft", "software": {"preset": "deepspeed", "loss": "recomputed"}},
     ),
+    "dpo": ("accelerate", {"plan.dp_shard": 8, "training.task": "dpo", "software": TRL_LOSS}),
+    "dpo of adapters": (
+        "accelerate",
+        {"plan.dp_shard": 8, "training.task": "dpo", "model.lora_rank": 8, "software": TRL_LOSS},
+    ),
+    "kto with Liger's loss": (
+        "deepspeed",
+        {
+            "plan.dp_replicate": 8,
+            "training.task": "kto",
+            "training.preference": "precomputed",
+            "software": {"preset": "deepspeed", "loss": "fused"},
+        },
+    ),
+    "simpo": ("accelerate", {"plan.dp_replicate": 8, "training.task": "simpo"}),
+    "reward": ("accelerate", {"plan.dp_shard": 8, "training.task": "reward"}),
     "ds offload": ("deepspeed", {"plan.dp_shard": 8, "plan.offload_optimizer": True, "software": "accelerate"}),
 }
 
@@ -331,9 +348,9 @@ def test_older_name_of_the_batch_is_read(tmp_path: Path) -> None:
 
 
 _PROGRAMS = {
-    "accelerate launch trl/scripts/dpo.py --per_device_train_batch_size 1": "dpo.py: belongs to preference training",
-    "torchrun examples/grpo_agent.py --per_device_train_batch_size 1": "grpo_agent.py: belongs to preference training",
-    "trl reward --model_name_or_path gpt2 --bf16": "trl reward: belongs to preference training",
+    "torchrun examples/grpo_agent.py --per_device_train_batch_size 1": "grpo_agent.py: belongs to reinforcement learn",
+    "trl rloo --model_name_or_path gpt2 --bf16": "trl rloo: belongs to reinforcement learning",
+    "torchrun cpo.py --model_name_or_path gpt2 --bf16 --loss_type sigmoid": "--loss_type = .*: is CPO",
     "torchrun train.py --teacher_model gpt2 --per_device_train_batch_size 1": "--teacher_model = .*of another model",
     "torchrun sft_vlm.py --per_device_train_batch_size 1": "sft_vlm.py: belongs to a model of images or sound",
     "torchrun train.py --vision_tower a/b --per_device_train_batch_size 1": "--vision_tower = .*of images or sound",
@@ -989,3 +1006,139 @@ def test_settings_of_a_strategy_that_is_off_are_no_errors(tmp_path: Path) -> Non
     assert (source.scenario().job.plan.zero_stage, source.scenario().job.plan.offload_optimizer) == (2, False)
     assert source.configuration is not None
     assert "fsdp_config.fsdp_offload_params" in {setting.key for setting in source.configuration.no_effect}
+
+
+_AX_PAIRS = (
+    "base_model: Qwen/Qwen2.5-7B\nsequence_len: 2048\nmicro_batch_size: 2\ngradient_accumulation_steps: 1\nbf16: true\n"
+)
+_LF_PAIRS = "model_name_or_path: Qwen/Qwen2.5-7B\ncutoff_len: 2048\nper_device_train_batch_size: 1\nbf16: true\n"
+_OF_TRL = " --model_name_or_path Qwen/Qwen2.5-7B --max_length 2048"
+PREFERENCES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "axolotl, dpo": (
+        "run.yaml",
+        f"{_AX_PAIRS}rl: dpo\nadapter: lora\nlora_r: 8\nlora_dropout: 0.05\nrl_beta: 0.2\n",
+        {"task": "dpo", "reference": "adapters_off", "lora_dropout": 0.0, "loss": "whole"},
+    ),
+    "axolotl, ipo with a second model": (
+        "run.yaml",
+        f"{_AX_PAIRS}rl: ipo\nadapter: lora\nlora_r: 8\nrl_adapter_ref_model: true\n",
+        {"task": "dpo", "reference": "second_model"},
+    ),
+    "axolotl, all weights": ("run.yaml", f"{_AX_PAIRS}rl: dpo\n", {"task": "dpo", "reference": "second_model"}),
+    "axolotl, precomputed": (
+        "run.yaml",
+        f"{_AX_PAIRS}rl: kto\nprecompute_ref_log_probs: true\n",
+        {"task": "kto", "reference": "precomputed"},
+    ),
+    "axolotl, simpo": (
+        "run.yaml",
+        f"{_AX_PAIRS}rl: simpo\nsimpo_gamma: 0.5\n",
+        {"task": "simpo", "reference": "none"},
+    ),
+    "axolotl, reward": ("run.yaml", f"{_AX_PAIRS}reward_model: true\nnum_labels: 1\n", {"task": "reward"}),
+    "LLaMA-Factory, dpo": (
+        "run.yaml",
+        f"{_LF_PAIRS}stage: dpo\nfinetuning_type: lora\nlora_rank: 8\npref_beta: 0.1\npref_loss: sigmoid\n",
+        {"task": "dpo", "reference": "adapters_off", "lora_rank": 8, "microbatch_size": 1},
+    ),
+    "LLaMA-Factory, all weights": (
+        "run.yaml",
+        f"{_LF_PAIRS}stage: dpo\nfinetuning_type: full\npref_loss: hinge\n",
+        {"task": "dpo", "reference": "second_model", "reference_dtype": "bf16"},
+    ),
+    "LLaMA-Factory, a second model": (
+        "run.yaml",
+        f"{_LF_PAIRS}stage: kto\nfinetuning_type: lora\nlora_rank: 8\nref_model: Qwen/Qwen2.5-7B\n",
+        {"task": "kto", "reference": "second_model", "reference_dtype": "bf16"},
+    ),
+    "LLaMA-Factory, orpo": (
+        "run.yaml",
+        f"{_LF_PAIRS}stage: dpo\nfinetuning_type: full\npref_loss: orpo\n",
+        {"task": "orpo", "reference": "none"},
+    ),
+    "LLaMA-Factory, reward": (
+        "run.yaml",
+        f"{_LF_PAIRS}stage: rm\nfinetuning_type: lora\nlora_rank: 8\n",
+        {"task": "reward"},
+    ),
+    "TRL, dpo": (
+        "run.sh",
+        f"accelerate launch --num_processes 8 trl/scripts/dpo.py{_OF_TRL} --use_peft --lora_r 8 --loss_type ipo",
+        {"task": "dpo", "reference": "adapters_off", "loss": "recomputed", "recompute": "full", "lora_dropout": 0.0},
+    ),
+    "TRL, dropout stays": (
+        "run.sh",
+        f"accelerate launch --num_processes 8 dpo.py{_OF_TRL} --bf16 --use_peft --disable_dropout false",
+        {"task": "dpo", "lora_dropout": 0.05, "loss": "whole"},
+    ),
+    "TRL, Liger": (
+        "run.sh",
+        f"trl kto{_OF_TRL} --num_processes 8 --use_liger_kernel",
+        {"task": "kto", "loss": "fused"},
+    ),
+    "TRL, simpo": (
+        "run.sh",
+        f"accelerate launch --num_processes 8 examples/scripts/cpo.py{_OF_TRL} --bf16 --loss_type simpo",
+        {"task": "simpo", "loss": "whole"},
+    ),
+    "TRL, reward": (
+        "run.sh",
+        f"accelerate launch --num_processes 8 examples/scripts/reward_modeling.py{_OF_TRL} --bf16",
+        {"task": "reward", "loss": "whole"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preference_training_is_read(name: str, tmp_path: Path) -> None:
+    """Files and commands become their task, reference and loss."""
+    file, text, expected = PREFERENCES[name]
+    path = tmp_path / file
+    path.write_text(f"{text}\n", encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": 8, "plan.zero_stage": 0}).job
+    assert {key: _value(job, key) for key in expected} == expected
+
+
+def _value(job: Job, key: str) -> Any:
+    if key == "reference":
+        return job.reference
+    if key == "reference_dtype":
+        return None if job.training.preference is None else job.training.preference.reference_dtype
+    owners = (job.training, job.model, job.plan, job.software)
+    return next(getattr(owner, key) for owner in owners if hasattr(owner, key))
+
+
+OTHER_PREFERENCES: dict[str, tuple[str, str]] = {
+    "grpo": (f"{_AX_PAIRS}rl: grpo\n", 'rl = "grpo": belongs to reinforcement learning'),
+    "gdpo": (f"{_AX_PAIRS}rl: gdpo\n", 'rl = "gdpo": belongs to reinforcement learning'),
+    "ppo": (f"{_LF_PAIRS}stage: ppo\nfinetuning_type: lora\n", 'stage = "ppo": belongs to reinforcement learning'),
+    "prm": (f"{_AX_PAIRS}process_reward_model: true\n", "trains a reward model of every step of an answer"),
+    "few bits under FSDP2": (
+        f"{_AX_PAIRS}rl: orpo\nadapter: qlora\nload_in_4bit: true\nlora_r: 8\nfsdp_version: 2\n",
+        "load_in_4bit: is refused by axolotl with FSDP2 and rl = orpo",
+    ),
+    "packing": (f"{_AX_PAIRS}rl: dpo\nsample_packing: true\n", "sample_packing: is not possible in preference"),
+    "one example": (
+        f"{_AX_PAIRS}rl: kto\n".replace("micro_batch_size: 2", "micro_batch_size: 1"),
+        "leaves no other completion for the KL term of KTO",
+    ),
+    "a quantized reference": (
+        f"{_LF_PAIRS}stage: dpo\nfinetuning_type: full\nref_model_quantization_bit: 8\n",
+        "ref_model_quantization_bit = 8: changes the reference model",
+    ),
+    "another loss": (
+        f"{_LF_PAIRS}stage: dpo\nfinetuning_type: full\npref_loss: bco\n",
+        'pref_loss = "bco": is a loss',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PREFERENCES)
+def test_other_preference_training_is_refused(name: str, tmp_path: Path) -> None:
+    """The words are those of the file, each with the reason."""
+    text, words = OTHER_PREFERENCES[name]
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError) as error:
+        scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": 8, "plan.zero_stage": 0})
+    assert words in str(error.value)

@@ -126,7 +126,9 @@ OVERRIDES = (
         "Tokens per optimizer step, e.g. 4M, instead of sequences; rounded to a batch that the plan divides.",
     ),
     Override(("--precision",), "training.precision", str, "Precision, e.g. bf16 or fp8.", completion.precisions),
-    Override(("--task",), "training.task", str, "Purpose of the run: pretrain, sft or lora."),
+    Override(
+        ("--task",), "training.task", str, "Purpose of the run: pretrain, sft, lora, dpo, kto, orpo, simpo, reward."
+    ),
     Override(
         ("--quantize",),
         "training.base_weights.format",

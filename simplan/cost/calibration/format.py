@@ -20,7 +20,7 @@ from simplan.model.implementations.layer_implementation import LayerImplementati
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss
 from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
-from simplan.model.model import ModelSpec
+from simplan.model.model import ModelSpec, Objective
 from simplan.optimizers import UpdateName
 from simplan.plan.shard import Shard
 
@@ -229,6 +229,7 @@ class ShapeRequest(Spec):
         chunked_loss: Chunks of output projection and loss; None for all tokens in one piece.
         base_weights: Form of frozen matrices of few bits; None for whole ones.
         frozen_base: The same with the widths of a run, by which layers differ.
+        objective, trains_nothing: See ``ModelSpec``, whose fields they are.
     """
 
     model: ModelSpec
@@ -243,6 +244,16 @@ class ShapeRequest(Spec):
     chunked_loss: ChunkedLoss | None = None
     base_weights: BaseWeights | None = None
     frozen_base: FrozenBase | None = None
+    objective: Objective = "tokens"
+    trains_nothing: bool = False
+
+    @model_validator(mode="after")
+    def _of_task(self) -> Self:
+        """Gives the model what belongs to a job and is in no file."""
+        facts = {"objective": self.objective, "trains_nothing": self.trains_nothing}
+        if any(getattr(self.model, name) != value for name, value in facts.items()):
+            object.__setattr__(self, "model", self.model.model_copy(update=facts))
+        return self
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

@@ -26,8 +26,9 @@ class ChunkedLoss(Spec):
 
     Attributes:
         num_chunks: Number of equal chunks of a microbatch; None for one of the others.
-        chunk_tokens: Tokens per chunk, of all sequences of a microbatch; None for one of the others. Without either, a
-            chunk has about tokens x hidden size / vocabulary tokens, rounded up to a power of two.
+        chunk_tokens: Tokens per chunk, of all sequences of a microbatch; None for one of the others.
+        sequences: Whole sequences per chunk; None for one of the others. Without any of the three, a chunk has about
+            tokens x hidden size / vocabulary tokens, rounded up to a power of two.
         equal: The number of tokens has to be a multiple of the number of chunks.
         recomputed: Backward recomputes the logits of each chunk; else forward computes all gradients.
         fused: One kernel computes a chunk's loss, and replaces its logits by their gradients.
@@ -38,6 +39,7 @@ class ChunkedLoss(Spec):
 
     num_chunks: Count | None = None
     chunk_tokens: Count | None = None
+    sequences: Count | None = None
     equal: bool = False
     recomputed: bool = False
     fused: bool = False
@@ -47,20 +49,23 @@ class ChunkedLoss(Spec):
 
     @model_validator(mode="after")
     def _one_rule(self) -> Self:
-        if self.num_chunks and self.chunk_tokens:
-            raise ValueError("has num_chunks and chunk_tokens; keep one of the two")
+        given = [name for name in ("num_chunks", "chunk_tokens", "sequences") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"has {' and '.join(given)}; keep one of them")
         return self
 
     def chunks_of(self, head: Gemm) -> Chunks:
         """Returns the chunks of an output projection."""
         shrink = -(-head.n // head.k)
         kinds = {"in_forward": not self.recomputed, "in_place": self.in_place, "fused": self.fused}
-        return Chunks(head.m, self.num_chunks, self.chunk_tokens, shrink, **kinds)
+        size = self.chunk_tokens if self.sequences is None else self.sequences * head.m
+        return Chunks(head.m, self.num_chunks, size, shrink, **kinds)
 
     @property
     def words(self) -> str:
         """The chunks as text: ``8 chunks, recomputed``."""
         size = f"chunks of {self.chunk_tokens} tokens" if self.chunk_tokens else "chunks"
+        size = f"chunks of {self.sequences} sequences" if self.sequences else size
         kinds = {"recomputed": self.recomputed, "fused": self.fused, "in place": self.in_place}
         kinds["FP32 gradients"] = self.wide_gradients
         number = f"{self.num_chunks} {size}" if self.num_chunks else size
@@ -69,7 +74,10 @@ class ChunkedLoss(Spec):
 
 def with_loss_in_chunks(operators: Sequence[Operator], chunked: ChunkedLoss) -> Iterator[Operator]:
     """Operators of a head with output projection and loss in chunks."""
-    first = next(i for i, o in enumerate(operators) if isinstance(o.kernel, Gemm) and o.makes[0].logits)
+    first = next((i for i, o in enumerate(operators) if isinstance(o.kernel, Gemm) and o.makes[0].logits), None)
+    if first is None:  # a head of scores
+        yield from operators
+        return
     head = operators[first].kernel
     assert isinstance(head, Gemm)
     chunks = chunked.chunks_of(head)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from simplan.model.kernel import LOSS, TOKEN_TABLE, CollectiveKind, LayerCollective, Lookup, Pointwise
+from simplan.model.kernel import LOSS, TOKEN_TABLE, CollectiveKind, Gemm, LayerCollective, Lookup, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
 from simplan.model.parts.part import (
     FP32_BYTES,
@@ -147,3 +147,48 @@ def output_distribution(
         Operator(kernel=LayerCollective(word, "tp", CollectiveKind.ALL_REDUCE, None, n, FP32_BYTES)) for word in words
     ]
     return joined(*gathers, matrix, *sums[:1], cast(logits, wide), loss, *sums[1:])
+
+
+def head_for(layer: LayerSpec, objective: Literal["odds_ratio", "score"]) -> LayerSpec:
+    """The head of a language model for preference training with another output or loss.
+
+    ``score``: one number of every token in place of logits, by a weight of its own, of which the loss reads that of the
+    last token (transformers, modeling_layers.py, ``GenericForSequenceClassification``). ``odds_ratio``: next to the
+    log-probabilities of all sequences, the cross-entropy of the chosen ones, half of a pair, has log-probabilities of
+    its own, and its gradient is padded to the logits of all sequences (TRL, ``ORPOTrainer.concatenated_forward``).
+    """
+    key = f"{layer.key},{objective}"
+    if objective == "odds_ratio":
+        return replace(layer, key=key, operators=(*layer.operators, _chosen_loss(layer)))
+    place = next(i for i, o in enumerate(layer.operators) if isinstance(o.kernel, Gemm) and o.makes[0].logits)
+    matrix = layer.operators[place]
+    kernel = matrix.kernel
+    assert isinstance(kernel, Gemm)
+    rows, name = kernel.m, kernel.name
+    scores, reward = Tensor("scores", rows), Tensor("score of the last token", 1, FP32_BYTES)
+    matrix = replace(matrix, kernel=replace(kernel, n=1), makes=(scores,), parameters=(f"{name}.weight",))
+    loss = Operator(kernel=Pointwise(LOSS, rows, 1), reads=(scores.name,), makes=(reward,), saves=(reward.name,))
+    weight = ParameterSpec(f"{name}.weight", (1, kernel.k))
+    others = (p for p in layer.parameters if p.name.rpartition(".")[0] != name)
+    return replace(
+        layer,
+        key=key,
+        parameters=(*others, weight),
+        operators=(*layer.operators[:place], matrix, loss),
+        output_shapes=((rows, 1),),
+        tied=(),
+    )
+
+
+def _chosen_loss(layer: LayerSpec) -> Operator:
+    """The cross-entropy of chosen sequences: half of a pair, so half of each sequence on the mean."""
+    loss = next(o for o in layer.operators if o.kernel is not None and o.kernel.name == LOSS)
+    ((wide,), (kept,)) = loss.reads, loss.makes
+    half, whole = replace(kept, name="log-probabilities of chosen sequences", elements=kept.elements // 2), kept
+    return Operator(
+        kernel=Pointwise(f"chosen {LOSS}", whole.elements, half.elements, like="cross_entropy"),
+        reads=(wide,),
+        makes=(half,),
+        saves=(half.name,),
+        backward_scratch=(replace(half, name="gradient of chosen log-probabilities"),),
+    )

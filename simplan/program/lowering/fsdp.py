@@ -59,7 +59,8 @@ class FsdpHooks(Hooks):
         self._host_waits = host_waits
         plan, state = stages.plan, stages.state
         self._in_pipeline = plan.pp > 1
-        self._reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
+        reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
+        self._reshards = reshards or stages.is_second_model  # no backward follows
         self.shard_group = stages.mapping.group("shard", writer.rank)
         self._expert_group = stages.mapping.group("expert_shard", writer.rank)
         apart = stages.plan.replicas_apart
@@ -121,8 +122,10 @@ class FsdpHooks(Hooks):
         if self._at_head(stage, part):  # the last buffer goes between the model and the loss
             freed = self._forward_buffer_bytes
             self._forward_buffer_bytes = 0
-            effects = [*self.stages.loss_effects(stage, forward=True), MemoryEffect(_BUFFERS, 0, -freed)]
+            effects = [*self.computed.loss_effects(stage, forward=True), MemoryEffect(_BUFFERS, 0, -freed)]
             self.writer.compute(action, "model", memory=effects)
+            if self.stages.is_second_model:  # no backward begins with these units
+                self._reshard(action, self._ending(action, part))
 
     def after_forward(self, action: Action, part: range) -> None:
         """Reshards the units that end with these layers."""
@@ -131,7 +134,7 @@ class FsdpHooks(Hooks):
         stage, effects = action.stage, list[MemoryEffect]()
         for index in self._ending(action, part):
             unit = self.units[stage][index]
-            if self._reshards and not unit.stays:
+            if self._reshards and not unit.stays and index in self._gathered:
                 self._gathered.discard(index)
                 effects.append(MemoryEffect.freeing(_GATHERED, unit.gathered_bytes(self.stages.state)))
         if part.stop == len(self.stages.layers[stage]) and self._forward_buffer_bytes:
@@ -162,7 +165,13 @@ class FsdpHooks(Hooks):
                     self.gather(action, ahead, self._copied[-1:])
 
     def units_ahead(self, unit: Unit, index: int) -> range:
-        """Returns the units that backward prefetches while it processes a unit."""
+        """Returns the units that backward prefetches while it processes a unit.
+
+        That is the unit whose forward ended before. After several forwards in a step this is, for the first unit, the
+        last one of an earlier forward, whose backward is done, and nothing uses what is gathered.
+        """
+        if index == 0 and self.repeats_forward:
+            return range(len(self.units[self.writer.stage]) - 1, len(self.units[self.writer.stage]) - 2, -1)
         del unit
         return range(index - 1, max(-1, index - 2), -1)
 

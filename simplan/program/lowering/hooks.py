@@ -5,7 +5,8 @@ FSDP's hooks are in ``simplan.program.lowering.fsdp``; ``simplan.program.lowerin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, NamedTuple
 
 from simplan.model.layer import CollectiveKind, LayerKind, LayerSpec
@@ -38,6 +39,8 @@ class Hooks:
     Attributes:
         is_first_forward: True if the action being lowered is the first forward of its stage.
         is_last_backward: True if the action being lowered completes the gradients of its stage.
+        computed: Stages of the pass being lowered.
+        repeats_forward: The weights have passes in forward alone next to the one that is trained.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
@@ -48,6 +51,15 @@ class Hooks:
         self.is_first_forward = self.is_last_backward = False
         self._drops = stages.software.drops_gradients
         self._made: set[int] = set()  # layers of the stage with gradients
+        self.computed = stages
+        self.repeats_forward = False
+
+    @contextmanager
+    def passing(self, stages: Stages) -> Iterator[None]:
+        """Context of a pass in forward alone over the same weights: its layers make no gradients."""
+        self.computed = stages
+        yield
+        self.computed = self.stages
 
     def expands(self, action: Action) -> bool:
         """Returns True if the action must be lowered layer by layer, because hooks act between layers."""
@@ -67,7 +79,7 @@ class Hooks:
 
     def makes_gradients(self, stage: int, layer: int) -> bool:
         """Returns True if the forward of a layer adds gradients of its weights to the accumulated ones."""
-        chunks = self.stages.layers[stage][layer].loss_chunks
+        chunks = self.computed.layers[stage][layer].loss_chunks
         return chunks is not None and chunks.in_place
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:

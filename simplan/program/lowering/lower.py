@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, restore_state, take_state
 from simplan.program.lowering.walk import ActionTemplate, Integers, RowWalk, Walker
 from simplan.program.lowering.writer import RankWriter
-from simplan.program.memory.states import RankStates
+from simplan.program.memory.states import RankStates, second_model_bytes
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import (
     Communication,
@@ -43,6 +43,9 @@ from simplan.program.program import (
 from simplan.program.sequence import in_sequence
 from simplan.program.size import refuse_many_bytes, refuse_many_operations
 from simplan.program.timeline import SpanKind
+
+if TYPE_CHECKING:
+    from simplan.program.lowering.passes import ForwardPass
 
 _K = ActionKind
 _BACKWARD_PHASE = {
@@ -82,6 +85,7 @@ def lower(job: Job, assignment: StageAssignment, table: Table, how: Lowering) ->
 
     F, B, I and W compute the layers of their stage. At Level 2 each layer is one operation, split at its tensor-,
     context- and expert-parallel collectives. B and I also recompute what was not saved. F, B and I wait for their RECV.
+    In preference training F has passes in forward alone besides (``simplan.program.lowering.passes``).
     A send or receive is issued after the compute before it. Hooks (``simplan.program.lowering.hooks``,
     ``simplan.program.lowering.fsdp``) add the communication of data parallelism. REDUCE_GRAD all-reduces gradients of
     which tensor-parallel ranks hold partial sums, averages gradients of experts, and divides all by the number of
@@ -110,22 +114,23 @@ class Lowerer:
         self._stages = Stages(job, assignment, table)
         self._folding = how.folding or unfolded(self._stages.mapping)
         self._builder = ProgramBuilder()
-        by_size = {job.plan.microbatch_size: (self._stages, Scripts(self._stages))}
+        by_size = {job.plan.microbatch_size: _Passes(job, self._stages, assignment, table)}
         for size in {*job.plan.sizes_of_ranks} - by_size.keys():
-            own_stages = Stages(job.with_plan(job.plan.model_copy(update={"microbatch_size": size})), assignment, table)
-            by_size[size] = own_stages, Scripts(own_stages)
+            own = job.with_plan(job.plan.model_copy(update={"microbatch_size": size}))
+            by_size[size] = _Passes(own, Stages(own, assignment, table), assignment, table)
         self._by_size = by_size
         self._leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}  # with the stages of the leader
 
     def _leader(self, rank: int) -> tuple[_RankLowering, dict[int, int]]:
         """Returns the lowering of a rank with the same work, and own stage -> corresponding stage of that rank."""
         job, mapping = self._job, self._stages.mapping
-        group, (stages, scripts) = job.group_of(rank), self._by_size[job.plan.sizes_of_ranks[mapping.dp_rank(rank)]]
+        group, passes = job.group_of(rank), self._by_size[job.plan.sizes_of_ranks[mapping.dp_rank(rank)]]
+        stages = passes.stages
         own = stages.stages_of(mapping.place(rank).pp)
         is_folded = len(self._folding.ranks) < mapping.world_size
         key = _rank_key(stages, rank, is_folded=is_folded), group
         if key not in self._leaders:
-            found = _RankLowering(stages, scripts, rank, self._builder, self._how, self._folding, group)
+            found = _RankLowering(passes, rank, self._builder, self._how, self._folding, group)
             self._leaders[key] = found, own
         leader, leading = self._leaders[key]
         return leader, dict(zip(own, leading, strict=True))
@@ -204,6 +209,36 @@ class Lowerer:
         return program
 
 
+class _Passes:
+    """The trained pass of a microbatch, and those in forward alone, with the scripts of their layers."""
+
+    def __init__(self, job: Job, stages: Stages, assignment: StageAssignment, table: Table) -> None:
+        self.stages, self.scripts = stages, Scripts(stages)
+        self.in_forward: list[tuple[ForwardPass, Stages, Scripts]] = []
+        if not job.training.is_of_preferences:
+            return
+        from simplan.program.lowering.passes import forward_passes  # only where needed
+
+        self.in_forward = [
+            (each, own, Scripts(own)) for each in forward_passes(job) for own in (Stages(job, assignment, table, each),)
+        ]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A pass of one rank through the layers of a stage.
+
+    Attributes:
+        name: Suffix of the names of its operations; empty for the trained pass.
+    """
+
+    name: str
+    stages: Stages
+    scripts: Scripts
+    hooks: Hooks
+    comes_first: bool = False
+
+
 def _stage_key(stages: Stages, stage: int) -> Hashable:
     """Returns a key that is equal for stages with equal layers, saved tensors and relative neighbors."""
     own = stages.placement[stage]
@@ -242,15 +277,15 @@ class _RankLowering:
 
     def __init__(
         self,
-        stages: Stages,
-        scripts: Scripts,
+        passes: _Passes,
         rank: int,
         builder: ProgramBuilder,
         how: Lowering,
         folding: Folding,
         group: int | None,
     ) -> None:
-        self.stages, self.scripts, self.rank, self.how = stages, scripts, rank, how
+        stages, self.passes = passes.stages, passes
+        self.stages, self.rank, self.how = stages, rank, how
         self.pp_rank = stages.mapping.place(rank).pp
         self.synchronous = stages.plan.schedule in stages.software.blocking_p2p_schedules
         ordered = not how.host_waits and not self.synchronous  # unordered transfers are in one batch and may overtake
@@ -267,13 +302,16 @@ class _RankLowering:
             group=group,
         )
         self.hooks = _hooks(stages, self.writer, how)
+        self.trained = _Pass("", stages, passes.scripts, self.hooks)
+        self.second_model: Hooks | None = None
+        self.in_forward = [self._in_forward(*each) for each in passes.in_forward]
         self.offload = None
         if stages.plan.offload_activations:
             self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
         self.states = RankStates(stages, rank)
         self.groups = stages.mapping.layer_collective_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
-        self.merged_collectives: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
+        self.merged_collectives: dict[tuple[str, int, range, str, Phase, bool], tuple[Work, ...]] = {}
         self.is_paired = self.receives = False
         self.part: RoundPart = "step"
         self.alike = self._alike_stages()
@@ -281,14 +319,26 @@ class _RankLowering:
         self.new_received: list[int] = []
         self.sent: list[int] = []
         self.sent_bytes = 0
-        stateful = (self.writer, self.hooks) if self.offload is None else (self.writer, self.hooks, self.offload)
+        every = [*{id(hooks): hooks for hooks in (self.hooks, *(each.hooks for each in self.in_forward))}.values()]
+        stateful: list[RankWriter | Hooks | OffloadedActivations] = [self.writer, *every]
+        stateful += [] if self.offload is None else [self.offload]
         self.common = [(each, name) for each in stateful for name in each.STATE]
-        self.of_stage = [(self.hooks, name) for name in self.hooks.STAGE_STATE]
+        self.of_stage = [(hooks, name) for hooks in every for name in hooks.STAGE_STATE]
         self.shapes_of_stage: dict[Hashable, int] = defaultdict(count().__next__)
         self.first_shapes = (
             builder.shape(take_state(self.common)[0]),
             self.shapes_of_stage[take_state(self.of_stage)[0]],
         )
+
+    def _in_forward(self, of: ForwardPass, stages: Stages, scripts: Scripts) -> _Pass:
+        """Returns a pass in forward alone, with the hooks of its weights; passes of a second model share them."""
+        hooks = self.hooks
+        if of.is_apart:
+            if self.second_model is None:
+                self.second_model = _hooks(stages, self.writer, self.how)
+            hooks = self.second_model
+        hooks.repeats_forward = True
+        return _Pass(f" {of.name}", stages, scripts, hooks, of.comes_first)
 
     def walk(self, row: Sequence[Action], leading: Mapping[int, int]) -> tuple[RowWalk, Integers, Integers]:
         """Returns a row of the action table: each action as lowered in the state that the rank has reached.
@@ -417,18 +467,31 @@ class _RankLowering:
         # else the buckets are the gradients
         buffer_bytes = self.bucket_bytes() if drops or software.ddp_copies_gradients else 0
         buffer_bytes += self.hooks.persistent_bytes() + joined_bytes
+        sharded_bytes, whole_bytes, second_tables = self._second_model_bytes(mine)
+        parameter_bytes += sharded_bytes
         return {
             MemoryCategory.HOST: (parameter_bytes + optimizer_bytes if offloads else 0)
             + outer_bytes * outer_on_host
             + (0 if self.how.host_waits else joined_bytes),
-            MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes) + stages.quantized_weight_bytes(mine),
+            MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes)
+            + whole_bytes
+            + stages.quantized_weight_bytes(mine),
             MemoryCategory.GRADIENTS: gradient_bytes,
             MemoryCategory.OPTIMIZER: (0 if offloads else optimizer_bytes) + outer_bytes * (not outer_on_host),
             MemoryCategory.BUFFERS: buffer_bytes + (received_bytes if software.preallocated_receives else 0),
             MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
+            + second_tables
             + stages.placeholder_bytes(mine)
             + (stages.batch_bytes if stages.all_have_batch or 0 in mine else 0),
         }
+
+    def _second_model_bytes(self, mine: Sequence[int]) -> tuple[int, int, int]:
+        """Returns bytes of a second model that the rank holds: of sharded and of whole weights, and of tables."""
+        stages = next((own for _, own, _ in self.passes.in_forward if own.is_second_model), None)
+        if stages is None:
+            return 0, 0, 0
+        num_bytes, tables = second_model_bytes(stages, self.rank), sum(map(stages.constant_bytes, mine))
+        return (num_bytes, 0, tables) if stages.is_sharded else (0, num_bytes, tables)
 
     def bucket_bytes(self) -> int:
         """Returns the bytes of gradients in DDP's buckets; 0 without DDP."""
@@ -440,14 +503,26 @@ class _RankLowering:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
         if self.stages.software.waits_for_batch:
             self.writer.compute(action, "{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
+        for of in (each for each in self.in_forward if each.comes_first):
+            self._pass_forward(action, of)
         for part in self._parts(action):
             if self.offload is not None:
                 self.offload.before_forward(action)
             self.hooks.before_forward(action, part)
-            self._layers(action, part, Phase.FORWARD)
+            self._layers(action, part, Phase.FORWARD, self.trained)
             self.hooks.after_forward(action, part)
             if self.offload is not None:
                 self.offload.after_forward(action, part)
+        for of in (each for each in self.in_forward if not each.comes_first):
+            self._pass_forward(action, of)
+
+    def _pass_forward(self, action: Action, of: _Pass) -> None:
+        """Writes a pass in forward alone."""
+        for part in self._parts(action, of):
+            with of.hooks.passing(of.stages):
+                of.hooks.before_forward(action, part)
+                self._layers(action, part, Phase.FORWARD, of)
+                of.hooks.after_forward(action, part)
 
     def _backward(self, action: Action) -> None:
         if action.kind is not _K.BACKWARD_WEIGHT:
@@ -462,18 +537,18 @@ class _RankLowering:
             self.hooks.before_backward(action, part)
             if self.offload is not None:
                 self.offload.before_backward(action, part)
-            self._layers(action, part, phase)
+            self._layers(action, part, phase, self.trained)
             self.hooks.after_backward(action, part, phase)
         if phase is not Phase.BACKWARD_INPUT:
             self.hooks.end_of_backward(action)
 
-    def _layers(self, action: Action, part: range, phase: Phase) -> None:
+    def _layers(self, action: Action, part: range, phase: Phase, of: _Pass) -> None:
         """Writes a pass through some layers."""
-        stages, writer, paired = self.stages, self.writer, self.is_paired
-        merged = not self._expands(action)
-        scripts = self.scripts
+        stages, writer, paired = of.stages, self.writer, self.is_paired
+        merged = not self._expands(action, of)
+        scripts = of.scripts
         script = scripts.merged(action.stage, phase) if merged else scripts.layer(action.stage, part[0], phase)
-        name = "{action}" if len(part) == len(stages.layers[action.stage]) else f"{{{part[0]}}}"
+        name = ("{action}" if len(part) == len(stages.layers[action.stage]) else f"{{{part[0]}}}") + of.name
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
         last = max(number for number, segment in enumerate(script) if segment.collective is None)
         before = (writer.last_compute, *writer.blocking)  # waits of the last segment
@@ -487,18 +562,19 @@ class _RankLowering:
             elif not merged and not (paired and segment.collective.axis == "ep"):
                 self._write_collective(action, name, segment.collective, before)
         for axis, stream in _AXIS_STREAM.items() if merged else [("ep", Stream.EXPERT)] if paired else ():
-            collectives = self._merged_collectives_over(action.stage, part, axis, script, phase, paired=paired)
+            where = of.name, action.stage, part
+            collectives = self._merged_collectives_over(where, axis, script, phase, paired=paired)
             if collectives:
                 writer.exposed(action, stream, f"{name} collectives", collectives)
 
     def _merged_collectives_over(
-        self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase, *, paired: bool
+        self, where: tuple[str, int, range], axis: str, script: Sequence[Segment], phase: Phase, *, paired: bool
     ) -> tuple[Work, ...]:
         """Returns the collectives of merged layers over one axis; the same object for equal layers, estimated once.
 
         Collectives that overlap with GEMMs, or with another microbatch, contribute only their exposed time.
         """
-        key = (stage, part, axis, phase, paired)
+        key = (*where, axis, phase, paired)
         found = self.merged_collectives.get(key)
         if found is None:
             collectives: list[Work] = []
@@ -599,26 +675,26 @@ class _RankLowering:
         else:
             step.merge(action)
 
-    def _parts(self, action: Action) -> Sequence[range]:
+    def _parts(self, action: Action, of: _Pass | None = None) -> Sequence[range]:
         """Returns the layers per operation: all of the stage if merged, one each if expanded."""
         num_layers = len(self.stages.layers[action.stage])
-        if self._expands(action):
+        if self._expands(action, of or self.trained):
             return [range(i, i + 1) for i in range(num_layers)]
         return (range(num_layers),)
 
-    def _expands(self, action: Action) -> bool:
+    def _expands(self, action: Action, of: _Pass) -> bool:
         """Returns True if each layer of the action has separate operations."""
         offloads = self.offload is not None  # copies happen between layers
-        needed = self.how.expand_all or self.overlaps or offloads or self.hooks.expands(action)
+        needed = self.how.expand_all or self.overlaps or offloads or of.hooks.expands(action)
         return self.how.level == 2 and needed
 
 
 def _hooks(stages: Stages, writer: RankWriter, how: Lowering) -> Hooks:
     plan = stages.plan
-    if plan.shards_parameters:
+    if stages.is_sharded:
         hooks = FsdpListHooks if stages.software.per_rank_tensor_lists else FsdpHooks
         return hooks(stages, writer, how.level, host_waits=how.host_waits)
-    if plan.num_averaging == 1:
+    if plan.num_averaging == 1 or stages.is_second_model:
         return Hooks(stages, writer, how.level)
     if plan.compression is None:
         return DdpHooks(stages, writer, how.level)

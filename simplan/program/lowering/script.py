@@ -151,7 +151,7 @@ class Scripts:
             return self._split_effects(stage, position, phase)
         plan, footprint = self._stages.plan, self._stages.facts(stage, position).footprint
         has_loss = self._stages.layers[stage][position].kind is LayerKind.HEAD
-        if has_loss and plan.shards_parameters and plan.pp == 1:
+        if has_loss and self._stages.is_sharded and plan.pp == 1:
             footprint = footprint._replace(forward=footprint.forward[1:], backward=footprint.backward[1:])
         return layers_effects([footprint], forward=phase is Phase.FORWARD)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from simplan.job import Job
 from simplan.model.captured.layers import CAPTURED
@@ -17,12 +17,21 @@ from simplan.model.recompute import Recomputation, recomputation, recompute_of
 from simplan.plan.plan import RankMapping, Recompute, StageAssignment
 from simplan.program.action import Table
 from simplan.program.lowering.units import Unit, fsdp_units
-from simplan.program.memory.footprint import LayerFootprint, brought_parameters, layer_footprint, layers_effects
+from simplan.program.memory.footprint import (
+    LayerFootprint,
+    brought_parameters,
+    layer_footprint,
+    layers_effects,
+    passing_footprint,
+)
 from simplan.program.memory.low_precision_footprint import keeping_quantized, persistent_weight_bytes
 from simplan.program.memory.split_footprint import SplitFootprint, matmul_split_footprint, split_footprint
 from simplan.program.program import Communication, LayerWork, MemoryEffect, Phase
 from simplan.program.tables.complete import stage_to_rank
 from simplan.software.software import StateBytes
+
+if TYPE_CHECKING:
+    from simplan.program.lowering.passes import ForwardPass
 
 Deal = tuple[dict[tuple[int, int], int], ...]
 """Per rank of a shard group: (stage, layer) -> number of elements that the rank owns."""
@@ -62,6 +71,8 @@ class Stages:
     """Facts about the stages of a plan.
 
     Attributes:
+        is_second_model: The weights are those of a reference model next to the one that is trained.
+        is_sharded: Weights are sharded over ranks.
         layers: Per stage, its layers as sharded for one rank.
         brought: Per stage and layer, the parameters that the layer adds to the stage.
         owned: Per stage and layer, the elements of these parameters.
@@ -80,12 +91,22 @@ class Stages:
         deals: Per pipeline rank, the owners of optimizer states under ZeRO-1; computed on first use.
         broadcasts: Per shard group, the broadcasts of updates by their owners; computed on first use.
         tied_bytes: Bytes of the gradient of a tied embedding; 0 for none.
+
+    Args:
+        job, assignment, table: See ``Lowerer``.
+        of_pass: Pass in forward alone that the stages are about; None for the model that is trained.
     """
 
-    def __init__(self, job: Job, assignment: StageAssignment, table: Table) -> None:
-        model, training, plan, software = job.model, job.training, job.plan, job.software
-        self.plan, self.training, self.software = plan, training, software
+    def __init__(self, job: Job, assignment: StageAssignment, table: Table, of_pass: ForwardPass | None = None) -> None:
+        job = job if of_pass is None else of_pass.job
+        model, training, plan, software = job.model, job.training, job.plan_in_sequences, job.software
+        self.plan, self.training, self.software, self.of_pass = plan, training, software, of_pass
+        self.is_second_model = of_pass is not None and of_pass.is_apart
+        self.is_sharded = plan.shards_parameters and (of_pass is None or of_pass.is_sharded or not of_pass.is_apart)
         self.state = software.state(training, plan)
+        if self.is_second_model and of_pass is not None:
+            stored = of_pass.stored_bytes or self.state.frozen
+            self.state = self.state.model_copy(update={"frozen": stored, "parameter": stored})
         self.mapping = RankMapping.of(plan)
         self.placement = stage_to_rank(table)
         self.num_stages = assignment.num_stages
@@ -111,11 +132,11 @@ class Stages:
             fsdp_units(
                 layers,
                 plan.dp_shard * plan.cp,
-                keep_last=plan.pp == 1,
+                keep_last=plan.pp == 1 and not self.is_second_model,
                 expert_shards=plan.expert_shards,
                 others_in_root=[index - assignment.boundaries[stage] for index in in_root],
             )
-            if plan.shards_parameters
+            if self.is_sharded
             else ()
             for stage, layers in enumerate(self.layers)
         ]
@@ -281,6 +302,9 @@ class Stages:
             left: See ``LayerFootprint``.
         """
         b, state = self.plan.microbatch_size, self.state
+        if self.of_pass is not None:
+            footprint = passing_footprint(layer, b, state)
+            return LayerFacts(kept, footprint, partial(split_footprint, layer, b, state, footprint))
         footprint = layer_footprint(layer, b, state, kept)._replace(left=left, left_logits=self._left_logits(layer))
         if ends[0]:  # the input is a receive buffer, which is counted there
             footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from simplan.model.kernel import LOSS
-from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
+from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
 from simplan.model.recompute import Recomputation
 from simplan.program.memory.liveness import PeakPoint, backward_points, forward_points
 from simplan.program.memory.tensors import LayerTensors
@@ -61,6 +61,36 @@ def layer_footprint(
         forward=tuple(_peaks(forward_points(tensors), parts)),
         backward=tuple(_peaks(backward_points(tensors), parts[::-1])),
         input_bytes=tensors.input_bytes,
+        output_bytes=microbatch_size * (made_bytes + passed_bytes),
+    )
+
+
+def passing_footprint(layer: LayerSpec, microbatch_size: int, state: StateBytes) -> LayerFootprint:
+    """Computes the memory of a forward without gradients, after which nothing is saved.
+
+    The caller holds the layer's inputs until it has the outputs, of a head until it has the logits. Autocast makes
+    copies of wide frozen weights for one matmul each, and keeps none, since these weights need no gradient.
+
+    Args:
+        microbatch_size, state: See ``layer_footprint``.
+    """
+    inputs = frozenset(tensor.name for tensor in layer.inputs if not tensor.elsewhere)
+    tensors = LayerTensors(layer, microbatch_size, state, Recomputation(inputs))
+    held, held_logits = tensors.saved_bytes, tensors.saved_logits
+    copied = state.weight_copy if state.frozen > state.weight_copy else 0
+    loss, found = _first_of_loss(layer), []
+    for index, point in forward_points(tensors):
+        kernel = layer.operators[index].kernel
+        copy = copied * kernel.weight_elements if isinstance(kernel, Gemm) and kernel.stored is None else 0
+        inputs_bytes = held if index < loss else 0
+        found.append((index, PeakPoint(point.workspace + inputs_bytes + copy, point.logits + held_logits)))
+    made_bytes, passed_bytes = layer.output_bytes(state.activation, state.residual)
+    return LayerFootprint(
+        activations=0,
+        logits=0,
+        forward=tuple(_peaks(found, (range(loss), range(loss, len(layer.operators))))),
+        backward=(),
+        input_bytes=held,
         output_bytes=microbatch_size * (made_bytes + passed_bytes),
     )
 

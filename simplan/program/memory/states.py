@@ -60,6 +60,19 @@ def layer_states(
     return LayerStates(found[0], packed, packed_bytes, *found[1:])
 
 
+def second_model_bytes(stages: Stages, rank: int) -> int:
+    """Computes the bytes of a reference model next to the one that is trained, of which a rank holds its stages.
+
+    Args:
+        stages: Stages of the reference model.
+    """
+    mapping = stages.mapping
+    shards = (len(mapping.group("shard", rank)), stages.plan.expert_shards) if stages.is_sharded else (1, 1)
+    mine = stages.stages_of(mapping.place(rank).pp)
+    held = (layer_states(parameters, *shards) for stage in mine for parameters in stages.brought[stage])
+    return sum(each.weights for each in held) * stages.state.frozen
+
+
 class RankStates:
     """Parameters, gradients and optimizer states of one rank.
 

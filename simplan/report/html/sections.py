@@ -30,6 +30,7 @@ from simplan.report.html.elements import (
 )
 from simplan.report.predictions import certainty_notes, predictions_table
 from simplan.report.text import microbatch_words, plan_words
+from simplan.training import PAIRED_TASKS
 from simplan.units import counted, format_bytes, format_percent, format_rate, format_time
 
 _FEWEST_NODES = 2
@@ -105,6 +106,7 @@ def _memory(rank: Document, capacity_gib: float | None) -> str:
 
 def _batch(document: Document) -> str:
     training, sample = document["inputs"]["training"], document["step_work"]["sample"]
+    sample = "pair" if training["task"] in PAIRED_TASKS else sample
     plan = document["inputs"]["plan"]
     sizes = plan["microbatch_sizes"] if isinstance(plan["microbatch_sizes"], list) else [plan["microbatch_size"]]
     return (

@@ -60,7 +60,7 @@ def checkpoint_bytes(prediction: Prediction) -> float:
     job = prediction.job
     model, state = job.padded_model, job.software.state(job.training, job.plan)
     trained = model.num_trained_parameters
-    saved = trained if job.training.task == "lora" else model.num_parameters
+    saved = trained if job.software.of_adapters(job.training) else model.num_parameters
     facts = OPTIMIZERS[job.training.optimizer]
     if facts.by_tensor:
         tensors = stored_tensors(model.layers_of(Shard()))

@@ -58,8 +58,9 @@ def read_budget(
     if not length:
         budget = TrainingBudget(num_tokens=tokens)
     elif tokens is not None and model is not None and training is not None:
-        steps = budget.steps(training.global_batch_size, model.seq_len)
-        by_tokens = math.ceil(tokens / (training.global_batch_size * model.seq_len))
+        num_sequences = training.global_batch_size * training.sequences_per_sample
+        steps = budget.steps(num_sequences, model.seq_len)
+        by_tokens = math.ceil(tokens / (num_sequences * model.seq_len))
         if steps != by_tokens:
             rule = f"is {by_tokens:,} steps, and run is {steps:,}: both are the length of the training"
             sections.refuse(("training", "num_tokens"), rule, value=int(tokens), fix="keep one of the two")

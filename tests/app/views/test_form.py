@@ -245,6 +245,17 @@ def test_options_are_those_of_the_framework(name: str) -> None:
         assert labels == {"tensorwise", *profile.low_precision["fp8"].recipes}
 
 
+def test_task_of_preferences_stays_with_adapters() -> None:
+    """A task of preference training keeps its name with and without adapters, and its reference follows."""
+    page = shown({**USUAL, "plan": {"dp_shard": 64}})
+    page.selectbox(key="document:training.task").set_value("dpo").run()
+    document = page.session_state["simplan document"]
+    assert parse_scenario(document_text(document)).job.reference == "second_model"
+    page.number_input(key="document:model.lora_rank").set_value(8).run()
+    job = parse_scenario(document_text(page.session_state["simplan document"])).job
+    assert (job.training.task, job.reference, job.model.lora_rank) == ("dpo", "adapters_off", 8)
+
+
 def test_options_of_the_framework_are_written_and_left_out() -> None:
     page = shown({**USUAL, "plan": {"dp_shard": 64}})
     page.toggle(key="document:software.compiled").set_value(True).run()

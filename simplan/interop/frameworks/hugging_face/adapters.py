@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.patterns import in_blocks, is_pattern, names_of
+from simplan.interop.frameworks.hugging_face.preference import drops_dropout
 from simplan.model.families import FAMILIES
 from simplan.model.module_names import matrices
 from simplan.plan.shard import Shard
@@ -185,6 +186,8 @@ def _read_dropout(run: TrainerRun) -> None:
     """Read dropout; TRL's argument has a default of its own (trl/trainer/model_config.py)."""
     trainer = run.trainer
     value: Any = trainer.value("lora_dropout")
+    if run.preference is not None and drops_dropout(run, run.preference[0]):
+        return
     origin = trainer.full("lora_dropout")
     if value is None and "use_peft" in trainer:
         value, origin = _TRL_DROPOUT, "the default of TRL's --lora_dropout"

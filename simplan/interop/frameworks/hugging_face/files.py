@@ -25,6 +25,7 @@ from simplan.interop.frameworks.hugging_face.script import (
     is_trl,
     launches_of,
     options_of,
+    preference_of,
     refused_program,
     sft_of,
 )
@@ -165,7 +166,7 @@ def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
         run.devices_key = f"python starts one process, in line {launch.line}"
     run.names_launcher = launch.launchers[-1:] != ("accelerate",)
     run.unknown = frozenset(name for name, setting in [*settings, *options] if setting.value is None)
-    run.is_trl, run.task = is_trl(launch), sft_of(launch)
+    run.is_trl, run.task, run.preference = is_trl(launch), sft_of(launch), preference_of(launch)
     if (refused := refused_program(launch)) is not None:
         first = f" {launch.arguments[0].text}" if launch.program.text == TRL else ""
         run.reading.refuse(launch.program.text + first, *refused)

@@ -71,6 +71,6 @@ def _same_model(config: Mapping[str, Any], model: ModelSpec) -> bool:
         read = ModelSpec.model_validate(fields)
     except (SpecError, ValueError):
         return False
-    others = ("sources", "document_lengths", "packs", *LORA)
+    others = ("sources", "document_lengths", "packs", "objective", *LORA)
     changed = {field: getattr(model, field) for field in others}
     return read.model_copy(update=changed) == model

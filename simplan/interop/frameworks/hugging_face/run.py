@@ -22,6 +22,12 @@ from simplan.interop.frameworks.hugging_face.adapters import read_targets
 from simplan.interop.frameworks.hugging_face.devices import read_devices
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
+from simplan.interop.frameworks.hugging_face.preference import (
+    SETTINGS,
+    preference_task,
+    read_preference,
+    read_preference_loss,
+)
 from simplan.interop.frameworks.hugging_face.quantization import read_base_weights, weights_of_checkpoint
 from simplan.interop.frameworks.hugging_face.strategies import (
     DEEPSPEED_DEFAULT,
@@ -72,8 +78,9 @@ class TrainerRun:
         missing: Settings that name files which are not there.
         tool: Tool that the arguments are for: axolotl, LLaMA-Factory, or empty.
         num_nodes: Nodes, if a file says so without the ranks of each.
-        is_trl: True if the program is TRL's own script for supervised fine-tuning.
+        is_trl: True if the program is one of TRL's own scripts.
         task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
+        preference: Task of preference training, and the program or setting that says it; None for another task.
         reads_others: False if no other files must be read.
         instead: See ``ConfigFile``.
     """
@@ -92,6 +99,7 @@ class TrainerRun:
     num_nodes: int | None = None
     is_trl: bool = False
     task: str = ""
+    preference: tuple[str, str] | None = None
     reads_others: bool = True
     instead: Mapping[str, str] = field(default_factory=dict)
     _precision: str = field(default="", init=False)
@@ -139,6 +147,11 @@ class TrainerRun:
         note_allocator(self.reading, grown=True)
         self._read_rest(strategy)
         return self.reading.finish()
+
+    @property
+    def precision(self) -> str:
+        """Precision of the run, once it is read."""
+        return self._precision
 
     # Batch and precision
 
@@ -542,20 +555,28 @@ class TrainerRun:
         read_adapter_kind(self)
         read_trained_parts(self)
         read_base_weights(self)
+        task = preference_task(self)
         for key, (neutral, what) in table("other_tasks").items():
+            if task is not None and key in SETTINGS:
+                continue
             if key in trainer and str(trainer.value(key)).lower() not in neutral:
                 fix = "predict an update of its policy as sft" if "preference" in what or "learning" in what else ""
                 trainer.refuse(key, f"belongs to {what}, which is not modeled yet", fix)
         adapters = self._adapter_rank()
+        if task is not None:
+            self.preference = task
+            read_preference(self, task[0], has_adapters=adapters is not None)
         if str(trainer.value("stage", "")).lower() == "sft":
             self.task = trainer.full("stage")
         if adapters is None:
             trainer.no_effect(("lora_dropout",))
-            if self.task:
+            if task is not None:
+                self.reading.put("training.task", *task)
+            elif self.task:
                 self.reading.put("training.task", "sft", self.task)
             return
         key, rank = adapters
-        self.reading.put("training.task", "lora", key)
+        self.reading.put("training.task", *(task or ("lora", key)))
         if rank:
             self.reading.put("model.lora_rank", rank, key)
         else:
@@ -595,6 +616,9 @@ class TrainerRun:
     def _read_loss(self) -> None:
         """Loss in chunks: Liger's, or that of TRL, which is its default."""
         trainer, split = self.trainer, (self.reading.written("plan.tp") or 1) > 1
+        if self.preference is not None:
+            read_preference_loss(self, self.preference[0])
+            return
         for key in (key for key in _LIGER if trainer.is_true(key)):
             chosen = {name: trainer.value(f"liger_kernel_config.{name}") for name in _OTHER_LIGER_KERNELS}
             if any(value is not False for value in chosen.values()):

@@ -13,6 +13,7 @@ from simplan.errors import SpecError
 from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks.hugging_face.keys import flattened, named_document
+from simplan.interop.frameworks.hugging_face.preference import OF_PROGRAMS
 from simplan.interop.frameworks.shell import (
     TrainingCommand,
     Value,
@@ -34,8 +35,16 @@ _WITH_MODEL = (
 _OTHERS = ("num_layers", "micro_batch_size", "tensor_model_parallel_size")
 """Arguments of Megatron-LM, which is launched by torchrun and deepspeed as well."""
 _OWN_PROGRAMS = frozenset(("llamafactory-cli", "axolotl", "trl"))
-_OWN_MODULES = ("axolotl.cli.train", "trl.scripts.sft", "llamafactory.launcher")
+_OWN_MODULES = (
+    "axolotl.cli.train",
+    "trl.scripts.sft",
+    "trl.scripts.dpo",
+    "trl.scripts.kto",
+    "trl.scripts.reward",
+    "llamafactory.launcher",
+)
 _CONFIG_FILES = (".yaml", ".yml", ".json")
+_OF_TRL = re.compile(r"trl[./]scripts[./]\w+(\.py)?$")
 _SFT = re.compile(r"(^|[_.-])sft([_.-]|$)")
 """Names of programs for supervised fine-tuning: sft.py, run_sft.py, trl.scripts.sft."""
 _PREFERENCES = re.compile(
@@ -103,8 +112,8 @@ def refused_program(launch: TrainingCommand) -> tuple[str, str] | None:
     """Rule and fix for a program that trains something else than a language model on text; None for another."""
     program = launch.program.text.rpartition("/")[2].removesuffix(".py")
     first = launch.arguments[0].text if launch.arguments and program == "trl" else program
-    if _PREFERENCES.search(first):
-        rule = "belongs to preference training, reinforcement learning or distillation, which is not modeled yet"
+    if _PREFERENCES.search(first) and preference_of(launch) is None:
+        rule = "belongs to reinforcement learning, distillation or another loss, which is not modeled yet"
         return rule, "predict an update of its policy as sft"
     return ("belongs to a model of images or sound, which is not modeled yet", "") if _SENSES.search(program) else None
 
@@ -193,8 +202,17 @@ def sft_of(launch: TrainingCommand) -> str:
     return f"{program} fine-tunes, in line {launch.line}" if is_sft else ""
 
 
+def preference_of(launch: TrainingCommand) -> tuple[str, str] | None:
+    """Task of a program of preference training (TRL's ``dpo.py``), and words on it; None for another program."""
+    program = launch.program.text.rpartition("/")[2]
+    first = launch.arguments[0].text if launch.arguments else ""
+    name = first if program == "trl" else program.removesuffix(".py").rpartition(".")[2].removeprefix("run_")
+    task = OF_PROGRAMS.get(name)
+    return None if task is None else (task, f"{program} trains on preferences, in line {launch.line}")
+
+
 def is_trl(launch: TrainingCommand) -> bool:
-    """True for TRL's own script for supervised fine-tuning: ``trl sft``, ``trl/scripts/sft.py``."""
+    """True for TRL's own scripts: ``trl sft``, ``trl dpo``, ``trl/scripts/sft.py``."""
     program = launch.program.text
-    is_command = program.rpartition("/")[2] == "trl" and bool(sft_of(launch))
-    return is_command or program == "trl.scripts.sft" or program.endswith("trl/scripts/sft.py")
+    is_known = bool(sft_of(launch)) or preference_of(launch) is not None
+    return is_known and (program.rpartition("/")[2] == "trl" or _OF_TRL.search(program) is not None)

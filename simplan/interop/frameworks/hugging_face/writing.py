@@ -17,6 +17,7 @@ from simplan.job import Job
 from simplan.model.adapters import MODULES
 from simplan.model.base_weights import BaseWeights
 from simplan.rules.model import has_transformers_code
+from simplan.training import REFERENCE_TASKS
 from simplan.wording import either
 
 ACCELERATE_FILE, DEEPSPEED_FILE, MODEL_FOLDER, SCRIPT = "accelerate.yaml", "ds_config.json", "model", "train.sh"
@@ -27,6 +28,11 @@ _PROGRAMS = {
     "pretrain": ("run_clm.py", "transformers: examples/pytorch/language-modeling"),
     "sft": ("sft.py", "TRL: trl/scripts"),
     "lora": ("sft.py", "TRL: trl/scripts"),
+    "dpo": ("trl/scripts/dpo.py", "TRL 1.16, a checkout"),
+    "kto": ("trl/scripts/kto.py", "TRL 1.16, a checkout"),
+    "reward": ("trl/scripts/reward.py", "TRL 1.16, a checkout"),
+    "orpo": ("orpo.py", "TRL: examples/scripts"),
+    "simpo": ("cpo.py", "TRL: examples/scripts"),
 }
 _TARGETS = {target: module for module, target in reversed({**MODULES, **ENDS}.items())}
 
@@ -199,7 +205,9 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
     key = "--config_name" if training.task == "pretrain" else "--model_name_or_path"
     writing.set(key, MODEL_FOLDER, "model")
     writing.set("--block_size" if training.task == "pretrain" else "--max_length", model.seq_len, "model.seq_len")
-    if training.task != "pretrain":
+    if training.is_of_preferences:
+        _write_preference(writing)
+    elif training.task != "pretrain":
         writing.set("--packing", True, "sequences of model.seq_len tokens")
     writing.copy("--per_device_train_batch_size", "plan.microbatch_size")
     writing.taken("training.global_batch_size", "training.task", "training.precision")
@@ -235,6 +243,23 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
         _write_base_weights(writing, training.base_weights)
 
 
+def _write_preference(writing: Writing) -> None:
+    """Arguments of TRL's trainers on preferences."""
+    training, model, key = writing.job.training, writing.job.model, "training.preference"
+    preference = training.preference
+    writing.taken(key)
+    if preference is not None and (preference.reference_sharded is not None or preference.reference_dtype is not None):
+        writing.refuse(key, "remove reference_sharded and reference_dtype, which TRL decides")
+    if writing.job.reference == "precomputed":
+        writing.set("--precompute_ref_log_probs", True, key)
+    elif writing.job.reference == "second_model" and model.lora_rank:
+        writing.refuse(key, "use adapters_off, as TRL does with adapters")
+    if training.task == "simpo":
+        writing.set("--loss_type", "simpo", "training.task")
+    if model.lora_dropout:
+        writing.set("--disable_dropout", "false", "model.lora_dropout")
+
+
 def _write_base_weights(writing: Writing, base: BaseWeights) -> None:
     """Arguments of TRL's ModelConfig for weights of few bits."""
     key, is_four = "training.base_weights", base.format in ("nf4", "fp4")
@@ -253,8 +278,14 @@ def _write_base_weights(writing: Writing, base: BaseWeights) -> None:
 
 def _write_loss(writing: Writing) -> None:
     """Loss in chunks: Liger's alone of its kernels, or that of TRL."""
-    software, is_trl = writing.job.software, writing.job.training.task != "pretrain"
-    chunked = software.chunked_losses.get(software.loss)
+    software, training = writing.job.software, writing.job.training
+    if training.is_of_preferences:
+        has_chunks = training.task in REFERENCE_TASKS
+        known = ("recomputed", "fused") if has_chunks else ("whole",)
+        if writing.allowed("software.loss", known, f"use {either(known)}") == "fused":
+            writing.set("--use_liger_kernel", True, "software.loss")
+        return
+    is_trl, chunked = training.task != "pretrain", software.chunked_losses.get(software.loss)
     kinds = [loss for loss, each in software.chunked_losses.items() if each.fused or (is_trl and each.recomputed)]
     writing.allowed("software.loss", ("whole", *kinds), f"use {either(['whole', *kinds])}")
     if chunked is not None and chunked.fused:
