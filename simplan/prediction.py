@@ -18,7 +18,7 @@ from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
-from simplan.software.loading import LoadingPeaks
+from simplan.software.loading_peaks import LoadingPeaks
 from simplan.training import TrainingBudget
 from simplan.units import GIB, counted, format_bytes, format_percent, format_rate, format_time
 

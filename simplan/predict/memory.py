@@ -15,7 +15,7 @@ from simplan.prediction import MemoryKind, RankMemory
 from simplan.program.action import Table
 from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import host_peak_bytes, memory_peak, persistent_bytes, step_peaks, whole_blocks
-from simplan.software.loading import LoadingPeaks, loading_method, loading_peaks
+from simplan.software.loading_peaks import LoadingPeaks, loading_peaks
 from simplan.software.rates import MemorySpread
 
 
@@ -148,7 +148,7 @@ def loading_of(
         assignment, table: Layers of stages, and stages of pipeline ranks.
     """
     software, plan, training = job.software, job.plan, job.training
-    if job.cluster.device.kind == "cpu" or loading_method(software, plan, training) is None:
+    if job.cluster.device.kind == "cpu" or not software.loads(training):
         return None
     layers = software.layers_of(job.model, plan, training)
     stages = [

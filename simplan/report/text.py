@@ -18,7 +18,8 @@ from simplan.prediction import Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
 from simplan.rules import violations
-from simplan.software.loading import LoadingMethod, LoadingPeaks
+from simplan.software.loading import LoadingMethod
+from simplan.software.loading_peaks import LoadingPeaks
 from simplan.units import (
     counted,
     format_bytes,
@@ -234,7 +235,7 @@ def _host_memory(prediction: Prediction) -> str:
 
 
 def loading_failure(prediction: Prediction) -> str:
-    """What does not fit while the model is loaded, and the ways out; the prediction ``fails_to_load``."""
+    """Memory that is missing while the model is loaded, and the ways out, of a prediction that ``fails_to_load``."""
     loading, device, host = prediction.loading, prediction.capacity_bytes, prediction.job.cluster.host_memory_bytes
     assert loading is not None
     what, needs, has = "a device", loading.device_bytes, device or 0

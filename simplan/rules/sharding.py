@@ -11,7 +11,7 @@ from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
 from simplan.plan.schedules import is_custom_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
-from simplan.software.loading import OF_SHARDS, loading_method, loading_peaks, never_whole, splits_layers
+from simplan.software.loading_peaks import OF_SHARDS, loading_peaks, never_whole, splits_layers
 from simplan.units import format_bytes
 from simplan.wording import divisors, either
 
@@ -353,7 +353,7 @@ def loading_modelled(job: Job) -> Iterator[Problem]:
         what = "this way of loading with ranks that split the model"
         yield not_modelled(job, "software.loading", what, "remove it: each rank reads its own part")
     elif method in ("broadcast", "zero_init", "shards") and base is not None and base.is_quantized_while_loaded:
-        what = f"this way of loading with weights that become {base.format} meanwhile"
+        what = f"this way of loading with weights that become {base.format} as they are loaded"
         fix = "use device_map" + ", or rank0 as axolotl does under FSDP2" * ("rank0" in known)
         yield not_modelled(job, "software.loading", what, fix)
 
@@ -366,10 +366,11 @@ def loading_modelled(job: Job) -> Iterator[Problem]:
 def loading_within_memory(job: Job) -> Iterator[Problem]:
     """A rule of searches alone; ``predict`` reports it."""
     software, plan, training, cluster = job.software, job.plan, job.training, job.cluster
-    if loading_method(software, plan, training) is None or splits_layers(plan) or cluster.device.kind == "cpu":
+    if not software.loads(training) or splits_layers(plan) or cluster.device.kind == "cpu":
         return  # parts of layers need no more than the step
     peaks = loading_peaks(software, job.model, plan, training, cluster.ranks_per_node)
-    assert peaks is not None
+    if peaks is None:
+        return
     context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
     for needed, memory, of in (
         (peaks.device_bytes + context_bytes, cluster.largest_memory_bytes, "a device"),

@@ -443,6 +443,7 @@ OUTSIDE_OF_SEARCHES: tuple[Kind, ...] = (_offload_optimizer, _offload_activation
 
 KINDS: tuple[Kind, ...] = (
     _loading, _grad_sync, _reshard, _sequence_parallel, _fused_optimizer, _schedule, _microbatch, _recompute,
-    _zero_stage, _of_axis("tp"), _of_axis("pp"), _of_axis("cp"), _ep, _no_offload, *OUTSIDE_OF_SEARCHES, _twice_the_devices,
+    _zero_stage, _of_axis("tp"), _of_axis("pp"), _of_axis("cp"), _ep, _no_offload, *OUTSIDE_OF_SEARCHES,
+    _twice_the_devices,
 )  # fmt: skip
 """All kinds of changes."""

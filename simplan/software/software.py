@@ -481,6 +481,10 @@ class SoftwareSpec(Spec):
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
 
+    def loads(self, training: TrainingSpec) -> bool:
+        """True if a training run begins with the weights of a checkpoint; pretraining only if ``loading`` says so."""
+        return self.loading not in (None, "none") or (self.loading is None and training.task != "pretrain")
+
     @property
     def title(self) -> str:
         """Name of the profile, with the options that are set."""
