@@ -69,9 +69,10 @@ class LoadingPeaks:
         return _WORDS[self.method] + " and quantizes it there" * (self.quantizes and self.method == "device_map")
 
     def to_json(self) -> dict[str, object]:
-        """Peaks in GiB, and the method."""
+        """Peaks in GiB, the method, and what it does."""
         return {
             "method": self.method,
+            "words": self.words,
             "device_gib": self.device_bytes / GIB,
             "host_gib": self.host_bytes / GIB,
             "mapped_gib": self.mapped_bytes / GIB,
