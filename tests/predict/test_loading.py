@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.rules import check_job, violations
 from simplan.rules.book import MEMORY_RULES
+from simplan.search.enumeration import Enumeration
+from simplan.search.space import SearchSpace
 from simplan.software.loading_peaks import LoadingPeaks, loading_peaks
 from simplan.training import TrainingSpec
 
 NF4 = {"format": "nf4", "double_quantization": True, "storage": "bf16"}
+L40S = catalog.device("l40s")
 LLAMA = catalog.model("llama3-70b")
 ADAPTED = LLAMA.with_changes(lora_rank=16, seq_len=512)
 LINEAR = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
@@ -109,6 +113,16 @@ def test_pretraining_loads_nothing_unless_told() -> None:
     told = predict(job.with_changes({"software.loading": "cpu"}))
     assert told.loading is not None
     assert told.to_json()["loading"]["host_gib"] == pytest.approx(8 * 4 * LLAMA.num_parameters / 2**30)
+
+
+def test_searches_reject_plans_that_cannot_be_loaded() -> None:
+    """Every plan that shards NF4 has all of it on a card first; without, one replica needs more than a card."""
+    job = job_of("accelerate", "lora", ParallelPlan(dp_shard=2), device="rtx-4090", training={"base_weights": NF4})
+    rejected = Counter[str]()
+    assert not [*Enumeration(SearchSpace(), job).tables(rejected)]
+    assert rejected["loading_within_memory"] > 0
+    other = Enumeration(SearchSpace(), job.with_changes({"software.loading": "rank0", "cluster.device": L40S}))
+    assert [*other.tables(Counter())]
 
 
 @pytest.mark.parametrize(

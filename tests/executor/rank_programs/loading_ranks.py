@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed import barrier, broadcast, destroy_process_group, get_rank, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,15 +24,15 @@ from tests.executor.models.layer_runs import traced
 NUM_RANKS = 2
 
 
-def sharded(model: nn.Module) -> nn.Module:
+def sharded(model: Any) -> Any:
     """The model with a unit for each block, for the embedding and for the head."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     for unit in (*model.model.layers, model.model.embed_tokens, model.lm_head, model):
-        fully_shard(unit, mesh=mesh)  # type: ignore[arg-type]
+        fully_shard(unit, mesh=mesh)
     return model
 
 
-def every_rank_loads(folder: Path) -> nn.Module:
+def every_rank_loads(folder: Path) -> Any:
     """Weights become FP32 on the CPU before they are sharded, as accelerate does it for trained ones."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for parameter in model.parameters():
@@ -39,7 +40,7 @@ def every_rank_loads(folder: Path) -> nn.Module:
     return sharded(model)
 
 
-def rank_0_loads(folder: Path) -> nn.Module:
+def rank_0_loads(folder: Path) -> Any:
     """Others have meta tensors, and rank 0 broadcasts tensor by tensor, as accelerate's fsdp2_load_full_state_dict."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -62,7 +63,7 @@ def main() -> None:
     init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
     peaks = {}
     for load in (every_rank_loads, rank_0_loads):
-        _, _, peaks[load.__name__] = traced(lambda load=load: load(folder / "model"))
+        _, _, peaks[load.__name__] = traced(partial(load, folder / "model"))
     (folder / f"rank{rank}.json").write_text(json.dumps(peaks))
     destroy_process_group()
 
