@@ -29,7 +29,7 @@ LLAMA = ModelSpec(**SIZES, family="llama", intermediate_size=768, tied_embedding
 MIXTRAL = ModelSpec(
     **SIZES, family="moe", moe_intermediate_size=512, num_experts=4, top_k=2, tied_embeddings=False
 )  # fmt: skip
-NF4 = {"format": "nf4", "double_quantization": True}
+NF4: Any = {"format": "nf4", "double_quantization": True}
 
 
 @pytest.fixture
