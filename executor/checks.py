@@ -144,6 +144,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             software.channels_last,
             "the executor stores images channels first; use false",
         ),
+        "software.loading": (
+            software.loading not in (None, "none"),
+            "the executor begins with random weights; use none",
+        ),
         "software.loss": (
             software.loss == "fused",
             "the executor has no kernel that fuses output projection and loss; use chunked or whole",

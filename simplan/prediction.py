@@ -18,6 +18,7 @@ from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
+from simplan.software.loading_peaks import LoadingPeaks
 from simplan.training import TrainingBudget
 from simplan.units import GIB, counted, format_bytes, format_percent, format_rate, format_time
 
@@ -595,8 +596,9 @@ class Prediction:
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
         capacity_bytes: Memory of one device, of the peak-memory rank if devices differ; None if unknown.
-        fits: True if every rank's tensors and context are within the memory of its device; None if unknown. The caching
-            allocator's unused blocks do not count, since it frees them before it fails (``RankMemory.short_bytes``).
+        fits: True if every rank's tensors and context are within the memory of its device, in the step and while the
+            model is loaded; None if unknown. The caching allocator's unused blocks do not count, since it frees them
+            before it fails (``RankMemory.short_bytes``).
         splits: Time split per rank, in the order of ``memory``.
         tokens_per_s_per_device: Throughput, including padding of packed sequences; 0 for image models, which have no
             tokens.
@@ -612,6 +614,8 @@ class Prediction:
         hashing: Times of steps with other seeds of the hash of ECMP; None for one seed.
         backup_workers: Effect of dropped gradients, which count neither in throughput nor in MFU; None if none are.
         compression: Steps before gradient compression starts, and what it saves; None without compression.
+        loading: Memory while the model is loaded; None for a job that begins with random weights, and where it is not
+            modeled.
         replication: A round of replicas that train alone, of which ``step_time_s`` is the mean step; or workers that do
             not wait for all others, where it is the time of as many updates as there are workers. None without.
     """
@@ -644,6 +648,7 @@ class Prediction:
     compression: CompressionStep | None = None
     replication: ReplicationRound | ReplicationWorkers | None = None
     weakest_term: WeakestTerm | None = None
+    loading: LoadingPeaks | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -686,8 +691,22 @@ class Prediction:
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
-        """Verdict on the device memory; None if that is unknown."""
-        return memory_verdict(self.worst_memory, self.capacity_bytes)
+        """Verdict on the device memory, also while the model is loaded; None if that is unknown."""
+        verdict, capacity = memory_verdict(self.worst_memory, self.capacity_bytes), self.capacity_bytes
+        if self.loading is None or capacity is None:
+            return verdict
+        if self.loading.device_bytes > capacity:
+            return "does not fit"
+        has_little = self.loading.device_bytes > (1 - _LEAST_HEADROOM) * capacity
+        return "may not fit" if verdict == "fits" and has_little else verdict
+
+    @property
+    def fails_to_load(self) -> bool:
+        """True if the model does not fit while it is loaded, on a device or in the memory of a node."""
+        loading, device, host = self.loading, self.capacity_bytes, self.job.cluster.host_memory_bytes
+        return loading is not None and (
+            (device is not None and loading.device_bytes > device) or (host is not None and loading.host_bytes > host)
+        )
 
     @property
     def node_groups(self) -> tuple[NodeGroupStep, ...]:
@@ -728,9 +747,13 @@ class Prediction:
 
     @property
     def host_fits(self) -> bool | None:
-        """True if offloaded tensors fit in the host memory of every node; None if that memory is unknown."""
+        """True if offloaded tensors, and the model while it is loaded, fit in the host memory of every node.
+
+        None if that memory is unknown.
+        """
         capacity = self.job.cluster.host_memory_bytes
-        return None if capacity is None else self.worst_host_bytes <= capacity
+        loaded_bytes = 0 if self.loading is None else self.loading.host_bytes
+        return None if capacity is None else max(self.worst_host_bytes, loaded_bytes) <= capacity
 
     @property
     def samples_per_s_per_device(self) -> float:
@@ -837,6 +860,7 @@ class Prediction:
                 "capacity": None if (host := job.cluster.host_memory_bytes) is None else host / GIB,
             },
             "host_fits": self.host_fits,
+            **({} if self.loading is None else {"loading": self.loading.to_json()}),
             "worst_rank": self.worst_rank,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "document_tokens_per_s_per_device": self.document_tokens_per_s_per_device,

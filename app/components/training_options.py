@@ -29,6 +29,7 @@ _OPTIONS = {
     "grad_overlap": "Gradient overlap",
     "overlap_param_gather": "Parameter-gather overlap",
     "gradient_as_bucket_view": "Gradients as bucket views",
+    "loading": "Loading",
     "zero_grad_set_to_none": "Free gradients",
     "broadcast_buffers": "Broadcast buffers",
     "channels_last": "Channels last",

@@ -32,7 +32,14 @@ from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
-from simplan.report.text import device_memory_words, links_words, microbatch_words, plan_words, split_parts
+from simplan.report.text import (
+    device_memory_words,
+    links_words,
+    loading_failure,
+    microbatch_words,
+    plan_words,
+    split_parts,
+)
 from simplan.scenario import Scenario
 from simplan.search import Fix, SearchSpace
 from simplan.units import GIB, faster_or_slower, format_bytes, format_percent, format_time
@@ -237,7 +244,9 @@ def _show_change(key: str, words: str, numbers: str, document: dict[str, Any]) -
 
 
 def _host_words(prediction: Prediction) -> str:
-    """Message about insufficient host memory; empty if the memory suffices or is unknown."""
+    """Message about memory that is missing on the host, or while the model is loaded; empty if it suffices."""
+    if prediction.fails_to_load and prediction.worst_memory.fits is not False:
+        return loading_failure(prediction)
     capacity = prediction.job.cluster.host_memory_bytes
     if prediction.host_fits is not False or capacity is None:
         return ""

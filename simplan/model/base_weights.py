@@ -73,6 +73,11 @@ class BaseWeights(Spec):
         return self.library != "torchao" and self.format in ("nf4", "fp4", "int8")
 
     @property
+    def is_quantized_while_loaded(self) -> bool:
+        """True if a library quantizes wide weights of the checkpoint; else the checkpoint has them as they are."""
+        return self.format in ("nf4", "fp4", "int8")
+
+    @property
     def elements_per_scale(self) -> int:
         """``block_size``, or that of the format."""
         return self.block_size or (GROUP_SIZE if self.format in ("gptq_int4", "awq_int4") else BLOCK_SIZE)

@@ -28,6 +28,7 @@ from simplan.predict.assumptions import assumptions, buffer_assumption, pages_as
 from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
+from simplan.predict.memory import loading_of
 from simplan.predict.rounds.fewer_replicas import numbers_left, with_replicas_left
 from simplan.predict.simulated import (
     ErrorSource,
@@ -118,7 +119,11 @@ def predict_step(
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
     memory = _with_first_steps(step, step.memory())
     splits = step.splits(step_time_s)
+    loading = loading_of(job, step.assignment, step.tables[0], calibration)
+    worst = worst_memory(memory)
     fits = all_fit(memory)
+    if loading is not None and worst.capacity_bytes is not None and loading.device_bytes > worst.capacity_bytes:
+        fits = False
     sequences_per_s = job.sequences_per_step / step_time_s
     available = cluster.peak_flop_per_s.get(training.precision)
     mfu, mfu_full = (
@@ -142,7 +147,7 @@ def predict_step(
         weakest_term=weakest_term(job, _error_shares(simulated, own, step_time_s, moved_s)),
         action_level=_ActionLevel(job, extent, calibration, folding, step.assignment, step.tables),
         bubble_fraction=step.idle_fraction(),
-        capacity_bytes=worst_memory(memory).capacity_bytes,
+        capacity_bytes=worst.capacity_bytes,
         fits=fits,
         memory=memory,
         splits=tuple(splits[fine.stands_for[m.rank]] for m in memory),
@@ -155,7 +160,7 @@ def predict_step(
         reference_s=_reference_s(step.cost, job),
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
-            *buffer_assumption(job, worst_memory(memory)),
+            *buffer_assumption(job, worst),
             *pages_assumption(job, memory),
             *_packing_assumptions(step, step_time_s),
             *_simulation_assumptions(job, extent, calibration),
@@ -166,6 +171,7 @@ def predict_step(
         hashing=_hashed_step(job, step_time_s, calibration),
         compression=_compression_step(job, step_time_s, calibration, fine),
         replication=_replication(step, step_time_s, calibration),
+        loading=loading,
     )
     return prediction, simulated
 

@@ -9,10 +9,13 @@ from typing import NamedTuple, get_args
 from simplan import catalog
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
+from simplan.plan.plan import StageAssignment
 from simplan.predict.simulated import NINE_IN_TEN
 from simplan.prediction import MemoryKind, RankMemory
+from simplan.program.action import Table
 from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import host_peak_bytes, memory_peak, persistent_bytes, step_peaks, whole_blocks
+from simplan.software.loading_peaks import LoadingPeaks, loading_peaks
 from simplan.software.rates import MemorySpread
 
 
@@ -134,6 +137,26 @@ def _with_intervals(memory: RankMemory, peaks: RankPeaks, spread: MemorySpread, 
         factor = math.exp(NINE_IN_TEN * spread.relative_std(transient_bytes / max(1, high), allocated=allocated))
         intervals[kind] = int(low / factor), int(high * factor)
     return replace(memory, interval_bytes=intervals)
+
+
+def loading_of(
+    job: Job, assignment: StageAssignment, table: Table, calibration: Calibration | None
+) -> LoadingPeaks | None:
+    """Memory while the model is loaded; None for random weights, and on a CPU, whose memory is that of the host.
+
+    Args:
+        assignment, table: Layers of stages, and stages of pipeline ranks.
+    """
+    software, plan, training = job.software, job.plan, job.training
+    if job.cluster.device.kind == "cpu" or not software.loads(training):
+        return None
+    layers = software.layers_of(job.model, plan, training)
+    stages = [
+        [layers[place] for stage in sorted({action.stage for action in row}) for place in assignment.layer_range(stage)]
+        for row in table
+    ]
+    found = loading_peaks(software, job.model, plan, training, job.cluster.ranks_per_node, stages)
+    return None if found is None else replace(found, device_bytes=found.device_bytes + _context_bytes(job, calibration))
 
 
 def _context_bytes(job: Job, calibration: Calibration | None) -> int:

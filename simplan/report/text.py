@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,13 @@ from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
+from simplan.predict.memory import loading_of
 from simplan.prediction import Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
+from simplan.rules import violations
+from simplan.software.loading import LoadingMethod
+from simplan.software.loading_peaks import LoadingPeaks
 from simplan.units import (
     counted,
     format_bytes,
@@ -26,6 +30,7 @@ from simplan.units import (
     format_rate,
     format_time,
 )
+from simplan.wording import either
 
 if TYPE_CHECKING:
     from simplan.explain import Explanation
@@ -47,6 +52,8 @@ def verdict(prediction: Prediction) -> str:
     words = prediction.memory_verdict
     if words is None or capacity is None:
         return f"{needs}; the catalog does not know the memory of {prediction.job.cluster.device.id}"
+    if prediction.fails_to_load and worst.fits is not False:
+        return f"does not fit: {loading_failure(prediction)}"
     if prediction.host_fits is False:
         return f"does not fit: {_host_memory(prediction)}"
     headroom = capacity - needed_bytes
@@ -168,6 +175,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     yield f"  MFU          {_mfu(prediction)}"
     idle = format_percent(prediction.bubble_fraction)
     yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
+    if prediction.loading is not None:
+        yield f"  loading      {_loading(prediction.loading, prediction.capacity_bytes)}"
     if prediction.worst_host_bytes:
         yield f"  host memory  {_host_memory(prediction)}"
     if prediction.network is not None:
@@ -223,6 +232,39 @@ def _host_memory(prediction: Prediction) -> str:
     if prediction.host_fits:
         return f"{offloaded} of {format_bytes(capacity)}"
     return f"{offloaded}: does not fit, it has {format_bytes(capacity)} ({format_bytes(used - capacity)} over)"
+
+
+def loading_failure(prediction: Prediction) -> str:
+    """Memory that is missing while the model is loaded, and the ways out, of a prediction that ``fails_to_load``."""
+    loading, device, host = prediction.loading, prediction.capacity_bytes, prediction.job.cluster.host_memory_bytes
+    assert loading is not None
+    what, needs, has = "a device", loading.device_bytes, device or 0
+    if host is not None and loading.host_bytes > host:
+        what, needs, has = "the host memory of a node", loading.host_bytes, host
+    others = [way for way in prediction.job.software.checkpoint.methods if way != "none" and _loads_by(prediction, way)]
+    fix = f"; use software.loading: {either(others)}" if others else ""
+    return (
+        f"loading the model needs {format_bytes(needs)} of {what}, which has {format_bytes(has)} "
+        f"({format_bytes(needs - has)} over): {loading.words}{fix}"
+    )
+
+
+def _loads_by(prediction: Prediction, way: LoadingMethod) -> bool:
+    """True if the model fits while it is loaded in another way."""
+    software = prediction.job.software.model_copy(update={"loading": way})
+    job = replace(prediction.job, software=software)
+    if violations(job):
+        return False
+    peaks = loading_of(job, prediction.assignment, prediction.table, None)
+    return not replace(prediction, job=job, loading=peaks).fails_to_load
+
+
+def _loading(loading: LoadingPeaks, capacity_bytes: int | None) -> str:
+    """Peaks of device and host while the model is loaded, and who loads it."""
+    of = "" if capacity_bytes is None else f" of {format_bytes(capacity_bytes)}"
+    host = f"host memory {format_bytes(loading.host_bytes)} per node"
+    mapped = f" besides {format_bytes(loading.mapped_bytes)} of mapped files" * bool(loading.mapped_bytes)
+    return f"device {format_bytes(loading.device_bytes)}{of}, {host}{mapped}: {loading.words}"
 
 
 def _throughput(prediction: Prediction) -> str:

@@ -7,7 +7,7 @@ Scenarios check all rules together (``check_job``). Searches check a rule as soo
 
 from __future__ import annotations
 
-from simplan.rules.book import BY_NAME, RULES, SEARCH_RULES, check_job, violations
+from simplan.rules.book import BY_NAME, MEMORY_RULES, RULES, SEARCH_RULES, check_job, violations
 from simplan.rules.rule import Rule
 
-__all__ = ["BY_NAME", "RULES", "SEARCH_RULES", "Rule", "check_job", "violations"]
+__all__ = ["BY_NAME", "MEMORY_RULES", "RULES", "SEARCH_RULES", "Rule", "check_job", "violations"]

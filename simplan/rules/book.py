@@ -108,7 +108,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     sharding.offload_compiled,
     training.chunked_loss_modelled, model.max_predictions_unsplit, model.mtp_modelled,
     trained.mtp_with_adapters, trained.base_weights_of_software, trained.base_weights_of_splits,
-    sharding.mtp_sharded, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
+    sharding.mtp_sharded, sharding.loading_modelled, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
     model.transformers_recompute, model.transformers_split_backward,
     model.transformers_experts_autocast, training.cp_of_low_attention, replication.compression_modelled,
@@ -121,7 +121,10 @@ RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precisio
 SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node, cluster.placed_tp_in_node)
 """Rules that a search applies by default, and that other plans may violate."""
 
-BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RULES, *SEARCH_RULES)})
+MEMORY_RULES: tuple[Rule, ...] = (sharding.loading_within_memory,)
+"""Rules that every plan of a search keeps; a prediction of another plan says that it does not fit."""
+
+BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RULES, *SEARCH_RULES, *MEMORY_RULES)})
 
 
 _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(

@@ -11,6 +11,8 @@ from simplan.model.families import FAMILIES
 from simplan.model.layer import LayerKind
 from simplan.plan.schedules import is_custom_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
+from simplan.software.loading_peaks import OF_SHARDS, loading_peaks, never_whole, splits_layers
+from simplan.units import format_bytes
 from simplan.wording import divisors, either
 
 _FAMILIES = ("gpt", "llama", "moe")
@@ -334,3 +336,48 @@ def offload_with_mtp(job: Job) -> Iterator[Problem]:
 
 def _with_it(field: str, what: str, fix: str) -> Problem:
     return Problem(field=f"plan.{field}", value="true", rule=f"{what} is not modeled yet with it", fix=fix)
+
+
+@unmodelled("this way of loading is not modeled for the software and the plan", reads="shards_parameters tp pp ep etp")
+def loading_modelled(job: Job) -> Iterator[Problem]:
+    method, known, base = job.software.loading, job.software.checkpoint.methods, job.training.base_weights
+    if method is None:
+        return
+    if method not in known:
+        what = f"this way of loading with {job.software.id}"
+        yield not_modelled(job, "software.loading", what, f"use {either(known)}" if known else "remove it")
+    elif method in OF_SHARDS and not never_whole(job.software, job.plan):
+        what = "this way of loading without sharded parameters"
+        yield not_modelled(job, "software.loading", what, "use cpu or device_map, or plan.zero_stage = 3")
+    elif splits_layers(job.plan) and method not in ("none", "shards"):
+        what = "this way of loading with ranks that split the model"
+        yield not_modelled(job, "software.loading", what, "remove it: each rank reads its own part")
+    elif method in ("broadcast", "zero_init", "shards") and base is not None and base.is_quantized_while_loaded:
+        what = f"this way of loading with weights that become {base.format} as they are loaded"
+        fix = "use device_map" + ", or rank0 as axolotl does under FSDP2" * ("rank0" in known)
+        yield not_modelled(job, "software.loading", what, fix)
+
+
+@rule(
+    "the model fits in the memory of devices and hosts while it is loaded",
+    reads="shards_parameters dp_replicate tp pp ep etp offload_optimizer",
+    reads_cluster=True,
+)
+def loading_within_memory(job: Job) -> Iterator[Problem]:
+    """A rule of searches alone; ``predict`` reports it."""
+    software, plan, training, cluster = job.software, job.plan, job.training, job.cluster
+    if not software.loads(training) or splits_layers(plan) or cluster.device.kind == "cpu":
+        return  # parts of layers need no more than the step
+    peaks = loading_peaks(software, job.model, plan, training, cluster.ranks_per_node)
+    if peaks is None:
+        return
+    context_bytes = int(software.context_bytes.get(cluster.device.kind, 0))
+    for needed, memory, of in (
+        (peaks.device_bytes + context_bytes, cluster.largest_memory_bytes, "a device"),
+        (peaks.host_bytes, cluster.host_memory_bytes, "the host memory of a node"),
+    ):
+        if memory is not None and needed > memory:
+            sentence = f"needs {format_bytes(needed)} of {of}, which has {format_bytes(memory)}: {peaks.words}"
+            others = [way for way in software.checkpoint.methods if way not in ("none", peaks.method)]
+            fix = f"use {either(others)}" if others else "use fewer devices per node, or larger ones"
+            yield problem_of(job, "software.loading", sentence, fix, value=peaks.method)

@@ -16,7 +16,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.balance import groups_of_replicas
 from simplan.problems import render_value
-from simplan.rules import RULES, SEARCH_RULES
+from simplan.rules import MEMORY_RULES, RULES, SEARCH_RULES
 from simplan.rules.filter import FilterStage, PlanFilter
 from simplan.search.candidates import Candidates, categories
 from simplan.search.space import (
@@ -97,7 +97,7 @@ class Enumeration:
         self._space, self._job = space, job
         self._values = categories(_unique(space.recompute_modules), _unique(space.placement))
         self._uneven: dict[Mesh, bool] = {}
-        rules = RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES)
+        rules = (*RULES, *MEMORY_RULES) if space.tp_across_nodes else (*RULES, *SEARCH_RULES, *MEMORY_RULES)
         if space.placement is None:  # rules about placements hold, and would be checked for every mesh
             job = job.with_plan(job.plan.model_copy(update={"placement": None}))
             needed = {"groups_of_equal_devices"} if job.cluster.is_mixed else set[str]()

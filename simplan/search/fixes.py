@@ -15,7 +15,7 @@ from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import MemoryVerdict, Prediction
 from simplan.problems import render_value
-from simplan.rules import RULES, SEARCH_RULES, violations
+from simplan.rules import MEMORY_RULES, RULES, SEARCH_RULES, violations
 from simplan.units import GIB
 from simplan.wording import divisors
 
@@ -260,7 +260,7 @@ def _try_both(
 
 def _try(job: Job, changed: Job, capacity_bytes: int, calibration: Calibration | None) -> _Tried | None:
     """Evaluate a changed job without jitter; None if it violates a rule, or a cost of it is unknown."""
-    if violations(changed, (*RULES, *SEARCH_RULES)):
+    if violations(changed, (*RULES, *SEARCH_RULES, *MEMORY_RULES)):
         return None
     try:
         steady = replace(changed, cluster=changed.cluster.model_copy(update={"jitter": None}))
@@ -276,6 +276,7 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
         "model": (job.model, other.model),
         "training": (job.training, other.training),
         "plan": (job.plan, other.plan),
+        "software": (job.software, other.software),
     }
     found = {
         f"{section}.{name}": getattr(theirs, name)
@@ -294,6 +295,14 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
 
 def _with(job: Job, **fields: Any) -> Job:
     return job.with_plan(job.plan.model_copy(update=fields))
+
+
+def _loading(job: Job) -> Iterator[Job]:
+    """Another way of loading the model, where it does not fit meanwhile."""
+    if violations(job, MEMORY_RULES):
+        for way in job.software.checkpoint.methods:
+            if way != "none":
+                yield replace(job, software=job.software.model_copy(update={"loading": way}))
 
 
 def _grad_sync(job: Job) -> Iterator[Job]:
@@ -433,7 +442,8 @@ OUTSIDE_OF_SEARCHES: tuple[Kind, ...] = (_offload_optimizer, _offload_activation
 """Kinds of changes that no search varies."""
 
 KINDS: tuple[Kind, ...] = (
-    _grad_sync, _reshard, _sequence_parallel, _fused_optimizer, _schedule, _microbatch, _recompute, _zero_stage,
-    _of_axis("tp"), _of_axis("pp"), _of_axis("cp"), _ep, _no_offload, *OUTSIDE_OF_SEARCHES, _twice_the_devices,
+    _loading, _grad_sync, _reshard, _sequence_parallel, _fused_optimizer, _schedule, _microbatch, _recompute,
+    _zero_stage, _of_axis("tp"), _of_axis("pp"), _of_axis("cp"), _ep, _no_offload, *OUTSIDE_OF_SEARCHES,
+    _twice_the_devices,
 )  # fmt: skip
 """All kinds of changes."""

@@ -20,6 +20,7 @@ from simplan.model.weight_format import WeightLibrary
 from simplan.optimizers import OPTIMIZERS, OptimizerName, Widths
 from simplan.plan.plan import ParallelPlan, RecomputeModule
 from simplan.plan.shard import Shard
+from simplan.software.loading import CheckpointLoading, LoadingMethod
 from simplan.software.rates import FrameworkRates, MemorySpread
 from simplan.training import TrainingSpec
 
@@ -41,6 +42,7 @@ SoftwareOption = Literal[
     "fused_experts",
     "grad_overlap",
     "gradient_as_bucket_view",
+    "loading",
     "loss",
     "overlap_param_gather",
     "tp_overlap",
@@ -236,6 +238,7 @@ class SoftwareSpec(Spec):
             reserve of the allocator are that profile's, fitted on the runs of both; the uncertainty is not. None for
             a profile with its own.
         chunked_losses: Values of ``loss`` other than ``whole`` that the framework has, and what they mean in it.
+        checkpoint: The framework's way of loading a checkpoint, without ``loading``.
         options: Fields that a scenario may set.
         runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
             buckets before the second step, and briefly holds both sets if gradients are views of the first set. A
@@ -364,6 +367,17 @@ class SoftwareSpec(Spec):
         ),
     )
     chunked_losses: dict[LossMode, ChunkedLoss] = Field(default_factory=dict)
+    loading: LoadingMethod | None = Field(
+        None,
+        description=(
+            "Loading of the checkpoint before the first step. device_map: every rank loads the whole model onto its "
+            "device. cpu: every rank loads it on the CPU first. broadcast: as cpu, and rank 0 broadcasts it tensor by "
+            "tensor (accelerate's cpu_ram_efficient_loading). rank0: likewise, and other ranks load nothing (axolotl's "
+            "FSDP2, with meta tensors). zero_init: DeepSpeed's zero.Init. shards: every rank reads its own shards "
+            "(distributed checkpoints). none: random weights, as in pretraining. Default: as the framework does."
+        ),
+    )
+    checkpoint: CheckpointLoading = CheckpointLoading()
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
     bucket_bytes: Count
@@ -475,6 +489,10 @@ class SoftwareSpec(Spec):
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
     sources: dict[str, str] = Field(default_factory=dict)
 
+    def loads(self, training: TrainingSpec) -> bool:
+        """True if a training run begins with the weights of a checkpoint; pretraining only if ``loading`` says so."""
+        return self.loading not in (None, "none") or (self.loading is None and training.task != "pretrain")
+
     @property
     def title(self) -> str:
         """Name of the profile, with the options that are set."""
@@ -492,6 +510,7 @@ class SoftwareSpec(Spec):
             "fused_experts": "fused experts" if self.fused_experts else "",
             "grad_overlap": "gradient reduction overlapped with backward" if self.grad_overlap else "",
             "gradient_as_bucket_view": "gradients as bucket views" if self.gradient_as_bucket_view else "",
+            "loading": "" if self.loading is None else f"loading {self.loading}",
             "loss": "" if self.loss == "whole" else f"loss in {self.loss} chunks".replace("chunked chunks", "chunks"),
             "overlap_param_gather": "parameter all-gather overlapped with forward" if self.overlap_param_gather else "",
             "tp_overlap": "asynchronous tensor parallelism" if self.tp_overlap in ("gathers", "all") else "",

@@ -91,3 +91,11 @@ def test_the_dtype_is_that_of_the_precision() -> None:
     halved = training.model_copy(update={"precision": "fp16"})
     with pytest.raises(NotModelledError, match=r"^training.precision = fp16: the executor does not run this precision"):
         check_job(make_job(training=halved, dtype="fp16"))
+
+
+def test_checkpoints_are_not_loaded() -> None:
+    """Runs begin with random weights, so that a way of loading would be ignored."""
+    job = make_job("gpipe", pp=2)
+    software = job.software.with_changes(loading="cpu")
+    with pytest.raises(NotModelledError, match=r"software\.loading = cpu: the executor begins with random weights"):
+        check_job(job.model_copy(update={"software": software}))

@@ -673,6 +673,38 @@ def test_axolotl_shards_and_splits_as_it_says(name: str, tmp_path: Path) -> None
     assert {key: getattr(job.plan, key) for key in expected} == expected
 
 
+_EFFICIENT = "accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --fsdp_cpu_ram_efficient_loading true"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "loading"),
+    [
+        (
+            "run.yaml",
+            f"{_AXOLOTL}bf16: true\n{_FSDP2}  cpu_ram_efficient_loading: true\nadapter: lora\nlora_r: 8\n",
+            "rank0",
+        ),
+        ("run.yaml", f"{_AXOLOTL}bf16: true\n{_FSDP2}adapter: lora\nlora_r: 8\n", None),
+        ("run.sh", f"{_EFFICIENT} train.py --use_peft --lora_r 8", "broadcast"),
+        (
+            "run.sh",
+            f"{_EFFICIENT} train.py --use_peft --lora_r 8 --load_in_4bit --bnb_4bit_quant_storage bfloat16",
+            None,
+        ),
+        ("run.sh", f"{_EFFICIENT} train.py", None),
+        ("run.yaml", f"{_ADAPTERS}full\nstage: sft\n", "device_map"),
+        ("run.yaml", f"{_ADAPTERS}full\nstage: sft\nlow_cpu_mem_usage: false\n", None),
+    ],
+)
+def test_who_loads_the_checkpoint_is_read(name: str, text: str, loading: str | None, tmp_path: Path) -> None:
+    """axolotl: loaders/model.py, _build_model; LLaMA-Factory: model/patcher.py; 4 bits go to every device."""
+    more = " --model_name_or_path Qwen/Qwen2.5-7B --per_device_train_batch_size 1 --bf16 --max_length 512\n"
+    path = tmp_path / name
+    path.write_text(text + more * name.endswith("sh"), encoding="utf-8")
+    overrides = {"cluster.preset": "dgx-h100"} | ({} if name.endswith("sh") else {"cluster.num_nodes": 2})
+    assert scenario_from(path, overrides).job.software.loading == loading
+
+
 FEW_BITS: dict[str, tuple[str, dict[str, Any]]] = {
     "axolotl": (
         f"{_AXOLOTL}adapter: qlora\nload_in_4bit: true\nlora_r: 8\nbf16: true\n",

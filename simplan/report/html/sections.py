@@ -78,6 +78,7 @@ def prediction_section(document: Document) -> str:
                     ["plan", plan],
                     ["batch", _batch(document)],
                     ["software", inputs["software"]],
+                    *_loading(document),
                 ],
             ),
             *_splits(document),
@@ -88,6 +89,15 @@ def prediction_section(document: Document) -> str:
             folded("Assumptions", listing(document["assumptions"])),
         ]
     )
+
+
+def _loading(document: Document) -> list[list[str]]:
+    """Row on memory while the model is loaded; none for random weights."""
+    found = document.get("loading")
+    if found is None:
+        return []
+    peaks = f"device {found['device_gib']:.2f} GiB, host {found['host_gib']:.2f} GiB per node"
+    return [["loading", f"{peaks}: {found['words']}"]]
 
 
 def _memory(rank: Document, capacity_gib: float | None) -> str:

@@ -20,6 +20,10 @@ _PREFETCHED = ("backward_pre", "1", "no_prefetch", "none")
 def read_replicas(run: TrainerRun) -> None:
     """Read DDP's settings."""
     run.reading.put("plan.dp_shard", 1, "DDP replicates parameters")
+    full = run.reading.written("training.task") not in (None, "pretrain", "lora")
+    if full and (run.is_axolotl or (run.is_factory and run.trainer.value("low_cpu_mem_usage", True) is not False)):
+        # axolotl at 067b021, utils/config; LLaMA-Factory at ff6d4d1, hparams/parser.py and model/patcher.py
+        run.reading.put("software.loading", "device_map", f"the default of {run.tool}")
     if run.accumulates and run.num_devices != 1 and run.trainer.is_true(_SYNC_EACH_BATCH):
         run.trainer.put("plan.grad_sync", "microbatch", _SYNC_EACH_BATCH)
     megabytes = whole(run.trainer.value("ddp_bucket_cap_mb"))
@@ -88,8 +92,21 @@ def read_fsdp(run: TrainerRun) -> None:
         keys.not_modeled("backward_prefetch", "FSDP2's order of all-gathers in the backward is modeled")
     if keys.is_true("forward_prefetch"):
         keys.not_modeled("forward_prefetch", "FSDP2's order of all-gathers in the forward is modeled")
+    _read_loading(run, keys, version)
     keys.note("fsdp")
     keys.sort_rest("fsdp")
+
+
+def _read_loading(run: TrainerRun, keys: Keys, version: int) -> None:
+    """Read who loads a checkpoint (``SoftwareSpec.loading``), where ranks shard whole layers."""
+    loads = run.reading.written("training.task") not in (None, "pretrain")
+    splits = (whole(parallelism_keys(run).value("tp_size")) or 1) > 1
+    if not loads or splits or not keys.is_true("cpu_ram_efficient_loading"):
+        return
+    if run.is_axolotl and version == 2:
+        keys.put("software.loading", "rank0", "cpu_ram_efficient_loading")
+    elif run.reading.written("training.base_weights") is None:  # those of bitsandbytes go to every device
+        keys.put("software.loading", "broadcast", "cpu_ram_efficient_loading")
 
 
 def _first_full(run: TrainerRun, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:

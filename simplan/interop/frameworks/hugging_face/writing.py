@@ -188,6 +188,9 @@ def _write_fsdp(writing: Writing) -> None:
     writing.set("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "one unit per block")
     writing.copy("fsdp_config.fsdp_offload_params", "plan.offload_optimizer")
     writing.set("fsdp_config.fsdp_state_dict_type", "SHARDED_STATE_DICT")
+    if writing.job.software.loading in ("cpu", "broadcast"):
+        is_efficient = writing.value("software.loading") == "broadcast"
+        writing.set("fsdp_config.fsdp_cpu_ram_efficient_loading", is_efficient, "software.loading")
     if plan.dp_replicate > 1:
         for key in ("dp_replicate", "dp_shard"):
             degree = getattr(plan, key)
