@@ -49,6 +49,7 @@ _SOFTWARE_OPTIONS: dict[str, tuple[Any, ...]] = {
     "fused_experts": (True, False),
     "grad_overlap": (True, False),
     "gradient_as_bucket_view": (True, False),
+    "loading": ("none",),
     "loss": ("whole", "chunked"),
     "overlap_param_gather": (True, False),
     "tp_overlap": ("none", "gathers", "all"),

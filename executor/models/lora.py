@@ -73,6 +73,8 @@ class DoraLinear(LoraLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., k) to (..., n)."""
         output = self.base(x)
+        if not self.is_on:
+            return output
         identity = torch.eye(self.in_features, device=x.device, dtype=self.lora_a.weight.dtype)
         width = torch.promote_types(x.dtype, torch.float32)
         change = self.lora_b(self.lora_a(identity)).T.to(width)
@@ -94,7 +96,10 @@ class LoraGroupedLinear(nn.Module):
     Attributes:
         weight: A matrix for each expert (e x n x k).
         lora_a, lora_b: A (r e x k) and B (n x r e) of e experts.
+        is_on: Compute with the adapters.
     """
+
+    is_on = True
 
     def __init__(self, weight: Tensor, rank: int) -> None:
         super().__init__()
@@ -106,6 +111,8 @@ class LoraGroupedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(e, rows, k) to (e, rows, n)."""
         weight = self.weight.to(x.dtype)
+        if not self.is_on:
+            return torch.bmm(x, weight.transpose(1, 2))
         e, n, k = weight.shape
         b = self.lora_b.weight.reshape(n, -1, e).permute(2, 0, 1).to(x.dtype)
         merged = torch.baddbmm(weight, b, self.lora_a.weight.reshape(e, -1, k).to(x.dtype), alpha=_SCALE)
