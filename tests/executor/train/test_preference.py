@@ -14,7 +14,7 @@ from torch.nn.functional import log_softmax, logsigmoid
 from torch.utils.flop_counter import FlopCounterMode
 
 from executor.distributed.mesh import ParallelDims
-from executor.models.lora import LoraEmbedding, LoraLinear
+from executor.models.lora import DoraLinear, LoraEmbedding, LoraLinear
 from executor.models.model import build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy
@@ -42,6 +42,7 @@ CASES: dict[str, tuple[Task, dict[str, Any], dict[str, Any], PreferenceSpec | No
         LLAMA,
         PreferenceSpec(reference="second_model", reference_sharded=False),
     ),
+    "dpo-dora-off-ddp2": ("dpo", {"dp_replicate": 2}, {**LLAMA, "lora_rank": 4, "lora_dora": True}, None),
     "dpo-adapters-off-ddp2": ("dpo", {"dp_replicate": 2}, {**LLAMA, "lora_rank": 4}, None),
     "dpo-second-model-of-adapters-ddp2": ("dpo", {"dp_replicate": 2}, {**LLAMA, "lora_rank": 4}, SECOND),
     "dpo-recomputed-zero2-2": ("dpo", {"dp_shard": 2, "zero_stage": 2, "recompute": "full"}, LLAMA, None),
@@ -95,11 +96,13 @@ def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[st
     each, size = job.training.sequences_per_sample, job.plan.microbatch_size
     if job.training.reference(has_adapters=spec.lora_rank > 0) == "second_model":
         compared = build_stage(spec.without_training, layers, torch.float64, torch.device("cpu"), job.seed)
-    else:  # B = 0 is no adapter
+    else:  # B = 0 is no adapter, and magnitudes of rows are those of W
         compared = copy.deepcopy(model)
         for module in compared.modules():
             if isinstance(module, LoraLinear | LoraEmbedding):
                 nn.init.zeros_(module.lora_b.weight)
+            if isinstance(module, DoraLinear):
+                module.magnitude.data = torch.linalg.norm(module.weight, dim=1)
     losses, gradients = [], []
     for step in range(num_steps):
         number = job.training.global_batch_size * each
