@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -95,12 +97,18 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             shown = io.StringIO()
             names["printed"] = printed
             with contextlib.redirect_stdout(shown):
-                exec(one.text, names)
+                exec(_compiled(one.text, f"block {listed.index(one)} of {page}"), names)
             printed = printed if one.note == "check" else shown.getvalue()
         if one.figure[0]:
             assert ElementTree.parse(folder / one.figure[0]).getroot().tag.endswith("svg"), one.note
         if one.note in ("output", "output: ends", *BEGINNINGS):
             yield one, printed
+
+
+def _compiled(text: str, name: str) -> CodeType:
+    """Code whose errors show their line."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    return compile(text, name, "exec")
 
 
 def shown_part(snippet: Snippet, printed: str) -> str:
