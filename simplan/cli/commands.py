@@ -39,8 +39,8 @@ from simplan.explain.charts import ways_curves
 from simplan.explain.ways_map import ways_lines, ways_map
 from simplan.io import MAX_JSON_BYTES, as_argument, parse_json, read_text, write_json, write_text
 from simplan.report.comparison import comparison_text
-from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.charts_svg import curves_svg
+from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
 from simplan.report.drawings.fabric_svg import fabric_svg

@@ -37,6 +37,8 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 APART = ("how-to/custom-schedule.md",)
 """Pages whose snippets go together in a test of their own."""
+BOOK = tuple(sorted(path.stem for path in (DOCS / "book").glob("*.md")))
+"""Chapters of the book, and its first page."""
 BEGINNINGS = ("output: begins", "search-output", "predict-output")
 """Comments above the first lines of an output."""
 BASE = {
@@ -65,8 +67,8 @@ def has_code(snippet: Snippet) -> bool:
 def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Snippet, str]]:
     """Files are written, then commands and Python run; yields each output that is shown, with all that was printed.
 
-    Python blocks of a page share their names with its checks, which see the last output as ``printed``. A block that draws
-    a figure must write it.
+    Python blocks of a page share their names with its checks, which see the last output as ``printed``. A block that
+    draws a figure must write it.
     """
     (folder / "bin").mkdir()
     command = folder / "bin" / "simplan"
