@@ -19,7 +19,7 @@ from simplan.predict.sweep import data_parallel_changes
 from simplan.prediction import Prediction, Split
 from simplan.program.program import MemoryCategory
 from simplan.training import TrainingBudget
-from simplan.units import format_rate
+from simplan.units import format_rate, format_span
 
 Changes = Mapping[str, Any]
 """Values by setting, as for ``Job.with_changes``."""
@@ -93,14 +93,17 @@ class Axis:
 
     Attributes:
         name: Quantity, for the reader.
-        unit: ``s``, ``bytes``, ``bytes/s``, ``percent`` for fractions; empty for plain numbers.
+        unit: ``s``, ``span`` for seconds up to days, ``bytes``, ``bytes/s``, ``percent`` for fractions; empty for plain
+            numbers.
         is_log: Logarithmic.
+        is_near: A linear y axis that begins near its smallest value, not at 0.
         ticks: Values to label; empty for round ones.
     """
 
     name: str
     unit: str = ""
     is_log: bool = False
+    is_near: bool = False
     ticks: tuple[float, ...] = ()
 
 
@@ -248,6 +251,29 @@ def cost_over_days(job: Job, budget: TrainingBudget, plans: Mapping[str, Changes
         curves.append(Curve(name, tuple(points), tuple(labels)))
     note = "each point is a number of devices, without failures"
     return Curves(f"{job.model.name}: cost over days", note, Axis("days", is_log=True), Axis("cost"), tuple(curves))
+
+
+def goodput_over_interval(document: Mapping[str, Any]) -> Curves:
+    """Goodput over the checkpoint interval, with the best interval, Young's and Daly's where they are in the range.
+
+    Args:
+        document: JSON of ``simplan goodput`` with ``checkpoint.interval_s: best``.
+    """
+    useful_s = document["num_steps"] * document["step_time_s"]
+    points = tuple((point["interval_s"], useful_s / point["time_s"]) for point in document["interval_curve"])
+    ends = [function(goodput for _, goodput in points) for function in (min, max)]
+    marks = {"best": "best_interval_s", "Young": "young_s", "Daly": "daly_s"}
+    curves = [Curve("goodput", points)]
+    for name, key in marks.items():
+        interval_s = document[key]
+        if interval_s and points[0][0] <= interval_s <= points[-1][0]:
+            curves.append(Curve(f"{name}, {format_span(interval_s)}", tuple((interval_s, end) for end in ends)))
+    x = Axis("training between two checkpoints", "span", is_log=True, ticks=_INTERVALS_S)
+    y = Axis("goodput", "percent", is_near=True)
+    return Curves(f"{document['name']}: goodput over the checkpoint interval", "", x, y, tuple(curves))
+
+
+_INTERVALS_S = (1, 5, 15, 60, 300, 600, 1200, 2400, 3600, 2 * 3600, 4 * 3600, 8 * 3600, 86_400, 7 * 86_400)
 
 
 def ways_curves(found: WaysMap) -> Curves:

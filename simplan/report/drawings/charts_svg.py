@@ -11,7 +11,7 @@ from simplan.report.drawings.accuracy_svg import COLOURS
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.drawing_svg import ink_on
 from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, shade, text, written
-from simplan.units import format_percent, format_rate, format_time, format_value
+from simplan.units import format_percent, format_rate, format_span, format_time, format_value
 
 _WIDTH, _MARGIN = 720, 16
 _GRID, _EMPTY = "#d3d8de", "#eef0f3"
@@ -44,7 +44,6 @@ def bars_svg(chart: Bars) -> str:
                 group.append(rect(start, place, width * size / most, _BAR, colours[name]))
                 root.append(group)
                 start += width * size / most
-        root.append(_soft(start + 8, place + 16, format_value(bar.size, chart.unit)))
     if chart.limit:
         x = left + width * chart.limit[0] / most
         mark = line(x, top - 6, x, bottom - 4, SOFT, css="soft")
@@ -53,6 +52,10 @@ def bars_svg(chart: Bars) -> str:
         words = f"{chart.limit[1]}, {format_value(chart.limit[0], chart.unit)}"
         anchor = "end" if x > _WIDTH / 2 else "start"
         root.extend([mark, _soft(x, top - 10, words, anchor=anchor)])
+    for row, bar in enumerate(chart.bars):
+        words, start = format_value(bar.size, chart.unit), left + width * bar.size / most
+        root.append(rect(start + 4, top + _ROW * row + 2, _LETTER_PX * len(words) + 4, _BAR - 4, PAPER, css="paper"))
+        root.append(_soft(start + 8, top + _ROW * row + 16, words))
     root.extend(legend)
     return written(root)
 
@@ -114,7 +117,8 @@ class _Frame:
         self._xs, self._ys = (sorted({point[axis] for point in points}) for axis in (0, 1))
         y = chart.y
         low, high = self._ys[0], self._ys[-1]
-        self._low, self._high = (low / 1.1, high * 1.1) if y.is_log else (0.0, high * 1.06)
+        more = (high - low if y.is_near else high) * 0.06
+        self._low, self._high = (low / 1.1, high * 1.1) if y.is_log else (low - more if y.is_near else 0.0, high + more)
         self._ticks = ticks_of(y, self._low, self._high)
         letters = max((len(_words(y.unit, tick)) for tick in self._ticks), default=4)
         self.left, self.top = _MARGIN + 14 + _LETTER_PX * letters, 84.0
@@ -190,6 +194,7 @@ def _share(axis: Axis, value: float, first: float, last: float) -> float:
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     "s": lambda value: "0" if value == 0 else format_time(value, digits=3),
+    "span": format_span,
     "bytes/s": format_rate,
     "percent": lambda value: format_percent(value, 0),
     "": lambda value: f"{value:,.6g}" if value < 1e6 else f"{value / 1e6:,.6g} M",

@@ -100,7 +100,7 @@ def schedules_svg(title: str, drawings: Mapping[str, PipelineDrawing]) -> str:
     root.append(text(16, 26, title, size=16, bold=True, css="ink"))
     root.extend(time_axis(longest_s, _SIDE_LEFT, longest_s * scale, 46, bottom - 8))
     top = 44.0
-    for (name, drawing), height in zip(drawings.items(), heights, strict=True):
+    for (name, drawing), own_height in zip(drawings.items(), heights, strict=True):
         words = f"{name}: {format_time(drawing.step_time_s)}, idle {format_percent(drawing.idle_fraction)}"
         root.append(rect(14, top + 8, 8 * len(words), 18, PAPER, css="paper"))
         root.append(text(16, top + 22, words, size=13, bold=True, css="ink"))
@@ -112,7 +112,7 @@ def schedules_svg(title: str, drawings: Mapping[str, PipelineDrawing]) -> str:
                 ends = _SIDE_LEFT + box.start_s * scale, _SIDE_LEFT + box.end_s * scale
                 label = "" if box.action.microbatch is None else str(box.action.microbatch)
                 root.append(_box(box, row, (label,), ends, y, _SIDE_ROW))
-        top += height
+        top += own_height
     for number, kind in enumerate(kinds):
         words, left = f"{kind}: {WORDS[kind]}", _SIDE_LEFT + 290 * (number % 3)
         y = bottom + 22 + 20 * (number // 3)

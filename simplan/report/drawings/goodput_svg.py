@@ -50,18 +50,6 @@ def goodput_svg(document: Mapping[str, Any]) -> str:
     return written(root)
 
 
-def interval_svg(document: Mapping[str, Any]) -> str:
-    """Goodput over the checkpoint interval alone, as an SVG document, 960 px wide.
-
-    Args:
-        document: JSON of ``simplan goodput`` with ``checkpoint.interval_s: best``.
-    """
-    heading = f"{clean(document['name'])}: goodput over the checkpoint interval"
-    root = titled(heading, headline(document), _TOP + _CURVE_HEIGHT + 60)
-    root.extend(_curve(document, _TOP))
-    return written(root)
-
-
 def titled(heading: str, below: str, height: float) -> Element:
     """Picture of this width with a heading and a line below it."""
     root = picture(heading, WIDTH, height)
@@ -79,8 +67,7 @@ def goodput_elements(document: Mapping[str, Any], top: float) -> tuple[list[Elem
     bottom = top + _ROW * len(parts) + _GAP
     elements = _waterfall(parts, top)
     if curve:
-        words = "goodput over the checkpoint interval"
-        elements += [text(24, bottom + 56, words, size=13, bold=True, css="ink"), *_curve(document, bottom + 74)]
+        elements += _curve(document, bottom + 74)
     return elements, bottom + 34 + (_CURVE_HEIGHT + 100 if curve else 0)
 
 
@@ -139,7 +126,8 @@ def _curve(document: Mapping[str, Any], top: float) -> list[Element]:
     def y(goodput: float) -> float:
         return top + _CURVE_HEIGHT * (highest - goodput) / (highest - lowest)
 
-    parts: list[Element] = []
+    words = "goodput over the checkpoint interval"
+    parts = [text(24, top - 18, words, size=13, bold=True, css="ink")]
     for level in levels:
         parts.append(line(_LEFT, y(level), _LEFT + width, y(level), _GRID, css="grid"))
         parts.append(soft(_LEFT - 8, y(level) + 4, format_percent(level), anchor="end"))
