@@ -16,8 +16,9 @@ from simplan.predict import predict
 from simplan.predict.sensitivity import Resource, improved
 from simplan.predict.step_summary import summarize_step
 from simplan.predict.sweep import data_parallel_changes
-from simplan.prediction import Prediction, Split
+from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory
+from simplan.program.timeline import Split
 from simplan.training import TrainingBudget
 from simplan.units import format_rate, format_span
 

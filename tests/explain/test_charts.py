@@ -96,7 +96,7 @@ def test_goodput_over_the_interval_is_useful_time_over_all() -> None:
     }
     chart = goodput_over_interval(document)
     assert [curve.name for curve in chart.curves] == ["goodput", "best, 40.0 min", "Young, 16.7 min"]
-    assert chart.curves[0].points == ((600.0, 0.8), (2400.0, pytest.approx(0.9, rel=1e-3)))
+    assert dict(chart.curves[0].points) == pytest.approx({600.0: 0.8, 2400.0: 0.9}, rel=1e-3)
 
 
 @pytest.mark.parametrize(("is_near", "lowest"), [(False, 0.0), (True, 0.9)])

@@ -114,7 +114,7 @@ def schedules_svg(title: str, drawings: Mapping[str, PipelineDrawing]) -> str:
                 root.append(_box(box, row, (label,), ends, y, _SIDE_ROW))
         top += own_height
     for number, kind in enumerate(kinds):
-        words, left = f"{kind}: {WORDS[kind]}", _SIDE_LEFT + 290 * (number % 3)
+        words, left = f"{kind}: {WORDS[kind]}", _SIDE_LEFT + 310 * (number % 3)
         y = bottom + 22 + 20 * (number // 3)
         root.append(rect(left, y, 12, 12, COLOURS[kind]))
         root.append(text(left + 17, y + 10, words, size=12, css="ink"))
