@@ -98,7 +98,7 @@ def curves_svg(chart: Curves) -> str:
     frame = _Frame(chart)
     has_legend = len(chart.curves) > 1
     entries = [(colour, curve.name) for colour, curve in zip(colours, chart.curves, strict=True)]
-    legend, height = _legend(entries if has_legend else [], frame.bottom + 58)
+    legend, height = _legend(entries if has_legend else [], frame.bottom + 68)
     root = _paper(chart.title, height)
     root.append(_soft(_MARGIN, 46, chart.note))
     root.extend(frame.axes())
