@@ -304,4 +304,6 @@ def test_schedules_below_each_other_share_a_time_axis() -> None:
     forward = [group for group in boxes if ": forward," in (group.findtext(f"{SVG}title") or "")]
     assert len({group[1].get("width") for group in forward}) == 1
     assert {group.findtext(f"{SVG}text") for group in forward} == {str(number) for number in range(8)}
+    ends = [float(group[1].get("x", "")) + float(group[1].get("width", "")) for group in boxes]
+    assert 0.95 * 960 < max(ends) < 960, "the longest step ends at the right"
     assert float(root.get("height", "")) > max(float(part.get("y", "0")) for part in root.iter(f"{SVG}text"))
