@@ -26,7 +26,7 @@ from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import parse_model
 from simplan.rules.book import violations
 from simplan.rules.rule import nearest_multiples
-from simplan.scenario import plan_section, with_software
+from simplan.scenario import plan_section, with_searched
 from simplan.scenario.file import parts_of
 from simplan.scenario.sections import sharded_over_cp
 from simplan.search import RankedPlan
@@ -175,7 +175,7 @@ def with_plan(document: Document, one: RankedPlan) -> Document:
     cluster = {key: value for key, value in section(document, "cluster").items() if key != "num_nodes"}
     others = ("search", "expect")
     return {
-        **{key: value for key, value in with_software(document, one.software).items() if key not in others},
+        **{key: value for key, value in with_searched(document, one.software).items() if key not in others},
         "cluster": cluster | {"num_devices": one.plan.num_devices},
         "plan": plan_section(one.plan),
     }

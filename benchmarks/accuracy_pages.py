@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.accuracy_gate import FOLDERS, ROOT
+from benchmarks.strategies import strategy_table
 from simplan import catalog
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.measured import Measured
@@ -82,13 +83,13 @@ def accuracy_page(outcomes: Sequence[RunOutcome], today: datetime.date) -> str:
 
 
 def support_section(outcomes: Iterable[RunOutcome], today: datetime.date) -> str:
-    """Table of runs by device, framework and precision, and what has none."""
+    """Tables of runs by device, framework and precision, and by strategy, with what has none."""
+    compared = [outcome for outcome in outcomes if outcome.error is not None]
     levels: dict[_Level, list[RunOutcome]] = defaultdict(list)
-    for outcome in outcomes:
-        if outcome.error is not None:
-            job = outcome.run.known_job
-            framework = outcome.run.fallback_for or job.software.id
-            levels[job.cluster.device.id, framework, job.training.precision].append(outcome)
+    for outcome in compared:
+        job = outcome.run.known_job
+        framework = outcome.run.fallback_for or job.software.id
+        levels[job.cluster.device.id, framework, job.training.precision].append(outcome)
     devices = {device for device, _, _ in levels}
     rows = [row for name in _in_order(devices) for row in _device_rows(name, levels)]
     headers = ["device", "framework", "precision", "runs", "of them in the fit", "mean error", "in 90 % interval"]
@@ -96,11 +97,13 @@ def support_section(outcomes: Iterable[RunOutcome], today: datetime.date) -> str
     without = [name for name in catalog.names("devices") if name not in devices and _is_device(name)]
     return "\n\n".join(
         [
-            f"Steps of {sum(map(len, levels.values())):,} published and own runs, compared on {today}. Below a device "
+            f"Steps of {len(compared):,} published and own runs, compared on {today}. Below a device "
             "are the precisions and the frameworks of today that no run of it had.",
             format_table_markdown(headers, rows),
             f"Devices with 0 runs: {', '.join(f'`{name}`' for name in without)}.",
             f"Frameworks with 0 runs: {', '.join(f'`{name}`' for name in frameworks)}.",
+            "The same runs by strategy. A run counts for each of its strategies.",
+            strategy_table(compared, _is_fitted),
         ]
     )
 
@@ -109,7 +112,7 @@ def _device_rows(device: str, levels: Mapping[_Level, list[RunOutcome]]) -> Iter
     own = {key: found for key, found in levels.items() if key[0] == device}
     for (_, framework, precision), found in sorted(own.items()):
         figures = step_time_figures(found)
-        fitted = sum(each.file.startswith(_FITTED) and each.run.fallback_for is None for each in found)
+        fitted = sum(map(_is_fitted, found))
         mean, inside = figures.errors.mape, figures.interval_coverage
         cells = [str(len(found)), str(fitted), _percent(mean), _percent(inside, digits=0)]
         yield [f"`{device}`", framework, precision, *cells]
@@ -121,6 +124,10 @@ def _device_rows(device: str, levels: Mapping[_Level, list[RunOutcome]]) -> Iter
     current = {name for name in catalog.names("software") if not re.search(r"-20\d\d$", name)}
     others = sorted(current - {framework for _, framework, _ in own})
     yield [f"`{device}`", ", ".join(others), "any", "0", "0", "", ""]
+
+
+def _is_fitted(outcome: RunOutcome) -> bool:
+    return outcome.file.startswith(_FITTED) and outcome.run.fallback_for is None
 
 
 def _in_order(devices: set[str]) -> list[str]:

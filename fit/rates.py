@@ -63,11 +63,10 @@ ALL: Mapping[str, ParameterBounds] = {
     "softmax_traffic_factor": ParameterBounds(0.3, 0.7, 3.0),
     "rowwise_efficiency": ParameterBounds(0.15, 0.4, 1.0),
     "jitter": ParameterBounds(0.7, 0.001, 0.05),
-    "kernel_overhead_s": ParameterBounds(0.7, 1e-6, 60e-6),
-    "graph_overhead_s": ParameterBounds(0.7, 0.5e-6, 30e-6),
+    "kernel_overhead_s": ParameterBounds(0.5, 1e-6, 30e-6),
     "overlap_slowdown": ParameterBounds(0.5, 0.01, 0.5),
     "gemm_split_overhead_s": ParameterBounds(0.7, 1e-6, 300e-6),
-    "host_call_s": ParameterBounds(0.5, 1e-6, 50e-6),
+    "host_call_s": ParameterBounds(0.7, 1e-6, 60e-6),
     "host_step_overhead_s": ParameterBounds(0.7, 1e-3, 0.1),
     "host_batch_overhead_s": ParameterBounds(0.7, 0.05e-3, 5e-3),
 }

@@ -42,6 +42,7 @@ from fit.rows import FitCosts, FitRow, fold_of, load_rows, part_of
 from fit.spread import SpreadEstimate, fit_spread, within, within_left_out
 from simplan import catalog
 from simplan.accuracy.left_out import LEFT_OUT_FILE as LEFT_OUT_RUNS
+from simplan.cost.compute.kernel_cost import is_launched
 from simplan.cost.known import ground_of
 
 FITTED_FILE = Path(catalog.__file__).parent / "kernels_fitted.yaml"
@@ -144,7 +145,9 @@ class _FirstOrder:
 
     def log_errors(self, rows: Sequence[FitRow], values: Values) -> Floats:
         """Logarithm of predicted over measured step time, by row."""
-        moved = {name: float(np.log(value / self.values[name])) for name, value in values.items()}
+        moved = {
+            name: float(np.log(value / self.values[name])) for name, value in values.items() if name in self.values
+        }
         return np.array([self.errors[row.run.id] + _STD * self._moved(row, moved) for row in rows])
 
     def _moved(self, row: FitRow, moved: Values) -> float:
@@ -282,8 +285,7 @@ def _common_fields(row: FitRow) -> list[str]:
         "tail_wave_fraction": job.cluster.device.num_sms is not None,
         "rowwise_efficiency": recipe.startswith("rowwise"),
         "jitter": job.cluster.num_devices > 1,
-        "kernel_overhead_s": not software.cuda_graphs,
-        "graph_overhead_s": software.cuda_graphs,
+        "host_call_s": is_launched(job.cluster.device, software),
         "overlap_slowdown": job.cluster.num_devices > 1,
         "transpose_bytes_per_s": bool(job.model.depths),
         "host_step_overhead_s": software.trainer,

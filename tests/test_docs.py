@@ -267,7 +267,8 @@ def test_prose_of_the_accuracy_page_is_what_the_commands_print() -> None:
     errors = {run["id"]: run["step_time_error"] for run in published["runs"]}
     held_errors = {run["id"]: run["step_time_error"] for run in held_out["runs"]}
     oom, held_oom = published["overall"]["oom"], held_out["overall"]["oom"]
-    assert (chosen["median_regret"], oom["missed"], held_oom["missed"]) == (0, 0, 0)
+    verdicts = ("fit", "oom", "false_alarms", "missed")
+    assert (chosen["median_regret"], oom["missed"], held_oom["missed"]) == (0, 1, 0)
     assert by_name["nanotron_h100"]["step_time"]["bias"] < 0 > by_name["nemo_h100_experts"]["step_time"]["bias"]
     for sentence in (
         f"On {chosen['num_groups']} groups of the fit set, the plan predicted to be best is the best one in the "
@@ -278,7 +279,7 @@ def test_prose_of_the_accuracy_page_is_what_the_commands_print() -> None:
         f"{published['overall']['peak_memory']['num']} in-sample peaks have a mean error of "
         f"{percent(published['overall']['peak_memory']['mape'])}.",
         f"The 90% interval contains {100 * published['overall']['peak_memory']['interval_coverage']:.0f} % of them",
-        f"are right on {oom['fit'] + oom['oom']} of {sum(oom[name] for name in ('fit', 'oom', 'false_alarms'))} runs",
+        f"are right on {oom['fit'] + oom['oom']} of {sum(oom[name] for name in verdicts)} runs",
         f"are right on {held_oom['fit'] + held_oom['oom']} of {held_out['overall']['num_runs']}, without a missed one; "
         f"{by_name['nanotron_h100']['peak_memory']['num']} peaks of nanotron have a mean error of "
         f"{percent(by_name['nanotron_h100']['peak_memory']['mape'])}.",

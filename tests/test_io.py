@@ -129,7 +129,7 @@ def test_the_growth_limit_counts_what_aliases_repeat() -> None:
         ("a: \x01", "f:1: this is not YAML: control characters are not allowed; check quotes, indentation and colons"),
     ],
 )
-def test_what_is_no_plain_data_is_refused(text: str, sentence: str) -> None:
+def test_other_than_plain_data_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_yaml(text, "f")
     assert str(caught.value) == sentence

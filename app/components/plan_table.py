@@ -12,7 +12,7 @@ from app import state
 from app.components.elements import meaning
 from app.fields import remembered_choices
 from app.figures.plans import settings_of, written
-from simplan.search.space import SOFTWARE_RANGES
+from simplan.search.space import OPTION_KEYS
 from simplan.units import format_number_evenly
 
 PLAN = "plan"
@@ -144,7 +144,7 @@ def _columns(settings: Sequence[str]) -> dict[str, Any]:
 
 def _section(key: str) -> str:
     """Section of a scenario file with a setting."""
-    return "software" if key in SOFTWARE_RANGES else "plan"
+    return OPTION_KEYS[key].partition(".")[0] if key in OPTION_KEYS else "plan"
 
 
 def _key(chosen: int, passing: Sequence[int]) -> str:

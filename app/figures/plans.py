@@ -37,7 +37,7 @@ from simplan.search import RankedPlan, SearchProgress, SearchResult, SearchSpace
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluation.evaluate import Evaluator
 from simplan.search.explain import explain_plan
-from simplan.search.space import SOFTWARE_RANGES, capacity_bytes, that_it_has, with_options
+from simplan.search.space import OPTION_RANGES, capacity_bytes, option_of, that_it_has, with_options
 from simplan.units import GIB, format_bytes, format_number, format_time
 
 SEARCHING = "searching"
@@ -115,7 +115,7 @@ def current_plan(text: str, calibrated_at: int, max_memory_fraction: float, opti
         headroom_bytes=None if capacity is None else capacity - needed_bytes,
         tokens_per_s_per_device=job.sequences_per_step * samples / prediction.step_time_s / devices,
         explanation=explain_plan(Evaluator(job, calibration_of(scenario)), job.plan, (), capacity),
-        software={name: getattr(job.software, name) for name in options},
+        software={name: option_of(job, name) for name in options},
     )
 
 
@@ -156,13 +156,13 @@ AXES: Mapping[str, Axis] = MappingProxyType(
 
 COLOURS: Mapping[str, str] = MappingProxyType(
     {
-        **{key: key for key in ("schedule", "recompute", "zero_stage", "tp", "pp", *SOFTWARE_RANGES)},
+        **{key: key for key in ("schedule", "recompute", "zero_stage", "tp", "pp", *OPTION_RANGES)},
         "limit": "bottleneck",
     }
 )
 """Fields for the color of points, by key of a row."""
 
-SETTINGS = (*ParallelPlan.model_fields, *SOFTWARE_RANGES)
+SETTINGS = (*ParallelPlan.model_fields, *OPTION_RANGES)
 """Settings of a plan and searched options of its software, by key of a row."""
 
 _LABEL_CHARS, _CHARS_ACROSS = 44, 120
@@ -206,7 +206,7 @@ def settings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     always = ("dp_shard", "tp", "microbatch_size")
 
     def is_set(key: str) -> bool:
-        if key in SOFTWARE_RANGES:
+        if key in OPTION_RANGES:
             return any(key in row for row in rows)
         default = ParallelPlan.model_fields[key].default
         return any(row.get(key, default) != default for row in rows)

@@ -382,6 +382,7 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     if "rates_of" in entry:
         same = software(entry["rates_of"], textbook=textbook)
         fields |= {field: getattr(same, field) for field in _OF_KERNELS}
+        fields["rates_of"] = same.rates_profile
         own = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
         fields["rates"] = same.rates.model_copy(update=entry.get("rates", {}) | own)
         inherited = {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS}

@@ -33,7 +33,7 @@ from simplan.scenario.writing import scenario_text
 from simplan.search import Largest, RankedPlan, SearchProgress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
 from simplan.search.largest import QUANTITIES
-from simplan.search.space import check_without_plan, software_options, with_options
+from simplan.search.space import check_without_plan, searched_options, with_options
 from simplan.search.switch import PlanSwitch, changed_keys
 from simplan.units import format_percent, format_time
 
@@ -161,7 +161,7 @@ def slow_search(job: Job, space: SearchSpace) -> str:
         SpecError: The job violates a rule under any plan.
     """
     check_without_plan(job, space)
-    total = Enumeration(space, job).total * len(software_options(space))
+    total = Enumeration(space, job).total * len(searched_options(space))
     if total < _MANY or job.cluster.cores_per_node is None:
         return ""
     return (
@@ -337,7 +337,7 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
     search = load_search(file)
     check_without_plan(search.job, search.space)
     enumeration = Enumeration(search.space, search.job)
-    jobs = [with_options(search.job, options) for options in software_options(search.space)]
+    jobs = [with_options(search.job, options) for options in searched_options(search.space)]
     one_of: dict[object, ParallelPlan] = {}
     for table in enumeration.tables(Counter()):
         cut = [table[name] for name in ("tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size")]

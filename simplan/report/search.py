@@ -191,6 +191,8 @@ def search_text(
         parts[0] += f"\n  memory       {headroom_words(result)}"
     if len(result.ranked) > 1:
         parts.append(_ranked_table(result))
+    if changed := _mathematics(result):
+        parts.append(changed)
     if result.ways:
         parts.append(_ways_table(result))
     if len(result.objectives) == 2 and result.pareto:
@@ -206,6 +208,20 @@ def search_text(
     if result.assumptions:
         parts.append(assumed_text(result.assumptions))
     return "\n\n".join([*parts, *suggestions(next_steps)])
+
+
+_MATHEMATICS = {
+    "optimizer": "another optimizer is another update",
+    "base_weights": "fewer bits round frozen weights",
+    "lora_rank": "a rank bounds what adapters learn",
+}
+
+
+def _mathematics(result: SearchResult) -> str:
+    """Sentence on searched options that change what is trained; empty for none."""
+    searched = {name for plan in result.ranked for name in plan.software}
+    words = [sentence for name, sentence in _MATHEMATICS.items() if name in searched]
+    return f"Losses were not compared: {', '.join(words)}." if words else ""
 
 
 def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
@@ -260,7 +276,8 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
 
 def other_software_words(plan: RankedPlan, other: OtherSoftware) -> str:
     """``compiled false: step time 2.3 s (+11.0 %), needs 78.1 GiB, which does not fit``."""
-    options = ", ".join(f"{name} {_values([value])}" for name, value in other.software.items())
+    changed = {name: value for name, value in other.software.items() if plan.software.get(name) != value}
+    options = ", ".join(f"{name} {_values([value])}" for name, value in changed.items())
     time = f"step time {format_time(other.step_time_s)} ({100 * (other.step_time_s / plan.step_time_s - 1):+.1f} %)"
     return (
         f"{options}: {time}, needs {format_bytes(other.device_bytes)}, which {'fits' if other.fits else 'does not fit'}"

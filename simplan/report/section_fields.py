@@ -17,7 +17,7 @@ from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
 from simplan.search.enumeration import DEFAULT_SCHEDULES, LONG_SEQUENCE
-from simplan.search.space import RANGES, SOFTWARE_RANGES, WAYS, SearchSpace
+from simplan.search.space import OPTION_RANGES, RANGES, WAYS, SearchSpace
 from simplan.training import TrainingSection
 
 _MAPPINGS = {"inside": "name, or mapping", "links": "list of mappings", "between": "two names"}
@@ -218,6 +218,11 @@ _DEFAULTS = {
     "placement": "tp, cp, dp_shard, dp_replicate, pp",
     "compiled": "the scenario's software.compiled",
     "loss": "the scenario's software.loss",
+    "offload_activations": "the scenario's plan.offload_activations",
+    "offload_optimizer": "the scenario's plan.offload_optimizer",
+    "optimizer": "the scenario's training.optimizer",
+    "base_weights": "the scenario's training.base_weights",
+    "lora_rank": "the scenario's model.lora_rank",
     "objective": "step_time",
     "objectives": "",
     "top": "5",
@@ -239,7 +244,7 @@ def search_space() -> list[dict[str, str]]:
 
     The layer split is not a range: each plan has the one that ``predict`` gives it.
     """
-    ranges = (*RANGES, *WAYS, *SOFTWARE_RANGES)
+    ranges = (*RANGES, *WAYS, *OPTION_RANGES)
     others = [name for name in SearchSpace.model_fields if name not in ranges]
     return [
         {"name": name, "default": _DEFAULTS[name], "description": SearchSpace.model_fields[name].description or ""}

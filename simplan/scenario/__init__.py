@@ -2,7 +2,14 @@
 
 from simplan.scenario.expectation import METRICS, CheckResult, Expectation, Metric, evaluate
 from simplan.scenario.file import Scenario, load_scenario
-from simplan.scenario.search import SearchScenario, load_search, plan_document, plan_section, with_software
+from simplan.scenario.search import (
+    SearchScenario,
+    load_search,
+    plan_document,
+    plan_section,
+    with_searched,
+    with_software,
+)
 from simplan.scenario.source import make_job, read_source, scenario_from, search_from
 from simplan.scenario.text import parse_scenario, parse_search
 
@@ -24,5 +31,6 @@ __all__ = [
     "read_source",
     "scenario_from",
     "search_from",
+    "with_searched",
     "with_software",
 ]

@@ -13,7 +13,7 @@ from simplan.model.model import NAMES, ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.expectation import METRICS, Expectation
-from simplan.search.space import RANGES, SOFTWARE_RANGES, WAYS, SearchSpace
+from simplan.search.space import OPTION_RANGES, RANGES, WAYS, SearchSpace
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSection
 
@@ -41,7 +41,7 @@ _CLUSTER_VALUES = {
 }
 """Values of the keys of a cluster, most of which are read apart from their types; in the order of reading."""
 
-_SCALARS_OR_LISTS = (*RANGES, *SOFTWARE_RANGES, "num_devices", "objectives")
+_SCALARS_OR_LISTS = (*RANGES, *OPTION_RANGES, "num_devices", "objectives")
 """Keys of a search whose single value needs no brackets."""
 
 

@@ -162,13 +162,13 @@ def _with_devices(parts: ScenarioParts, search: Any) -> Any:
 
 
 def plan_document(
-    scenario: SearchScenario, plan: ParallelPlan, folder: Path, software: Mapping[str, Any] = MappingProxyType({})
+    scenario: SearchScenario, plan: ParallelPlan, folder: Path, options: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The scenario with a plan instead of the search, complete for ``predict``, ``run`` and ``check``.
 
     Args:
         folder: Folder of the new file; paths in the file are relative to this folder.
-        software: Options of the software that the search varies, as the plan has them.
+        options: Searched options (``simplan.search.space.OPTION_KEYS``), as the plan has them.
     """
     document = {key: value for key, value in scenario.document.items() if key not in ("search", "name")}
     document = relocated(document, folder_of(scenario.file), folder)
@@ -185,7 +185,29 @@ def plan_document(
             document["price"] = document["price"] | {"device_hour": value}
         elif value is not None:
             document[section] = document[section] | {key: value}
-    return {"name": scenario.name, **with_software(document, software), "plan": plan_section(plan)}
+    return {"name": scenario.name, **with_searched(document, options), "plan": plan_section(plan)}
+
+
+def with_searched(document: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A scenario with other values of searched options outside of its plan."""
+    from simplan.search.space import NOT_QUANTIZED, OPTION_KEYS, SOFTWARE_RANGES
+
+    found = with_software(document, {name: value for name, value in options.items() if name in SOFTWARE_RANGES})
+    for name, value in options.items():
+        section, _, key = OPTION_KEYS[name].partition(".")
+        if section not in ("training", "model"):
+            continue
+        before = found.get(section)
+        fields = dict(before) if isinstance(before, Mapping) else {"preset": before}
+        if name == "base_weights":
+            given = fields.pop(key, None)
+            if value == NOT_QUANTIZED:
+                found[section] = fields
+                continue
+            given = given if isinstance(given, Mapping) else {"format": given}
+            value = dict(given) if given.get("format") == value else value
+        found[section] = {**fields, key: value}
+    return found
 
 
 def with_software(document: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

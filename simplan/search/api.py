@@ -38,10 +38,10 @@ from simplan.search.result import (
     SpaceCount,
 )
 from simplan.search.space import (
+    SearchedOptions,
     SearchSpace,
-    SoftwareOptions,
     check_without_plan,
-    software_options,
+    searched_options,
     that_it_has,
     with_options,
 )
@@ -117,14 +117,14 @@ class _Search:
         on_progress: Callable[[SearchProgress], None] | None,
     ) -> None:
         self._name, self._job, self._space, self._calibration = name, job, space, calibration
-        self._explained: dict[tuple[ParallelPlan, SoftwareOptions], SearchExplanation] = {}
-        self._confirmed: set[tuple[ParallelPlan, SoftwareOptions]] = set()
+        self._explained: dict[tuple[ParallelPlan, SearchedOptions], SearchExplanation] = {}
+        self._confirmed: set[tuple[ParallelPlan, SearchedOptions]] = set()
         self._workers, self._clock = Workers(jobs), PhaseClock()
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
         candidates = {
             (size, options): with_options(job, options).with_num_devices(size)
-            for size, options in product(sizes, software_options(space))
+            for size, options in product(sizes, searched_options(space))
         }
         for asked in candidates.values():
             check_without_plan(asked, space)
@@ -188,7 +188,7 @@ class _Search:
 
     def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[RequestChange, ...]:
         """Changes that make a plan feasible, with the software options of the nearest miss."""
-        software = misses[0].software if misses else dict(software_options(self._space)[0])
+        software = misses[0].software if misses else dict(searched_options(self._space)[0])
         job = with_options(self._job, tuple(software.items()))
         alike = tuple(miss for miss in misses if miss.software == software)
         numbers = count(1)
@@ -281,7 +281,7 @@ class _Search:
         calls = []
         for timed in ranked:
             exploration = self._explorations[timed.num_devices, timed.options]
-            others = [options for options in evaluators if options != timed.options]
+            others = [options for options in evaluators if len(set(options) - set(timed.options)) == 1]
             calls.append((timed, (exploration.evaluator, timed.plan, others, exploration.capacity_bytes)))
         explained = self._workers.each(explain_plan, calls)
         for rank in range(len(ranked)):

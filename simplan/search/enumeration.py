@@ -24,7 +24,7 @@ from simplan.search.space import (
     SearchSpace,
     check_without_plan,
     given_ranges,
-    software_options,
+    searched_options,
     that_it_has,
     with_options,
 )
@@ -360,7 +360,7 @@ def _has_plan(space: SearchSpace, job: Job, ranges: Mapping[str, tuple[Any, ...]
     """True if a plan with other ranges violates no rule; it may exceed the memory."""
     try:
         wider = that_it_has(job.software, space.model_copy(update=ranges))
-        asked = with_options(job, software_options(wider)[0])
+        asked = with_options(job, searched_options(wider)[0])
         check_without_plan(asked, wider)
     except SpecError:
         return False

@@ -17,7 +17,7 @@ from simplan.rules import violations
 from simplan.search.evaluation.evaluate import Evaluator
 from simplan.search.evaluation.workers import Workers
 from simplan.search.result import OtherSoftware, SearchExplanation
-from simplan.search.space import SoftwareOptions, with_options
+from simplan.search.space import SearchedOptions, with_options
 from simplan.search.statistics import MORE, Waiting
 
 _RESOURCES = {
@@ -32,13 +32,13 @@ _NOTICED = 1e-4  # smallest reported fraction of the step time
 
 
 def explain_plan(
-    evaluator: Evaluator, plan: ParallelPlan, others: Iterable[SoftwareOptions], capacity: int | None
+    evaluator: Evaluator, plan: ParallelPlan, others: Iterable[SearchedOptions], capacity: int | None
 ) -> SearchExplanation:
-    """Predict a plan, its step time with 10% more of each resource, and the plan with other software.
+    """Predict a plan, its step time with 10% more of each resource, and the plan with other options.
 
     Args:
         evaluator: Evaluator of the job, on the devices that the plan needs.
-        others: Other combinations of the searched options of the software.
+        others: Combinations of the searched options to compare, those that differ in one.
         capacity: Usable device memory, bytes; None if it is unknown.
     """
     job, calibration = evaluator.job.with_plan(plan), evaluator.calibration
@@ -67,9 +67,9 @@ def explain_plan(
 
 
 def _with_others(
-    job: Job, calibration: Calibration | None, others: Iterable[SoftwareOptions], capacity: int | None
+    job: Job, calibration: Calibration | None, others: Iterable[SearchedOptions], capacity: int | None
 ) -> Iterator[OtherSoftware]:
-    """Yield the plan with other software, where that has the plan."""
+    """Yield the plan with other options, where these have the plan."""
     for options in others:
         other = with_options(job, options)
         if any(violations(other)):
@@ -81,7 +81,7 @@ def _with_others(
 
 
 def more_memory(
-    evaluators: Mapping[SoftwareOptions, Evaluator],
+    evaluators: Mapping[SearchedOptions, Evaluator],
     step_time_s: float,
     nearly: list[Waiting],
     capacity: int,

@@ -27,7 +27,7 @@ from simplan.search.enumeration import Enumeration, Mesh
 from simplan.search.evaluation.evaluate import Evaluator, Numbers
 from simplan.search.evaluation.workers import Workers
 from simplan.search.incumbents import Incumbents
-from simplan.search.space import SearchSpace, SoftwareOptions, capacity_bytes
+from simplan.search.space import SearchedOptions, SearchSpace, capacity_bytes
 from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics, Waiting, rounded
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -77,7 +77,7 @@ class Exploration:
         incumbents: Incumbents,
         statistics: Statistics,
         on_progress: OnProgress,
-        options: SoftwareOptions = (),
+        options: SearchedOptions = (),
     ) -> None:
         self.options = options
         self.job, self.capacity_bytes, self.deadline_s = job, capacity_bytes(job, space), space.max_step_time_s

@@ -16,7 +16,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.prediction import training_run
 from simplan.search.candidates import plan_order
-from simplan.search.space import Objective, SearchSpace, SoftwareOptions
+from simplan.search.space import Objective, SearchedOptions, SearchSpace
 
 NOISE = 1e-3
 """Relative difference of step times within which plans count as equally fast."""
@@ -109,10 +109,10 @@ class Timed(NamedTuple):
     device_bytes: int
     order: tuple[Any, ...]
     plan: ParallelPlan
-    options: SoftwareOptions = ()
+    options: SearchedOptions = ()
 
     @property
-    def key(self) -> tuple[ParallelPlan, SoftwareOptions]:
+    def key(self) -> tuple[ParallelPlan, SearchedOptions]:
         """Identity of the candidate."""
         return self.plan, self.options
 
@@ -138,7 +138,7 @@ class Incumbents:
 
     def __init__(self, goal: Goal, top: int) -> None:
         self.goal, self._top = goal, top
-        self._known: dict[tuple[ParallelPlan, SoftwareOptions], tuple[int, float]] = {}
+        self._known: dict[tuple[ParallelPlan, SearchedOptions], tuple[int, float]] = {}
         self._near: list[Timed] = []  # plans that may be in a group, ascending
         self._groups: list[Group] = []
         self._cut: tuple[float, float] | None = None  # largest value and time that may be in a group; None for no limit
@@ -178,7 +178,7 @@ class Incumbents:
         firsts = [min((group.shown, *group.others)) for group in self.groups]
         return list(dict.fromkeys([*self.ranked, *firsts, *self.front]))
 
-    def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float, options: SoftwareOptions = ()) -> None:
+    def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float, options: SearchedOptions = ()) -> None:
         """Add a plan that fits."""
         self._known[plan, options] = device_bytes, step_time_s
         values = self.goal.values(plan.num_devices, device_bytes, step_time_s)
@@ -189,7 +189,7 @@ class Incumbents:
         if len(values) == 2:
             self._pareto(*values, timed)
 
-    def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None, options: SoftwareOptions = ()) -> None:
+    def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None, options: SearchedOptions = ()) -> None:
         """Replace the numbers of a plan by exact ones, or remove the plan.
 
         Plans that it had displaced are considered again. Candidates pruned by the old numbers must be checked again.

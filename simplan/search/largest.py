@@ -17,7 +17,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import first_fit
-from simplan.search.space import SearchSpace, check_without_plan, software_options, that_it_has, with_options
+from simplan.search.space import SearchSpace, check_without_plan, searched_options, that_it_has, with_options
 
 Quantity = Literal["seq_len", "microbatch_size", "num_hidden_layers"]
 QUANTITIES: tuple[str, ...] = ("seq_len", "microbatch_size", "num_hidden_layers")
@@ -87,7 +87,7 @@ def largest(
         raise SpecError(Problem(field="cluster.device", value=job.cluster.device.id, rule=rule))
     found, reasons, told = [], [], on_progress or (lambda _: None)
     with Workers(jobs) as workers:
-        for options in software_options(space):
+        for options in searched_options(space):
             try:
                 one = _largest(with_options(job, options), space, quantity, told, calibration, workers)
             except NoFeasiblePlanError as error:

@@ -66,7 +66,7 @@ class SearchExplanation:
             host, optimizer.
         saved: By resource, the fraction of the step time that 10% more of it saves; resources without effect are
             missing. None if ranks share cores, whose rates are not modeled.
-        other_software: The plan with each other combination of the searched options of the software that has it.
+        other_software: The plan with each combination of the searched options that differs in one and has it.
         slowest_link, contention: Link that delays communications most, or the busiest, and cost of contention, in words
             of ``Network``; empty for a cluster without a topology.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -13,6 +14,8 @@ from simplan.base import Count, NumDevices, Positive, Spec
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.job import Job
 from simplan.model.implementations.loss_in_chunks import LossMode
+from simplan.model.weight_format import WeightFormatName
+from simplan.optimizers import OptimizerName
 from simplan.plan.compression import CompressionKind, CompressionSection
 from simplan.plan.placement import PlacedAxis, check_searched_placement
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
@@ -35,6 +38,7 @@ def _check_schedule(name: str) -> str:
 
 _Schedule = Annotated[str, AfterValidator(_check_schedule), Field(json_schema_extra={"enum": list(SCHEDULE_FACTS)})]
 _Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
+_Switch = Annotated[tuple[bool, ...], Field(min_length=1)]
 _Modules = Annotated[tuple[tuple[RecomputeModule, ...], ...], Field(min_length=1, max_length=100)]
 _Placements = Annotated[
     tuple[Annotated[tuple[PlacedAxis, ...] | tuple[int, ...], BeforeValidator(check_searched_placement)], ...],
@@ -74,7 +78,8 @@ class SearchSpace(Spec):
             ``dp_replicate`` then has all values above 1 by default.
         samples_factor: By kind of these, the samples that it needs for the same loss, relative to synchronous training
             with whole gradients; or ``published``. A way is ranked among other plans only with it.
-        compiled, loss: Values of the options of the software with these names to compare; by default the job's own.
+        compiled, loss, offload_activations, offload_optimizer, optimizer, base_weights, lora_rank: Values of the keys
+            of ``OPTION_KEYS`` to compare; by default the job's own. The last three change the mathematics.
     """
 
     objective: Objective = Field(
@@ -145,12 +150,21 @@ class SearchSpace(Spec):
             "placements to compare: orders of axes from inside of nodes outwards, devices by rank, hostfiles, network"
         ),
     )
-    compiled: Annotated[tuple[bool, ...], Field(min_length=1)] | None = Field(
-        None, description="true, false to compare both, where the software has the option"
-    )
+    compiled: _Switch | None = Field(None, description="true, false to compare both, where the software has the option")
     loss: Annotated[tuple[LossMode, ...], Field(min_length=1)] | None = Field(
         None, description="whole and losses in chunks to compare, where the software has them"
     )
+    offload_activations: _Switch | None = Field(None, description="activations on the host or not, or both to compare")
+    offload_optimizer: _Switch | None = Field(
+        None, description="parameters and optimizer states on the host or not, or both to compare (FSDP)"
+    )
+    optimizer: Annotated[tuple[OptimizerName, ...], Field(min_length=1)] | None = Field(
+        None, description="optimizers to compare, e.g. adamw and adamw_8bit; another one is another update"
+    )
+    base_weights: Annotated[tuple[WeightFormatName | Literal["none"], ...], Field(min_length=1)] | None = Field(
+        None, description="formats of frozen weights to compare, e.g. none and nf4; fewer bits round weights"
+    )
+    lora_rank: _Counts | None = Field(None, description="ranks of adapters to compare; a rank bounds their update")
 
     replication: Annotated[tuple[ReplicationSection, ...], Field(min_length=1)] | None = Field(
         None, description="ways of replicas to compare: kinds, or mappings as in plan.replication"
@@ -171,7 +185,7 @@ class SearchSpace(Spec):
 
         def listed(key: str, value: Any) -> Any:
             if (
-                key not in (*RANGES, *SOFTWARE_RANGES, *WAYS, "num_devices", "objectives")
+                key not in (*RANGES, *OPTION_RANGES, *WAYS, "num_devices", "objectives")
                 or value is None
                 or (isinstance(value, dict) and key not in WAYS)
             ):
@@ -225,23 +239,54 @@ RANGES = (
 WAYS = ("replication", "compression")
 """Plan fields that a search compares one value after the other, since they change the mathematics."""
 
-SOFTWARE_RANGES = ("compiled", "loss")
-"""Options of the software that a search varies on request."""
+OPTION_KEYS: Mapping[str, str] = {
+    "compiled": "software.compiled",
+    "loss": "software.loss",
+    "offload_activations": "plan.offload_activations",
+    "offload_optimizer": "plan.offload_optimizer",
+    "optimizer": "training.optimizer",
+    "base_weights": "training.base_weights",
+    "lora_rank": "model.lora_rank",
+}
+OPTION_RANGES = tuple(OPTION_KEYS)
+"""Options besides the ranges of plans that a search varies on request, and their keys in a scenario."""
+SOFTWARE_RANGES = tuple(name for name, key in OPTION_KEYS.items() if key.startswith("software."))
+"""Those that the software must have."""
 
-SoftwareOptions = tuple[tuple[str, Any], ...]
+SearchedOptions = tuple[tuple[str, Any], ...]
 """Names and values of the searched options of one candidate; empty where no option is searched."""
+NOT_QUANTIZED = "none"
+"""Value of ``base_weights`` for weights as wide as the precision."""
 
 
-def software_options(space: SearchSpace) -> list[SoftwareOptions]:
-    """Combinations of the searched options of the software; one empty combination if none is searched."""
-    asked = {name: getattr(space, name) for name in SOFTWARE_RANGES}
+def searched_options(space: SearchSpace) -> list[SearchedOptions]:
+    """Combinations of the searched options; one empty combination if none is searched."""
+    asked = {name: getattr(space, name) for name in OPTION_RANGES}
     ranges = [[(name, value) for value in dict.fromkeys(values)] for name, values in asked.items() if values]
     return list(product(*ranges))
 
 
-def with_options(job: Job, options: SoftwareOptions) -> Job:
-    """Copy of a job with other options of its software."""
-    return job.with_changes({f"software.{name}": value for name, value in options}) if options else job
+def with_options(job: Job, options: SearchedOptions) -> Job:
+    """Copy of a job with other options; weights keep the rest of ``base_weights`` if their format stays."""
+    changes = {OPTION_KEYS[name]: _value(job, name, value) for name, value in options}
+    return job.with_changes(changes) if changes else job
+
+
+def option_of(job: Job, name: str) -> Any:
+    """Value of a searched option as a search names it."""
+    value = attrgetter(OPTION_KEYS[name])(job)
+    if name == "base_weights":
+        return NOT_QUANTIZED if value is None else value.format
+    return value
+
+
+def _value(job: Job, name: str, value: Any) -> Any:
+    if name != "base_weights":
+        return value
+    base = job.training.base_weights
+    if base is not None and base.format == value:
+        return base
+    return None if value == NOT_QUANTIZED else value
 
 
 def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from simplan.plan.plan import ParallelPlan
-from simplan.search.space import SoftwareOptions
+from simplan.search.space import SearchedOptions
 
 MORE = 1.1
 """Factor by which a resource is increased to find its effect; a plan that fits with 10% more memory nearly fits."""
@@ -34,7 +34,7 @@ class InfeasiblePlan(NamedTuple):
     plan: ParallelPlan
     device_bytes: int
     step_time_s: float | None = None
-    options: SoftwareOptions = ()
+    options: SearchedOptions = ()
 
 
 class Waiting(NamedTuple):
@@ -50,7 +50,7 @@ class Waiting(NamedTuple):
     step_time_s: float
     order: tuple[Any, ...]
     plan: ParallelPlan
-    options: SoftwareOptions = ()
+    options: SearchedOptions = ()
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import Prediction
-from simplan.search.space import SOFTWARE_RANGES
+from simplan.search.space import OPTION_KEYS, option_of
 
 RIGHT_ORDER = ((0.02, 0.53, 49), (0.05, 0.81, 86), (0.10, 0.81, 85), (0.20, 0.88, 94), (math.inf, 0.95, 127))
 """Upper end of the relative difference of two predicted step times, fraction of published pairs of plans that were
@@ -120,7 +120,7 @@ def switching_costs(before: ParallelPlan, after: ParallelPlan) -> tuple[str, ...
 
 
 def changed_keys(before: Job, after: Job) -> tuple[ChangedSetting, ...]:
-    """Fields of the plan and searched options of the software that differ, as settings of a scenario."""
+    """Fields of the plan and searched options that differ, as settings of a scenario."""
     old_plan, new_plan = before.plan, after.plan
     pairs = ((name, getattr(old_plan, name), getattr(new_plan, name)) for name in type(old_plan).model_fields)
     of_plan = tuple(ChangedSetting(f"plan.{name}", old, new) for name, old, new in pairs if old != new)
@@ -128,6 +128,7 @@ def changed_keys(before: Job, after: Job) -> tuple[ChangedSetting, ...]:
 
 
 def changed_options(before: Job, after: Job) -> tuple[ChangedSetting, ...]:
-    """Searched options of the software that differ, as settings of a scenario."""
-    pairs = ((name, getattr(before.software, name), getattr(after.software, name)) for name in SOFTWARE_RANGES)
-    return tuple(ChangedSetting(f"software.{name}", old, new) for name, old, new in pairs if old != new)
+    """Searched options outside of the plan that differ, as settings of a scenario."""
+    keys = {name: key for name, key in OPTION_KEYS.items() if not key.startswith("plan.")}
+    settings = ((key, option_of(before, name), option_of(after, name)) for name, key in keys.items())
+    return tuple(ChangedSetting(key, old, new) for key, old, new in settings if old != new)

@@ -97,10 +97,9 @@ class KernelRates(Spec):
             rate.
         jitter: Standard deviation of a device's compute time, relative to the mean. N devices that synchronize are as
             slow as the slowest, on average about sqrt(2 ln N) deviations above the mean.
-        kernel_overhead_s: Fixed overhead per kernel in seconds: launch, ramp-up and tail. Kernels that represent
-            several small ones have it, too.
-        graph_overhead_s: ``kernel_overhead_s`` inside of a CUDA graph, which the device walks by itself: ramp-up and
-            tail are left.
+        kernel_overhead_s: Fixed overhead of the device per kernel in seconds: the gap to the kernel before, ramp-up and
+            tail. Kernels that represent several small ones have it, too. The host's time for a launch is
+            ``host_call_s``.
         stream_overlap: Fraction of the fixed overhead of small kernels on several streams that concurrent kernels hide;
             1 for all of it. With this value 108 expert GEMMs timed individually on B200 (tests/cost/products_b200.csv)
             are within 16% on average.
@@ -152,12 +151,11 @@ class KernelRates(Spec):
     update_bytes_per_s: Positive = 20e9
     small_tile_efficiency: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
-    kernel_overhead_s: NonNegative = 10e-6
-    graph_overhead_s: NonNegative = 5e-6
+    kernel_overhead_s: NonNegative = 5e-6
     stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.85
     overlap_slowdown: Annotated[float, Field(ge=0, lt=1)] = 0.15
     gemm_split_overhead_s: NonNegative = 50e-6
-    host_call_s: NonNegative = 8e-6
+    host_call_s: NonNegative = 20e-6
     host_step_overhead_s: NonNegative = 0.01
     host_batch_overhead_s: NonNegative = 0.5e-3
     moe_std: NonNegative = 0.25

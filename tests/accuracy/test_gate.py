@@ -13,7 +13,7 @@ def committed() -> dict[str, Any]:
     return found
 
 
-def test_what_got_worse_is_named() -> None:
+def test_regressions_are_named() -> None:
     now = committed()
     assert differences(committed(), now) == []
     part = min(now["partitions"])

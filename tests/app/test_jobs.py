@@ -175,14 +175,14 @@ def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -
     assert jobs.start("large", searching(SMALL)) is not job
 
 
-def test_what_is_wrong_is_told_as_problems() -> None:
+def test_errors_are_reported_as_problems() -> None:
     told = searching(WRONG).run(lambda _: None)
     assert isinstance(told, Failed)
     assert "dgx-h100" in str(told.error)
 
 
 @pytest.mark.slow
-def test_what_is_wrong_comes_back_as_problems(jobs: Jobs) -> None:
+def test_errors_come_back_as_problems(jobs: Jobs) -> None:
     job = jobs.start("wrong", searching(WRONG))
     until(job, lambda job: job.state is State.ENDED)
     assert isinstance(job.error, SpecError)

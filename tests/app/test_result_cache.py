@@ -39,13 +39,13 @@ def _fresh() -> Iterator[None]:
     page_jobs.cache_clear()
 
 
-def test_what_was_asked_is_not_asked_again() -> None:
+def test_answered_questions_are_not_asked_again() -> None:
     assert [result_cache.awaited("doubling", double, 3) for _ in range(3)] == [6, 6, 6]
     assert result_cache.awaited("doubling", double, value=4) == 8
     assert CALLS == [3, 4]
 
 
-def test_what_is_handed_over_is_not_kept() -> None:
+def test_tensors_that_are_handed_over_are_not_kept() -> None:
     assert [result_cache.handed_over(double, 3) for _ in range(2)] == [6, 6]
     assert CALLS == [3, 3]
     with pytest.raises(SpecError):
@@ -96,7 +96,7 @@ def test_processes_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result_cache.awaited("asking", os.getpid) == result_cache.done(os.getpid), "one worker, asked again"
 
 
-def test_what_nobody_waits_for_is_not_begun() -> None:
+def test_operations_that_nobody_waits_for_are_not_started() -> None:
     job = StartedJob(TaskRequest(double, (3,)))
     assert job.join()
     assert job.join()

@@ -66,7 +66,7 @@ def test_a_slow_rank_costs_something_and_at_most_its_delay() -> None:
     assert len(checked(slow_figure(ranks, 0.2)).data[0].x) == len(ranks)
 
 
-def test_what_more_is_worth_is_a_saving() -> None:
+def test_the_value_of_more_is_a_saving() -> None:
     values = worth(text_of("1f1b"))
     assert values[0].relative_change < 0
     assert len(checked(worth_figure(values)).data[0].x) == sum(value.relative_change < 0 for value in values)

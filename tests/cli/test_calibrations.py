@@ -39,7 +39,7 @@ def test_a_calibration_says_that_the_machine_is_busy(
     assert ("note: this machine has been busy" in capsys.readouterr().err) == is_busy
 
 
-def test_what_was_measured_is_kept_and_only_the_rest_is_asked_for(
+def test_measured_values_are_kept_and_only_the_rest_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[CalibrationRequest] = []

@@ -437,7 +437,7 @@ def test_bless_changes_blessed_values_only_and_nothing_else(simplan: Simplan, sc
     assert scenario.read_bytes().decode() == wrong.replace("value: 3 ", "value: 8 ").replace("\n", "\r\n")
 
 
-def test_what_bless_writes_holds_exactly_where_that_is_asked(simplan: Simplan, scenario: Path) -> None:
+def test_bounds_that_bless_writes_hold_exactly_where_asked(simplan: Simplan, scenario: Path) -> None:
     scenario.write_text(scenario.read_text() + "  - {metric: step_time_s, value: 1, rel_tol: 0, why: blessed}\n")
     blessed, checked = simplan("check", scenario, "--bless"), simplan("check", scenario)
     assert "step_time_s: 1 -> " in blessed.stderr
@@ -572,16 +572,16 @@ def test_run_refuses_software_that_it_does_not_run(
 def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     predicted, log = tmp_path / "predicted.json", tmp_path / "log.yaml"
     assert simplan("predict", scenario, "-o", predicted).returncode == 0
-    log.write_text("step_times_s: [0.02, 0.02, 0.02]\npeak_device_gib: [1.5, 1.25]\n")
+    log.write_text("step_times_s: [0.2, 0.2, 0.2]\npeak_device_gib: [1.5, 1.25]\n")
     found = json.loads(simplan("compare", predicted, log, "--json").stdout)
     assert found["kind"] == "logged_comparison"
-    assert [row["measured"] for row in found["rows"]] == [0.02, 1.5]
+    assert [row["measured"] for row in found["rows"]] == [0.2, 1.5]
     assert "no term's uncertainty explains the difference of -" in simplan("compare", predicted, log).stdout
     plotted = simplan("compare", predicted, log, "--plot", tmp_path / "steps.svg")
     refused(plotted, "--plot: draws a timeline, and a log has none")
     compared = simplan("compare", predicted, log, "--baseline", predicted)
     refused(compared, "--baseline: compares losses, and a log has none")
-    log.write_text("step_times_s: [0.02]\npeak_device_gib: [1, 2, 3]\n")
+    log.write_text("step_times_s: [0.2]\npeak_device_gib: [1, 2, 3]\n")
     said = f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks"
     refused(simplan("compare", predicted, log), said)
 

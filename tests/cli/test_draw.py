@@ -86,7 +86,7 @@ def test_a_terminal_gets_colour_and_its_width(scenario: Path, environment: dict[
         (["--width", "nan"], "--width"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(args: list[str], message: str, simplan: Simplan, scenario: Path) -> None:
+def test_undrawable_input_is_refused(args: list[str], message: str, simplan: Simplan, scenario: Path) -> None:
     refused(simplan("draw", scenario, *args), "error: ", message)
 
 

@@ -260,7 +260,7 @@ def test_covers_says_whether_a_calibration_is_enough() -> None:
     assert not calibrated(3).covers([BLOCK.key], 2)
 
 
-def test_what_was_never_timed_is_refused() -> None:
+def test_kernels_that_were_never_timed_are_refused() -> None:
     cost = calibrated(layers=(), communication=())
     with pytest.raises(SpecError, match="run `simplan calibrate SCENARIO`"):
         cost.compute(work(Phase.FORWARD))
@@ -314,7 +314,7 @@ def test_timings_of_a_busy_machine_are_those_of_now(now_s: float, factor: float)
     assert paced.communication == CALIBRATION.communication
 
 
-def test_what_was_scaled_already_stays() -> None:
+def test_values_that_were_scaled_already_stay() -> None:
     now_s = 0.012
     timing = CALIBRATION.layers[0].model_copy(update={"reference_s": 0.006})
     paced = CALIBRATION.model_copy(update={"layers": (timing,)}).at_pace(now_s, 2)

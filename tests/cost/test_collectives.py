@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec, Spread
 from simplan.cost.communication.collectives import bus_factor, communication_cost
+from simplan.cost.communication.nccl import nccl_ways
+from simplan.cost.communication.route import route_of
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.errors import SpecError
 from simplan.model.layer import CollectiveKind, ExpertDraw
@@ -42,6 +44,10 @@ def of_chips(device: str, number: int, *, chips: int, network: LinkSpec | None =
     """Slices of so many TPU chips each."""
     link = catalog.link(f"ici-{device}")
     return catalog.make_cluster(catalog.NodeEntry("slice", catalog.device(device), chips, link, network), number)
+
+
+def all_reduce(ranks: tuple[int, ...], num_bytes: int) -> Communication:
+    return Communication(CollectiveKind.ALL_REDUCE, num_bytes, ranks)
 
 
 def cost_estimate(
@@ -196,6 +202,21 @@ def test_the_switch_reduces() -> None:
     assert found == pytest.approx(10 * US + 7.35 * 2 * US + sent[0] / 280e9)
     gathered = cost_estimate(CollectiveKind.ALL_GATHER, num_bytes, tuple(range(n)), SWITCH).formula
     assert "ring" in gathered  # no gain in what every device has to receive
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_bytes", "in_flight"),
+    [(2, 4, 4), (2, 32, 8), (2, 64, 16), (2, 1024, 16), (4, 4, 4), (4, 32, 8), (4, 1024, 8)],
+)
+def test_an_nvls_tree_fills_with_chunks_of_nccl_sizes(num_nodes: int, num_bytes: int, in_flight: int) -> None:
+    """128 channels and heads of 32, 64 or 128 KiB each, twice over the switch; the rest is steps and one transfer."""
+    ranks = tuple(range(8 * num_nodes))
+    route = route_of(ranks, cluster(len(ranks), intra=SWITCH))
+    [way] = [way for way in nccl_ways(all_reduce(ranks, MIB), route) if way.name == "NVLS tree"]
+    rate, (number, step_s), (inside, inside_s) = 400 * GB * 0.7, *way.steps
+    rest_s = 10 * US + number * step_s + inside * inside_s + way.transfer_s(num_bytes * MIB)
+    assert way.seconds(num_bytes * MIB) - rest_s == pytest.approx(2 * in_flight * MIB / rate)
+    assert value_of(way.part(num_bytes * MIB, "").formula) == pytest.approx(way.seconds(num_bytes * MIB), rel=1e-3)
 
 
 def test_bus_bandwidths_that_nccl_tests_prints() -> None:

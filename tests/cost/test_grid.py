@@ -219,7 +219,7 @@ def test_gradients_that_are_new_are_not_added_up() -> None:
     assert new.seconds == pytest.approx(2 * 512 * 1024 * 512 / FLOP_PER_S)
 
 
-def test_what_lies_outside_is_named() -> None:
+def test_values_outside_the_range_are_named() -> None:
     cost_estimate = GridCost(GRID, optimizer="adamw").cost_estimate(LayerWork(layer(), Phase.FORWARD, 10**4, 0))
     assert cost_estimate.provenance is Provenance.EXTRAPOLATED
     assert cost_estimate.relative_std == 0.3

@@ -28,6 +28,11 @@ def job_of(cluster: str = "dgx-h100", software: str = "nemo", model: str = "llam
     )
 
 
+def on_device(name: str) -> Job:
+    cluster = catalog.cluster("dgx-h100").model_copy(update={"device": catalog.device(name)})
+    return replace(job_of(), cluster=cluster)
+
+
 def test_ground_of_a_job() -> None:
     """Llama 3 8B: more than 6 x 8.03e9 x 8,192 FLOPs for each of 64 sequences take 3.2 s or more of 8 x 989 TFLOP/s."""
     ground = ground_of(job_of())
@@ -40,7 +45,7 @@ def test_ground_of_a_job() -> None:
     assert ground_of(job_of(model="resnet-50", software="torch")).operators == "convolutions"
 
 
-def test_what_runs_do_not_know_is_wider() -> None:
+def test_intervals_are_wider_where_no_run_was_fitted() -> None:
     """An axis without runs counts in full; four runs on another one halve its square."""
     counts = counts_of({AT: 4, AT._replace(device="a100-sxm-40gb"): 10**6})
     known = known_by(AT._replace(framework="torch"), counts, STDS, 4.0, 0.07)
@@ -54,8 +59,8 @@ def test_what_runs_do_not_know_is_wider() -> None:
 
 
 def test_the_weakest_term_is_the_one_that_widens_most() -> None:
-    """MI300X has no fitted run, so its kernels are known least, unless they were timed."""
-    job = job_of("nd-mi300x-v5")
+    """Rubin has no fitted run, so its kernels are known least, unless they were timed."""
+    job = on_device("rubin-sxm")
     shares = {"compute": ErrorShare(0.2, 0.2, False), "communication": ErrorShare(0.01, 0.1, False)}
     found = weakest_term(job, shares)
     assert found is not None
@@ -76,7 +81,7 @@ def test_the_weakest_term_is_the_one_that_widens_most() -> None:
 def test_the_catalog_knows_less_of_new_devices_and_precisions() -> None:
     stds = [
         known_of(ground_of(job)).std("compute")
-        for job in (job_of("dgx-a100-80gb"), job_of("dgx-b200", precision="mxfp8"), job_of("nd-mi300x-v5"))
+        for job in (job_of("dgx-a100-80gb"), job_of("dgx-b200", precision="mxfp8"), on_device("rubin-sxm"))
     ]
     assert stds[0] < stds[1] < stds[2]
     assert stds[2] == pytest.approx(0.3, abs=0.03)

@@ -136,7 +136,7 @@ def test_several_runs_in_one_log(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path: Path, text: str, name: str, parts: list[str]) -> None:
+def test_unreadable_input_is_refused(tmp_path: Path, text: str, name: str, parts: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
         calibration_of(tmp_path, text, name)
     for part in parts:

@@ -114,7 +114,7 @@ def test_calls_of_the_host_take_as_long_each_whatever_the_device() -> None:
     assert not tariff.asked
 
 
-def test_what_a_trainers_host_does_is_priced_once() -> None:
+def test_a_trainers_host_is_priced_once() -> None:
     tariff = Tariff()
     program_costs = estimate_program(program(*[op(SpanKind.HOST, HostWait("step"))] * 3), tariff)
     assert program_costs.durations_s.tolist() == [0.25, 0.25, 0.25]

@@ -109,7 +109,7 @@ def test_casts_read_and_write_what_the_kernel_reads(precision: Precision, passes
         (LLAMA, "gb200-nvl72", "mxfp8", {"cp": 2, "dp_shard": 4}, "with plan.cp = 2 is not modeled yet"),
     ],
 )
-def test_what_is_not_modelled_is_refused_by_name(
+def test_unmodelled_options_are_refused_by_name(
     model: ModelSpec, cluster: str, precision: str, plan: dict[str, Any], said: str
 ) -> None:
     software = BRIDGE.model_copy(update={"fp8_dot_product_attention": True})

@@ -62,7 +62,7 @@ def test_advice_is_what_a_prediction_of_the_change_says() -> None:
     prediction = predict(job)
     advice = {each.words: each for each in network_advice(prediction)}
     changes: dict[str, dict[str, Any]] = {
-        "oversubscription 2 removes contention": {"cluster.topology": LEAVES.with_changes(oversubscription=2.0)},
+        "oversubscription 1 removes contention": {"cluster.topology": LEAVES.with_changes(oversubscription=1.0)},
         "give ranks to nodes in the order node0, node1, node2, node3": {"plan.placement": None},
         "shards inside a leaf (dp_shard 16, dp_replicate 2)": {"plan.dp_shard": 16, "plan.dp_replicate": 2},
     }

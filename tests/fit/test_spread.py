@@ -91,7 +91,7 @@ def test_an_interval_by_hand() -> None:
     assert within(parts * 2, np.array([-0.99 * up, 1.01 * down]), spread).tolist() == [1.0, 0.0]
 
 
-def test_what_hides_behind_computation_reaches_up_only() -> None:
+def test_hidden_communication_widens_the_interval_upwards_only() -> None:
     [down], [up] = SpreadEstimate({}, 0.05, 1.5).half_widths([part("any", 1.0, hidden=0.4)])
     [plain_down], [plain_up] = SpreadEstimate({}, 0.05, 1.5).half_widths([part("any", 1.0)])
     assert down == plain_down

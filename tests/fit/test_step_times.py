@@ -34,7 +34,7 @@ def rows() -> list[FitRow]:
 
 
 @pytest.mark.parametrize("name", ["zb-09", "zb-39", "korthikanti-3", "torchtitan-12", "simumax-27", "mosaic-041"])
-def test_what_a_step_waits_for_adds_up_to_its_time(name: str) -> None:
+def test_waits_of_a_step_add_up_to_its_time(name: str) -> None:
     """With and without pipelines, sharded, split backwards, overlapped exchanges, steps that overlap."""
     files = {"zb": "zero_bubble", "korthikanti": "korthikanti_2022_megatron_a100", "torchtitan": "torchtitan"}
     files |= {"simumax": "simumax_b200", "mosaic": "mosaic_llm_foundry_mpt"}

@@ -42,7 +42,7 @@ def test_many_more_are(kind: Kind, part: int) -> None:
         (lambda args: [None] * 10**9, "MemoryError"),
     ],
 )
-def test_what_ends_badly_is_found(behavior: Callable[[list[str]], int], told: str) -> None:
+def test_bad_ends_are_found(behavior: Callable[[list[str]], int], told: str) -> None:
     """Every way of ending that is no answer, by a command that ends so."""
     (found,) = run_campaign(replace(KINDS[0], run=behavior), 1, seed=0)
     assert told in found.what

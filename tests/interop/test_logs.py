@@ -472,6 +472,6 @@ def test_other_files_are_refused_in_one_sentence(content: bytes, words: str) -> 
     assert not Path("/tmp/simplan-was-here").exists()
 
 
-def test_what_unpacks_to_too_much_is_refused() -> None:
+def test_archives_that_unpack_to_too_much_are_refused() -> None:
     with pytest.raises(SpecError, match="is more than 256 MiB unpacked"):
         parse_run(gzip.compress(bytes(257 * 2**20), compresslevel=1), "file")

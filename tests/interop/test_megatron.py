@@ -269,7 +269,7 @@ def test_wrong_arguments_give_a_sentence(arguments: str, says: str, tmp_path: Pa
         scenario_from(path, _CLUSTER)
 
 
-def test_what_a_script_does_not_say_is_asked_for_at_once(tmp_path: Path) -> None:
+def test_missing_values_of_a_script_are_asked_for_at_once(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(
         "python train.py --micro-batch-size 1 --tensor-model-parallel-size 2 --hidden-size 64 --num-layers 2\n"

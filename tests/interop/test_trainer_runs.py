@@ -377,7 +377,7 @@ def test_program_that_is_no_such_training_is_refused(command: str, tmp_path: Pat
         ("torchrun train.py --gradient_accumulation_steps 2 --batch_size 4", "how many sequences a microbatch has"),
     ],
 )
-def test_what_a_script_does_not_say_is_asked_for(command: str, asked: str, tmp_path: Path) -> None:
+def test_missing_values_of_a_script_are_asked_for(command: str, asked: str, tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(command + "\n", encoding="utf-8")
     with pytest.raises(SpecError) as error:

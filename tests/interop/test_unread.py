@@ -215,7 +215,7 @@ USED_ELSEWHERE = {
 
 
 @pytest.mark.parametrize("reader", ["bridge", "nemo_1"])
-def test_what_megatron_leaves_out_has_an_effect_elsewhere(reader: str) -> None:
+def test_options_that_megatron_leaves_out_have_an_effect_elsewhere(reader: str) -> None:
     table = tables("megatron")
     words = {key.removeprefix("--").replace("-", "_") for key in (*table["not_modeled"], *table["refused"])}
     words |= {word.removeprefix("no_") for word in words}

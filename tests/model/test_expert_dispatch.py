@@ -123,7 +123,7 @@ def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_
     assert seconds(fused, Phase.BACKWARD) < seconds(grouped, Phase.BACKWARD) - 2 * kernel_overhead_s
 
 
-def test_what_is_only_moved_is_moved_back_by_backward_and_no_more() -> None:
+def test_views_cost_one_move_in_backward() -> None:
     device = catalog.device("b200-sxm")
     cost = cost_of(device, num_devices=EP, plan=ParallelPlan(dp_replicate=EP, ep=EP))
     layer = block()

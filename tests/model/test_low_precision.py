@@ -76,7 +76,7 @@ def test_casts_move_the_bytes_that_torchao_counts(case: tuple[str, str | None]) 
         (False, False, {"input": 1, "weight": 1}),
     ],
 )
-def test_what_no_product_of_backward_takes_is_not_quantized(
+def test_operands_that_no_backward_product_takes_are_not_quantized(
     trained: bool, propagates: bool, copies: dict[str, int]
 ) -> None:
     """Each product takes two operands: forward input and weight, then gradient and weight, gradient and input."""
@@ -131,7 +131,7 @@ def gpt(**fields: Any) -> ModelSpec:
          "in nvfp4 (nvfp4) need a multiple of 128; use a multiple of 2"),
     ],
 )  # fmt: skip
-def test_what_is_not_modelled_or_cannot_be_is_refused_by_name(
+def test_unmodelled_and_impossible_options_are_refused_by_name(
     training: dict[str, Any], plan: dict[str, Any], model: ModelSpec, sentence: str
 ) -> None:
     assert problems(model, plan, cluster="dgx-b200", **training) == [sentence]

@@ -169,7 +169,7 @@ def test_it_is_not_in_4_bits() -> None:
          "ranks split"),
     ],
 )  # fmt: skip
-def test_what_is_not_modelled_is_refused_by_name(
+def test_unmodelled_options_are_refused_by_name(
     software: str, sizes: dict[str, Any], training: dict[str, Any], plan: dict[str, Any], sentence: str
 ) -> None:
     found = problems(model(**sizes), {"dp_shard": 2, "zero_stage": 1, **plan}, software=software, **training)

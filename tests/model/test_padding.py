@@ -66,7 +66,7 @@ def test_vocabularies_are_padded_to_multiples_of_128_for_every_rank(vocab_size: 
         assert software.padded(found, plan) is found
 
 
-def test_what_pads_is_megatron_and_what_is_built_on_it() -> None:
+def test_only_megatron_and_its_relatives_pad() -> None:
     """The executor's layers have the vocabulary of the model, so what it runs must not pad."""
     profiles = [catalog.software(name) for name in catalog.names("software")]
     assert {software.id for software in profiles if software.vocab_multiple > 1} == PADDING

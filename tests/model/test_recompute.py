@@ -274,7 +274,9 @@ def test_how_a_plan_says_it_in_words() -> None:
         ("maxtext", {"recompute": "full", "recompute_layers": 1}, "recompute_layers", "is not modeled for maxtext"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(software: str, changes: dict[str, object], field: str, said: str) -> None:
+def test_impossible_values_are_refused_by_name(
+    software: str, changes: dict[str, object], field: str, said: str
+) -> None:
     found = problems(DEEPSEEK, {**PLAN, **changes}, software=software)
     assert any(sentence.startswith(f"plan.{field}") and said in sentence for sentence in found)
 

@@ -19,7 +19,9 @@ def devices_in(folder: Path, text: str, num_devices: int = 8) -> tuple[int, ...]
 
 
 @given(st.permutations(range(5)), st.sampled_from([host_lines, task_lines]))
-def test_what_is_written_comes_back(tmp_path_factory: pytest.TempPathFactory, order: list[int], write: object) -> None:
+def test_written_files_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], write: object
+) -> None:
     devices = tuple(4 * node + local for node in order for local in range(4))
     assert callable(write)
     text = "\n".join(write(devices, 4))

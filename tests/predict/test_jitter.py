@@ -193,7 +193,7 @@ def test_explanation_names_jitter() -> None:
     assert any(term.name.startswith("jitter") for term in explanation.time)
 
 
-def test_what_it_cannot_be_is_refused() -> None:
+def test_impossible_values_of_it_are_refused() -> None:
     job = job_of(8, Jitter(distribution="normal", compute_relative_std=0.5))
     with pytest.raises(SpecError, match=r"cluster\.jitter\.compute_relative_std = 0\.5: is too large for a normal"):
         predict(job)

@@ -77,7 +77,7 @@ def step(*ops: Op) -> tuple[Times, Times]:
     return simulate(program, alone.durations_s), simulate(program, program_costs.durations_s)
 
 
-def test_what_is_computed_beside_a_communication_takes_longer_by_half_of_its_time() -> None:
+def test_computation_that_overlaps_communication_takes_half_of_its_time_longer() -> None:
     alone, later = step(computing(1), moving(1, 0), computing(3))
     assert alone.end_s.tolist() == [1.0, 2.0, 4.0]
     assert later.end_s == pytest.approx([1.0, 2.0, 4.5])
@@ -129,7 +129,7 @@ def test_where_nobody_measured_it_is_as_published_runs_have_it() -> None:
     assert predicted(None).step_time_s == pytest.approx(predicted(1 / (1 - share)).step_time_s, rel=1e-9)
 
 
-def test_what_is_lost_beside_communications_is_explained() -> None:
+def test_the_overlap_slowdown_is_explained() -> None:
     prediction, simulated = predicted_step(1.25)
     explained = explain(prediction, simulated)
     [lost] = [part for part in explained.time if part.name == "overlap slowdown"]

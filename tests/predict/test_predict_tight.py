@@ -96,7 +96,7 @@ def test_a_device_of_unknown_size_gives_all(roomy: Prediction) -> None:
     assert found == tuple(replace(rank, capacity_bytes=None) for rank in roomy.memory)
 
 
-def test_what_is_short_adds_up() -> None:
+def test_shortages_add_up() -> None:
     """By hand: 10 blocks allocated, 16 reserved, and the context of the driver."""
     block, software = 2 * MIB, ASKED.software.model_copy(update={"reserve_fraction": 1.0, "flat_updates": False})
     peaks = RankPeaks(resting=4 * block, rebuild=0, passes=6 * block - 1, update=0)

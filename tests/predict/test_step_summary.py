@@ -70,7 +70,7 @@ def test_exchanges_for_experts_beside_another_microbatch_are_there_from_the_seco
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_what_is_done_in_one_microbatch_is_spread_over_all_of_them(pp: int) -> None:
+def test_costs_of_one_microbatch_are_spread_over_all(pp: int) -> None:
     """Weights in 8 bits, which are quantized once a step."""
     plan = {"pp": pp, "tp": 2}
     job = job_of(MODEL, plan, software="megatron-core", precision="fp8", fp8_recipe="delayed")

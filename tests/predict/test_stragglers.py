@@ -216,7 +216,7 @@ def test_a_flapping_link_costs_less_than_a_slow_one() -> None:
         ),
     ],
 )
-def test_what_is_not_there_is_refused(changes: dict[str, object], words: str) -> None:
+def test_missing_input_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError) as caught:
         predict(job_of(ParallelPlan(dp_replicate=16), **changes))
     assert words in str(caught.value)

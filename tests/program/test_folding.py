@@ -28,7 +28,7 @@ def test_groups_that_cross_nodes_stand_apart() -> None:
     assert folding.stands_for == (0, 0, 0, 3, 3, 3, 3, 3, 3, 0, 0, 0)
 
 
-def test_what_ranks_own_keeps_them_apart() -> None:
+def test_ranks_that_own_different_parts_are_not_folded() -> None:
     folding = fold(RankMapping(dp_shard=4), [np.zeros(4, int)], [np.arange(4) % 2])
     assert folding.ranks == (0, 1)
     assert folding.members((0, 1, 2, 3)) == (0, 1)

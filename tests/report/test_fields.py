@@ -124,7 +124,7 @@ def test_families_are_those_that_have_the_field() -> None:
             assert having == {family for family in FAMILIES if name in FAMILIES[family].fields}
 
 
-def test_what_a_key_is_for_is_the_first_sentence_of_its_docstring() -> None:
+def test_a_keys_purpose_is_the_first_sentence_of_its_docstring() -> None:
     assert MODEL["num_hidden_layers"]["description"] == "blocks"
     assert MODEL["top_k"]["description"] == "Hugging Face's num_experts_per_tok"
     assert MODEL["hidden_size"]["description"] == "as in Hugging Face's config.json"

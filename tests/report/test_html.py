@@ -165,6 +165,6 @@ def test_predictions_are_told_apart_and_add_up(documents: dict[str, dict[str, An
         ({}, r"x\.json: kind = None: is not shown"),
     ],
 )
-def test_what_is_no_such_document_is_refused(document: dict[str, Any], message: str) -> None:
+def test_documents_of_other_kinds_are_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         html_report([("x.json", document)], written="today")

@@ -119,7 +119,7 @@ def test_options_without_effect_are_noted() -> None:
     assert note not in found[1]
 
 
-def test_what_sources_say_of_a_device_is_noted() -> None:
+def test_warnings_of_sources_on_a_device_are_noted() -> None:
     cluster = catalog.cluster("dgx-h100").model_copy(update={"device": catalog.device("h20-sxm-96gb")})
     found = assumptions(plan={"dp_replicate": 8}, cluster=cluster)
     assert any(text.startswith("h20-sxm-96gb: rates of kernels are those fitted on H100") for text in found)

@@ -55,7 +55,7 @@ def test_another_architecture_brings_its_kernels(tmp_path: Path) -> None:
          "ampere-ga10x?"),
     ],
 )  # fmt: skip
-def test_what_no_device_is(tmp_path: Path, written: str, sentence: str) -> None:
+def test_values_that_no_device_has(tmp_path: Path, written: str, sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         device(tmp_path, written)
     assert str(caught.value).endswith(sentence)

@@ -252,7 +252,7 @@ def test_software_with_an_option(tmp_path: Path) -> None:
         ("{dp_replicate: 2, offload_activations: true}", "plan.offload_activations = true: moves tensors"),
     ],
 )
-def test_what_compiled_blocks_do_not_go_with(tmp_path: Path, plan: str, said: str) -> None:
+def test_compiled_blocks_exclude_other_options(tmp_path: Path, plan: str, said: str) -> None:
     training = "training: {global_batch_size: 24}\nsoftware: {compiled: true}\n"
     assert said.replace('"', "") in refusal(tmp_path, MODEL + TWO + training + f"plan: {plan}\n").replace('"', "")
 

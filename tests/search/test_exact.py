@@ -312,7 +312,7 @@ def test_several_numbers_of_devices_are_one_space() -> None:
     assert result.best.step_time_s == min(s for _, _, s in fitting(asked_for(), SearchSpace(**SPACE)))
 
 
-def test_what_is_ranked_is_predicted_whole_and_ranked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranked_plans_are_predicted_whole_and_ranked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Truncated steps that are too short by much change nothing but the work."""
     space = SearchSpace(**SPACE, top=4)
     truth = found_by(space)

@@ -46,7 +46,7 @@ def test_every_list_of_modules_is_a_plan_that_predict_would_give() -> None:
         assert plan.device_bytes == pytest.approx(alone.worst_memory.device_bytes, rel=1e-3)
 
 
-def test_what_rules_let_pass_is_a_plan() -> None:
+def test_plans_that_pass_the_rules_are_valid() -> None:
     job = asked_for()
     enumeration = Enumeration(SearchSpace.model_validate(SPACE), job)
     rejected: Counter[str] = Counter()

@@ -85,7 +85,7 @@ def wanted(software: str) -> list[Row]:
 
 
 @pytest.mark.parametrize("software", CAPACITIES)
-def test_it_finds_as_few_blocks_as_fit(software: str) -> None:
+def test_the_search_recomputes_as_few_blocks_as_fit(software: str) -> None:
     result = found_by(asked_for(software))
     best = shown(wanted(software))[: SPACE["top"]]
     assert [plan.plan for plan in result.ranked] == [row[0] for row in best]

@@ -80,7 +80,7 @@ def test_layers_and_exchanges_are_beside_communications_as_if_they_were_one_afte
     assert in_one_action([computing(0, 0.0, 6.0), later, moving(0, 0.0, 3.0)]) == pytest.approx([3 * 6 / 8, 0.0, 0.0])
 
 
-def test_what_begins_a_communication_is_not_beside_it() -> None:
+def test_the_operation_that_starts_a_communication_does_not_overlap_it() -> None:
     found = in_one_action([computing(0, 0.0, 2.0), computing(0, 2.0, 8.0), moving(0, 2.0, 5.0)], begins=0)
     assert found == pytest.approx([0.0, 3.0, 0.0])
 

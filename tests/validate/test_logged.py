@@ -64,9 +64,10 @@ def test_parts_are_those_of_the_predicted_critical_path(prediction: Prediction) 
         assert part.times_as_long == pytest.approx(1 + prediction.step_time_s / part.predicted_s)
 
 
-def test_deviations_of_computing_add_up_to_the_interval(prediction: Prediction) -> None:
-    """A pipeline of two with small communications: the interval is 1.645 deviations of computing, which errs
-    together."""
+def test_deviations_of_computing_add_up_to_the_interval() -> None:
+    """A pipeline of two with small communications, and kernels that no host delays: the interval is 1.645 deviations of
+    computing, which errs together."""
+    prediction = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)), hidden_size=3072, num_attention_heads=24)
     bare = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.0))
     computing_s = sum(part.std_s for part in bare.parts if part.share != "exposed_communication")
     low_s, high_s = prediction.step_time_interval_s
@@ -109,7 +110,7 @@ def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
          "is more than peak_reserved_gib = 60, of which it is a part"),
     ],
 )  # fmt: skip
-def test_what_contradicts_itself_or_the_prediction_is_refused(
+def test_contradictions_with_itself_or_the_prediction_are_refused(
     fields: dict[str, float], words: str, prediction: Prediction
 ) -> None:
     with pytest.raises(SpecError, match=words):
@@ -167,10 +168,10 @@ def test_yaml_and_json_say_the_same(prediction: Prediction) -> None:
 
 
 def test_words(prediction: Prediction) -> None:
-    slow = LoggedRun(step_times_s=(9.0, *[1.25 * prediction.step_time_s] * 5))
+    slow = LoggedRun(step_times_s=(9.0, *[1.5 * prediction.step_time_s] * 5))
     text = logged_text(compare_logged(prediction.to_json(), slow))
     assert re.search(
-        r"the difference of -[\d.]+ ms could come from: backward \([\d.]+ ms of the step, \+/- \d+ %\)", text
+        r"the difference of -[\d.]+ ms could come from: backward .*\([\d.]+ ms of the step, \+/- \d+ %\)", text
     )
     assert "the first step is left out as warm-up: more than 1.1 times the median of the later half" in text
     assert "only `simplan run` can say" in text

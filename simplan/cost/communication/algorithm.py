@@ -47,6 +47,29 @@ class Pattern(StrEnum):
     PARAMETER_SERVER = "parameter_server"
 
 
+class PipelineFill(NamedTuple):
+    """Filling of a pipeline of chunks: its stages work on different chunks, so the first chunk takes longer.
+
+    Attributes:
+        passes: Stages that a chunk goes through before the slowest one.
+        chunk_bytes: Bytes in flight of one stage, ascending.
+        least_bytes: Bytes of a communication from which on each of them is used.
+        bytes_per_s: Rate of a stage.
+    """
+
+    passes: int
+    chunk_bytes: tuple[float, ...]
+    least_bytes: tuple[float, ...]
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Returns the seconds until the last stage works, for ``num_bytes`` bytes."""
+        used = max(
+            (chunk for chunk, least in zip(self.chunk_bytes, self.least_bytes, strict=True) if num_bytes >= least)
+        )
+        return self.passes * min(used, num_bytes) / self.bytes_per_s
+
+
 class CommAlgorithm(NamedTuple):
     """One communication algorithm (and protocol) for one collective or P2P transfer.
 
@@ -60,6 +83,7 @@ class CommAlgorithm(NamedTuple):
             cross the busiest link, divided by this bandwidth, take the time of the transfers.
         between: As ``inside``, for links between nodes.
         server_shares: Fraction of the bytes on each parameter server; empty for other algorithms.
+        fill: Filling of its pipeline; None where it takes no time.
     """
 
     name: str
@@ -70,6 +94,7 @@ class CommAlgorithm(NamedTuple):
     inside: float = 1.0
     between: float = 1.0
     server_shares: tuple[float, ...] = ()
+    fill: PipelineFill | None = None
 
     def transfer_s(self, num_bytes: float) -> float:
         """Returns the seconds of the transfers of ``num_bytes`` bytes, without start and steps."""
@@ -80,6 +105,8 @@ class CommAlgorithm(NamedTuple):
         total_s = self.start_s
         for number, step_s in self.steps:
             total_s += number * step_s
+        if self.fill is not None:
+            total_s += self.fill.seconds(num_bytes)
         return total_s + self.transfer_s(num_bytes)
 
     def part(self, num_bytes: float, where: str) -> CostPart:
@@ -92,6 +119,12 @@ class CommAlgorithm(NamedTuple):
 def _words(way: CommAlgorithm, num_bytes: float, where: str) -> str:
     terms = [format_time(way.start_s, digits=4)] if way.start_s else []
     terms += [f"{number} x {format_time(step_s, digits=4)}" for number, step_s in way.steps if number]
+    if way.fill is not None:
+        fill = way.fill
+        chunk_bytes = fill.seconds(num_bytes) * fill.bytes_per_s / fill.passes
+        terms.append(
+            f"{fill.passes} x {format_bytes(chunk_bytes, digits=4)} / {format_rate(fill.bytes_per_s, digits=4)}"
+        )
     for _, bytes_per_s, text, size in way.moves:
         times = text.format(n=format_number(size))
         terms.append(f"{times}{format_bytes(num_bytes, digits=4)} / {format_rate(bytes_per_s, digits=4)}")

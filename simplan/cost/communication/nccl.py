@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, TransferTerm
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, PipelineFill, TransferTerm
 from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
@@ -81,6 +81,9 @@ _TREE_SHARE_BETWEEN_NODES = 0.8
 """Two nodes of A100 or MI355X, which have no NVLS, are as fast as a ring (collectives_2026.yaml, pub-12 and pub-17)."""
 _MOST_OF_NVLS_TREE = 8
 """Largest domain that NVLS trees start from. Two racks of 64 GB200 or GB300 are as fast as a ring (pub-07, pub-10)."""
+_NVLS_CHANNELS, _NODES_WITH_SMALL_CHUNKS, _NVLS_SMALL_CHUNK = 16, 4, 65_536
+_NVLS_CHUNKS = ((32_768, 0), (65_536, 1), (131_072, 4))
+"""Bytes of a chunk, and the number of rounds of them from which on a message has them."""
 NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
 
 
@@ -190,7 +193,21 @@ def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float)
     name = "NVLS" if route.between is None else "NVLS tree"
     move, start_s = max(moves, key=_per_byte), route.slowest.link.launch_s
     between = 1.0 if route.between is None else route.between.device_efficiency
-    return CommAlgorithm(name, start_s, steps, (move,), Pattern.NVLS, switch_share, between)
+    fill = None if route.between is None else _nvls_fill(route, rate)
+    return CommAlgorithm(name, start_s, steps, (move,), Pattern.NVLS, switch_share, between, fill=fill)
+
+
+def _nvls_fill(route: Route, bytes_per_s: float) -> PipelineFill:
+    """Returns the filling of an NVLS tree: a chunk is reduced in the node before it is sent, and multicast after that.
+
+    All channels and heads have a chunk at once. Small messages and four nodes or more have smaller ones (NVIDIA/nccl at
+    5067397c2676, src/enqueue.cc, calcCollChunking, and src/transport/nvls.cc, ncclNvlsTuning, of Hopper).
+    """
+    largest = _NVLS_CHUNKS[-1][0] if route.num_nodes < _NODES_WITH_SMALL_CHUNKS else _NVLS_SMALL_CHUNK
+    at_once = _NVLS_CHANNELS * route.local
+    chunks = [(at_once * size, times * at_once * size) for size, times in _NVLS_CHUNKS if size <= largest]
+    sizes, least = zip(*chunks, strict=True)
+    return PipelineFill(2, sizes, least, bytes_per_s)
 
 
 def _tree_steps(route: Route, between: Tier, relative: float) -> tuple[int, float]:

@@ -53,9 +53,6 @@ def kernel_cost(
     in_full = base is not None and not base.autocast and precision in _SIXTEEN_BITS
     checked: list[Precision] = [*wanted, "fp32"] if in_full else wanted
     _check(device, precision, checked)
-    if software.cuda_graphs:
-        replayed = device.kernels.model_copy(update={"kernel_overhead_s": device.kernels.graph_overhead_s})
-        device = device.model_copy(update={"kernels": replayed})
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
     matmuls = _matmul_rates(
@@ -89,7 +86,7 @@ def kernel_cost(
         kernel_set=_kernel_set(software),
         winograd=precision == "fp32",
         transposed=_transposed(precision, software),
-        host_call_s=rates.host_call_s if _is_launched(device, software) else 0.0,
+        host_call_s=rates.host_call_s if is_launched(device, software) else 0.0,
         dtensor=software.dtensor and not software.compiled,
         accumulation_bytes=0 if shards_parameters else _accumulation_bytes(state, software, num_microbatches),
         zeroes_gradients=not software.drops_gradients,
@@ -124,7 +121,7 @@ def _accumulation_bytes(state: StateBytes, software: SoftwareSpec, num_microbatc
     return max(0.0, state.accumulation_bytes - first)
 
 
-def _is_launched(device: DeviceSpec, software: SoftwareSpec) -> bool:
+def is_launched(device: DeviceSpec, software: SoftwareSpec) -> bool:
     """Returns True if the host launches every kernel."""
     return device.kind == "gpu" and software.runtime != "xla" and not software.cuda_graphs
 

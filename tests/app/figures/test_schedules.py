@@ -9,7 +9,7 @@ from simplan.plan.schedules import SCHEDULE_FACTS
 from tests.app.figures.drawn import checked
 
 
-def test_what_ranks_hold() -> None:
+def test_bytes_that_ranks_hold() -> None:
     """GPipe holds all microbatches, 1F1B as many as ranks are left of the pipeline."""
     assert schedule_timeline("gpipe", 4, 8).most_in_flight == (8, 8, 8, 8)
     one = schedule_timeline("1f1b", 4, 8)

@@ -102,7 +102,7 @@ def test_the_busiest_links_are_drawn_beside_those_that_delay() -> None:
     assert len(figure.data[0].z) == len(result.rows)
 
 
-def test_it_opens_with_a_link_chosen_in_the_address() -> None:
+def test_the_page_opens_with_a_link_chosen_in_the_address() -> None:
     page = opened("network", SHARED, {"link": "leaf1 -> spine", "left": 25, "what_if": "slow link"})
     assert_no_bug(page)
     assert complaints(page) == []
@@ -112,7 +112,7 @@ def test_it_opens_with_a_link_chosen_in_the_address() -> None:
 
 @pytest.mark.parametrize("document", [PLAIN, TINY, SHARED | {"cluster": {**PLAIN["cluster"], "topology": "geforce"}}])
 @pytest.mark.parametrize("what_if", [None, "slow link", "placement", "topology"])
-def test_it_opens_for_other_clusters(document: dict[str, Any], what_if: str | None) -> None:
+def test_the_page_opens_for_other_clusters(document: dict[str, Any], what_if: str | None) -> None:
     page = opened_in_session("network", document, {"link": 7, "left": "x", "what_if": what_if})
     assert_no_bug(page)
     assert complaints(page) == []

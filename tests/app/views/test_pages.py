@@ -157,7 +157,7 @@ def test_a_fix_is_applied() -> None:
     assert not page.error
 
 
-def test_what_axes_leave_is_data_parallel() -> None:
+def test_ranks_outside_other_axes_are_data_parallel() -> None:
     page = opened()
     page.select_slider(key="document:plan.pp").set_value(1).run()
     page.select_slider(key="document:plan.tp").set_value(2).run()
@@ -169,7 +169,7 @@ def test_what_axes_leave_is_data_parallel() -> None:
     assert page.success
 
 
-def test_what_is_wrong_is_a_sentence() -> None:
+def test_errors_are_sentences() -> None:
     page = opened(document={**SMALL, "plan": {"dp_replicate": 3}})
     assert_no_bug(page)
     assert "needs 3 devices" in page.warning[0].value

@@ -37,7 +37,7 @@ def document_of(page: Any) -> dict[str, Any]:
     return decode(query_of(page))[0]
 
 
-def test_it_asks_for_the_length_and_offers_a_start() -> None:
+def test_the_page_asks_for_the_length_and_offers_a_start() -> None:
     page = opened("run")
     assert_no_bug(page)
     assert not page.warning

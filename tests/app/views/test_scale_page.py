@@ -28,7 +28,7 @@ def opened(plan: Any, view: dict[str, Any]) -> list[str]:
     return complaints(opened_in_session("scale", {**TINY, "plan": plan}, view))
 
 
-def test_it_opens() -> None:
+def test_the_page_opens() -> None:
     assert opened({"dp_replicate": 2, "pp": 2}, {}) == []
 
 

@@ -177,7 +177,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
+def test_the_removed_parts_are_the_plan(plan: ParallelPlan) -> None:
     numbers: dict[str, Any] = {"num_devices": 4, "step_time_s": 1.0, "device_bytes": 1, "headroom_bytes": None}
     one = RankedPlan(plan=plan, tokens_per_s_per_device=1.0, **numbers)
     document = with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, one)

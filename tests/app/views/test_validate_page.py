@@ -38,7 +38,7 @@ HERE = {**SMALL, "cluster": {"preset": "this-machine", "num_devices": 4}}
 @pytest.mark.parametrize(
     "view", [{}, {"held": "measured"}, {"held": "run"}, {"held": 7, "source": "nonsense", "steps": 0}]
 )
-def test_it_opens(view: dict[str, Any]) -> None:
+def test_the_page_opens(view: dict[str, Any]) -> None:
     assert_no_bug(opened("validate", view=view))
 
 

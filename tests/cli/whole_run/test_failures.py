@@ -65,7 +65,9 @@ def test_faults_without_a_meaning_are_refused(
         ),
     ],
 )
-def test_what_is_only_simulated_is_refused(simplan: Simplan, scenario: Path, section: str, field: str) -> None:
+def test_options_that_are_only_simulated_are_refused(
+    simplan: Simplan, scenario: Path, section: str, field: str
+) -> None:
     scenario.write_text(f"{scenario.read_text()}{section}\n")
     racks = ("--set", "cluster.topology={kind: leaf_spine, nodes_per_leaf: 4}")
     refused(simplan("run", scenario, *racks, "--fail", "scenario", *KEPT), f"{field}: is only simulated")

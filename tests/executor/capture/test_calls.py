@@ -204,7 +204,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_cannot_be_cut_is_refused_with_its_place(how: str) -> None:
+def test_uncuttable_modules_are_refused_with_the_place(how: str) -> None:
     with pytest.raises(NotModelledError, match=f"^plan.pp: the module cannot be cut: {REFUSED[how]}.*; or use 1$"):
         assert_parts_equal_the_whole(lambda: Refused(how), tokens)
 

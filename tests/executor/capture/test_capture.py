@@ -257,7 +257,7 @@ class Branching(nn.Module):
         ("detached", r"no gradient flows from the loss to a parameter"),
     ],
 )
-def test_what_cannot_be_captured_is_said_with_its_line(how: str, said: str) -> None:
+def test_uncapturable_code_is_refused_with_its_line(how: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         model_from_module(Branching(how), lambda number: (torch.randn(number, 4),))
 
@@ -282,7 +282,7 @@ class Ending(nn.Module):
         return before.square().mean()
 
 
-def test_what_never_reaches_the_loss_has_no_backward() -> None:
+def test_operators_that_never_reach_the_loss_have_no_backward() -> None:
     captured = model_from_module(Ending(), lambda number: (torch.randn(number, 8),), precisions=("fp32",))
     last = captured_layers(captured)[captured.modules.index("blocks.2")]
     matmul = next(kernel for kernel in last.kernels if isinstance(kernel, Gemm))

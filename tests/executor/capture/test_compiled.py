@@ -201,7 +201,7 @@ def test_compiled_ranks_equal_one_process(plan: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("name", "said"), [("UNet", "without blocks"), ("Chain", "memory-bound operators in a row")])
-def test_what_is_not_compiled_is_refused(name: str, said: str) -> None:
+def test_uncompiled_options_are_refused(name: str, said: str) -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -46,6 +46,7 @@ from tests.support.slow import slow_except
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "UNet": (modules.UNet, modules.unet_batch),
     "DiT": (modules.DiT, modules.dit_batch),
+    "SmallDiT": (modules.SmallDiT, modules.dit_batch),
     "AdaptedDiT": (modules.AdaptedDiT, modules.dit_batch),
     "Scaled": (modules.Scaled, modules.scaled_batch),
     "Tabled": (modules.Tabled, modules.scaled_batch),
@@ -340,7 +341,7 @@ LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("field", LIMITS)
-def test_what_is_not_run_is_refused_by_name(field: str) -> None:
+def test_options_without_execution_are_refused_by_name(field: str) -> None:
     name, plan = LIMITS[field]
     with pytest.raises(NotModelledError, match=field.replace(".", r"\.")):
         check_job(job_of(prediction_of(name, plan)))

@@ -56,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("users_own:zeros", "users_own:batch", "^SOURCE = users_own:zeros: "),
     ],
 )
-def test_what_is_wrong_with_the_code_is_said(factory: str, batch: str, said: str, folder: str) -> None:
+def test_errors_of_the_code_are_named(factory: str, batch: str, said: str, folder: str) -> None:
     with pytest.raises(SpecError, match=said):
         capture(CaptureRequest(factory=Reference.of("", factory), batch=Reference.of("", batch), folder=folder))
 

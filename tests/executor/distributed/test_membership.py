@@ -154,7 +154,7 @@ def test_a_run_ends_with_too_few_replicas(tmp_path: Path) -> None:
         ({"checkpointing": Checkpointing(folder="kept")}, "makes no checkpoints"),
     ],
 )
-def test_what_is_not_run_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_options_without_execution_are_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(NotModelledError, match=said):
         check_job(elastic_job(**fields))
 

@@ -234,7 +234,7 @@ def test_both_parts_give_the_gradients_of_a_whole_backward(family: str, recomput
 
 
 @pytest.mark.parametrize(("family", "matrices", "weighted"), [("gpt", 4, 6), ("llama", 7, 9)])
-def test_what_is_recomputed(family: str, matrices: int, weighted: int) -> None:
+def test_recomputed_operators(family: str, matrices: int, weighted: int) -> None:
     """The attention core in I, once. A whole block once in I, and in W again for every operation with weights."""
     modes: tuple[tuple[Recompute, int, int], ...] = (("none", 0, 0), ("selective", 1, 0), ("full", 1, weighted))
     for recompute, in_input, in_weight in modes:

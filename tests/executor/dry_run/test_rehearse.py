@@ -122,7 +122,7 @@ COMPILED = catalog.software("torch").model_copy(update={"compiled": True})
         ({"plan": {"cp": 2, "cp_comm": "ring"}, "dp": 1}, 0, True, "plan.cp_comm = ring: the executor has no ring"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_refused_by_name(fields: dict[str, Any], rank: int, fake: bool, said: str) -> None:
+def test_jobs_without_a_rehearsal_are_refused_by_name(fields: dict[str, Any], rank: int, fake: bool, said: str) -> None:
     job = make_job(**{"dp": 2, **fields})
     with pytest.raises((SpecError, NotModelledError)) as caught:
         rehearse(job, rank, fake=fake)

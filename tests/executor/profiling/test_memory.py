@@ -40,7 +40,7 @@ def test_a_peak_that_is_forgotten_leaves_what_is_still_there() -> None:
     assert peak_allocated_bytes(run) == 4 * (1000 + 500)
 
 
-def test_what_other_threads_release_is_not_counted_for_ever() -> None:
+def test_memory_released_by_other_threads_is_not_counted_forever() -> None:
     """The trace misses such releases; they show when the memory is given out again."""
     num_bytes = 2**26
 

@@ -150,7 +150,7 @@ def test_a_short_run_says_nothing() -> None:
     assert found(make_job(dp=2), 0.06 * times_s) == ()
 
 
-def test_what_is_said() -> None:
+def test_report_sentences() -> None:
     slow = SlowRank(rank=3, factor=2.14, compared_with=(0, 1), compute_s=0.0412, others_compute_s=0.0193)
     assert slow.sentence == (
         "rank 3 needs 2.1 times the compute time of rank 0 and rank 1, which have the same work: "

@@ -89,7 +89,7 @@ def test_communications_take_multiprocessors_from_what_is_computed_meanwhile(way
 
 @pytest.mark.parametrize("compute_s", [0.1, 1.5, 100.0])
 @pytest.mark.parametrize("level", [1, 2])
-def test_what_goes_beyond_the_other_pass_is_left(compute_s: float, level: int) -> None:
+def test_exposed_time_is_the_excess_over_the_other_pass(compute_s: float, level: int) -> None:
     """Two blocks with experts are on the last stage, each sends there and back: of eight passes six are in pairs."""
 
     def seconds(work: object) -> float:

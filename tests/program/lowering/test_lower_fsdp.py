@@ -167,7 +167,7 @@ def test_a_host_lists_the_parts_of_every_matrix_for_every_rank() -> None:
     assert issued(found) == issued(program(ParallelPlan(dp_shard=4)))
 
 
-def test_what_is_let_go_of_between_a_second_forward_and_backward_is_gathered_again() -> None:
+def test_weights_freed_between_second_forward_and_backward_are_gathered_again() -> None:
     """Until backward of (3, 1, 4, 4) h^2 twice what comes after them is used: (18, 16, 8, 0) h^2."""
     h2 = 64 * 64
     for limit, again in ((17 * h2, 3 * h2), (9 * h2, 4 * h2), (5 * h2, 8 * h2)):

@@ -53,13 +53,13 @@ def test_every_block_with_experts_exchanges_twice_each_way() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "collectives"), [("full", 8), ("selective", 4)])
-def test_what_runs_again_exchanges_again(recompute: Any, collectives: int) -> None:
+def test_recomputed_layers_communicate_again(recompute: Any, collectives: int) -> None:
     """In backward: two blocks, each there and back, and with full recomputation there and back before that."""
     found = communications(program(ParallelPlan(dp_replicate=2, ep=2, recompute=recompute)), Stream.EXPERT)
     assert [action for action, _ in found].count("0B0") == collectives
 
 
-def test_what_experts_gave_is_there_again_before_it_is_weighed_backwards() -> None:
+def test_expert_outputs_are_recomputed_before_backward_weighs_them() -> None:
     """The last block's backward does the sum of the residual stream, runs forward again, and only then goes on."""
     found = program(ParallelPlan(dp_replicate=2, ep=2, recompute="full"))
     passes = [op for op in found.ops if op.rank == 0 and str(op.action) == "0B0" and op.name.startswith("block 2")]

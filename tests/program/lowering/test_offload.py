@@ -84,7 +84,7 @@ def test_of_some_blocks_on_the_host_the_device_holds_the_others(num_moved: int) 
     assert [name for name, _ in moved(copies(on))][:num_moved] == [f"offload block {i}" for i in range(num_moved)]
 
 
-def test_what_is_in_one_memory_is_counted_whole() -> None:
+def test_shared_memory_is_counted_whole() -> None:
     """On a CPU nothing is saved: the host pool is device memory."""
     on = replace(program(offload_activations=True), one_memory=True)
     assert memory_peak(on, 0).total_bytes >= memory_peak(program(), 0).total_bytes

@@ -191,7 +191,7 @@ def test_the_second_part_holds_two_gradients_of_weights_and_has_let_go_of_what_i
     assert effect == (MemoryCategory.GRADIENTS, 2 * 4096 * 14336 * 4, 0)
 
 
-def test_what_the_second_part_lets_go_of_on_its_way() -> None:
+def test_the_second_part_frees_tensors_on_its_way() -> None:
     """All gradients that were left for it, two norms' statistics and outputs, the GELU's output, and one sum."""
     hidden, statistics = 1024 * 768 * 4, 2 * 1024 * 4
     assert split(GPT2.layers[1], 1, FP32).released == (11 + 2 + 4 + 1) * hidden + 2 * statistics

@@ -49,7 +49,7 @@ def test_every_schedule_passes_the_check_with_any_times(name: str, p: int, m: in
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULE_FACTS))
-def test_what_is_said_of_a_schedule_is_in_its_table(name: str) -> None:
+def test_facts_of_a_schedule_are_those_of_its_table(name: str) -> None:
     facts = SCHEDULE_FACTS[name]
     v = facts.virtual_stages or 3
     table = SCHEDULES[name](PipelineShape(4, 8, v))

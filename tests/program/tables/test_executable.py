@@ -126,7 +126,7 @@ def test_a_split_backward_with_whole_parameters_is_executable(
         ),
     ],
 )
-def test_what_is_not_modelled_is_refused_by_name(found: Table, plan: dict[str, Any], said: str) -> None:
+def test_unmodelled_options_are_refused_by_name(found: Table, plan: dict[str, Any], said: str) -> None:
     with pytest.raises(NotModelledError, match=said):
         check_executable(found, ParallelPlan(**plan), software())
 

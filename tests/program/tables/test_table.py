@@ -145,7 +145,7 @@ def test_a_function_of_a_package_may_give_actions_or_their_text(package: Callabl
         (ONE_F_ONE_B.replace("0F0", "0F3"), {}, "has microbatches 0 to 3; a step has microbatches 0 to 2"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(text: str, plan: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_errors_of_a_file_are_named(text: str, plan: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises((SpecError, ProgramError)) as caught:
         plan_table(from_file(tmp_path, text, **plan), 3)
     assert sentence in str(caught.value)
@@ -214,6 +214,6 @@ def test_torch_reads_the_same_text(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["0F0zzz", "", "F0", "0X0", "0F", "0OPTIM3", "-1F0", "0F-1", "0F1 0F2"])
-def test_what_is_not_an_action_is_refused(text: str) -> None:
+def test_strings_that_are_no_action_are_refused(text: str) -> None:
     with pytest.raises(ProgramError, match="action"):
         Action.parse(text)

@@ -155,7 +155,7 @@ def test_folder_is_read_with_its_other_files(tmp_path: Path) -> None:
         ({"name": ""}, "name: is missing; add a name, unique over all files"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_a_sentence(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+def test_errors_are_sentences(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     told = problems(
         write_runs(tmp_path / "runs.yaml", run_data() | changes if "name" in changes else run_data(**changes))
     )
