@@ -101,4 +101,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out gpu-out site
+	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out gpu-out site

@@ -31,6 +31,7 @@ from simplan.scenario import load_scenario
 from tests.support.pages import (
     APART,
     BEGINNINGS,
+    BOOK,
     DOCS,
     README,
     ROOT,
@@ -43,6 +44,7 @@ from tests.support.pages import (
 from tests.support.sources import docstrings, nodes, python_files
 
 SLOW = (
+    *(f"book/{chapter}.md" for chapter in BOOK if chapter not in ("index", "memory", "pipelines")),
     "explanation/figures.md", "how-to/calibrate.md", "how-to/choose-a-way.md", "how-to/ci.md",
     "how-to/frameworks/bridge.md", "how-to/frameworks/index.md", "how-to/frameworks/megatron.md",
     "how-to/frameworks/torchtitan.md", "how-to/network.md", "how-to/one-line.md", "how-to/placement.md",

@@ -12,14 +12,15 @@ from typing import Any
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.profiled import predict_from_profiles, read_profiles
 from simplan.accuracy.result import Accuracy
+from simplan.accuracy.run import ReadFile
 from simplan.cli.terminal.drawing import refuse_other_suffix
 from simplan.cli.terminal.output import print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
-from simplan.errors import Problem, SpecError
+from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.interop.compare_files import compare, read_prediction
 from simplan.interop.logs.formats import read_run
 from simplan.io import read_model, write_text
-from simplan.report.accuracy import accuracy_markdown, accuracy_text, run_rows
+from simplan.report.accuracy import accuracy_markdown, accuracy_text, run_rows, runs_text
 from simplan.report.comparison import comparison_text, logged_text
 from simplan.report.drawings.accuracy_plot import accuracy_plot
 from simplan.report.drawings.accuracy_svg import accuracy_svg
@@ -99,6 +100,7 @@ def accuracy_command(
     as_json: bool,
     output: Path | None,
     every_run: bool,
+    only: list[str],
     markdown: bool,
     csv_file: Path | None,
     plot_file: Path | None,
@@ -108,7 +110,7 @@ def accuracy_command(
     """``simplan accuracy``; returns 0 regardless of the size of the errors."""
     if plot_file is not None:
         refuse_other_suffix(plot_file, "--plot")
-    files = read_published(paths)
+    files = _only(read_published(paths), only)
     without_runs = tuple(read.file for read in files if read.runs is None)
     for file in without_runs:
         say(f"note: {file} holds no runs, and is passed over")
@@ -123,8 +125,27 @@ def accuracy_command(
     if plot_file is not None:
         _write_plot(plot_file, result)
     if write_result(result.to_json(), as_json=as_json, output=output):
-        print_result(accuracy_markdown(result) if markdown else accuracy_text(result, every_run=every_run))
+        text = runs_text(result) if only else accuracy_text(result, every_run=every_run)
+        print_result(accuracy_markdown(result) if markdown else text)
     return 0
+
+
+def _only(files: list[ReadFile], ids: list[str]) -> list[ReadFile]:
+    """Files with runs of these ids, or with all runs where there are none.
+
+    Raises:
+        SpecError: No run has an id.
+    """
+    if not ids:
+        return files
+    known = [run.id for read in files for run in read.runs or ()]
+    for name in ids:
+        if name not in known:
+            raise SpecError(
+                Problem(field="--only", value=name, rule="is no run of the files", fix=did_you_mean(name, known))
+            )
+    kept = ((read, tuple(run for run in read.runs or () if run.id in ids)) for read in files)
+    return [replace(read, runs=runs) for read, runs in kept if runs]
 
 
 def _write_plot(path: Path, result: Accuracy) -> None:

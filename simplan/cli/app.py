@@ -622,6 +622,10 @@ def accuracy(
     json: AsJson = False,
     output: JsonFile = None,
     runs: Annotated[bool, typer.Option("--runs", help="All runs, not only those with the largest errors.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="ID", help="Id of a run to predict, in place of all; repeatable."),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
     csv: Annotated[Path | None, _FILE(help="File for a CSV table of all runs (default: none).")] = None,
     plot: Annotated[
@@ -648,6 +652,7 @@ def accuracy(
         as_json=json,
         output=output,
         every_run=runs,
+        only=only or [],
         markdown=markdown,
         csv_file=csv,
         plot_file=plot,

@@ -35,15 +35,16 @@ from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
+from simplan.explain.charts import ways_curves
 from simplan.explain.ways_map import ways_lines, ways_map
 from simplan.io import MAX_JSON_BYTES, as_argument, parse_json, read_text, write_json, write_text
 from simplan.report.comparison import comparison_text
+from simplan.report.drawings.charts_svg import curves_svg
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
 from simplan.report.drawings.fabric_svg import fabric_svg
 from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
-from simplan.report.drawings.ways_svg import ways_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.html import html_report
 from simplan.report.text import verdict
@@ -211,7 +212,7 @@ def draw_ways_command(
     scenario = request.scenario()
     found = ways_map(scenario.job, scenario.name)
     if output is not None:
-        write_text(output, ways_svg(found))
+        write_text(output, curves_svg(ways_curves(found)))
         say(f"wrote {output}; any browser opens it")
     if as_json:
         print_json(found.to_json())

@@ -40,6 +40,17 @@ def accuracy_text(result: Accuracy, *, every_run: bool = False) -> str:
     return "\n\n".join(parts)
 
 
+def runs_text(result: Accuracy) -> str:
+    """Head and table of a few runs, and the reasons for runs that are skipped."""
+    shown = [outcome for outcome in result.outcomes if outcome.predicted is not None]
+    parts = [accuracy_head(result)]
+    if shown:
+        parts.append(format_table_text(*_run_table(shown), words_last=True))
+    if len(shown) < len(result.outcomes):
+        parts.append("Skipped\n" + "\n".join(_skipped(result.outcomes)))
+    return "\n\n".join(parts)
+
+
 def accuracy_markdown(result: Accuracy) -> str:
     """The tables by file as Markdown."""
     return "\n\n".join(f"{title}:\n\n{format_table_markdown(*table)}" for title, table in _tables(result))

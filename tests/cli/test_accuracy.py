@@ -36,6 +36,18 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
+def test_only_some_runs_are_predicted(simplan: Simplan, runs: Path) -> None:
+    """By their ids, in one table; an id that no run has is an error with the nearest one."""
+    result = simplan("accuracy", runs, "--only", "absurd", "--only", "adapters", "--jobs", "1")
+    assert result.returncode == 0, result.stderr
+    assert "1 published run predicted, 1 skipped" in result.stdout
+    assert len([line for line in result.stdout.splitlines() if line.startswith("  absurd")]) == 1
+    assert "ran-out" not in result.stdout
+    refused(
+        simplan("accuracy", runs, "--only", "absurt"), "--only = absurt: is no run of the files", "did you mean absurd"
+    )
+
+
 def test_the_json_has_what_others_rely_on(simplan: Simplan, runs: Path) -> None:
     result = simplan("accuracy", runs, "--json", "--jobs", "1")
     assert result.returncode == 0, result.stderr

@@ -9,11 +9,12 @@ import pytest
 
 from app.figures.ways import ways_figure
 from simplan.errors import SpecError
+from simplan.explain.charts import ways_curves
 from simplan.explain.ways_map import WAYS, WaysMap, ways_lines, ways_map
 from simplan.plan.compression import CompressionKind
 from simplan.plan.replication import ReplicationKind
 from simplan.predict import predict
-from simplan.report.drawings.ways_svg import ways_svg
+from simplan.report.drawings.charts_svg import curves_svg
 from tests.predict.ways.test_replication import job_with
 from tests.search.jobs import small_job
 
@@ -57,8 +58,8 @@ def test_ways_have_all_kinds_that_exist() -> None:
 
 
 def test_the_timeline_is_drawn_and_told(drawn_map: WaysMap) -> None:
-    root = ElementTree.fromstring(ways_svg(drawn_map))
-    drawn = [each for each in root.iter() if each.get("class") == "way"]
+    root = ElementTree.fromstring(curves_svg(ways_curves(drawn_map)))
+    drawn = [each for each in root.iter() if each.get("class") == "curve"]
     assert len(drawn) == len(drawn_map.drawn) == len(ways_figure(drawn_map)["data"])
     text = "\n".join(ways_lines(drawn_map))
     assert all(curve.name in text for curve in drawn_map.curves)

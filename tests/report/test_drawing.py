@@ -19,7 +19,7 @@ from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.shape import action_ends_s
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline, ticks
-from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on
+from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on, schedules_svg
 from simplan.report.drawings.drawing_text import drawing_text
 from simplan.report.text import verdict
 from simplan.units import format_percent
@@ -290,3 +290,20 @@ def test_labels_can_be_read_on_every_shade(kind: str, num_stages: int) -> None:
     for place in range(num_stages):
         fill = fill_of(ActionKind(kind), place, num_stages)
         assert contrast(channels(fill), channels(ink_on(fill))) >= 4.5
+
+
+def test_schedules_below_each_other_share_a_time_axis() -> None:
+    """Boxes of equal length are equally wide, and every box has the number of its microbatch where it fits."""
+    times = StageTimes.equal(2, 3.0, 3.0, 3.0)
+    drawings = {
+        name: draw_timeline(name, timeline_of(name, 2, m, times), range(2)) for name, m in (("gpipe", 4), ("1f1b", 8))
+    }
+    root = ElementTree.fromstring(schedules_svg("Two schedules", drawings))
+    boxes = [group for group in root.iter(f"{SVG}g") if group.get("class") == "box"]
+    assert len(boxes) == sum(len(drawing.boxes) for drawing in drawings.values())
+    forward = [group for group in boxes if ": forward," in (group.findtext(f"{SVG}title") or "")]
+    assert len({group[1].get("width") for group in forward}) == 1
+    assert {group.findtext(f"{SVG}text") for group in forward} == {str(number) for number in range(8)}
+    ends = [float(group[1].get("x", "")) + float(group[1].get("width", "")) for group in boxes]
+    assert 0.95 * 960 < max(ends) < 960, "the longest step ends at the right"
+    assert float(root.get("height", "")) > max(float(part.get("y", "0")) for part in root.iter(f"{SVG}text"))

@@ -7,6 +7,9 @@ writes the outputs anew where the program prints others (``make outputs``); what
 
 from __future__ import annotations
 
+import contextlib
+import io
+import linecache
 import os
 import re
 import shlex
@@ -14,12 +17,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
+from docs.figures import Snippet
+from docs.figures import snippets as snippets_of
 from simplan.scenario import load_scenario
 from simplan.scenario.search import load_search
 from simplan.validate.logged_run import LoggedRun, parse_measured
@@ -30,6 +37,8 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 APART = ("how-to/custom-schedule.md",)
 """Pages whose snippets go together in a test of their own."""
+BOOK = tuple(sorted(path.stem for path in (DOCS / "book").glob("*.md")))
+"""Chapters of the book, and its first page."""
 BEGINNINGS = ("output: begins", "search-output", "predict-output")
 """Comments above the first lines of an output."""
 BASE = {
@@ -39,20 +48,6 @@ BASE = {
     "plan": {"dp_replicate": 8},
 }
 """A scenario that fragments of YAML are put into."""
-_BLOCK = r"(?:<!-- ([^>]*) -->\n+)?```(\w*)\n(.*?)```"
-
-
-@dataclass(frozen=True)
-class Snippet:
-    """A block of code: its language and text, and the comment above it."""
-
-    language: str
-    text: str
-    note: str
-
-    @property
-    def is_run(self) -> bool:
-        return not self.note.startswith("not run: ")
 
 
 def hand_written() -> list[str]:
@@ -62,8 +57,7 @@ def hand_written() -> list[str]:
 
 
 def snippets(page: str) -> Iterator[Snippet]:
-    for note, language, body in re.findall(_BLOCK, (DOCS / page).read_text(), re.DOTALL):
-        yield Snippet(language, body, note)
+    return snippets_of((DOCS / page).read_text())
 
 
 def has_code(snippet: Snippet) -> bool:
@@ -71,7 +65,11 @@ def has_code(snippet: Snippet) -> bool:
 
 
 def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Snippet, str]]:
-    """Files are written, then commands and Python run; yields each output that is shown, with all that was printed."""
+    """Files are written, then commands and Python run; yields each output that is shown, with all that was printed.
+
+    Python blocks of a page share their names with its checks, which see the last output as ``printed``. A block that
+    draws a figure must write it.
+    """
     (folder / "bin").mkdir()
     command = folder / "bin" / "simplan"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m simplan "$@"\n')
@@ -88,6 +86,7 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             (folder / one.note.removeprefix("file: ")).write_text(one.text)
         elif one.language == "yaml" and one.is_run:
             _read_yaml(one.text, folder, number)
+    names: dict[str, Any] = {"__name__": "page"}
     printed = ""
     for one in listed:
         if one.language == "sh" and one.is_run:
@@ -97,9 +96,21 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
                     code, printed, said = _run_line(line, folder)
                     assert code == 0, f"{line}: {said}"
         elif one.language == "python":
-            exec(one.text, {})
-        elif one.note in ("output", "output: ends", *BEGINNINGS):
+            shown = io.StringIO()
+            names["printed"] = printed
+            with contextlib.redirect_stdout(shown):
+                exec(_compiled(one.text, f"block {listed.index(one)} of {page}"), names)
+            printed = printed if one.note == "check" else shown.getvalue()
+        if one.figure[0]:
+            assert ElementTree.parse(folder / one.figure[0]).getroot().tag.endswith("svg"), one.note
+        if one.note in ("output", "output: ends", *BEGINNINGS):
             yield one, printed
+
+
+def _compiled(text: str, name: str) -> CodeType:
+    """Code whose errors show their line."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    return compile(text, name, "exec")
 
 
 def shown_part(snippet: Snippet, printed: str) -> str:
@@ -146,11 +157,12 @@ def _read_yaml(text: str, folder: Path, number: int) -> None:
 def main(pages: list[str]) -> None:
     for page in pages or [page for page in hand_written() if page not in APART and any(map(has_code, snippets(page)))]:
         file = (DOCS / page).resolve()
-        text = file.read_text()
+        text, start = file.read_text(), 0
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
             for one, printed in run_page(page, Path(folder), monkeypatch):
-                block = f"```{one.language}\n{{}}```"
-                text = text.replace(block.format(one.text), block.format(shown_part(one, printed)))
+                old, new = (f"```{one.language}\n{part}```" for part in (one.text, shown_part(one, printed)))
+                place = text.index(old, start)
+                text, start = text[:place] + new + text[place + len(old) :], place + len(new)
         if text != file.read_text():
             file.write_text(text)
             sys.stdout.write(f"wrote {page}\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from xml.etree import ElementTree
 
 from simplan.program.action import ActionKind
@@ -18,8 +19,20 @@ from simplan.report.drawings.drawing import (
     subheading,
     ticks,
 )
-from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, shade, text, written
-from simplan.units import format_time
+from simplan.report.drawings.svg import (
+    DARK,
+    PAPER,
+    SOFT,
+    Element,
+    line,
+    night_style,
+    picture,
+    rect,
+    shade,
+    text,
+    written,
+)
+from simplan.units import format_percent, format_time
 
 COLOURS = {
     ActionKind.FORWARD: "#3b7dd8",
@@ -57,8 +70,57 @@ def drawing_svg(drawing: PipelineDrawing) -> str:
         root.extend(_lane(row, _TOP + number * _ROW_DISTANCE))
     root.extend(time_axis(drawing.step_time_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 4, bottom))
     for number, row in enumerate(drawing.rows):
-        root.extend(_box(box, row, drawing, _TOP + number * _ROW_DISTANCE) for box in row.boxes)
+        for box in row.boxes:
+            ends = _x(box.start_s, drawing), _x(box.end_s, drawing)
+            root.append(_box(box, row, _labels(box, drawing), ends, _TOP + number * _ROW_DISTANCE, _ROW_HEIGHT))
     root.extend(legend)
+    return written(root)
+
+
+_SIDE_WIDTH, _SIDE_LEFT, _SIDE_ROW, _SIDE_DISTANCE = 960, 64, 22, 25
+
+
+def schedules_svg(title: str, drawings: Mapping[str, PipelineDrawing]) -> str:
+    """Several steps below each other on one time axis, as an SVG document, 960 px wide, for light and dark pages.
+
+    Args:
+        title: Heading.
+        drawings: Steps by name.
+    """
+    longest_s = max(drawing.step_time_s for drawing in drawings.values())
+    scale = (_SIDE_WIDTH - _SIDE_LEFT - 16) / longest_s
+    kinds = [kind for kind in ActionKind if any(kind in drawing.kinds for drawing in drawings.values())]
+    several = any(drawing.several_stages for drawing in drawings.values())
+    heights = [_SIDE_DISTANCE * len(drawing.rows) + 40 for drawing in drawings.values()]
+    bottom = 44 + sum(heights)
+    height = bottom + 44 + 20 * math.ceil(len(kinds) / 3)
+    root = picture(title, _SIDE_WIDTH, height)
+    root.append(night_style())
+    root.append(rect(0, 0, _SIDE_WIDTH, height, PAPER, css="paper"))
+    root.append(text(16, 26, title, size=16, bold=True, css="ink"))
+    root.extend(time_axis(longest_s, _SIDE_LEFT, longest_s * scale, 46, bottom - 8))
+    top = 44.0
+    for (name, drawing), own_height in zip(drawings.items(), heights, strict=True):
+        words = f"{name}: {format_time(drawing.step_time_s)}, idle {format_percent(drawing.idle_fraction)}"
+        root.append(rect(14, top + 8, 8 * len(words), 18, PAPER, css="paper"))
+        root.append(text(16, top + 22, words, size=13, bold=True, css="ink"))
+        for number, row in enumerate(drawing.rows):
+            y = top + 32 + _SIDE_DISTANCE * number
+            lane = rect(_SIDE_LEFT, y, drawing.step_time_s * scale, _SIDE_ROW, LANE, css="node")
+            root.extend([lane, text(_SIDE_LEFT - 8, y + 15, f"rank {row.rank}", size=12, anchor="end", css="ink")])
+            for box in row.boxes:
+                ends = _SIDE_LEFT + box.start_s * scale, _SIDE_LEFT + box.end_s * scale
+                label = "" if box.action.microbatch is None else str(box.action.microbatch)
+                root.append(_box(box, row, (label,), ends, y, _SIDE_ROW))
+        top += own_height
+    for number, kind in enumerate(kinds):
+        words, left = f"{kind}: {WORDS[kind]}", _SIDE_LEFT + 310 * (number % 3)
+        y = bottom + 22 + 20 * (number // 3)
+        root.append(rect(left, y, 12, 12, COLOURS[kind]))
+        root.append(text(left + 17, y + 10, words, size=12, css="ink"))
+    shades = "; lighter: a later stage of the same rank" if several else ""
+    words = f"numbers are microbatches; idle: from the first to the last computation{shades}"
+    root.append(text(_SIDE_LEFT, height - 12, words, size=12, colour=SOFT, css="soft"))
     return written(root)
 
 
@@ -101,29 +163,30 @@ def time_axis(length_s: float, left: float, width: float, top: float, bottom: fl
         yield text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle", css="soft")
 
 
-def _box(box: Box, row: DrawnRank, drawing: PipelineDrawing, top: float) -> Element:
-    """SVG group of a box: tooltip, rectangle, recomputed part, and label if it fits."""
+def _box(
+    box: Box, row: DrawnRank, names: tuple[str, ...], ends: tuple[float, float], top: float, row_height: float
+) -> Element:
+    """SVG group of a box between two ends: tooltip, rectangle, recomputed part, and the first label that fits."""
     group = Element("g", {"class": "box"})
     ElementTree.SubElement(group, "title").text = _tooltip(box)
-    left, right = _x(box.start_s, drawing), _x(box.end_s, drawing)
+    left, right = ends
     fill = fill_of(box.action.kind, row.stages.index(box.action.stage), len(row.stages))
     outline = PAPER if right - left >= _OUTLINED_PX else None
-    group.append(rect(left, top, right - left, _ROW_HEIGHT, fill, stroke=outline))
+    group.append(rect(left, top, right - left, row_height, fill, stroke=outline))
     if box.recompute_s > 0:
-        height = _ROW_HEIGHT * box.recomputed_share
-        group.append(rect(left, top + _ROW_HEIGHT - height, right - left, height, "url(#recompute)"))
-    label = _label(box, drawing, right - left)
+        height = row_height * box.recomputed_share
+        group.append(rect(left, top + row_height - height, right - left, height, "url(#recompute)"))
+    label = next((name for name in names if _label_width(name) + 2 <= right - left), "")
     if label:
         middle = (left + right) / 2
-        group.append(text(middle, top + _ROW_HEIGHT / 2 + 4, label, size=10, colour=ink_on(fill), anchor="middle"))
+        group.append(text(middle, top + row_height / 2 + 4, label, size=10, colour=ink_on(fill), anchor="middle"))
     return group
 
 
-def _label(box: Box, drawing: PipelineDrawing, width: float) -> str:
-    """The longest that fits, at least the number of the microbatch; else nothing."""
+def _labels(box: Box, drawing: PipelineDrawing) -> tuple[str, ...]:
+    """Labels of a box, the longest first, at least the number of its microbatch."""
     number = () if box.action.microbatch is None else (str(box.action.microbatch),)
-    found = (*labels(box, drawing.several_stages), *number)
-    return next((text for text in found if _label_width(text) + 2 <= width), "")
+    return (*labels(box, drawing.several_stages), *number)
 
 
 def _label_width(text: str) -> float:

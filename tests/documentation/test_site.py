@@ -17,7 +17,7 @@ from simplan.cli.app import app
 from simplan.cli.listing import listing
 from simplan.optimizers import OPTIMIZERS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow

@@ -1,0 +1,235 @@
+"""Charts as SVG: stacked bars, a map of degrees, and curves; for light and dark pages, and narrow ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from xml.etree import ElementTree
+
+from simplan.explain.charts import Axis, Bars, Curve, Curves, DegreeMap
+from simplan.report.drawings.accuracy_svg import COLOURS
+from simplan.report.drawings.drawing import clean
+from simplan.report.drawings.drawing_svg import ink_on
+from simplan.report.drawings.svg import PAPER, SOFT, Element, line, night_style, picture, rect, shade, text, written
+from simplan.units import format_percent, format_rate, format_span, format_time, format_value
+
+_WIDTH, _MARGIN = 720, 16
+_GRID, _EMPTY = "#d3d8de", "#eef0f3"
+_SIZE, _LETTER_PX = 13, 7.3  # of texts, and a mean width of their letters
+_BAR, _ROW = 22, 32
+_CELL = 46
+_CURVES_HEIGHT = 300
+_MOST_TICKS = 7
+
+
+def bars_svg(chart: Bars) -> str:
+    """Horizontal stacked bars as an SVG document, 720 px wide, with their sums at the right."""
+    left = _MARGIN + 12 + _LETTER_PX * max(len(bar.label) for bar in chart.bars)
+    width = _WIDTH - left - 84
+    most = max(*(bar.size for bar in chart.bars), chart.limit[0] if chart.limit else 0.0)
+    top = 64 if chart.limit else 48
+    bottom = top + _ROW * len(chart.bars)
+    used = [name for name in chart.names if any(bar.parts.get(name, 0) > 0.002 * most for bar in chart.bars)]
+    colours = dict(zip(chart.names, _cycled(len(chart.names)), strict=True))
+    legend, height = _legend([(colours[name], name) for name in used], bottom + 24)
+    root = _paper(chart.title, height)
+    for row, bar in enumerate(chart.bars):
+        place, start = top + _ROW * row, left
+        root.append(text(left - 10, place + 16, bar.label, size=_SIZE, anchor="end", css="ink"))
+        for name in chart.names:
+            size = bar.parts.get(name, 0.0)
+            if size > 0:
+                group = Element("g", {"class": "part"})
+                ElementTree.SubElement(group, "title").text = f"{bar.label}, {name}: {format_value(size, chart.unit)}"
+                group.append(rect(start, place, width * size / most, _BAR, colours[name]))
+                root.append(group)
+                start += width * size / most
+    if chart.limit:
+        x = left + width * chart.limit[0] / most
+        mark = line(x, top - 6, x, bottom - 4, SOFT, css="soft")
+        mark.set("stroke-width", "1.5")
+        mark.set("stroke-dasharray", "5 4")
+        words = f"{chart.limit[1]}, {format_value(chart.limit[0], chart.unit)}"
+        anchor = "end" if x > _WIDTH / 2 else "start"
+        root.extend([mark, _soft(x, top - 10, words, anchor=anchor)])
+    for row, bar in enumerate(chart.bars):
+        words, start = format_value(bar.size, chart.unit), left + width * bar.size / most
+        root.append(rect(start + 4, top + _ROW * row + 2, _LETTER_PX * len(words) + 4, _BAR - 4, PAPER, css="paper"))
+        root.append(_soft(start + 8, top + _ROW * row + 16, words))
+    root.extend(legend)
+    return written(root)
+
+
+def degree_map_svg(chart: DegreeMap) -> str:
+    """The map as an SVG document, 720 px wide, a darker cell for a larger fraction."""
+    left, top = 84.0, 78.0
+    width = (_WIDTH - left - _MARGIN) / len(chart.columns)
+    fractions = [cell.fraction for cell in chart.cells.values() if cell.fraction is not None]
+    most, least = max(fractions, default=1.0), min(fractions, default=0.0)
+    root = _paper(chart.title, top + _CELL * len(chart.rows) + 20)
+    root.append(_soft(left - 10, top - 8, f"{chart.row_name} \\ {chart.column_name}", anchor="end"))
+    for number, column in enumerate(chart.columns):
+        words = f"{chart.column_name} {column}"
+        root.append(text(left + width * (number + 0.5), top - 8, words, size=_SIZE, anchor="middle", css="ink"))
+    for row_number, row in enumerate(chart.rows):
+        y = top + _CELL * row_number
+        words = f"{chart.row_name} {row}"
+        root.append(text(left - 10, y + _CELL / 2 + 5, words, size=_SIZE, anchor="end", css="ink"))
+        for number, column in enumerate(chart.columns):
+            cell = chart.cells[row, column]
+            place = left + width * number + 1, y + 1, width - 2, _CELL - 2
+            middle = left + width * (number + 0.5), y + _CELL / 2 + 5
+            if cell.fraction is None:
+                root.append(rect(*place, _EMPTY, css="node"))
+                root.append(_soft(*middle, cell.words, anchor="middle"))
+                continue
+            share = (cell.fraction - least) / (most - least) if most > least else 1.0
+            fill = shade(COLOURS[0], round(100 * (1 - share)), 61)  # half way to white at most, and a little more
+            root.append(rect(*place, fill))
+            is_best = cell.fraction == most
+            words = format_percent(cell.fraction)
+            root.append(text(*middle, words, size=15, colour=ink_on(fill), anchor="middle", bold=is_best))
+    return written(root)
+
+
+def curves_svg(chart: Curves) -> str:
+    """Curves as an SVG document, 720 px wide, with their names below the axis."""
+    colours = _cycled(len(chart.curves))
+    frame = _Frame(chart)
+    has_legend = len(chart.curves) > 1
+    entries = [(colour, curve.name) for colour, curve in zip(colours, chart.curves, strict=True)]
+    legend, height = _legend(entries if has_legend else [], frame.bottom + 68)
+    root = _paper(chart.title, height)
+    root.append(_soft(_MARGIN, 46, chart.note))
+    root.extend(frame.axes())
+    for curve, colour in zip(chart.curves, colours, strict=True):
+        root.append(frame.curve(curve, colour))
+    root.extend(legend)
+    return written(root)
+
+
+class _Frame:
+    """Area of curves, and the coordinates of their points."""
+
+    def __init__(self, chart: Curves) -> None:
+        self._chart = chart
+        points = [point for curve in chart.curves for point in curve.points]
+        self._xs, self._ys = (sorted({point[axis] for point in points}) for axis in (0, 1))
+        y = chart.y
+        low, high = self._ys[0], self._ys[-1]
+        more = (high - low if y.is_near else high) * 0.06
+        self._low, self._high = (low / 1.1, high * 1.1) if y.is_log else (low - more if y.is_near else 0.0, high + more)
+        self._ticks = ticks_of(y, self._low, self._high)
+        letters = max((len(_words(y.unit, tick)) for tick in self._ticks), default=4)
+        self.left, self.top = _MARGIN + 14 + _LETTER_PX * letters, 84.0
+        self.width = _WIDTH - self.left - 34
+        self.bottom = self.top + _CURVES_HEIGHT
+
+    def x(self, value: float) -> float:
+        first, last = self._xs[0], self._xs[-1]
+        return self.left + self.width * _share(self._chart.x, value, first, last)
+
+    def y(self, value: float) -> float:
+        return self.bottom - _CURVES_HEIGHT * _share(self._chart.y, value, self._low, self._high)
+
+    def axes(self) -> Iterable[Element]:
+        yield rect(self.left, self.top, self.width, _CURVES_HEIGHT, "none", stroke=_GRID, css="grid")
+        for value in ticks_of(self._chart.x, self._xs[0], self._xs[-1]):
+            x = self.x(value)
+            yield line(x, self.top, x, self.bottom, _GRID, css="grid")
+            yield _soft(x, self.bottom + 18, _words(self._chart.x.unit, value), anchor="middle")
+        for value in self._ticks:
+            y = self.y(value)
+            yield line(self.left, y, self.left + self.width, y, _GRID, css="grid")
+            yield _soft(self.left - 8, y + 4, _words(self._chart.y.unit, value), anchor="end")
+        yield text(self.left, self.top - 10, self._chart.y.name, size=_SIZE, css="ink")
+        middle = self.left + self.width / 2
+        yield text(middle, self.bottom + 40, self._chart.x.name, size=_SIZE, anchor="middle", css="ink")
+
+    def curve(self, curve: Curve, colour: str) -> Element:
+        """The line of a curve, with a dot for every point."""
+        group = Element("g", {"class": "curve"})
+        places = [(self.x(x), self.y(y)) for x, y in curve.points]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        group.append(Element("path", {"d": path, "fill": "none", "stroke": colour, "stroke-width": "2.5"}))
+        for number, ((x, y), point) in enumerate(zip(places, curve.points, strict=True)):
+            dot = Element("circle", {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": "3.5", "fill": colour})
+            axes = self._chart.x, self._chart.y
+            words = (f"{axis.name} {_words(axis.unit, value)}" for axis, value in zip(axes, point, strict=True))
+            ElementTree.SubElement(dot, "title").text = f"{curve.name}: {', '.join(words)}"
+            group.append(dot)
+            if curve.labels:
+                group.append(text(x + 6, y - 7, curve.labels[number], size=_SIZE, colour=colour))
+        return group
+
+
+def ticks_of(axis: Axis, first: float, last: float) -> list[float]:
+    """Values to label: those of the axis, powers of ten with 2 and 5 times them where few fit, or round steps.
+
+    >>> ticks_of(Axis("", is_log=True), 0.9, 12.0), ticks_of(Axis(""), 0.0, 0.5)
+    ([1.0, 2.0, 5.0, 10.0], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    """
+    if axis.ticks:
+        return [tick for tick in axis.ticks if first <= tick <= last]
+    if axis.is_log:
+        powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
+        candidates: list[Sequence[float]] = [
+            [float(f"{factor:g}e{power}") for power in powers for factor in factors]
+            for factors in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1,))
+        ]
+        found = [[value for value in values if first <= value <= last] for values in candidates]
+        return next((values for values in found if len(values) <= _MOST_TICKS), found[-1])
+    power = 10.0 ** math.floor(math.log10((last - first) / _MOST_TICKS))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * _MOST_TICKS >= last - first)
+    start = math.ceil(first / step - 1e-9)
+    return [round(number * step, 12) for number in range(start, math.floor(last / step + 1e-9) + 1)]
+
+
+def _share(axis: Axis, value: float, first: float, last: float) -> float:
+    """Position of a value between the ends of its axis."""
+    if first == last:
+        return 0.5
+    return math.log(value / first) / math.log(last / first) if axis.is_log else (value - first) / (last - first)
+
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "s": lambda value: "0" if value == 0 else format_time(value, digits=3),
+    "span": format_span,
+    "bytes/s": format_rate,
+    "percent": lambda value: format_percent(value, 0),
+    "": lambda value: f"{value:,.6g}" if value < 1e6 else f"{value / 1e6:,.6g} M",
+}
+
+
+def _words(unit: str, value: float) -> str:
+    return _FORMATS[unit](value) if unit in _FORMATS else format_value(value, unit)
+
+
+def _cycled(number: int) -> list[str]:
+    return [COLOURS[place % len(COLOURS)] for place in range(number)]
+
+
+def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[Element], float]:
+    """Swatches with names, wrapped to the width; and the height of the picture."""
+    parts: list[Element] = []
+    left, y = float(_MARGIN), top
+    for colour, name in entries:
+        width = 22 + _LETTER_PX * len(name) + 18
+        if left + width > _WIDTH and left > _MARGIN:
+            left, y = float(_MARGIN), y + 22
+        parts.append(rect(left, y - 10, 14, 12, colour))
+        parts.append(text(left + 20, y + 1, name, size=_SIZE, css="ink"))
+        left += width
+    return parts, (y + 16 if entries else top)
+
+
+def _paper(title: str, height: float) -> Element:
+    root = picture(clean(title), _WIDTH, height)
+    root.append(night_style())
+    root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
+    root.append(text(_MARGIN, 26, clean(title), size=16, bold=True, css="ink"))
+    return root
+
+
+def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:
+    return text(x, y, words, size=_SIZE, colour=SOFT, anchor=anchor, css="soft")
