@@ -145,7 +145,7 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             "the executor stores images channels first; use false",
         ),
         "software.loading": (
-            software.loading not in (None, "none"),
+            software.loading not in ("auto", "none"),
             "the executor begins with random weights; use none",
         ),
         "software.loss": (

@@ -241,7 +241,7 @@ def loading_failure(prediction: Prediction) -> str:
     what, needs, has = "a device", loading.device_bytes, device or 0
     if host is not None and loading.host_bytes > host:
         what, needs, has = "the host memory of a node", loading.host_bytes, host
-    others = [way for way in prediction.job.software.checkpoint.methods if way != "none" and _loads_by(prediction, way)]
+    others = [way for way in prediction.job.software.checkpoint.methods if _loads_by(prediction, way)]
     fix = f"; use software.loading: {either(others)}" if others else ""
     return (
         f"loading the model needs {format_bytes(needs)} of {what}, which has {format_bytes(has)} "

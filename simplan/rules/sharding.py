@@ -341,17 +341,17 @@ def _with_it(field: str, what: str, fix: str) -> Problem:
 @unmodelled("this way of loading is not modeled for the software and the plan", reads="shards_parameters tp pp ep etp")
 def loading_modelled(job: Job) -> Iterator[Problem]:
     method, known, base = job.software.loading, job.software.checkpoint.methods, job.training.base_weights
-    if method is None:
+    if method in ("auto", "none"):
         return
     if method not in known:
         what = f"this way of loading with {job.software.id}"
-        yield not_modelled(job, "software.loading", what, f"use {either(known)}" if known else "remove it")
+        yield not_modelled(job, "software.loading", what, f"use {either(('auto', *known))}")
     elif method in OF_SHARDS and not never_whole(job.software, job.plan):
         what = "this way of loading without sharded parameters"
         yield not_modelled(job, "software.loading", what, "use cpu or device_map, or plan.zero_stage = 3")
-    elif splits_layers(job.plan) and method not in ("none", "shards"):
+    elif splits_layers(job.plan) and method != "shards":
         what = "this way of loading with ranks that split the model"
-        yield not_modelled(job, "software.loading", what, "remove it: each rank reads its own part")
+        yield not_modelled(job, "software.loading", what, "use auto: each rank reads its own part")
     elif method in ("broadcast", "zero_init", "shards") and base is not None and base.is_quantized_while_loaded:
         what = f"this way of loading with weights that become {base.format} as they are loaded"
         fix = "use device_map" + ", or rank0 as axolotl does under FSDP2" * ("rank0" in known)
@@ -378,6 +378,6 @@ def loading_within_memory(job: Job) -> Iterator[Problem]:
     ):
         if memory is not None and needed > memory:
             sentence = f"needs {format_bytes(needed)} of {of}, which has {format_bytes(memory)}: {peaks.words}"
-            others = [way for way in software.checkpoint.methods if way not in ("none", peaks.method)]
+            others = [way for way in software.checkpoint.methods if way != peaks.method]
             fix = f"use {either(others)}" if others else "use fewer devices per node, or larger ones"
             yield problem_of(job, "software.loading", sentence, fix, value=peaks.method)

@@ -301,8 +301,7 @@ def _loading(job: Job) -> Iterator[Job]:
     """Another way of loading the model, where it does not fit meanwhile."""
     if violations(job, MEMORY_RULES):
         for way in job.software.checkpoint.methods:
-            if way != "none":
-                yield replace(job, software=job.software.model_copy(update={"loading": way}))
+            yield replace(job, software=job.software.model_copy(update={"loading": way}))
 
 
 def _grad_sync(job: Job) -> Iterator[Job]:

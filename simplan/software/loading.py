@@ -8,8 +8,10 @@ from pydantic import Field
 
 from simplan.base import Spec
 
-LoadingMethod = Literal["none", "device_map", "cpu", "broadcast", "rank0", "zero_init", "shards"]
+LoadingMethod = Literal["device_map", "cpu", "broadcast", "rank0", "zero_init", "shards"]
 """Method of loading; ``SoftwareSpec.loading`` says what each does."""
+LoadingOption = Literal["auto", "none", "device_map", "cpu", "broadcast", "rank0", "zero_init", "shards"]
+"""Method that a scenario chooses; ``auto`` for that of the framework, ``none`` for random weights."""
 
 
 class CheckpointLoading(Spec):
@@ -19,7 +21,7 @@ class CheckpointLoading(Spec):
         replicated: Method of ranks that hold whole parameters; None where that is not modeled.
         sharded: Method of ranks that shard parameters; None likewise. Ranks that split layers read their own shards.
         quantized: Method for weights that a library quantizes while they are loaded; None for that of others.
-        methods: Methods that a scenario may choose.
+        methods: Methods that a scenario may choose, besides random weights.
         mapped: Checkpoints are mapped into memory: only tensors that are cast, quantized or stacked take memory of
             their own, and pages of the file, which the kernel can drop, are those of all ranks of a node together.
         keeps_unsharded: Sharding frees the whole tensors of a model on a device at its end only.

@@ -32,7 +32,6 @@ _BROADCAST_BYTES = 2 * 250 * 2**20
 """Flat copies of parameters that DDP broadcasts when it is made: two buckets of 250 MiB (torch 2.13,
 nn/parallel/distributed.py, ``broadcast_bucket_size``; csrc/distributed/c10d/comm.cpp, ``broadcast_coalesced``)."""
 _WORDS: dict[LoadingMethod, str] = {
-    "none": "nothing is loaded",
     "device_map": "every rank loads the whole model onto its device",
     "cpu": "every rank loads the whole model on the CPU first",
     "broadcast": "every rank loads the whole model on the CPU, and rank 0 broadcasts it tensor by tensor",
@@ -84,8 +83,11 @@ def loading_method(software: SoftwareSpec, plan: ParallelPlan, training: Trainin
 
     Pretraining loads nothing unless ``software.loading`` says so. Ranks that split layers read their own parts.
     """
-    if not software.loads(training) or software.loading is not None:
-        return None if software.loading == "none" else software.loading
+    option = software.loading
+    if not software.loads(training) or option == "none":
+        return None
+    if option != "auto":
+        return option
     ways, base = software.checkpoint, training.base_weights
     if splits_layers(plan):
         return None if ways.sharded is None else "shards"

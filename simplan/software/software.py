@@ -20,7 +20,7 @@ from simplan.model.weight_format import WeightLibrary
 from simplan.optimizers import OPTIMIZERS, OptimizerName, Widths
 from simplan.plan.plan import ParallelPlan, RecomputeModule
 from simplan.plan.shard import Shard
-from simplan.software.loading import CheckpointLoading, LoadingMethod
+from simplan.software.loading import CheckpointLoading, LoadingOption
 from simplan.software.rates import FrameworkRates, MemorySpread
 from simplan.training import TrainingSpec
 
@@ -367,14 +367,14 @@ class SoftwareSpec(Spec):
         ),
     )
     chunked_losses: dict[LossMode, ChunkedLoss] = Field(default_factory=dict)
-    loading: LoadingMethod | None = Field(
-        None,
+    loading: LoadingOption = Field(
+        "auto",
         description=(
             "Loading of the checkpoint before the first step. device_map: every rank loads the whole model onto its "
             "device. cpu: every rank loads it on the CPU first. broadcast: as cpu, and rank 0 broadcasts it tensor by "
             "tensor (accelerate's cpu_ram_efficient_loading). rank0: likewise, and other ranks load nothing (axolotl's "
             "FSDP2, with meta tensors). zero_init: DeepSpeed's zero.Init. shards: every rank reads its own shards "
-            "(distributed checkpoints). none: random weights, as in pretraining. Default: as the framework does."
+            "(distributed checkpoints). none: random weights, as in pretraining. auto: as the framework does."
         ),
     )
     checkpoint: CheckpointLoading = CheckpointLoading()
@@ -491,7 +491,7 @@ class SoftwareSpec(Spec):
 
     def loads(self, training: TrainingSpec) -> bool:
         """True if a training run begins with the weights of a checkpoint; pretraining only if ``loading`` says so."""
-        return self.loading not in (None, "none") or (self.loading is None and training.task != "pretrain")
+        return training.task != "pretrain" if self.loading == "auto" else self.loading != "none"
 
     @property
     def title(self) -> str:
@@ -510,7 +510,7 @@ class SoftwareSpec(Spec):
             "fused_experts": "fused experts" if self.fused_experts else "",
             "grad_overlap": "gradient reduction overlapped with backward" if self.grad_overlap else "",
             "gradient_as_bucket_view": "gradients as bucket views" if self.gradient_as_bucket_view else "",
-            "loading": "" if self.loading is None else f"loading {self.loading}",
+            "loading": "" if self.loading == "auto" else f"loading {self.loading}",
             "loss": "" if self.loss == "whole" else f"loss in {self.loss} chunks".replace("chunked chunks", "chunks"),
             "overlap_param_gather": "parameter all-gather overlapped with forward" if self.overlap_param_gather else "",
             "tp_overlap": "asynchronous tensor parallelism" if self.tp_overlap in ("gathers", "all") else "",

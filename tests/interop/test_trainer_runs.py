@@ -684,19 +684,19 @@ _EFFICIENT = "accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --
             f"{_AXOLOTL}bf16: true\n{_FSDP2}  cpu_ram_efficient_loading: true\nadapter: lora\nlora_r: 8\n",
             "rank0",
         ),
-        ("run.yaml", f"{_AXOLOTL}bf16: true\n{_FSDP2}adapter: lora\nlora_r: 8\n", None),
+        ("run.yaml", f"{_AXOLOTL}bf16: true\n{_FSDP2}adapter: lora\nlora_r: 8\n", "auto"),
         ("run.sh", f"{_EFFICIENT} train.py --use_peft --lora_r 8", "broadcast"),
         (
             "run.sh",
             f"{_EFFICIENT} train.py --use_peft --lora_r 8 --load_in_4bit --bnb_4bit_quant_storage bfloat16",
-            None,
+            "auto",
         ),
-        ("run.sh", f"{_EFFICIENT} train.py", None),
+        ("run.sh", f"{_EFFICIENT} train.py", "auto"),
         ("run.yaml", f"{_ADAPTERS}full\nstage: sft\n", "device_map"),
-        ("run.yaml", f"{_ADAPTERS}full\nstage: sft\nlow_cpu_mem_usage: false\n", None),
+        ("run.yaml", f"{_ADAPTERS}full\nstage: sft\nlow_cpu_mem_usage: false\n", "auto"),
     ],
 )
-def test_who_loads_the_checkpoint_is_read(name: str, text: str, loading: str | None, tmp_path: Path) -> None:
+def test_who_loads_the_checkpoint_is_read(name: str, text: str, loading: str, tmp_path: Path) -> None:
     """axolotl: loaders/model.py, _build_model; LLaMA-Factory: model/patcher.py; 4 bits go to every device."""
     more = " --model_name_or_path Qwen/Qwen2.5-7B --per_device_train_batch_size 1 --bf16 --max_length 512\n"
     path = tmp_path / name
