@@ -251,7 +251,7 @@ def try_environment(checks: Checks, environment: Environment, wheel: Path) -> No
     name = environment.text
     if not checks.run(f"{name}: installs", lambda: install(environment, wheel)):
         return
-    commands = ("simplan --version", "simplan show schema", "simplan show devices", "simplan init")
+    commands = ("simplan --version", "simplan show schema", "simplan show devices", "simplan init llama3-8b")
     checks.run(f"{name}: small commands", lambda: [environment.run(line) for line in commands])
     if "app" in environment.extras:  # the README has a table of pandas
         checks.run(f"{name}: README", lambda: readme(environment))
