@@ -86,11 +86,7 @@ architectures: $(READY)
 losses: $(READY)
 	$(BIN)/python -m benchmarks.losses
 
-net# RELEASE names environments, such as RELEASE='3.12:app 3.11:app:lowest'.
-release-check: $(READY)
-	$(BIN)/python -m tests.release.check $(RELEASE)
-
-bench: $(READY)
+netbench: $(READY)
 	$(BIN)/python -m benchmarks.network
 
 fit: $(READY)
