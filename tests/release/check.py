@@ -20,9 +20,10 @@ import time
 import tomllib
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from packaging.requirements import Requirement
 
@@ -279,18 +280,20 @@ def hook(folder: Path, tools: Path) -> None:
     _call("git", "add", "--all", cwd=repository)
     begin = (f"{tools}/pre-commit", "try-repo", str(ROOT), "simplan-check", "--files")
     cache = {"PRE_COMMIT_HOME": str(folder / "pre-commit")}
-    good = _call(*begin, "plans/good.yaml", "plans/with space/small.yaml", cwd=repository, **cache)
+    good = _call(*begin, "plans/good.yaml", "plans/with space/small.yaml", cwd=repository, variables=cache)
     assert "Passed" in good, good
-    assert "no files to check" in _call(*begin, ".github/workflows/test.yml", cwd=repository, **cache)
+    assert "no files to check" in _call(*begin, ".github/workflows/test.yml", cwd=repository, variables=cache)
     (repository / "plans" / "good.yaml").write_text((repository / "slow" / "late.yaml").read_text())
-    assert "deadline of the project" in _call(*begin, "plans/good.yaml", cwd=repository, code=1, **cache)
+    assert "deadline of the project" in _call(*begin, "plans/good.yaml", cwd=repository, code=1, variables=cache)
 
 
-def _call(*command: str, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
+def _call(
+    *command: str, cwd: Path | None = None, code: int = 0, variables: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Output of a command that ends with an exit code; it does not see the repository's packages."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=cwd, env=inherited | variables, capture_output=True, text=True, timeout=1800, check=False
+        command, cwd=cwd, env={**inherited, **variables}, capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == code, f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
