@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpu faults failures netbench test test-all test-browser screenshots lint bench accuracy-gate outputs architectures losses fit docs clean
+.PHONY: help demo gpu faults failures netbench test test-all test-browser screenshots lint bench release-check accuracy-gate outputs architectures losses fit docs clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
 	@echo "make outputs   the outputs that pages of the documentation show (half an hour)"
 	@echo "make accuracy-gate   accuracy on published runs against benchmarks/accuracy.json (two minutes)"
+	@echo "make release-check   build sdist and wheel, and use them in clean environments of each Python here (ten minutes)"
 	@echo "make bench     the numbers of the benchmark table"
 	@echo "make faults    break real runs, and write docs/reference/faults.md: what each said and left (ten minutes)"
 	@echo "make failures  jobs with drawn failures on hosts, and benchmarks/FAILURES.md (root; half an hour; resumes)"
@@ -65,6 +66,10 @@ accuracy-gate: $(READY)
 
 outputs: $(READY)
 	$(BIN)/python -m tests.support.pages
+
+# RELEASE names environments, such as RELEASE='3.12:app 3.11:app:lowest'.
+release-check: $(READY)
+	$(BIN)/python -m tests.release.check $(RELEASE)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -89,7 +89,7 @@ def _command_line() -> str:
         "# Command line",
         f"{_GENERATED} from the metadata of the commands (version {simplan.__version__}). "
         "`simplan COMMAND --help` prints the same.*",
-        "Every command except `dashboard` takes `--json`. Results go to stdout and messages to stderr. "
+        "Every command except `dashboard` and `report` takes `--json`. Results go to stdout and messages to stderr. "
         "[Exit codes](files.md#exit-codes) are the same for all commands.",
     ]
     commands: Mapping[str, Any] = root.commands  # type: ignore[attr-defined]

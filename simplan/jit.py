@@ -61,13 +61,13 @@ def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
 def _stamp_imports(kept: Any) -> None:
     """Let the stamp of cached code cover compiled functions and constants that its module has imported.
 
-    Machine code contains both, but numba's stamp is a hash of the function's file alone.
+    Machine code contains both, but numba's stamp is of the function's file alone: a hash, or time and size before 0.68.
     """
-    stamp = sha256(_index(kept)._source_stamp)
+    stamp = sha256(repr(_index(kept)._source_stamp).encode())
     for name, value in sorted(kept.py_func.__globals__.items()):
         if isinstance(value, Dispatcher):
             if value.py_func.__module__ != kept.py_func.__module__ and value.stats.cache_path:
-                stamp.update(_index(value)._source_stamp)
+                stamp.update(repr(_index(value)._source_stamp).encode())
         elif _is_constant(value) and not name.startswith("__"):
             stamp.update(f"{name} = {value!r}\n".encode())
     _index(kept)._source_stamp = stamp.digest()

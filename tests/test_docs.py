@@ -49,8 +49,8 @@ SLOW = (
     "how-to/frameworks/bridge.md", "how-to/frameworks/index.md", "how-to/frameworks/megatron.md",
     "how-to/frameworks/torchtitan.md", "how-to/network.md", "how-to/one-line.md", "how-to/placement.md",
     "how-to/read-a-prediction.md", "how-to/record-your-loop.md", "how-to/rehearse.md", "how-to/search.md",
-    "how-to/troubleshooting.md", "how-to/whole-run.md", "how-to/your-own-model.md", "tutorials/first-search.md",
-    "tutorials/run-and-compare.md",
+    "how-to/troubleshooting.md", "how-to/whole-run.md", "how-to/your-own-model.md", "reference/agents.md",
+    "tutorials/first-search.md", "tutorials/run-and-compare.md",
 )  # fmt: skip
 """Pages whose commands take longest: they calibrate, run, or search whole spaces."""
 
