@@ -568,6 +568,8 @@ class TrainerRun:
             read_preference(self, task[0], has_adapters=adapters is not None)
         if str(trainer.value("stage", "")).lower() == "sft":
             self.task = trainer.full("stage")
+        elif self.is_axolotl and not trainer.value("pretraining_dataset"):
+            self.task = "base_model, whose weights axolotl loads"
         if adapters is None:
             trainer.no_effect(("lora_dropout",))
             if task is not None:
