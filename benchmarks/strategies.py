@@ -14,6 +14,7 @@ from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.plan.replication import ReplicationKind
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.report.table import format_table_markdown
+from simplan.training import Task
 
 Strategy = Callable[[Job], bool]
 
@@ -57,7 +58,8 @@ STRATEGIES: Mapping[str, Strategy] = {
     "compiled blocks": lambda job: job.software.compiled,
     "CUDA graphs": lambda job: job.software.cuda_graphs,
     "packed sequences": lambda job: bool(job.model.document_lengths),
-    "LoRA": lambda job: job.training.task == "lora",
+    **_literals(Task, lambda task: f"task, {task}", lambda job: job.training.task),
+    "DoRA": lambda job: job.model.lora_dora,
     **_literals(
         WeightFormatName,
         lambda name: f"base weights in {name}",
