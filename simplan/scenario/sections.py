@@ -105,9 +105,11 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
             sections.keep(error, ("model", "captured"))
     if captured is None:
         return None
-    if "seq_len" in given and captured.tokens and given["seq_len"] != captured.tokens:
-        rule = f"cannot go with {source}, which is a capture of {captured.tokens} tokens"
-        fix = f"use {captured.tokens}, or capture it again with --seq-len {given['seq_len']}"
+    if "seq_len" in given and given["seq_len"] != captured.tokens:
+        rule, fix = f"cannot go with {source}, whose sizes are those of its capture", "leave it out"
+        if captured.tokens:
+            rule = f"cannot go with {source}, whose sizes are those of its capture, with {captured.tokens} tokens"
+            fix = f"use {captured.tokens}, or capture it again with --seq-len {given['seq_len']}"
         sections.refuse(("model", "seq_len"), rule, value=given["seq_len"], fix=fix)
         return None
     title = given.get("name", captured.name)

@@ -260,14 +260,15 @@ def _try_both(
 
 def _try(job: Job, changed: Job, capacity_bytes: int, calibration: Calibration | None) -> _Tried | None:
     """Evaluate a changed job without jitter; None if it violates a rule, or a cost of it is unknown."""
-    if violations(changed, (*RULES, *SEARCH_RULES, *MEMORY_RULES)):
+    if violations(changed, (*RULES, *SEARCH_RULES)):
         return None
     try:
         steady = replace(changed, cluster=changed.cluster.model_copy(update={"jitter": None}))
         device_bytes, step_time_s = evaluate_step(steady, calibration, capacity_bytes)
     except SpecError:
         return None
-    return _Tried(_changes(job, changed), changed, device_bytes, step_time_s)
+    fits = step_time_s is not None and not violations(changed, MEMORY_RULES)
+    return _Tried(_changes(job, changed), changed, device_bytes, step_time_s if fits else None)
 
 
 def _changes(job: Job, other: Job) -> dict[str, Any]:

@@ -269,13 +269,29 @@ SCRIPT = f"""cat > train.toml <<EOF
 {TORCHTITAN}EOF
 torchrun --nproc_per_node 8 -m torchtitan.train --job.config_file train.toml --parallelism.tensor_parallel_degree 4
 """
+TORCHTUNE = """
+model:
+  _component_: torchtune.models.llama3.lora_llama3_8b
+  lora_attn_modules: [q_proj, v_proj]
+  lora_rank: 8
+  lora_alpha: 16
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 2048}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset}
+optimizer: {_component_: torch.optim.AdamW, fused: true}
+loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
+batch_size: 2
+gradient_accumulation_steps: 8
+device: cuda
+enable_activation_checkpointing: true
+dtype: bf16
+"""
 FROM_FILES = ("bridge", "nemo", "accelerate", "trainer", "deepspeed")
 
 
-@pytest.mark.parametrize("framework", [*FROM_FILES, "megatron", "torchtitan-toml", "torchtitan"])
+@pytest.mark.parametrize("framework", [*FROM_FILES, "megatron", "torchtitan-toml", "torchtitan", "torchtune"])
 def test_pasted_text_of_every_reader_is_recognized(framework: str, tmp_path: Path) -> None:
     """By content alone, and read to a valid scenario with the values of the session for what it does not say."""
-    texts = {"megatron": MEGATRON, "torchtitan-toml": TORCHTITAN, "torchtitan": SCRIPT}
+    texts = {"megatron": MEGATRON, "torchtitan-toml": TORCHTITAN, "torchtitan": SCRIPT, "torchtune": TORCHTUNE}
     texts |= {name: written(cases(name)[0], tmp_path).read_text() for name in FROM_FILES}
     assert {*texts} >= {name for name, each in formats().items() if each.read is not None} - {"chakra"}
     found = uploads.recognized("", texts[framework].encode(), USUAL)

@@ -81,7 +81,7 @@ def state_bytes(compression: Compression, bucket: Bucket, num_ranks: int) -> int
         case "int8" | "int4" | "one_bit" | "one_bit_adam":  # of all parts, and of the mean of the own part
             part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
             return _FP32 * part * (num_ranks + 1) if kept else 0
-        case _:
+        case "fp16" | "bf16" | "top_k" | "random_k":
             return kept
 
 
@@ -144,13 +144,14 @@ def _random_k(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps
     )
 
 
+_BITS = {"int8": 8, "int4": 4, "one_bit": 1, "one_bit_adam": 1}
 _ENCODE: dict[int, tuple[int, int]] = {8: (38, 5), 4: (43, 8), 1: (34, 7)}
 """By bits, bytes per element, and kernels, to compress: magnitudes, scales of blocks, numbers or packed signs."""
 _DECODE: dict[int, tuple[int, int]] = {8: (14, 4), 4: (18, 6), 1: (14, 3)}
 
 
 def _quantized(compression: Compression, bucket: Bucket, num_ranks: int) -> Steps:
-    bits, feeds = {"int8": 8, "int4": 4}.get(compression.kind, 1), compression.keeps_errors
+    bits, feeds = _BITS[compression.kind], compression.keeps_errors
     (encode, encode_kernels), (decode, decode_kernels) = _ENCODE[bits], _DECODE[bits]
     part = quantized_part(bucket.num_bytes // _FP32, num_ranks)
     padded = num_ranks * part

@@ -83,8 +83,8 @@ def test_search_takes_options_as_ranges(simplan: Simplan) -> None:
     assert document["inputs"]["search"]["tp"] == [2]
     assert document["links"]["intra_node"]["bytes_per_s_per_device"] == 450e9
     refused(simplan("search", "gpt2-124m", "--set", "plan.tp=2"), "plan.tp: is about one plan", "set search.tp")
-    later = "set plan.offload_optimizer in the scenario that --save-plan writes, as a search does not vary it"
-    refused(simplan("search", "gpt2-124m", "--set", "plan.offload_optimizer=true"), later)
+    later = "set plan.grad_dtype in the scenario that --save-plan writes, as a search does not vary it"
+    refused(simplan("search", "gpt2-124m", "--set", "plan.grad_dtype=bf16"), later)
     refused(simplan("search", "gpt2-124m", "--num-microbatches", "2"), "--num-microbatches = 2: is chosen by a search")
 
 
