@@ -108,7 +108,7 @@ def _captured(sections: Sections, given: dict[str, Any]) -> ModelSpec | None:
     if "seq_len" in given and given["seq_len"] != captured.tokens:
         rule, fix = f"cannot go with {source}, whose sizes are those of its capture", "leave it out"
         if captured.tokens:
-            rule = f"cannot go with {source}, whose sizes are those of its capture, with {captured.tokens} tokens"
+            rule = f"cannot go with {source}, which is a capture of {captured.tokens} tokens"
             fix = f"use {captured.tokens}, or capture it again with --seq-len {given['seq_len']}"
         sections.refuse(("model", "seq_len"), rule, value=given["seq_len"], fix=fix)
         return None
