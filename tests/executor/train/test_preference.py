@@ -71,7 +71,7 @@ def job_for(task: Task, plan: dict[str, Any], model: dict[str, Any], preference:
     return make_job(model=make_model(**model), plan=plan, training=training, dtype="fp64")
 
 
-@pytest.mark.parametrize("name", slow_except([*CASES][:1], CASES))
+@pytest.mark.parametrize("name", slow_except(["dpo-adapters-off-ddp2"], CASES))
 def test_ranks_equal_one_process_with_the_formulas(name: str, tmp_path: Path) -> None:
     """Losses and gradients of every step, and what is issued: gathers of the passes among it."""
     job = job_for(*CASES[name])
