@@ -78,7 +78,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "backup workers": lambda job: job.training.backup_workers > 0,
     "captured models": lambda job: job.model.family == "captured",
 }
-"""Whether a job has a strategy, by its name; every value of a key that has several is one of its own."""
+"""Conditions of strategies on a job, by name; each value of a key with several values is a strategy."""
 
 
 def strategy_table(outcomes: Sequence[RunOutcome], fitted: Callable[[RunOutcome], bool]) -> str:

@@ -251,7 +251,7 @@ OPTION_KEYS: Mapping[str, str] = {
 OPTION_RANGES = tuple(OPTION_KEYS)
 """Options besides the ranges of plans that a search varies on request, and their keys in a scenario."""
 SOFTWARE_RANGES = tuple(name for name, key in OPTION_KEYS.items() if key.startswith("software."))
-"""Those that the software must have."""
+"""Searched options that the software must have."""
 
 SearchedOptions = tuple[tuple[str, Any], ...]
 """Names and values of the searched options of one candidate; empty where no option is searched."""

@@ -43,6 +43,15 @@ ROUNDED_PEAKS = {"l4", "l40s", "rtx-3090", "rubin-sxm"}
 """GPUs whose datasheets have two or three digits; Rubin's FP8 is more than twice its BF16."""
 
 
+def test_rates_are_fitted_under_the_profile_that_a_prediction_takes_them_from() -> None:
+    """Also where that one takes them from a third: else runs are fitted to constants that no profile has."""
+    for name in catalog.names("software"):
+        profile = catalog.software(name)
+        owner = catalog.software(profile.rates_profile)
+        assert owner.rates_of is None, name
+        assert profile.rates.traffic == owner.rates.traffic, name
+
+
 def test_the_names_that_scenarios_rely_on_are_there() -> None:
     assert set(catalog.names("devices")) == DEVICES
     assert set(catalog.names("clusters")) == CLUSTERS

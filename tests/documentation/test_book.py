@@ -74,7 +74,7 @@ def test_the_link_of_a_chapter_opens_its_job_in_the_dashboard(chapter: str) -> N
 
 
 def test_a_figure_is_drawn_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its block, of a file of its page, or of simplan."""
+    """Changes of its block, of a file of its page, or of simplan."""
     drawn: list[str] = []
 
     def draw(snippet: Snippet, files: dict[str, str]) -> str:

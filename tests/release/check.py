@@ -110,7 +110,7 @@ class Environment:
 
 @dataclass
 class Checks:
-    """What passed and what failed so far."""
+    """Checks that passed and failed so far."""
 
     passed: int = 0
     failed: list[str] = field(default_factory=list)

@@ -216,7 +216,7 @@ def test_logits_in_chunks_leave_none_next_to_the_reference() -> None:
 @pytest.mark.parametrize("task", ["dpo", "kto", "orpo", "simpo", "reward"])
 @pytest.mark.parametrize("rank", [0, 8])
 def test_model_flops_are_those_that_torch_counts(task: Task, rank: int) -> None:
-    """Of a step, passes of the reference and of mismatched completions among them."""
+    """FLOPs of a step, with the passes of the reference and of mismatched completions."""
     meta = torch.device("meta")
     job = job_of(ModelSpec(**SMALL, lora_rank=rank), {}, 1, "fp32", task=task)
     said = Job(job.model, catalog.cluster("dgx-h100", 1), job.training, job.plan, job.software)
