@@ -16,8 +16,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.outcome import RunOutcome
+from simplan.accuracy.predict_runs import predict_runs
 from simplan.scenario.published.reading import read_published
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,9 +19,9 @@ from typing import get_args
 from benchmarks.accuracy_gate import FOLDERS, ROOT
 from benchmarks.strategies import strategy_table
 from simplan import catalog
-from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.measured import Measured
 from simplan.accuracy.outcome import RunOutcome
+from simplan.accuracy.predict_runs import predict_runs
 from simplan.accuracy.result import Accuracy
 from simplan.accuracy.run import PublishedRun, ReadFile
 from simplan.accuracy.statistics import step_time_figures

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import simplan
-from simplan.accuracy.evaluate import predict_runs
+from simplan.accuracy.predict_runs import predict_runs
 from simplan.cli.check import scenario_files
 from simplan.errors import SimplanError
 from simplan.scenario.published.reading import read_published

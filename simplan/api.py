@@ -172,7 +172,7 @@ def goodput(
     Raises:
         SpecError: As ``predict``; or the run has no length, never finishes, or its sections contradict the job.
     """
-    from simplan.scenario.whole_run.evaluate import goodput_of
+    from simplan.scenario.whole_run.goodput import goodput_of
 
     scenario = scenario_with(source, {**(overrides or {}), **keys})
     return goodput_of(scenario, calibration=calibration, num_runs=trials, seed=seed, jobs=jobs)

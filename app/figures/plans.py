@@ -35,7 +35,7 @@ from simplan.report.search import RESOURCES, alike_words, main_difference_words,
 from simplan.scenario import parse_scenario, parse_search
 from simplan.search import RankedPlan, SearchProgress, SearchResult, SearchSpace, SpaceCount, search
 from simplan.search.enumeration import Enumeration
-from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.evaluator import Evaluator
 from simplan.search.explain import explain_plan
 from simplan.search.space import OPTION_RANGES, capacity_bytes, option_of, that_it_has, with_options
 from simplan.units import GIB, format_bytes, format_number, format_time

@@ -10,8 +10,8 @@ from app import uploads
 from app.figures.style import CATEGORIES, MUTED, PLANS, Figure, bar, empty, figure
 from app.jobs.job import Report, Update
 from app.predictions import predicted
-from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.outcome import RunOutcome
+from simplan.accuracy.predict_runs import predict_runs
 from simplan.accuracy.run import ReadFile
 from simplan.job import Job
 from simplan.report.drawings.comparison_drawing import draw_comparison

@@ -33,7 +33,7 @@ from simplan.report.drawings.run_timeline import notes, subheading
 from simplan.report.goodput import format_money, headline
 from simplan.report.html.goodput import change_rows, interruption_rows, simulated, waterfall_rows
 from simplan.scenario import Scenario
-from simplan.scenario.whole_run.evaluate import NUM_RUNS
+from simplan.scenario.whole_run.goodput import NUM_RUNS
 from simplan.units import format_bytes, format_number, format_percent, format_span, format_time
 
 _FIRST_RUNS = 20

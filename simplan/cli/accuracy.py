@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from simplan.accuracy.evaluate import predict_runs
+from simplan.accuracy.predict_runs import predict_runs
 from simplan.accuracy.profiled import predict_from_profiles, read_profiles
 from simplan.accuracy.result import Accuracy
 from simplan.accuracy.run import ReadFile

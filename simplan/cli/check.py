@@ -127,7 +127,7 @@ def _predicted(scenario: Scenario, calibration: Calibration | None) -> dict[str,
     document = prediction.to_json(timeline=False)
     of_run = {each.metric for each in scenario.expect if each.is_of_run}
     if of_run:
-        from simplan.scenario.whole_run.evaluate import goodput_of
+        from simplan.scenario.whole_run.goodput import goodput_of
 
         compares = not OF_INTERVAL.isdisjoint(of_run)
         result = goodput_of(scenario, prediction=prediction, calibration=calibration, compares=compares)

@@ -17,7 +17,7 @@ from simplan.network.build import fabric_of
 from simplan.network.load import Network
 from simplan.plan.collectives import Collectives
 from simplan.predict import predict
-from simplan.predict.evaluate import jobs_of_seeds
+from simplan.predict.step import jobs_of_seeds
 from simplan.prediction import Prediction
 from simplan.rules import violations
 from simplan.units import counted, format_percent, format_time

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import SpecError
 from simplan.plan.hostfile import host_lines, nodes_of
-from simplan.predict.evaluate import jobs_of_seeds, predict
+from simplan.predict.step import jobs_of_seeds, predict
 from simplan.prediction import Prediction
 from simplan.units import format_percent, format_time
 

@@ -1,10 +1,10 @@
 """Prediction of one plan."""
 
 from simplan.predict.build import build_program, cost_model, folding_of, run_dtype, run_spec_of, sharing_of
-from simplan.predict.evaluate import predict, predict_step
 from simplan.predict.memory import rank_memory
 from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
 from simplan.predict.simulated import Simulated, StepContext, simulate_program
+from simplan.predict.step import predict, predict_step
 from simplan.predict.sweep import sweep
 
 __all__ = [

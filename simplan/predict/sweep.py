@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
-from simplan.predict.evaluate import predict
+from simplan.predict.step import predict
 from simplan.units import GIB
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.predict.evaluate import jobs_of_seeds
+from simplan.predict.step import jobs_of_seeds
 from simplan.problems import parse_model
 from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
 from simplan.search.enumeration import empty_space, unsearched
-from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.evaluator import Evaluator
 from simplan.search.evaluation.workers import Workers
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration

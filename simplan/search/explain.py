@@ -14,7 +14,7 @@ from simplan.predict.sensitivity import Resource, improved
 from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import Prediction
 from simplan.rules import violations
-from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.evaluator import Evaluator
 from simplan.search.evaluation.workers import Workers
 from simplan.search.result import OtherSoftware, SearchExplanation
 from simplan.search.space import SearchedOptions, with_options

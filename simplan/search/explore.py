@@ -24,7 +24,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.search.bounds.layer_sums import Floats
 from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration, Mesh
-from simplan.search.evaluation.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.evaluator import Evaluator, Numbers
 from simplan.search.evaluation.workers import Workers
 from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchedOptions, SearchSpace, capacity_bytes

@@ -19,7 +19,7 @@ from simplan.predict.build import assign_layers, cost_model
 from simplan.rules import violations
 from simplan.rules.recompute import recompute_layers_modelled, recompute_modelled
 from simplan.search.candidates import plan_order
-from simplan.search.evaluation.evaluate import Evaluator
+from simplan.search.evaluation.evaluator import Evaluator
 from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import Exploration, OnProgress
 from simplan.search.incumbents import Goal, Incumbents

@@ -10,7 +10,7 @@ from simplan.errors import SpecError
 from simplan.report.devices import DeviceComparison, devices_text
 from simplan.scenario import load_scenario
 from simplan.scenario.whole_run.devices import compare_devices
-from simplan.scenario.whole_run.evaluate import goodput_of
+from simplan.scenario.whole_run.goodput import goodput_of
 
 SCENARIO = """
 model: {preset: gpt2-124m}

@@ -16,7 +16,7 @@ from simplan.model.model import ModelSpec
 from simplan.model.packing import Lognormal, represent
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
-from simplan.predict.evaluate import attention_s, fullest_excess
+from simplan.predict.step import attention_s, fullest_excess
 from simplan.prediction import Prediction
 from simplan.report.text import prediction_text
 from tests.cost.rates import cost_of

@@ -65,7 +65,7 @@ def test_folded_is_unfolded(plan: ParallelPlan, monkeypatch: pytest.MonkeyPatch)
     job = job_of(plan, stragglers=(*slow(3, 1.7), Straggler(node="node1", slowdown=1.2)))
     folded = predict(job)
     everyone = unfolded(RankMapping.of(plan))
-    monkeypatch.setattr(sys.modules["simplan.predict.evaluate"], "folding_of", lambda job: everyone)
+    monkeypatch.setattr(sys.modules["simplan.predict.step"], "folding_of", lambda job: everyone)
     whole = predict(job)
     assert folded.step_time_s == pytest.approx(whole.step_time_s, rel=1e-12)
     for one, other in zip(folded.splits, whole.splits, strict=True):

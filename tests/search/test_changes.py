@@ -16,7 +16,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import RequestChange, SearchSpace, search
 from simplan.search.changes import _batch
-from simplan.search.evaluation.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.evaluator import Evaluator, Numbers
 from simplan.search.evaluation.workers import Workers
 from simplan.search.explore import first_fit
 from simplan.search.progress import Phase

@@ -17,7 +17,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import SearchProgress, SearchResult, SearchSpace, explore, search
 from simplan.search.evaluation import workers
-from simplan.search.evaluation.evaluate import Evaluator, Numbers
+from simplan.search.evaluation.evaluator import Evaluator, Numbers
 from simplan.search.evaluation.workers import Workers
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown

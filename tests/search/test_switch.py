@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.plan_ranking import plan_pairs
+from simplan.accuracy.predict_runs import predict_runs
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario.published.reading import read_published
 from simplan.search.switch import RIGHT_ORDER, switching_costs

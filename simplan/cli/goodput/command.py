@@ -22,8 +22,8 @@ from simplan.report.goodput import goodput_text, goodputs_text
 from simplan.report.run_trace import run_trace
 from simplan.scenario import CheckResult, Scenario, evaluate
 from simplan.scenario.whole_run.devices import compare_devices
-from simplan.scenario.whole_run.evaluate import goodput_of
 from simplan.scenario.whole_run.executed import with_measured_recovery
+from simplan.scenario.whole_run.goodput import goodput_of
 
 _FAILED = 1
 _MAX_DIGITS = 12

@@ -13,7 +13,7 @@ from simplan.errors import SpecError
 from simplan.io import write_text
 from simplan.report.drawings.run_timeline import run_timeline, whole_run_text
 from simplan.report.drawings.run_timeline_svg import whole_run_svg
-from simplan.scenario.whole_run.evaluate import goodput_of
+from simplan.scenario.whole_run.goodput import goodput_of
 
 
 def draw_whole_run_command(

@@ -14,7 +14,7 @@ from simplan.goodput.sections import SECTIONS
 from simplan.report.drawings.run_timeline import run_timeline, subheading
 from simplan.report.goodput import format_money, headline
 from simplan.scenario import parse_scenario
-from simplan.scenario.whole_run.evaluate import goodput_of
+from simplan.scenario.whole_run.goodput import goodput_of
 from simplan.units import format_number, format_span
 from tests.app.views.pages import SMALL, assert_no_bug, opened, query_of
 

@@ -24,7 +24,7 @@ from simplan.model.captured.layers import captured_layers
 from simplan.model.layer import Gemm, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.predict.evaluate import predict, predict_step
+from simplan.predict.step import predict, predict_step
 from simplan.report.captured import captured_text
 from simplan.training import TrainingSpec
 from tests.executor.capture import modules

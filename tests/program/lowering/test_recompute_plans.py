@@ -8,7 +8,7 @@ from simplan import catalog
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
 from simplan.plan.plan import RecomputeModule
-from simplan.predict.evaluate import predict
+from simplan.predict.step import predict
 from simplan.prediction import Prediction
 from tests.jobs import job_of
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.shell.evaluate import Called, MissingScript, Shell
 from simplan.interop.frameworks.shell.lexer import own_line
 from simplan.interop.frameworks.shell.outputs import written_file
+from simplan.interop.frameworks.shell.shell import Called, MissingScript, Shell
 from simplan.interop.frameworks.shell.syntax import parse_script, sbatch_settings, whole_number
 from simplan.interop.frameworks.shell.values import Value, Word
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from simplan.errors import Problem, SpecError
-from simplan.interop.frameworks.shell.evaluate import MissingScript
 from simplan.interop.frameworks.shell.launch import TrainingCommand, read_script
 from simplan.interop.frameworks.shell.lexer import OTHER_FILE
+from simplan.interop.frameworks.shell.shell import MissingScript
 
 _DEEPSPEED = "--deepspeed_config"
 _RECIPES = ("run_recipe.py", "setup_experiment.py")
