@@ -788,14 +788,15 @@ def report(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSON documents that simplan wrote (-o): of predict, search, explain, compare; - for standard input.",
+            help="JSON documents that simplan wrote (-o): of predict, search, explain, compare, goodput; "
+            "- for standard input.",
         ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE.html", help="HTML file for the report.")
     ] = Path("report.html"),
 ) -> int:
-    """Write predictions, searches, explanations and comparisons as one HTML page.
+    """Write predictions, searches, whole runs, explanations and comparisons as one HTML page.
 
     For example: simplan predict A.yaml B.yaml -o plans.json; simplan report plans.json
 
