@@ -124,7 +124,9 @@ def test_lora_is_a_fix_of_fine_tuning_alone() -> None:
 
 def test_a_change_that_fits_for_sure_is_found_next_to_one_that_may_not() -> None:
     """QLoRA of an 8B at 8,192 tokens needs 24 GB with whole logits; in chunks half of them stays free."""
-    job = make_job("llama3-8b", device="rtx-4090", num_devices=1, seq_len=8192, task="lora", base_weights="nf4", lora_rank=16)
+    job = make_job(
+        "llama3-8b", device="rtx-4090", num_devices=1, seq_len=8192, task="lora", base_weights="nf4", lora_rank=16
+    )
     found = fixes(predict(job))
     assert [(dict(fix.changes), fix.memory_verdict) for fix in found] == [
         ({"plan.recompute": "full", "software.loss": "chunked"}, "fits"),
