@@ -43,7 +43,7 @@ from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import compile_program, leaders_of
 from simplan.sim.contended import contended_times
-from simplan.sim.engine import CoreUse, RepeatedProgram, Repetitions, Times, simulate
+from simplan.sim.engine import CoreUse, RepeatedProgram, Repetitions, SimulatedTimes, simulate
 from simplan.sim.links import Progress
 
 _Floats = NDArray[np.float64]
@@ -330,14 +330,14 @@ def _realize(
     use: LinkUse,
     progress: Progress | None,
     others: Sequence[RepeatedProgram],
-) -> tuple[Times, _Floats]:
+) -> tuple[SimulatedTimes, _Floats]:
     """Times of a step on shared links, and the durations that its operations have there."""
     if sharing is not None or others:
         times = simulate(program, alone_s, sharing, use, progress, others)
     elif (use.usage >= 0).any():
         times = contended_times(program, alone_s, use, progress)
     else:
-        times = compile_program(program).times(alone_s)
+        times = SimulatedTimes(*compile_program(program).spans(alone_s))
     leaders = leaders_of(program)
     taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
     return times, np.where(use.usage[leaders] >= 0, taken_s, alone_s)

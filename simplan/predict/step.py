@@ -36,6 +36,7 @@ from simplan.predict.simulated import (
     interval_s,
     moved_durations_s,
     sources_of_error,
+    timeline,
 )
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import (
@@ -53,15 +54,13 @@ from simplan.prediction import (
 )
 from simplan.program.action import Table
 from simplan.program.folding import Folding
-from simplan.program.no_gc import gc_paused
-from simplan.program.program import LayerWork, Phase, Program, Stream
+from simplan.program.program import LayerWork, Phase, Program, Stream, gc_paused
 from simplan.program.size import refuse_many_actions
 from simplan.program.tables.check import check_table
 from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.executable import check_executable
 from simplan.rules import check_job
-from simplan.sim.engine import timeline
-from simplan.sim.engine_choice import load_for_another
+from simplan.sim.compiled import load_for_another
 from simplan.units import format_flop_per_s, format_percent
 
 
@@ -374,9 +373,12 @@ def _reference_s(cost: CostModel, job: Job) -> float | None:
 def recomputed_share(job: Job, assignment: StageAssignment) -> float:
     """Recomputed FLOPs over model FLOPs."""
     plan = job.plan
+    layers = job.software.layers_of(job.model, plan, job.training)
+    if plan.recompute == "none" and all(layer.loss_chunks is None for layer in layers):
+        return 0.0
     again = total = 0
     found: dict[tuple[object, Recompute, int], tuple[int, int]] = {}
-    for number, layer in enumerate(job.software.layers_of(job.model, plan, job.training)):
+    for number, layer in enumerate(layers):
         mode = recompute_of(layer, plan, assignment.place(number))
         key = (layer.key, mode, (number - 1) % 2)  # selective_layer has two kinds of blocks
         if key not in found:

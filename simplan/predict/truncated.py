@@ -39,9 +39,8 @@ from simplan.program.action import ActionKind, Table
 from simplan.program.folding import Folding
 from simplan.program.lowering.lower import Lowerer, Lowering
 from simplan.program.program import Program, Stream
-from simplan.program.timeline import COMPUTING, Split, split_of_times
+from simplan.program.timeline import COMPUTING, Split, Times, split_of_times
 from simplan.sim.compiled import CompiledProgram, compile_program
-from simplan.sim.engine import Times
 
 if TYPE_CHECKING:
     from simplan.network.background import BackgroundStep

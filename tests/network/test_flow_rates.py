@@ -22,7 +22,8 @@ from simplan.network.flows import flows_of
 from simplan.network.usage import LinkUse, Usages, link_use
 from simplan.predict import contention, predict
 from simplan.program.program import Communication, Program
-from simplan.sim.engine import Times, simulate
+from simplan.program.timeline import Times
+from simplan.sim.engine import simulate
 from simplan.sim.links import Progress, SharedLinks
 from tests.jobs import job_of
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError
+from simplan.predict.simulated import engine_of
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import MemoryCategory, MemoryEffect, Op, Program, Stream
 from simplan.program.schedules import PipelineShape, gpipe, one_f_one_b
 from simplan.program.timeline import SpanKind
 from simplan.sim.compiled import compile_program
 from simplan.sim.engine import CoreUse, simulate
-from simplan.sim.engine_choice import engine_of
 from tests.laws import check_engines
 from tests.program.programs import program_of
 from tests.sim.test_engine import durations, program

@@ -19,7 +19,7 @@ from queue import Empty
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from simplan.sim.engine_choice import load_compiled
+from simplan.sim.compiled import load_compiled
 
 _ALONE_S = 1.5  # seconds in this process before workers start: most searches take less
 _PER_WORKER = 3  # calls under way per worker, so that it has the next one when it ends one
