@@ -93,7 +93,6 @@ QUICK = (
     "fsdp once a step",
     "hsdp with groups within a node and across nodes",
     "gpipe",
-    "interleaved x hsdp",
     "1f1b x zero 1",
     "tp x 1f1b",
     "tp without sequence parallelism",

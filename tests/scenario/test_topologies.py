@@ -20,6 +20,7 @@ from simplan.report.text import links_words
 from simplan.rules import violations
 from simplan.scenario import load_scenario, load_search
 from tests.jobs import job_of
+from tests.support.slow import examples
 
 HOW = """
 model: {preset: gpt2-124m}
@@ -182,7 +183,8 @@ def test_search_leaves_out_sizes_that_a_torus_cannot_have(tmp_path: Path) -> Non
     """Halves of 64 devices have another shape; those of a rail-optimized network have the same topology."""
     job = cluster_of(tmp_path, {"kind": "torus", "shape": [4, 4, 4]}, **TORUS)
     file = tmp_path / "search.yaml"
-    space = "search: {objective: num_devices, dp_replicate: [1, 2, 4, 8, 16, 32, 64], tp: [1], pp: [1], top: 1}"
+    degrees = "dp_replicate: [1, 2, 4, 8, 16, 32, 64], tp: [1], pp: [1]"
+    space = f"search: {{objective: num_devices, {degrees}, recompute: [none], top: 1}}"
     text = (tmp_path / "case.yaml").read_text().replace("plan: {dp_replicate: 64}", space)
     file.write_text(text)
     best = load_search(file).search().best
@@ -232,7 +234,7 @@ KEYS = st.sampled_from([*sorted(FIELDS), "preset", "x"])
 KIND = st.sampled_from([*TOPOLOGIES])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(KIND | VALUES, st.dictionaries(KEYS, VALUES, max_size=5))
 def test_any_topology_is_read_or_refused(tmp_path: Path, kind: Any, values: dict[str, Any]) -> None:
     file = tmp_path / "case.yaml"

@@ -244,7 +244,9 @@ def test_the_peak_of_a_rank_is_that_of_torchs_tracker(name: str, plan: str, prec
     assert prediction.memory[0].allocated_bytes == pytest.approx(account(job_of(prediction), 0).total_bytes, rel=0.055)
 
 
-@pytest.mark.parametrize(("plan", "precision", "loss_bytes"), [("one", "fp32", 4), ("zero3", "bf16", 2)])
+@pytest.mark.parametrize(
+    ("plan", "precision", "loss_bytes"), slow_except([("one", "fp32", 4)], [("one", "fp32", 4), ("zero3", "bf16", 2)])
+)
 def test_the_batch_of_a_step_is_in_memory(plan: str, precision: Precision, loss_bytes: int) -> None:
     """Six microbatches in place of two add equal bytes in prediction and torch, which holds a loss of each as well."""
     jobs = [prediction_of("UNet", PLANS[plan], precision, number) for number in (2, 6)]
