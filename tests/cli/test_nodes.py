@@ -16,6 +16,7 @@ from simplan.runs.elastic import Nodes
 from simplan.scenario import load_scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 from tests.cli.calls import Simplan, refused
+from tests.support.problems import refuses
 
 SCENARIO = """\
 name: two nodes
@@ -163,7 +164,7 @@ def test_replicas_that_may_leave_need_neither_checkpoints_nor_fewer_nodes(two: P
     assert nodes is not None
     assert nodes.requested["--max-restarts"] == "1"
     refuse_restarts(scenario, options)
-    with pytest.raises(SpecError, match=r"--nnodes = 1:2: restarts with fewer nodes, .*; use --nnodes 2$"):
+    with refuses("--nnodes", "1:2", rule="restarts with fewer nodes", fix="use --nnodes 2"):
         nodes_of(scenario, options, NodeRendezvous((1, 2), "a:1"))
-    with pytest.raises(SpecError, match=r"^--max-restarts: needs a folder for checkpoints; add --checkpoint-dir"):
+    with refuses("--max-restarts", rule="needs a folder for checkpoints", fix="add --checkpoint-dir"):
         refuse_restarts(load_scenario(two), options)

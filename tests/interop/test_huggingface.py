@@ -16,6 +16,7 @@ from simplan.interop.huggingface import _read, model_fields_from_config, model_t
 from simplan.model.model import ModelSpec
 from simplan.predict import predict
 from simplan.scenario import load_scenario, scenario_from
+from tests.support.problems import refuses
 
 GPT2 = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
@@ -307,7 +308,7 @@ def test_a_scenario_says_how_long_sequences_are(tmp_path: Path) -> None:
         "the longest the model takes, not how long yours are; add seq_len: 4096, or seq_len: 8192 if they are so long"
     )
     path.write_text(path.read_text().replace("config.json", 'config.json, seq_len: "8k"'))
-    with pytest.raises(SpecError, match=r'model\.seq_len = "8k": must be a whole number'):
+    with refuses("model.seq_len", '"8k"', rule="must be a whole number"):
         load_scenario(path)
 
 
@@ -341,13 +342,13 @@ def test_windows_of_some_layers_are_taken(types: list[str], windows: tuple[int, 
     "types", [["full_attention", "sliding_attention"] * 12, ["linear"] * 24, "full_attention", [2]]
 )
 def test_windows_in_another_order_are_refused(types: object) -> None:
-    with pytest.raises(NotModelledError, match=r"layer_types = .*: is not modeled yet; only sliding_attention with"):
+    with refuses("layer_types", rule="is not modeled yet", fix="only sliding_attention", kind=NotModelledError):
         model({**GPT_OSS, "layer_types": types}, 4096)
 
 
 @pytest.mark.parametrize("types", [["sliding_attention"], ["full_attention"] * 25, []])
 def test_each_layer_has_a_type(types: list[str]) -> None:
-    with pytest.raises(SpecError, match=r"layer_types: has \d+ types, and num_hidden_layers = 24; give one for each"):
+    with refuses("layer_types", rule="types, and num_hidden_layers = 24", fix="give one for each"):
         model({**GPT_OSS, "layer_types": types}, 4096)
 
 

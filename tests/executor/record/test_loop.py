@@ -21,6 +21,7 @@ from simplan.errors import RunError, SpecError
 from simplan.io import read_model
 from simplan.program.program import MemoryCategory
 from simplan.runs.recording import RecordedCollective, Recording
+from tests.support.problems import refuses
 
 MIB = 2**20
 
@@ -132,7 +133,7 @@ def test_recording_inside_of_another_is_refused_and_ends_neither(tmp_path: Path)
 
 def test_recording_under_a_profiler_of_the_user_does_not_touch_it(tmp_path: Path) -> None:
     with torch.profiler.profile() as profiler:
-        refused = pytest.raises(SpecError, match="a torch profiler is on already; use look=False")
+        refused = refuses("record", rule="a torch profiler is on already", fix="use look=False")
         with refused, record(tmp_path / "loop.json", module=Scale()):
             pass
         with record(tmp_path / "loop.json", module=Scale(), look=False) as run:
