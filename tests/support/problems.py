@@ -18,9 +18,21 @@ def is_of(problem: Problem, field: str, value: str | None = None, *, rule: str =
 
 @contextmanager
 def refuses(
-    field: str, value: str | None = None, *, rule: str = "", fix: str = "", kind: type[SpecError] = SpecError
+    field: str,
+    value: str | None = None,
+    *,
+    rule: str = "",
+    fix: str = "",
+    file: str | None = None,
+    kind: type[SpecError] = SpecError,
 ) -> Iterator[pytest.ExceptionInfo[SpecError]]:
-    """Expects an error with a problem that ``is_of`` these; yields the error as ``pytest.raises`` does."""
+    """Expects an error with a problem that ``is_of`` these; yields the error as ``pytest.raises`` does.
+
+    Args:
+        field: Empty for a problem of a whole file.
+        file: Name of the file that the error begins with; None for any.
+    """
     with pytest.raises(kind) as error:
         yield error
     assert any(is_of(problem, field, value, rule=rule, fix=fix) for problem in error.value.problems), error.value
+    assert file is None or error.value.file == file

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from simplan.scenario.published.reading import ReadFile, read_published
+from simplan.accuracy.run import ReadFile
+from simplan.scenario.published.reading import read_published
 from tests.support.sources import ROOT
 
 
