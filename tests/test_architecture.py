@@ -310,3 +310,13 @@ def test_a_rank_loads_what_its_plan_needs() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = [name for name in done.stdout.split() if name.partition(".")[0] == "executor"]
     assert len(loaded) <= 37, loaded
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """Public classes of simplan, the executor and the dashboard have names of their own."""
+    modules: dict[str, list[str]] = {}
+    for path in python_files("simplan", "executor", "app"):
+        for node in nodes(path.read_text()):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(module_name(path))
+    assert {name: found for name, found in modules.items() if len(found) > 1} == {}

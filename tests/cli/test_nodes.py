@@ -12,7 +12,7 @@ from simplan.cli.execute import RunOptions, refuse_restarts
 from simplan.cli.nodes import NodeRendezvous, nodes_of, numbers_of_nodes
 from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.scenario import load_scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 from tests.cli.calls import Simplan, refused
@@ -116,7 +116,7 @@ def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> Non
     kept = Checkpointing(folder="/kept", max_restarts=1)
     meeting = NodeRendezvous((1, 2), "a:1")
 
-    def requested(file: Path, checkpointing: Checkpointing | None) -> Nodes:
+    def requested(file: Path, checkpointing: Checkpointing | None) -> RendezvousOptions:
         nodes = nodes_of(load_scenario(file), RunOptions(checkpointing=checkpointing), meeting)
         assert nodes is not None
         return nodes

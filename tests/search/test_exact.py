@@ -18,7 +18,7 @@ from simplan.predict import predict
 from simplan.search import SearchProgress, SearchResult, SearchSpace, explore, search
 from simplan.search.evaluation import workers
 from simplan.search.evaluation.evaluator import Evaluator, Numbers
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
 from tests.search.jobs import small_job
@@ -295,12 +295,12 @@ def test_calls_made_ahead_change_nothing(
     one_by_one = json.dumps(search(job, space).to_json())
     num_calls = []
 
-    def ahead(self: Workers, function: Any, calls: Any) -> Iterator[tuple[Any, Any]]:
+    def ahead(self: WorkerPool, function: Any, calls: Any) -> Iterator[tuple[Any, Any]]:
         found = [(key, function(*arguments)) for key, arguments in calls]
         num_calls.append(len(found))
         return iter(found)
 
-    monkeypatch.setattr(Workers, "each", ahead)
+    monkeypatch.setattr(WorkerPool, "each", ahead)
     assert json.dumps(search(job, space).to_json()) == one_by_one
     assert max(num_calls) > 5
 

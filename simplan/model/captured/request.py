@@ -11,7 +11,7 @@ from simplan.errors import Problem, SpecError
 from simplan.model.captured.facts import to_tuple
 
 
-class Reference(Spec):
+class CodeReference(Spec):
     """A function of the user's code.
 
     Attributes:
@@ -23,7 +23,7 @@ class Reference(Spec):
     function: Line
 
     @classmethod
-    def of(cls, field: str, text: str) -> Reference:
+    def of(cls, field: str, text: str) -> CodeReference:
         """Parses ``module:function``.
 
         Raises:
@@ -55,12 +55,12 @@ class CaptureRequest(Spec):
         folder: Folder from which the functions are imported.
     """
 
-    factory: Reference | None = None
-    batch: Reference | None = None
+    factory: CodeReference | None = None
+    batch: CodeReference | None = None
     config: Line = ""
     seq_len: Count = 1
-    loss: Reference | None = None
+    loss: CodeReference | None = None
     tensor_parallel: Annotated[tuple[Count, ...], BeforeValidator(to_tuple)] = ()
-    tp_plan: Reference | None = None
+    tp_plan: CodeReference | None = None
     name: Line = ""
     folder: Line

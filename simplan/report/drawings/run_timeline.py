@@ -63,7 +63,7 @@ _LENGTHS = (
 )
 
 
-class Segment(NamedTuple):
+class TimelineSegment(NamedTuple):
     """Neighboring columns of one kind.
 
     Attributes:
@@ -80,7 +80,7 @@ class Segment(NamedTuple):
     seconds: float
 
 
-def kinds_of(segments: Iterable[Segment]) -> tuple[str, ...]:
+def kinds_of(segments: Iterable[TimelineSegment]) -> tuple[str, ...]:
     """Kinds of time that are drawn, in the order of ``WATERFALL``."""
     drawn = {segment.kind for segment in segments}
     return tuple(kind for kind in WATERFALL if kind in drawn)
@@ -145,7 +145,7 @@ class RunTimeline:
         ends_s, steps = zip(*((each.end_s, each.step) for each in self.stretches), strict=True)
         return float(np.interp(at_s, [0.0, *ends_s], [0.0, *steps])) / self.num_steps
 
-    def segments(self, columns: int) -> tuple[Segment, ...]:
+    def segments(self, columns: int) -> tuple[TimelineSegment, ...]:
         """Rows of a number of columns, each as segments in the order of time."""
         length_s = self.row_length.length_s
         seconds = self._seconds(columns)
@@ -157,7 +157,7 @@ class RunTimeline:
                 if kind >= 0:
                     own_s = float(seconds[kind, row * columns + first : row * columns + place].sum())
                     end_s = min(place / columns * length_s, self.time_s - row * length_s)
-                    found.append(Segment(row, first / columns * length_s, end_s, WATERFALL[kind], own_s))
+                    found.append(TimelineSegment(row, first / columns * length_s, end_s, WATERFALL[kind], own_s))
         return tuple(found)
 
     def draws_pauses(self, columns: int) -> bool:

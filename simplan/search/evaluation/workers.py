@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 Arguments = tuple[Any, ...]
 
 
-class Workers:
+class WorkerPool:
     """Processes for the calls of a search; a context manager that ends them.
 
     Calls run in this process for the first seconds, and until a worker is ready.
@@ -94,7 +94,7 @@ class _Pool(Protocol):
     def each(
         self, function: Callable[..., Result], calls: Iterator[tuple[Key, Arguments]]
     ) -> Iterator[tuple[Key, Result]]:
-        """See ``Workers.each``."""
+        """See ``WorkerPool.each``."""
 
     def end(self) -> None:
         """End the workers, and drop the calls under way."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.captured.modules import CONFIGS
-from executor.capture.calls import CallsPart, Recording
+from executor.capture.calls import CallsPart, PassRecording
 from executor.capture.capture import loss_of, model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
 from executor.capture.recording import record_calls
@@ -31,7 +31,9 @@ SIZE = 2
 CPU = torch.device("cpu")
 
 
-def recorded(module: nn.Module, captured: CapturedModel, batch: Any, dtype: torch.dtype = torch.float64) -> Recording:
+def recorded(
+    module: nn.Module, captured: CapturedModel, batch: Any, dtype: torch.dtype = torch.float64
+) -> PassRecording:
     blocks = [path for path in captured.modules if path]
     return record_calls(module, batch, None, blocks=blocks, starts=captured.starts, dtype=dtype, device=CPU)
 
