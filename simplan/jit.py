@@ -52,6 +52,7 @@ def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
         _announce("in every process: no folder for machine code is writable, and NUMBA_CACHE_DIR names none")
     else:
         _stamp_imports(kept)
+        _outdate_renames(kept)
         if not any(Path(kept.stats.cache_path).glob(f"*.{function.__name__}-*.nbi")):
             _announce("once per installation")
     compiled: Callable[_P, _R] = kept
@@ -71,6 +72,19 @@ def _stamp_imports(kept: Any) -> None:
         elif _is_constant(value) and not name.startswith("__"):
             stamp.update(f"{name} = {value!r}\n".encode())
     _index(kept)._source_stamp = stamp.digest()
+
+
+def _outdate_renames(kept: Any) -> None:
+    """Let cached code of a class that was renamed since count as outdated; numba fails before it compares stamps."""
+    load = _index(kept)._load_index
+
+    def load_known() -> Any:
+        try:
+            return load()
+        except (AttributeError, ImportError):  # of a pickled type
+            return {}
+
+    _index(kept)._load_index = load_known
 
 
 def _index(compiled: Any) -> Any:
