@@ -96,14 +96,14 @@ class ComputeCommOverlap:
         collectives = program.on_stream(*_LAYER_COLLECTIVE_STREAMS)[order] & (last >= 0)
         collectives &= (action[leader] == action[order]) & (columns.rank[leader] == columns.rank[order])
         group[order[collectives]] = group[leader[collectives]]
-        found = []
+        of_ranks = []
         for indices in program.rank_indices.values():
             moves, computes = indices[moving[indices]], indices[computing[indices]]
             if len(moves) and len(computes):
                 members = indices[group[indices] >= 0]
                 base = group[computes[0]]
-                found.append(_OfRank(moves, computes, group[computes] - base, members, group[members] - base))
-        return cls(len(program), found)
+                of_ranks.append(_OfRank(moves, computes, group[computes] - base, members, group[members] - base))
+        return cls(len(program), of_ranks)
 
     def seconds(self, start_s: _Floats, end_s: _Floats) -> _Floats:
         """Returns the seconds for which each operation computes while communication of its rank is in progress.
@@ -113,7 +113,7 @@ class ComputeCommOverlap:
         Args:
             start_s, end_s: ``(num_ops,)`` Start and end of operations, in seconds.
         """
-        found = np.zeros(self.num_ops)
+        overlapped_s = np.zeros(self.num_ops)
         for moving, computing, group, member, member_group in self.of_rank:
             first_s, last_s = _joined(start_s[moving], end_s[moving])
             if len(first_s):
@@ -123,8 +123,8 @@ class ComputeCommOverlap:
                 moved_s = _moved_until(ended_s, first_s, last_s) - _moved_until(began_s, first_s, last_s)
                 own_s, whole_s = end_s[computing] - start_s[computing], (ended_s - began_s)[group]
                 part = np.divide(own_s, whole_s, out=np.zeros_like(own_s), where=whole_s > 0)
-                found[computing] = moved_s[group] * part
-        return found
+                overlapped_s[computing] = moved_s[group] * part
+        return overlapped_s
 
 
 def _joined(start_s: _Floats, end_s: _Floats) -> tuple[_Floats, _Floats]:
@@ -159,11 +159,11 @@ def apply_overlap_slowdown(
     Returns:
         Estimates with longer durations and deviations of overlapped compute; ``program_costs`` if nothing overlaps.
     """
-    beside = ComputeCommOverlap.of(program) if program_costs.overlap_slowdown else None
-    if beside is None or not beside.of_rank:
+    overlap = ComputeCommOverlap.of(program) if program_costs.overlap_slowdown else None
+    if overlap is None or not overlap.of_rank:
         return program_costs
     times = run(program_costs.durations_s)
-    beside_s = beside.seconds(times.start_s, times.end_s)
+    beside_s = overlap.seconds(times.start_s, times.end_s)
     if not beside_s.any():
         return program_costs
     works = program.columns.work

@@ -138,12 +138,12 @@ def fixes(
     fits = least_bytes <= capacity and prediction.memory_verdict in ("fits", "may not fit")
     if fits and prediction.host_fits is not False:
         return ()
-    found: list[Fix] = []
+    candidates: list[Fix] = []
     for tried in _fitting(prediction.job, capacity, calibration, kinds):
         changed = predict(tried.job, calibration=calibration)
         device_bytes, step_time_s = changed.worst_memory.device_bytes, changed.step_time_s
         if device_bytes <= capacity and changed.host_fits is not False:
-            found.append(
+            candidates.append(
                 Fix(
                     changes=tried.changes,
                     job=tried.job,
@@ -154,9 +154,9 @@ def fixes(
                     memory_verdict=changed.memory_verdict,
                 )
             )
-    found = [fix for fix in found if not any(_dominates(other, fix) for other in found)]
+    candidates = [fix for fix in candidates if not any(_dominates(other, fix) for other in candidates)]
     return _shown(
-        sorted(found, key=lambda fix: (fix.job.training.task != prediction.job.training.task, fix.is_unsure)), top
+        sorted(candidates, key=lambda fix: (fix.job.training.task != prediction.job.training.task, fix.is_unsure)), top
     )
 
 
@@ -175,10 +175,10 @@ def _written(value: Any) -> str:
     return value if isinstance(value, str) else render_value(value)
 
 
-def _shown(found: list[Fix], top: int) -> tuple[Fix, ...]:
+def _shown(candidates: list[Fix], top: int) -> tuple[Fix, ...]:
     """The first fixes; the last one takes more devices if any fix does."""
-    more = [fix for fix in found if fix.more_devices][:1]
-    same = [fix for fix in found if not fix.more_devices]
+    more = [fix for fix in candidates if fix.more_devices][:1]
+    same = [fix for fix in candidates if not fix.more_devices]
     return (*same[: top - len(more)], *more)
 
 
@@ -236,13 +236,13 @@ def _pairs(
         if tried is None:
             continue
         yield tried
-        less = [(each, other) for each in smaller.get(id(one), [])] + [
-            (one, each) for each in smaller.get(id(other), [])
+        less = [(part, other) for part in smaller.get(id(one), [])] + [
+            (one, part) for part in smaller.get(id(other), [])
         ]
         for pair in less[:budget]:
-            found = _try_both(job, *pair, capacity_bytes, calibration)
-            if found is not None:
-                yield found
+            fix = _try_both(job, *pair, capacity_bytes, calibration)
+            if fix is not None:
+                yield fix
         budget -= len(less[:budget])
 
 
@@ -279,7 +279,7 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
         "plan": (job.plan, other.plan),
         "software": (job.software, other.software),
     }
-    found = {
+    changes = {
         f"{section}.{name}": getattr(theirs, name)
         for section, (mine, theirs) in pairs.items()
         if mine != theirs
@@ -287,9 +287,9 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
         if getattr(mine, name) != getattr(theirs, name)
     }
     there, wanted = job.cluster.num_devices, other.cluster.num_devices
-    found = found if there == wanted else {"cluster.num_devices": wanted} | found
-    implied, plan = job.with_changes(found).plan, other.plan  # a default that would follow the others is said, too
-    return found | {
+    changes = changes if there == wanted else {"cluster.num_devices": wanted} | changes
+    implied, plan = job.with_changes(changes).plan, other.plan  # a default that would follow the others is said, too
+    return changes | {
         f"plan.{name}": getattr(plan, name) for name in DEPENDENT if getattr(implied, name) != getattr(plan, name)
     }
 
