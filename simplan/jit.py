@@ -52,7 +52,6 @@ def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
         _announce("in every process: no folder for machine code is writable, and NUMBA_CACHE_DIR names none")
     else:
         _stamp_imports(kept)
-        _outdate_renames(kept)
         if not any(Path(kept.stats.cache_path).glob(f"*.{function.__name__}-*.nbi")):
             _announce("once per installation")
     compiled: Callable[_P, _R] = kept
@@ -72,6 +71,7 @@ def _stamp_imports(kept: Any) -> None:
         elif _is_constant(value) and not name.startswith("__"):
             stamp.update(f"{name} = {value!r}\n".encode())
     _index(kept)._source_stamp = stamp.digest()
+    _outdate_renames(kept)
 
 
 def _outdate_renames(kept: Any) -> None:

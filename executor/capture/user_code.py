@@ -19,7 +19,7 @@ from executor.capture.capture import model_from_module
 from simplan.errors import Problem, SpecError
 from simplan.io import read_json
 from simplan.model.captured.facts import CapturedModel
-from simplan.model.captured.request import CaptureRequest, CodeReference
+from simplan.model.captured.request import CaptureRequest, Reference
 
 
 def capture(request: CaptureRequest) -> CapturedModel:
@@ -77,7 +77,7 @@ def _of_config(request: CaptureRequest) -> CapturedModel:
     return captured.model_copy(update=origin | {"software": software})
 
 
-def built(factory: CodeReference) -> nn.Module:
+def built(factory: Reference) -> nn.Module:
     """The module that a factory makes, without memory for weights where the factory allows it."""
     function = function_of("SOURCE", factory)
     try:
@@ -88,7 +88,7 @@ def built(factory: CodeReference) -> nn.Module:
     return _checked("SOURCE", factory, module)
 
 
-def built_with_weights(field: str, factory: CodeReference) -> nn.Module:
+def built_with_weights(field: str, factory: Reference) -> nn.Module:
     """The module that a factory makes, on the device that it chooses.
 
     Args:
@@ -97,14 +97,14 @@ def built_with_weights(field: str, factory: CodeReference) -> nn.Module:
     return _checked(field, factory, called(field, factory, function_of(field, factory)))
 
 
-def _checked(field: str, factory: CodeReference, module: Any) -> nn.Module:
+def _checked(field: str, factory: Reference, module: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
         rule = f"gives {type(module).__name__}, and must give a torch.nn.Module"
         raise SpecError(Problem(field=field, value=str(factory), rule=rule, fix="return the model itself"))
     return module
 
 
-def function_of(field: str, reference: CodeReference) -> Callable[..., Any]:
+def function_of(field: str, reference: Reference) -> Callable[..., Any]:
     """The function that a reference names, imported.
 
     Raises:
@@ -126,7 +126,7 @@ def function_of(field: str, reference: CodeReference) -> Callable[..., Any]:
     return function
 
 
-def called(field: str, reference: CodeReference, function: Callable[..., Any], *args: Any) -> Any:
+def called(field: str, reference: Reference, function: Callable[..., Any], *args: Any) -> Any:
     """Result of a function of the user's code.
 
     Raises:

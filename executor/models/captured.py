@@ -35,7 +35,7 @@ from executor.models.model import Stage
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import read_json
 from simplan.model.captured.facts import CapturedInput, CapturedModel
-from simplan.model.captured.request import CodeReference
+from simplan.model.captured.request import Reference
 from simplan.model.layer import LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe
 from simplan.plan.plan import Recompute
@@ -396,8 +396,8 @@ def _check_same(module: nn.Module, model: CapturedModel) -> None:
         raise SpecError(Problem(field=_FIELD, value=model.name, rule=rule, fix="capture it again"))
 
 
-def _reference(text: str) -> CodeReference:
+def _reference(text: str) -> Reference:
     """A function of the user's code, which is imported from the current folder or the environment."""
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, folder)
-    return CodeReference.of(_FIELD, text)
+    return Reference.of(_FIELD, text)

@@ -11,7 +11,7 @@ from simplan.cli.terminal.processes import run_executor
 from simplan.errors import Problem, SpecError
 from simplan.io import write_model
 from simplan.model.captured.file import read_captured
-from simplan.model.captured.request import CaptureRequest, CodeReference
+from simplan.model.captured.request import CaptureRequest, Reference
 from simplan.report.captured import captured_json, captured_text
 
 
@@ -59,14 +59,14 @@ def _of_config(source: str, seq_len: int | None) -> dict[str, Any]:
 
 
 def _of_code(source: str, inputs: str | None, loss: str | None) -> dict[str, Any]:
-    factory = CodeReference.of("SOURCE", source)
+    factory = Reference.of("SOURCE", source)
     if inputs is None:
         rule, fix = "is missing: forward needs arguments", "name a function of a number of samples that makes them"
         raise SpecError(Problem(field="--inputs", rule=rule, fix=fix))
     return {
         "factory": factory,
-        "batch": CodeReference.of("--inputs", inputs),
-        "loss": None if loss is None else CodeReference.of("--loss", loss),
+        "batch": Reference.of("--inputs", inputs),
+        "loss": None if loss is None else Reference.of("--loss", loss),
     }
 
 
@@ -78,7 +78,7 @@ def _of_split(tensor_parallel: str | None, tp_plan: str | None) -> dict[str, Any
     if not all(word.isascii() and word.isdigit() and 1 < int(word) <= MAX_DEGREE for word in words):
         rule = f"must be degrees from 2 to {MAX_DEGREE}, separated by commas"
         raise SpecError(Problem(field="--tensor-parallel", value=str(tensor_parallel), rule=rule, fix="write 2,4,8"))
-    plan = None if tp_plan is None else CodeReference.of("--tp-plan", tp_plan)
+    plan = None if tp_plan is None else Reference.of("--tp-plan", tp_plan)
     return {"tensor_parallel": tuple(sorted({int(word) for word in words})), "tp_plan": plan}
 
 

@@ -11,7 +11,7 @@ from simplan.errors import Problem, SpecError
 from simplan.model.captured.facts import to_tuple
 
 
-class CodeReference(Spec):
+class Reference(Spec):
     """A function of the user's code.
 
     Attributes:
@@ -23,7 +23,7 @@ class CodeReference(Spec):
     function: Line
 
     @classmethod
-    def of(cls, field: str, text: str) -> CodeReference:
+    def of(cls, field: str, text: str) -> Reference:
         """Parses ``module:function``.
 
         Raises:
@@ -55,12 +55,12 @@ class CaptureRequest(Spec):
         folder: Folder from which the functions are imported.
     """
 
-    factory: CodeReference | None = None
-    batch: CodeReference | None = None
+    factory: Reference | None = None
+    batch: Reference | None = None
     config: Line = ""
     seq_len: Count = 1
-    loss: CodeReference | None = None
+    loss: Reference | None = None
     tensor_parallel: Annotated[tuple[Count, ...], BeforeValidator(to_tuple)] = ()
-    tp_plan: CodeReference | None = None
+    tp_plan: Reference | None = None
     name: Line = ""
     folder: Line

@@ -9,7 +9,7 @@ import pytest
 
 from executor.capture.user_code import capture
 from simplan.errors import SpecError
-from simplan.model.captured.request import CaptureRequest, CodeReference
+from simplan.model.captured.request import CaptureRequest, Reference
 
 CODE = """
 from torch import nn, zeros
@@ -58,13 +58,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_errors_of_the_code_are_named(factory: str, batch: str, said: str, folder: str) -> None:
     with pytest.raises(SpecError, match=said):
-        capture(CaptureRequest(factory=CodeReference.of("", factory), batch=CodeReference.of("", batch), folder=folder))
+        capture(CaptureRequest(factory=Reference.of("", factory), batch=Reference.of("", batch), folder=folder))
 
 
 def test_a_capture_says_where_it_comes_from(folder: str) -> None:
     request = CaptureRequest(
-        factory=CodeReference.of("", "users_own:make"),
-        batch=CodeReference.of("", "users_own:batch"),
+        factory=Reference.of("", "users_own:make"),
+        batch=Reference.of("", "users_own:batch"),
         name="mine",
         folder=folder,
     )
