@@ -29,7 +29,7 @@ def main() -> None:
 def _warm_up() -> None:
     """Imports the modules of the first page and of its figures, and predicts the default scenario."""
     page_jobs().warm()
-    from simplan.sim.engine_choice import load_compiled
+    from simplan.sim.compiled import load_compiled
 
     load_compiled()  # every change is predicted here once for the verdict
     import pandas as pd

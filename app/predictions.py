@@ -29,7 +29,7 @@ from simplan.prediction import (
     training_run,
     worst_memory,
 )
-from simplan.program.no_gc import gc_paused
+from simplan.program.program import gc_paused
 from simplan.report.drawings.run_timeline import RunTimeline, run_timeline
 from simplan.report.run_trace import run_trace
 from simplan.report.trace import predicted_trace

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.predict_speed import cpu_seconds, job_of
 from benchmarks.table import BenchmarkRow
 from simplan.predict import predict
-from simplan.sim.engine_choice import load_compiled
+from simplan.sim.compiled import load_compiled
 
 _VARIABLE = "CALCULON_SOURCE"
 _ROUNDS = 15

@@ -24,7 +24,7 @@ from simplan.goodput.executed import RecoveryTimes, drawn_faults, expected_run, 
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.io import read_model, write_model
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.elastic import FewerNodes, Nodes, on_fewer_devices
+from simplan.runs.elastic import FewerNodes, RendezvousOptions, on_fewer_devices
 from simplan.runs.faults import Fault
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
@@ -169,7 +169,7 @@ def _run(set_up: SetUp, made: Sequence[Host], folder: Path, job: RunSpec) -> Non
     used = made if job.checkpointing is not None else made[:number]
     started = []
     for k, host in enumerate(used):
-        nodes = Nodes(
+        nodes = RendezvousOptions(
             min_nodes=least,
             max_nodes=number,
             ranks_per_node=1,

@@ -20,7 +20,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
-from simplan.sim.engine_choice import load_compiled
+from simplan.sim.compiled import load_compiled
 from simplan.training import TrainingSpec
 
 _ROUNDS = 5

@@ -79,12 +79,12 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from executor.run import run_job, run_on_nodes
-    from simplan.runs.elastic import Nodes
+    from simplan.runs.elastic import RendezvousOptions
     from simplan.runs.run_spec import RunSpec
 
     job = None if args.file is None else _parse(RunSpec, args.file)
     if args.nodes is not None:
-        nodes = _parse(Nodes, args.nodes)
+        nodes = _parse(RendezvousOptions, args.nodes)
         run_on_nodes(nodes, job, args.out, _report_step, on_note=_report_note, on_lost=_report_loss)
     elif job is not None:
         run_job(job, args.out, _report_step, on_note=_report_note)
@@ -131,12 +131,12 @@ def _environment(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     from executor.calibration.calibrate import calibrate
     from simplan.cost.calibration.format import CalibrationRequest
-    from simplan.runs.elastic import Nodes
+    from simplan.runs.elastic import RendezvousOptions
 
     def report(done: int, of: int, what: str) -> None:
         _report(event="progress", done=done, of=of, what=what)
 
-    nodes = None if args.nodes is None else _parse(Nodes, args.nodes)
+    nodes = None if args.nodes is None else _parse(RendezvousOptions, args.nodes)
     calibrate(_parse(CalibrationRequest, args.file), report, args.out, nodes=nodes, on_note=_report_note)
 
 

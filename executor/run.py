@@ -25,7 +25,7 @@ from simplan.errors import RunError, SimplanError
 from simplan.io import write_whole
 from simplan.plan.placement import Placement
 from simplan.runs.checkpoint import Checkpointing, lost_errors
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.runs.lock import exclusive
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
@@ -71,7 +71,7 @@ def run_job(
 
 
 def run_on_nodes(
-    nodes: Nodes,
+    nodes: RendezvousOptions,
     job: RunSpec | None,
     out_dir: Path,
     on_progress: Progress | None = None,

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from executor.calibration.timing import Reference
+from executor.calibration.timing import ReferenceMatmul
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import allow_tf32
 from executor.launch.errors import out_of_memory_explained
@@ -319,7 +319,7 @@ def _train(
         return Trainer(job, rank, device, dims, recorder)
 
     trainer, first, saver = build(dims), 0, None
-    reference = Reference(device)
+    reference = ReferenceMatmul(device)
     forget_peaks(device)
     if job.checkpointing is not None:
         from executor.train.run_state import RunStateSaver
@@ -365,7 +365,7 @@ def _joined(job: RunSpec, trainer: Trainer, members: Membership) -> int:
 def _timed_steps(
     job: RunSpec,
     trainer: Trainer,
-    reference: Reference,
+    reference: ReferenceMatmul,
     recorder: Recorder,
     file: TextIO,
     first: int,

@@ -71,6 +71,20 @@ def _stamp_imports(kept: Any) -> None:
         elif _is_constant(value) and not name.startswith("__"):
             stamp.update(f"{name} = {value!r}\n".encode())
     _index(kept)._source_stamp = stamp.digest()
+    _outdate_renames(kept)
+
+
+def _outdate_renames(kept: Any) -> None:
+    """Let cached code of a class that was renamed since count as outdated; numba fails before it compares stamps."""
+    load = _index(kept)._load_index
+
+    def load_known() -> Any:
+        try:
+            return load()
+        except (AttributeError, ImportError):  # of a pickled type
+            return {}
+
+    _index(kept)._load_index = load_known
 
 
 def _index(compiled: Any) -> Any:

@@ -18,7 +18,7 @@ sys.dont_write_bytecode = False
 
 # How long an example takes depends on the machine, and no test of ours asserts a time.
 settings.register_profile("new examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True, max_examples=50)
+settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True, max_examples=30)
 
 ONE_WORKER = (
     "tests/app/test_captured.py",
@@ -54,6 +54,8 @@ class SharedRuns(LoadScopeScheduling):
             return file
         if nodeid.startswith(OF_SOURCES):
             return "sources"
+        if file.startswith("tests/scenario/published/"):
+            return "published runs"
         if file.startswith("tests/executor/") and test.endswith("]"):
             return test[test.index("[") :]
         return nodeid

@@ -14,7 +14,7 @@ from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
-from simplan.sim import interpreted, jitted
+from simplan.sim import jitted, longest_path
 from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, peak_position
@@ -168,7 +168,7 @@ def check_engines(program: Program, durations_s: Durations) -> None:
         durations_s: Of its operations.
     """
     times = simulate(program, durations_s)
-    for loops in (jitted, interpreted):
+    for loops in (jitted, longest_path):
         compiled = replace(compile_program(program), loops=loops)
         found = compiled.times(durations_s)
         assert (found.start_s == times.start_s).all()

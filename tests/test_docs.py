@@ -44,6 +44,7 @@ from tests.support.pages import (
 from tests.support.sources import docstrings, nodes, python_files
 
 SLOW = (
+    "../README.md",
     *(f"book/{chapter}.md" for chapter in BOOK if chapter not in ("index", "memory", "pipelines")),
     "explanation/figures.md", "how-to/calibrate.md", "how-to/choose-a-way.md", "how-to/ci.md",
     "how-to/frameworks/bridge.md", "how-to/frameworks/index.md", "how-to/frameworks/megatron.md",

@@ -22,7 +22,7 @@ from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import Simulated, StepContext, cost_model, folding_of, predict_step, simulate_program
 from simplan.program.lowering import lower as lower_module
 from simplan.program.lowering.lower import Lowering, _RankLowering, lower
-from simplan.program.lowering.rows import RankRow, row_of_actions
+from simplan.program.lowering.walk import RankRow, row_of_actions
 from simplan.program.program import Program
 from tests.jobs import job_of
 from tests.laws import (
@@ -93,7 +93,6 @@ QUICK = (
     "fsdp once a step",
     "hsdp with groups within a node and across nodes",
     "gpipe",
-    "interleaved x hsdp",
     "1f1b x zero 1",
     "tp x 1f1b",
     "tp without sequence parallelism",

@@ -14,7 +14,7 @@ from app.components.elements import csv_text, download, show_drawing, show_metri
 from app.components.progress import ProgressBar, follow, show_progress, stage
 from app.fields import remembered_choice
 from app.figures.validation import predict_published
-from app.jobs.job import StartedJob, State, TaskRequest, searches
+from app.jobs.job import JobState, StartedJob, TaskRequest, searches
 from app.page import Following, escaped
 from simplan.accuracy.result import Accuracy
 from simplan.accuracy.run import ReadFile
@@ -82,13 +82,13 @@ def show_published() -> Following | None:
     key, files = request
     num_runs = sum(len(file.runs or ()) for file in files)
     job = searches().find(key)
-    if job is None or (job.state is State.ENDED and (job.stopped or job.error)):
+    if job is None or (job.state is JobState.ENDED and (job.stopped or job.error)):
         with stage("start", _STAGES):
             if job is not None and job.error is not None:
                 raise job.error
             st.caption(f"{num_runs:,} published runs, predicted from their configurations.")
             st.button("Predict runs", type="primary", key="predict published", on_click=_start, args=(key, files))
-    elif job.state is State.ENDED:
+    elif job.state is JobState.ENDED:
         with stage("found", _STAGES):
             words = {_OWN: "", _ALL_HELD_OUT: _HELD_OUT_WORDS}
             words |= dict.fromkeys(held_out, _HELD_OUT_WORDS) | dict.fromkeys(validation, _VALIDATION_WORDS)
@@ -138,7 +138,7 @@ def _start(key: Any, files: list[ReadFile]) -> None:
 def _watch(job: StartedJob) -> Following:
     def look() -> ProgressBar | None:
         job.watch()
-        return None if job.state is State.ENDED else _progress(job)
+        return None if job.state is JobState.ENDED else _progress(job)
 
     return partial(follow, show_progress(_progress(job), job.stop), look)
 

@@ -125,7 +125,7 @@ def _known(progress: SearchProgress) -> SearchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class PlanQuantity:
     """A number of a plan that can be drawn.
 
     Attributes:
@@ -139,17 +139,20 @@ class Axis:
     less_is_better: bool | None = None
 
 
-AXES: Mapping[str, Axis] = MappingProxyType(
+AXES: Mapping[str, PlanQuantity] = MappingProxyType(
     {
-        "step_time_s": Axis("step time, s", less_is_better=True),
-        "device_gib": Axis("device memory, GiB", ",.2f", less_is_better=True),
-        "headroom_gib": Axis("memory headroom, GiB", ",.2f", less_is_better=False),
-        "tokens_per_s_per_device": Axis("throughput per device, 1/s", ",.0f", less_is_better=False),
-        "mfu": Axis("MFU", ".1%", less_is_better=False),
-        "num_devices": Axis("devices", ",d", less_is_better=True),
-        "cost_dollars": Axis("cost of the token budget, dollars", ",.0f", less_is_better=True),
-        **{key: Axis(key, ",d") for key in ("tp", "cp", "ep", "pp", "virtual_stages", "dp_replicate", "dp_shard")},
-        "microbatch_size": Axis("microbatch_size", ",d"),
+        "step_time_s": PlanQuantity("step time, s", less_is_better=True),
+        "device_gib": PlanQuantity("device memory, GiB", ",.2f", less_is_better=True),
+        "headroom_gib": PlanQuantity("memory headroom, GiB", ",.2f", less_is_better=False),
+        "tokens_per_s_per_device": PlanQuantity("throughput per device, 1/s", ",.0f", less_is_better=False),
+        "mfu": PlanQuantity("MFU", ".1%", less_is_better=False),
+        "num_devices": PlanQuantity("devices", ",d", less_is_better=True),
+        "cost_dollars": PlanQuantity("cost of the token budget, dollars", ",.0f", less_is_better=True),
+        **{
+            key: PlanQuantity(key, ",d")
+            for key in ("tp", "cp", "ep", "pp", "virtual_stages", "dp_replicate", "dp_shard")
+        },
+        "microbatch_size": PlanQuantity("microbatch_size", ",d"),
     }
 )
 """Quantities for the axes, by key of a row."""

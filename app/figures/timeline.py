@@ -16,8 +16,7 @@ from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated
 from simplan.prediction import RankMemory
 from simplan.program.action import ActionKind
-from simplan.program.no_gc import gc_paused
-from simplan.program.program import STREAMS, MemoryCategory, Op, Program, Stream, Work
+from simplan.program.program import STREAMS, MemoryCategory, Op, Program, Stream, Work, gc_paused
 from simplan.program.timeline import SpanKind
 from simplan.sim.memory import memory_curve
 from simplan.units import format_time

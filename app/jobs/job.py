@@ -96,7 +96,7 @@ class Failed(NamedTuple):
     error: SimplanError
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     """State of a job."""
 
     WAITING = "waiting"
@@ -135,7 +135,7 @@ class StartedJob:
 
     def __init__(self, request: TaskRequest) -> None:
         self.request = request
-        self.state = State.WAITING
+        self.state = JobState.WAITING
         self.update: Update | None = None
         self.value: Any = None
         self.error: SimplanError | None = None
@@ -167,7 +167,7 @@ class StartedJob:
         self.watch()
         with self._lock:
             self._num_waiting -= 1
-            given_up = not self._num_waiting and self.state is State.WAITING
+            given_up = not self._num_waiting and self.state is JobState.WAITING
         if given_up:
             self.stop()
 
@@ -184,13 +184,13 @@ class StartedJob:
     def stop(self) -> None:
         """Interrupts the job, which returns its results so far, or kills it; a waiting job ends immediately."""
         with self._lock:
-            if self.state is State.ENDED:
+            if self.state is JobState.ENDED:
                 return
             self.stopped = True
             if self._child is None:
                 self._set_ended()
                 return
-            self.state, child = State.STOPPING, self._child
+            self.state, child = JobState.STOPPING, self._child
         if self.update is None:
             child.kill()  # it has nothing to end with
         else:
@@ -209,9 +209,9 @@ class StartedJob:
             True when the worker can take another request.
         """
         with self._lock:
-            if self.state is State.ENDED:
+            if self.state is JobState.ENDED:
                 return True
-            self._child, self.state = child, State.RUNNING
+            self._child, self.state = child, JobState.RUNNING
         self.started_s, self._is_begun = time.monotonic(), False
         over = threading.Event()
         guard = threading.Thread(target=self._guard, args=(child, limits, may_go_on, over), daemon=True)
@@ -224,12 +224,12 @@ class StartedJob:
             self._listen(child)
             answered = True
         except (EOFError, OSError, pickle.UnpicklingError):
-            if not self.stopped and self.state is State.RUNNING:
+            if not self.stopped and self.state is JobState.RUNNING:
                 self.error = RunError("the worker process ended, most likely out of memory; try a smaller job")
         over.set()
         guard.join()
         with self._lock:
-            if self.state is State.WAITING and not answered:
+            if self.state is JobState.WAITING and not answered:
                 return False
             self.seconds = time.monotonic() - self.started_s
             if self.reached and self.value is None:
@@ -260,9 +260,9 @@ class StartedJob:
     def _wait_again(self, child: subprocess.Popen[bytes]) -> bool:
         """Takes a running job from its worker; False for one that is ending."""
         with self._lock:
-            if self.state is not State.RUNNING:
+            if self.state is not JobState.RUNNING:
                 return False
-            self.state, self._child = State.WAITING, None
+            self.state, self._child = JobState.WAITING, None
         child.kill()
         return True
 
@@ -273,7 +273,7 @@ class StartedJob:
             self._set_ended()
 
     def _set_ended(self) -> None:
-        self.state, self._child = State.ENDED, None
+        self.state, self._child = JobState.ENDED, None
         self.ended.set()
 
     def _listen(self, child: subprocess.Popen[bytes]) -> None:
@@ -335,29 +335,29 @@ class Jobs:
         """Removes a job and its result from the cache; callers that wait for it still get the result."""
         with self._lock:
             job = self._jobs.get(key)
-            if job is not None and job.state is State.ENDED:
+            if job is not None and job.state is JobState.ENDED:
                 del self._jobs[key]
 
     def busy(self) -> bool:
         """True when a job runs or waits."""
         with self._lock:
-            return any(job.state is not State.ENDED for job in self._jobs.values())
+            return any(job.state is not JobState.ENDED for job in self._jobs.values())
 
     def waiting(self) -> int:
         """Number of jobs that wait for a free slot."""
         with self._lock:
-            return sum(job.state is State.WAITING for job in self._jobs.values())
+            return sum(job.state is JobState.WAITING for job in self._jobs.values())
 
     def start(self, key: Hashable, request: TaskRequest) -> StartedJob:
         """Job of a request: the running or finished job with the key, else a new one."""
         with self._lock:
             job = self._jobs.get(key)
-            if job is not None and (job.state is not State.ENDED or not (job.stopped or job.error)):
+            if job is not None and (job.state is not JobState.ENDED or not (job.stopped or job.error)):
                 self._jobs.move_to_end(key)
                 return job
             job = self._jobs[key] = StartedJob(request)
             self._jobs.move_to_end(key)
-            for old in [old for old, other in self._jobs.items() if other.state is State.ENDED][:-_MAX_KEPT]:
+            for old in [old for old, other in self._jobs.items() if other.state is JobState.ENDED][:-_MAX_KEPT]:
                 del self._jobs[old]
         if self._max_running:
             threading.Thread(target=self._run, args=(job,), daemon=True).start()
@@ -381,9 +381,9 @@ class Jobs:
     def _run(self, job: StartedJob) -> None:
         with self._slots:
             is_large = self._run_on_worker(job, is_large=False)
-        if is_large and job.state is State.ENDED:
+        if is_large and job.state is JobState.ENDED:
             self._large_slots.release()
-        elif job.state is not State.ENDED:
+        elif job.state is not JobState.ENDED:
             with self._large_slots, self._slots:
                 self._run_on_worker(job, is_large=True)
 
@@ -397,7 +397,7 @@ class Jobs:
                 return is_large
             return True
 
-        if job.state is State.ENDED:
+        if job.state is JobState.ENDED:
             return is_large
         with self._lock:
             child = self._idle.pop() if self._idle else None

@@ -52,11 +52,11 @@ def show() -> None:
     text, calibrated_at = document_text(document), result_cache.worker_inputs(document)[1]
     place = st.empty()
     _show_answer(place, awaited("simulating some runs", goodput_document, text, calibrated_at, _FIRST_RUNS, False))
-    found = awaited(f"simulating {NUM_RUNS:,} runs", goodput_document, text, calibrated_at, NUM_RUNS, True)
-    _show_answer(place, found)
-    _show_why(found)
-    _show_timeline(scenario, text, calibrated_at, found)
-    _show_downloads(scenario, document, found)
+    answer = awaited(f"simulating {NUM_RUNS:,} runs", goodput_document, text, calibrated_at, NUM_RUNS, True)
+    _show_answer(place, answer)
+    _show_why(answer)
+    _show_timeline(scenario, text, calibrated_at, answer)
+    _show_downloads(scenario, document, answer)
 
 
 def _show_start(document: dict[str, Any]) -> None:
@@ -70,15 +70,15 @@ def _show_start(document: dict[str, Any]) -> None:
     st.button("Start with an example", icon=icon, help=about, on_click=state.set_document, args=(changed,))
 
 
-def _show_answer(place: DeltaGenerator, found: dict[str, Any]) -> None:
+def _show_answer(place: DeltaGenerator, answer: dict[str, Any]) -> None:
     with place.container():
-        st.markdown(f"#### {escaped(_sentence(headline(found)))}")
-        if found["memory_verdict"] not in (None, "fits"):
-            st.warning(f"The plan {found['memory_verdict']} in the memory of its devices: see the page Plan.")
-        show_metrics([*_metrics(found)])
+        st.markdown(f"#### {escaped(_sentence(headline(answer)))}")
+        if answer["memory_verdict"] not in (None, "fits"):
+            st.warning(f"The plan {answer['memory_verdict']} in the memory of its devices: see the page Plan.")
+        show_metrics([*_metrics(answer)])
         st.caption(
-            f"{simulated(found)}; {found['num_steps']:,} steps of {format_time(found['step_time_s'])}. With the "
-            f"uncertainty of the step time, too: {_range(found['time_to_finish_with_step_interval_s'])}."
+            f"{simulated(answer)}; {answer['num_steps']:,} steps of {format_time(answer['step_time_s'])}. With the "
+            f"uncertainty of the step time, too: {_range(answer['time_to_finish_with_step_interval_s'])}."
         )
 
 
@@ -86,57 +86,57 @@ def _range(quantiles: dict[str, float]) -> str:
     return f"P10 {format_span(quantiles['p10'])}, P90 {format_span(quantiles['p90'])}"
 
 
-def _metrics(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    cost, stops = found["cost_distribution"], found["num_interruptions"]
+def _metrics(answer: dict[str, Any]) -> list[tuple[str, str, str]]:
+    cost, stops = answer["cost_distribution"], answer["num_interruptions"]
     cells = [
-        ("Done in", format_span(found["time_to_finish_s"]["mean"]), _range(found["time_to_finish_s"])),
-        ("Without failures", format_span(found["undisturbed_s"]), "Steps, evaluations and checkpoints alone"),
-        ("Goodput", format_percent(found["goodput"]), meaning("goodput")),
+        ("Done in", format_span(answer["time_to_finish_s"]["mean"]), _range(answer["time_to_finish_s"])),
+        ("Without failures", format_span(answer["undisturbed_s"]), "Steps, evaluations and checkpoints alone"),
+        ("Goodput", format_percent(answer["goodput"]), meaning("goodput")),
         ("Interruptions", format_number(stops["mean"]), f"P10 {stops['p10']:,.0f}, P90 {stops['p90']:,.0f}"),
-        ("Device-hours", format_number(found["device_hours"]), "Of all devices, those of spares included"),
+        ("Device-hours", format_number(answer["device_hours"]), "Of all devices, those of spares included"),
     ]
     if cost is None:
         cells.append(("Cost", "no price", "Set a price above"))
     else:
         about = f"P10 {format_money(cost['p10'])}, P90 {format_money(cost['p90'])}, in the currency of the price"
         cells.append(("Cost", format_money(cost["mean"]), about))
-    if found["energy_kwh"] is not None:
-        co2 = "" if found["co2_kg"] is None else f"{format_money(found['co2_kg'])} kg of CO2"
-        cells.append(("Energy", f"{format_money(found['energy_kwh'])} kWh", co2))
+    if answer["energy_kwh"] is not None:
+        co2 = "" if answer["co2_kg"] is None else f"{format_money(answer['co2_kg'])} kg of CO2"
+        cells.append(("Energy", f"{format_money(answer['energy_kwh'])} kWh", co2))
     return cells
 
 
-def _show_why(found: dict[str, Any]) -> None:
-    parts = ", ".join(f"{name} {span} ({share})" for name, span, share in waterfall_rows(found))
-    show_drawing("whole-run", goodput_svg(found), alt=f"Where the time of the run goes: {parts}")
+def _show_why(answer: dict[str, Any]) -> None:
+    parts = ", ".join(f"{name} {span} ({share})" for name, span, share in waterfall_rows(answer))
+    show_drawing("whole-run", goodput_svg(answer), alt=f"Where the time of the run goes: {parts}")
     left, right = st.columns(2, gap="medium")
     with left:
         st.subheader("What changes are worth", help="Mean of runs with equal failures, with its standard error")
-        show_table([dict(zip(("change", "time saved", "cost saved"), row, strict=True)) for row in change_rows(found)])
-        if not found["sensitivity"]:
+        show_table([dict(zip(("change", "time saved", "cost saved"), row, strict=True)) for row in change_rows(answer)])
+        if not answer["sensitivity"]:
             st.caption("Nothing can fail, so nothing is to be gained.")
     with right:
         st.subheader("Interruptions")
-        rows = interruption_rows(found)
+        rows = interruption_rows(answer)
         show_table([dict(zip(("cause", "mean number", "share"), row, strict=True)) for row in rows])
         if not rows:
             st.caption("None: choose failures above.")
-    if found["checkpoint_bytes"] is not None:
-        interval = format_span(found["checkpoint_interval_s"])
-        st.caption(f"A checkpoint of {format_bytes(found['checkpoint_bytes'])} every {interval} of training.")
-    if found["assumptions"]:
-        with st.expander(f"Assumptions ({len(found['assumptions'])})"):
-            st.markdown(bullets(found["assumptions"]))
+    if answer["checkpoint_bytes"] is not None:
+        interval = format_span(answer["checkpoint_interval_s"])
+        st.caption(f"A checkpoint of {format_bytes(answer['checkpoint_bytes'])} every {interval} of training.")
+    if answer["assumptions"]:
+        with st.expander(f"Assumptions ({len(answer['assumptions'])})"):
+            st.markdown(bullets(answer["assumptions"]))
 
 
-def _show_timeline(scenario: Scenario, text: str, calibrated_at: int, found: dict[str, Any]) -> None:
+def _show_timeline(scenario: Scenario, text: str, calibrated_at: int, answer: dict[str, Any]) -> None:
     """Timeline of the median run, or of one chosen by its number."""
     title, chosen = st.columns([3, 1], vertical_alignment="bottom")
     with title:
         st.subheader("One run", help="One of the simulated runs, as `simplan draw --run` draws it")
     with chosen:
-        median: int = found["median_trial"]
-        last = found["trials"] - 1
+        median: int = answer["median_trial"]
+        last = answer["trials"] - 1
         about = f"0 to {last}; run {median} has the median time. The CSV file of `simplan goodput --runs` lists all"
         number = remembered_number("Run", "trial", median, most=last, help=about)
     inputs = text, calibrated_at, NUM_RUNS, number
@@ -154,16 +154,18 @@ def _show_timeline(scenario: Scenario, text: str, calibrated_at: int, found: dic
     )
 
 
-def _show_downloads(scenario: Scenario, document: dict[str, Any], found: dict[str, Any]) -> None:
+def _show_downloads(scenario: Scenario, document: dict[str, Any], answer: dict[str, Any]) -> None:
     st.subheader("Downloads")
     name = f"{scenario.name} whole run"
     with st.container(horizontal=True):
         download("Scenario", scenario.name, "yaml", document_text(document), about="Input of `simplan goodput`")
-        download("Numbers", name, "json", json_text(found), about="Output of the command below")
-        download("Intervals", f"{scenario.name} checkpoint intervals", "csv", csv_text(found["interval_curve"]))
-        download_report(name, lambda: [found])
+        download("Numbers", name, "json", json_text(answer), about="Output of the command below")
+        download("Intervals", f"{scenario.name} checkpoint intervals", "csv", csv_text(answer["interval_curve"]))
+        download_report(name, lambda: [answer])
     st.caption("The same on a terminal")
-    st.code(f"simplan goodput {file_name(scenario.name)}.yaml --trials {found['trials']} --seed {found['seed']}", "sh")
+    st.code(
+        f"simplan goodput {file_name(scenario.name)}.yaml --trials {answer['trials']} --seed {answer['seed']}", "sh"
+    )
 
 
 def _sentence(words: str) -> str:

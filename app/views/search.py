@@ -18,7 +18,7 @@ from app.components.verdict import show_budget
 from app.fields import get, remembered_choice, remembered_number, remembered_switch
 from app.figures.plans import SEARCHING, search_plans
 from app.fitting import document_text
-from app.jobs.job import StartedJob, State, TaskRequest, searches
+from app.jobs.job import JobState, StartedJob, TaskRequest, searches
 from app.page import Following, escaped, run_page
 from simplan import catalog
 from simplan.report.search import GOALS, search_verdict
@@ -42,11 +42,11 @@ def show() -> Following | None:
     if not searches().busy():
         searches().warm()  # a worker is ready when the button is pressed
     job = searches().find(key)
-    if job is None or (job.state is State.ENDED and job.stopped and job.value is None and job.error is None):
+    if job is None or (job.state is JobState.ENDED and job.stopped and job.value is None and job.error is None):
         with stage("start", _STAGES):
             _show_start(search, key, text)
         return None
-    if job.state is State.ENDED or _is_searched(job):
+    if job.state is JobState.ENDED or _is_searched(job):
         with stage("found", _STAGES):
             return _show_found(search, job, key, text)
     with stage("going", _STAGES):
@@ -129,7 +129,7 @@ def _show_running(job: StartedJob) -> Following:
 
     def look() -> ProgressBar | None:
         job.watch()
-        if job.state is State.ENDED or _is_searched(job):
+        if job.state is JobState.ENDED or _is_searched(job):
             return None
         if job.value is not known and (not had_plans or time.monotonic() - drawn_s > _DRAW_S):
             return None
@@ -150,9 +150,9 @@ def _num_explained(result: SearchResult) -> int:
 
 def _progress(job: StartedJob) -> ProgressBar:
     update = job.update
-    if job.state is State.WAITING:
+    if job.state is JobState.WAITING:
         return ProgressBar(0.0, f"waiting for other searches on this server to end ({searches().waiting()} wait)")
-    if job.state is State.STOPPING:
+    if job.state is JobState.STOPPING:
         return ProgressBar(1.0, "stopping")
     if update is None:
         return ProgressBar(0.0, "starting")
@@ -174,7 +174,7 @@ def _left(seconds: float | None) -> str:
 def _show_found(asked: SearchScenario, job: StartedJob, key: Any, text: str) -> Following | None:
     """Result of a search; redrawn when more plans of the final ranking are explained."""
     job.watch()
-    is_ended = job.state is State.ENDED
+    is_ended = job.state is JobState.ENDED
     if is_ended and job.error is not None:
         _restart_button("Search again", key, text)
         raise job.error
@@ -204,7 +204,7 @@ def _show_found(asked: SearchScenario, job: StartedJob, key: Any, text: str) -> 
 
     def look() -> ProgressBar | None:
         job.watch()
-        if job.state is State.ENDED:
+        if job.state is JobState.ENDED:
             return None
         if _num_explained(job.value) != known and time.monotonic() - drawn_s > _EXPLAINED_S:
             return None

@@ -248,11 +248,15 @@ def _show_logged(comparison: LoggedComparison, document: Document | None) -> Non
     if comparison.hypotheses is not None:
         _show_hypotheses(comparison.hypotheses, document)
         tables["Hypotheses"] = [
-            {"change": each.change, "step, ms": each.step_time_s * 1e3}
-            | ({} if each.step_error is None else {"step error, %": 100 * each.step_error})
-            | ({} if each.peak_error is None else {"peak, GiB": each.peak_gib, "peak error, %": 100 * each.peak_error})
-            | {"explains it": "yes" if each.explains else ""}
-            for each in comparison.hypotheses
+            {"change": hypothesis.change, "step, ms": hypothesis.step_time_s * 1e3}
+            | ({} if hypothesis.step_error is None else {"step error, %": 100 * hypothesis.step_error})
+            | (
+                {}
+                if hypothesis.peak_error is None
+                else {"peak, GiB": hypothesis.peak_gib, "peak error, %": 100 * hypothesis.peak_error}
+            )
+            | {"explains it": "yes" if hypothesis.explains else ""}
+            for hypothesis in comparison.hypotheses
         ]
     if comparison.memory_terms:
         about = "Factor of one category alone that would explain the logged peak"
@@ -280,18 +284,18 @@ def _show_logged(comparison: LoggedComparison, document: Document | None) -> Non
     _show_downloads(comparison, tables)
 
 
-def _show_hypotheses(found: Sequence[Hypothesis], document: Document | None) -> None:
+def _show_hypotheses(hypotheses: Sequence[Hypothesis], document: Document | None) -> None:
     """Changes of the job that could explain the log, likeliest first, with buttons that make them in the scenario."""
     st.subheader("Possible explanations", help="The job predicted again with one change each, the likeliest first")
-    if not found:
+    if not hypotheses:
         st.caption("No single change that was tried brings the prediction closer to the log.")
-    for each in found:
+    for hypothesis in hypotheses:
         words, numbers, button = st.columns([5, 5, 1], vertical_alignment="center")
-        words.markdown(escaped(each.change) + (" **explains it**" if each.explains else ""))
-        numbers.markdown(_with_change(each))
-        if document is not None and each.settings:
-            then = with_settings(document, each.settings)
-            button.button("Apply", key=f"explanation {each.change}", on_click=state.set_document, args=(then,))
+        words.markdown(escaped(hypothesis.change) + (" **explains it**" if hypothesis.explains else ""))
+        numbers.markdown(_with_change(hypothesis))
+        if document is not None and hypothesis.settings:
+            then = with_settings(document, hypothesis.settings)
+            button.button("Apply", key=f"explanation {hypothesis.change}", on_click=state.set_document, args=(then,))
 
 
 def _with_change(hypothesis: Hypothesis) -> str:
@@ -322,13 +326,13 @@ def run_words(predicted_s: float, measured_s: float) -> str:
     return f"your run is {faster_or_slower(measured_s, predicted_s)} than predicted"
 
 
-def _show_summary(found: Comparison | LoggedComparison) -> None:
+def _show_summary(comparison: Comparison | LoggedComparison) -> None:
     """The main result in one sentence."""
-    step = found.rows[0]
+    step = comparison.rows[0]
     words = run_words(step.predicted, step.measured)
     sentence = f"**{words[:1].upper()}{words[1:]}**"
-    tried = found.hypotheses if isinstance(found, LoggedComparison) else None
-    if found.interval_holds:
+    tried = comparison.hypotheses if isinstance(comparison, LoggedComparison) else None
+    if comparison.interval_holds:
         sentence += ", within the 90 % interval"
     elif tried and tried[0].explains:
         sentence += f"; this explains it: {escaped(tried[0].change)}"
@@ -385,10 +389,10 @@ def _show_rows(rows: Table) -> None:
 
 
 def _metrics(
-    found: Comparison | LoggedComparison, interval_s: Sequence[float], measured: str
+    comparison: Comparison | LoggedComparison, interval_s: Sequence[float], measured: str
 ) -> list[tuple[str, str, str]]:
     """Label, value and help of both step times and the error."""
-    step = found.rows[0]
+    step = comparison.rows[0]
     low_s, high_s = (format_time(seconds) for seconds in interval_s)
     about = f"Longer step / shorter step - 1. Error, (predicted - measured) / measured: {step.signed_error or 0:+.1%}"
     return [
@@ -396,23 +400,27 @@ def _metrics(
         ("Measured step", format_time(step.measured), measured),
         ("Your run", faster_or_slower(step.measured, step.predicted), about),
         ("Spread", "unknown" if step.spread is None else f"+/- {format_percent(step.spread)}", "Spread of the steps"),
-        ("In the interval", "yes" if found.interval_holds else "no", "Measured step time inside the 90 % interval"),
+        (
+            "In the interval",
+            "yes" if comparison.interval_holds else "no",
+            "Measured step time inside the 90 % interval",
+        ),
     ]
 
 
 def _show_downloads(
-    found: Comparison | LoggedComparison, tables: Mapping[str, Table], drawings: Mapping[str, str] | None = None
+    comparison: Comparison | LoggedComparison, tables: Mapping[str, Table], drawings: Mapping[str, str] | None = None
 ) -> None:
     """Notes of a comparison, and buttons that save its tables, drawings and JSON document."""
-    st.caption(escaped(" ".join(f"{note[0].upper()}{note[1:]}." for note in found.notes)))
+    st.caption(escaped(" ".join(f"{note[0].upper()}{note[1:]}." for note in comparison.notes)))
     with st.container(horizontal=True):
         for name, rows in tables.items():
             if rows:
                 download(name, name, "csv", csv_text(rows))
         for name, svg in (drawings or {}).items():
             download(name, name, "svg", svg)
-        download("Comparison", "comparison", "json", lambda: json_text(found.to_json()))
-        download_report("comparison", lambda: [json.loads(json_text(found.to_json()))])
+        download("Comparison", "comparison", "json", lambda: json_text(comparison.to_json()))
+        download_report("comparison", lambda: [json.loads(json_text(comparison.to_json()))])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from executor.launch.nodes import Rendezvous
 from executor.launch.watchdog import Beats
 from simplan.cost.calibration.format import Calibration, CalibrationRequest
 from simplan.errors import Problem, RunError, SpecError
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 
 Progress = Callable[[int, int, str], None]
 """Called with the percentage done, 100, and the name of the timed part."""
@@ -27,7 +27,7 @@ def calibrate(
     on_progress: Progress | None = None,
     result_file: Path | None = None,
     *,
-    nodes: Nodes | None = None,
+    nodes: RendezvousOptions | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Calibration:
     """Measures a request on ``num_ranks`` ranks simultaneously, of every node.
@@ -87,7 +87,7 @@ def _run_ranks(
     )
 
 
-def _problems(request: CalibrationRequest, nodes: Nodes | None) -> Iterator[Problem]:
+def _problems(request: CalibrationRequest, nodes: RendezvousOptions | None) -> Iterator[Problem]:
     num_gpus = torch.cuda.device_count()
     if request.device == "cuda" and request.num_ranks > num_gpus:
         yield Problem(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from executor.calibration.communication_timing import time_host_copies, time_links, time_overlap
 from executor.calibration.kernel_timing import time_kernels
 from executor.calibration.layer_timing import time_layers
-from executor.calibration.timing import Bench, KeepGoing, Reference, of_rank_0
+from executor.calibration.timing import Bench, KeepGoing, ReferenceMatmul, of_rank_0
 from executor.distributed.precision import allow_tf32
 from executor.launch.rank import StopRequest, live_as_rank
 from executor.launch.watchdog import Heartbeat, RankState
@@ -56,7 +56,7 @@ class _Part:
         if self.dtype is None:
             return self.run(bench)
         allow_tf32(allowed=self.dtype == "tf32")
-        reference = Reference(bench.device)
+        reference = ReferenceMatmul(bench.device)
         timings = self.run(Bench(bench.num_ranks, bench.device, reference.before_rounds(bench.keep_going)))
         median_s = reference.median_s()
         return [timing.model_copy(update={"reference_s": median_s}) for timing in timings]
@@ -94,7 +94,7 @@ def _run(request_file: Path, result_file: Path, heartbeat: Heartbeat, stop: Stop
         result = result.model_copy(update={part.field: (*getattr(result, part.field), *timings), "pending": pending})
         _write(result_file, result)
     if not parts:
-        reference = Reference(device)
+        reference = ReferenceMatmul(device)
         for _ in range(_REFERENCE_ROUNDS):
             reference.time_once()
         _write(result_file, result.model_copy(update={"reference_s": reference.median_s()}))

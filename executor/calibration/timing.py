@@ -179,7 +179,7 @@ _MIN_REFERENCE_S = 0.02
 _MAX_MATMULS = 200
 
 
-class Reference:
+class ReferenceMatmul:
     """The reference matmul on all ranks simultaneously: a measure of the machine's current speed."""
 
     def __init__(self, device: torch.device) -> None:

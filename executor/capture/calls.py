@@ -48,7 +48,7 @@ class Unread(NamedTuple):
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """One call.
 
     Attributes:
@@ -159,7 +159,7 @@ class CallsPart:
         batch: Shape of each tensor of the batch, and each leaf that is no tensor.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     received: tuple[SentTensor, ...]
     sent: tuple[SentTensor, ...]
     batch: tuple[Any, ...]
@@ -203,7 +203,7 @@ class CallsPart:
         return gone[::-1]
 
 
-def _run(call: Call, module: nn.Module, values: dict[int, Tensor], given: Sequence[Any]) -> None:
+def _run(call: RecordedCall, module: nn.Module, values: dict[int, Tensor], given: Sequence[Any]) -> None:
     """Runs a call, and notes its results."""
 
     def argument(leaf: Any) -> Any:
@@ -228,7 +228,7 @@ def _run(call: Call, module: nn.Module, values: dict[int, Tensor], given: Sequen
 
 
 @contextmanager
-def _as_recorded(call: Call) -> Iterator[None]:
+def _as_recorded(call: RecordedCall) -> Iterator[None]:
     """Context in which autograd and autocast are as they were for the recorded call."""
     kind, dtype = call.autocast
     with ExitStack() as stack:
@@ -240,7 +240,7 @@ def _as_recorded(call: Call) -> Iterator[None]:
 
 
 @dataclass
-class Recording:
+class PassRecording:
     """Calls of one forward pass and the loss, and where layers begin among them.
 
     Attributes:
@@ -249,11 +249,11 @@ class Recording:
         batch: See ``CallsPart``.
     """
 
-    calls: list[Call]
+    calls: list[RecordedCall]
     values: list[ValueFacts]
     loss: int
     batch: tuple[Any, ...]
-    _makers: dict[int, Call] = field(default_factory=dict)
+    _makers: dict[int, RecordedCall] = field(default_factory=dict)
     _readers: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -301,7 +301,7 @@ class Recording:
 
     def _part(self, layers: range, received: tuple[SentTensor, ...], sent: tuple[SentTensor, ...]) -> CallsPart:
         needed, there = {each.value for each in sent}, {each.value for each in received}
-        kept: list[Call] = []
+        kept: list[RecordedCall] = []
         for call in reversed(self.calls):
             if call.layer >= layers.stop:
                 continue

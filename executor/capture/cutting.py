@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from executor.capture.trace import Call, Trace
+from executor.capture.trace import ModuleCall, Trace
 from simplan.errors import Problem, SpecError
 
 _LEAST = 3  # layers: a pipeline has a first, a middle and a last one
@@ -46,7 +46,7 @@ def cut(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
     return tuple(found) if len(found) >= _LEAST else _ends_apart(module, trace)
 
 
-def _between(blocks: Sequence[Call], num_operators: int) -> list[Cut]:
+def _between(blocks: Sequence[ModuleCall], num_operators: int) -> list[Cut]:
     first, last = blocks[0], blocks[-1]
     found = [Cut("", 0, first.begin, "")] if first.begin else []
     for block, after in pairwise(blocks):
@@ -77,7 +77,7 @@ def _ends_apart(module: nn.Module, trace: Trace) -> tuple[Cut, ...]:
     return tuple(Cut("", *span, place) for span, place in zip(spans, places, strict=True))
 
 
-def _blocks(module: nn.Module, path: str, once: dict[str, Call]) -> Iterator[str]:
+def _blocks(module: nn.Module, path: str, once: dict[str, ModuleCall]) -> Iterator[str]:
     """Paths of the blocks inside of a module."""
     for name, child in module.named_children():
         inside = f"{path}.{name}" if path else name
@@ -87,7 +87,7 @@ def _blocks(module: nn.Module, path: str, once: dict[str, Call]) -> Iterator[str
             yield from _blocks(child, inside, once)
 
 
-def _is_list(module: nn.Module, path: str, once: dict[str, Call]) -> bool:
+def _is_list(module: nn.Module, path: str, once: dict[str, ModuleCall]) -> bool:
     """True for a list or a sequence of blocks."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False

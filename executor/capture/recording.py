@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from executor.capture.calls import (
-    Call,
     Given,
-    Recording,
+    PassRecording,
+    RecordedCall,
     Unread,
     Value,
     ValueFacts,
@@ -53,7 +53,7 @@ def record_calls(
     device: torch.device,
     autocast: torch.dtype | None = None,
     casts_inputs: bool = False,
-) -> Recording:
+) -> PassRecording:
     """Records one forward pass and the loss, on tensors without data.
 
     Args:
@@ -95,7 +95,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, batch: Any, originals: Mapping[int, Tensor], device_type: str) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self._originals, self._device_type = originals, device_type
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._weights = {id(tensor): name for name, tensor in reversed(named)}
@@ -152,7 +152,7 @@ class _Recorder(TorchFunctionMode):
         reads = frozenset(begun.reads) & (self._read | writes | storages) if is_block else frozenset(begun.reads)
         arguments = [self._argument(leaf, name_of(target), reads) for leaf in begun.leaves]
         self.calls.append(
-            Call(
+            RecordedCall(
                 target,
                 arguments,
                 begun.structure,
@@ -261,7 +261,7 @@ class _Recorder(TorchFunctionMode):
         with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
             yield
 
-    def recording(self, loss: Any, starts: Sequence[str]) -> Recording:
+    def recording(self, loss: Any, starts: Sequence[str]) -> PassRecording:
         """The calls, and the layer of each.
 
         Args:
@@ -271,7 +271,7 @@ class _Recorder(TorchFunctionMode):
         for number, call in enumerate(self.calls):
             call.layer = bisect_right(begins, number) - 1
         values = [self._facts(tensor) for tensor in self._tensors]
-        return Recording(self.calls, values, self._numbers[id(loss)], self._batch)
+        return PassRecording(self.calls, values, self._numbers[id(loss)], self._batch)
 
     def _place(self, layer: int, start: str) -> int:
         """Number of the first call of a layer."""

@@ -106,7 +106,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Call:
+class ModuleCall:
     """One call of a module: the operators ``begin`` to ``end``, without the last."""
 
     module: str
@@ -130,7 +130,7 @@ class Trace:
     """
 
     operators: list[Seen] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)
@@ -380,11 +380,11 @@ _CAUSAL, _BIDIRECTIONAL = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mas
 def modules_named(module: nn.Module, tracer: Tracer) -> Iterator[None]:
     """Tells the tracer which module runs."""
     names = {id(part): name for name, part in reversed([*module.named_modules()])}
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
 
     def enters(part: nn.Module, args: Any) -> None:
         if id(part) in names:
-            call = Call(names[id(part)], len(tracer.trace.operators))
+            call = ModuleCall(names[id(part)], len(tracer.trace.operators))
             tracer.trace.calls.append(call)
             calls.append(call)
             tracer.path.append(call.module)

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from executor.launch.errors import RanksError
 from simplan.errors import Problem, RunError, SpecError
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _NAME_BYTES = 16  # IFNAMSIZ
@@ -58,7 +58,7 @@ class Rendezvous:
         RunError: The leading node did not answer in time.
     """
 
-    def __init__(self, nodes: Nodes, job: str | None) -> None:
+    def __init__(self, nodes: RendezvousOptions, job: str | None) -> None:
         assert nodes.leads == (job is not None)
         self.nodes = nodes
         interface, self.address = interface_towards(nodes)
@@ -244,7 +244,7 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
-def listening_address(nodes: Nodes) -> str:
+def listening_address(nodes: RendezvousOptions) -> str:
     """Address of the leading node at which the other nodes find the store.
 
     Where its name stands for 127.0.1.1, that is the address of its default route.
@@ -256,7 +256,7 @@ def listening_address(nodes: Nodes) -> str:
     return address
 
 
-def interface_towards(nodes: Nodes) -> tuple[str, str]:
+def interface_towards(nodes: RendezvousOptions) -> tuple[str, str]:
     """Network interface on the route to the endpoint and this node's address on that interface.
 
     ``GLOO_SOCKET_IFNAME`` names another interface.

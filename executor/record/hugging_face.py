@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 from executor.record.loop import LoopRecorder
 
 
-class RecordCallback(TrainerCallback):  # type: ignore[misc]
-    """Records every update of a training: ``Trainer(..., callbacks=[RecordCallback("measurement.json")])``.
+class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]
+    """Records every update of a training: ``Trainer(..., callbacks=[HuggingFaceCallback("measurement.json")])``.
 
     Time of evaluations and checkpoints is left out.
 

@@ -13,8 +13,8 @@ except ModuleNotFoundError:  # then the class below is no callback, and nobody h
     Callback = object
 
 
-class RecordCallback(Callback):  # type: ignore[misc]
-    """Records every update of a fit: ``Trainer(..., callbacks=[RecordCallback("measurement.json")])``.
+class LightningCallback(Callback):  # type: ignore[misc]
+    """Records every update of a fit: ``Trainer(..., callbacks=[LightningCallback("measurement.json")])``.
 
     Time of validations is left out.
 

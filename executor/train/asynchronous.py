@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from executor.calibration.timing import Reference
+from executor.calibration.timing import ReferenceMatmul
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.replicas.membership import gloo_group
 from executor.launch.rank import RankFiles
@@ -307,7 +307,7 @@ def train_worker(
     common = None if replication.has_servers else Common(rank, job.plan.dp_replicate)
     trainer = WorkerTrainer(job, rank, device, recorder, common)
     first = trainer.start(world)
-    reference = Reference(device)
+    reference = ReferenceMatmul(device)
     forget_peaks(device)
     batches = [(step, trainer.batch(step)) for step in range(job.num_all_steps)]
     recorder.waiting("waiting for the other workers to start", 0)
@@ -357,7 +357,7 @@ def serve(job: RunSpec, rank: int, heartbeat: Heartbeat, world: World) -> None:
     sizes, num_workers = world.sizes(), job.plan.dp_replicate
     server = ParameterServer(replication, rank - num_workers, num_workers, sizes, job.training.update, world.connect)
     server.start()
-    reference = Reference(torch.device("cpu"))
+    reference = ReferenceMatmul(torch.device("cpu"))
     for _ in range(_TIMINGS):
         reference.time_once()
     dist.barrier()

@@ -69,7 +69,7 @@ UNKNOWN = "is not in the catalog"
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class NameMatch:
     """Entry that a name stands for, or the entries that it may stand for.
 
     Attributes:
@@ -89,7 +89,7 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class NamedNodes:
     """Nodes that a name such as ``2x8 H100`` stands for; numbers are None if it has none.
 
     Attributes:
@@ -106,24 +106,24 @@ class Nodes:
     num_devices: int | None = None
 
 
-def find(kind: Kind, text: str) -> Match:
+def find(kind: Kind, text: str) -> NameMatch:
     """Entry of a kind that a name stands for; a name of the catalog stands for itself."""
     if catalog.is_name(kind, text):
-        return Match(kind, text)
+        return NameMatch(kind, text)
     plain = _plain(text)
     if len(plain) > _MAX_LENGTH:
-        return Match(kind)
+        return NameMatch(kind)
     last = plain.rstrip("/").rpartition("/")[2]
     if kind != "models" or last == plain:
         return _found(kind, plain)
     on_hub = _table(kind)["on_hub"]
     if last in on_hub:
-        return Match(kind, "" if on_hub[last] == "none" else on_hub[last])
+        return NameMatch(kind, "" if on_hub[last] == "none" else on_hub[last])
     found, whole = _found(kind, last), _found(kind, plain)  # ViT-B/16 is no name on the Hub
     return whole if whole.name and not found.name else found
 
 
-def find_nodes(text: str, kind: Kind = "clusters") -> Nodes | Match:
+def find_nodes(text: str, kind: Kind = "clusters") -> NamedNodes | NameMatch:
     """Nodes that a name of a cluster or device with numbers stands for; a match without a name if it stands for none.
 
     Args:
@@ -133,7 +133,7 @@ def find_nodes(text: str, kind: Kind = "clusters") -> Nodes | Match:
     (4, 4, 'rtx-4090')
     """
     first = _nodes(text, kind)
-    if isinstance(first, Nodes):
+    if isinstance(first, NamedNodes):
         return first
     plain, others = _plain(text), []
     for pattern in _COUNTED if len(plain) <= _MAX_LENGTH else ():
@@ -143,7 +143,7 @@ def find_nodes(text: str, kind: Kind = "clusters") -> Nodes | Match:
         numbers = {name: int(number) for name, number in counted.groupdict().items() if name != "rest"}
         for rest in dict.fromkeys((counted["rest"], _PLURAL.sub("", counted["rest"]))):
             found = _nodes(rest, kind, **numbers)
-            if isinstance(found, Nodes):
+            if isinstance(found, NamedNodes):
                 return found
             others.append(found)
     return next((match for match in (first, *others) if match.candidates), first)
@@ -157,12 +157,12 @@ def refusal(kind: Kind, text: str) -> tuple[str, str]:
     """
     found = find_nodes(text) if kind == "clusters" else find(kind, text)
     instead = "give device and devices_per_node in place of a preset (--device, --devices-per-node)"
-    if isinstance(found, Nodes) and found.device:
+    if isinstance(found, NamedNodes) and found.device:
         return UNKNOWN, f"{found.device} is a device: {instead}"
-    near = (found.preset,) if isinstance(found, Nodes) else (found.name,) if found.name else found.candidates
+    near = (found.preset,) if isinstance(found, NamedNodes) else (found.name,) if found.name else found.candidates
     if len(near) < 2:
         return UNKNOWN, f"did you mean {near[0]}?" if near else ""
-    several = _PLURALS.get(kind, kind) if isinstance(found, Nodes) else _PLURALS.get(found.kind, found.kind)
+    several = _PLURALS.get(kind, kind) if isinstance(found, NamedNodes) else _PLURALS.get(found.kind, found.kind)
     listed = ", ".join(near[:_MAX_LISTED]) + (f" ... (`simplan show {kind}` lists all)" if near[_MAX_LISTED:] else "")
     is_device = kind == "clusters" and several == "devices"
     return f"may be several {several}", f"name one of {listed}" + (f"; {instead}" if is_device else "")
@@ -194,7 +194,7 @@ def _plain(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).replace("\N{MULTIPLICATION SIGN}", "x").lower().split())
 
 
-def _nodes(text: str, kind: Kind, nodes: int | None = None, devices: int | None = None) -> Nodes | Match:
+def _nodes(text: str, kind: Kind, nodes: int | None = None, devices: int | None = None) -> NamedNodes | NameMatch:
     """Nodes of a cluster or device.
 
     Args:
@@ -214,7 +214,7 @@ def _nodes(text: str, kind: Kind, nodes: int | None = None, devices: int | None 
     if kind == "clusters" and not presets:
         presets = [name for name in catalog.names(kind) if catalog.device_of(name) == match.name]
     preset, device = (presets[0], "") if presets else ("", match.name)
-    return Nodes(preset, device, nodes, *((devices, None) if nodes is not None else (None, devices)))
+    return NamedNodes(preset, device, nodes, *((devices, None) if nodes is not None else (None, devices)))
 
 
 @cache
@@ -236,18 +236,18 @@ def _words(kind: Kind, text: str) -> Counter[str]:
     return Counter(equal.get(word, word) for word in words_of(text))
 
 
-def _found(kind: Kind, text: str) -> Match:
+def _found(kind: Kind, text: str) -> NameMatch:
     words = _words(kind, text)
     costs = ((_cost(kind, words, known, name), name) for known, name in _spellings(kind))
     fits = [(cost, name) for cost, name in costs if cost is not None]
     least = min((cost for cost, _ in fits), default=0)
     fitting = _entries(kind, [name for cost, name in fits if cost == least])
     if len(fitting) == 1:
-        return Match(kind, fitting[0])
+        return NameMatch(kind, fitting[0])
     telling = Counter({word: number for word, number in words.items() if word not in _table(kind)["ignored"]})
     begun = [name for known, name in _spellings(kind) if telling and telling <= known]
     nearest = _table(kind)["nearest"].get("".join(filter(str.isalnum, text)))
-    return Match(kind, "", fitting or _entries(kind, [nearest, *begun] if nearest else begun))
+    return NameMatch(kind, "", fitting or _entries(kind, [nearest, *begun] if nearest else begun))
 
 
 def _entries(kind: Kind, found: list[str]) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.program.lowering.passes import forward_passes
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario, SearchScenario
 from simplan.units import counted
@@ -220,7 +220,9 @@ def request_across(
     )
 
 
-def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: Nodes | None = None) -> Calibration:
+def measure(
+    requests: Iterable[CalibrationRequest], file: Path | None, nodes: RendezvousOptions | None = None
+) -> Calibration:
     """Runs the requests, merges their results into a calibration file, and returns the merged calibration.
 
     Without a file, that of the cache folder is used; without nodes, this machine alone.
@@ -250,7 +252,7 @@ def _busy() -> str:
     )
 
 
-def _measure(requests: Iterable[CalibrationRequest], target: Path, nodes: Nodes | None) -> Calibration:
+def _measure(requests: Iterable[CalibrationRequest], target: Path, nodes: RendezvousOptions | None) -> Calibration:
     total = load(target)
     for asked in requests:
         request = asked.model_copy(update={"pending": total.pending if total is not None else ()})
@@ -268,7 +270,7 @@ def _measure(requests: Iterable[CalibrationRequest], target: Path, nodes: Nodes 
     return total
 
 
-def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: Nodes | None = None) -> None:
+def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: RendezvousOptions | None = None) -> None:
     """Runs one calibration request in the executor, which writes the result to a file."""
     request_file, nodes_file = result_file.with_name("request.json"), result_file.with_name("nodes.json")
     write_model(request_file, request)

@@ -26,7 +26,7 @@ from simplan.prediction import Prediction
 from simplan.report.text import verdict
 from simplan.report.trace import write_measured_trace, write_predicted_trace
 from simplan.runs.checkpoint import Checkpointing, check_new_run, differences, readable_headers, step_folder
-from simplan.runs.elastic import Nodes, refuse_busy_port
+from simplan.runs.elastic import RendezvousOptions, refuse_busy_port
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec, rounds_beyond_run
 from simplan.scenario import Scenario
@@ -56,7 +56,7 @@ class RunOptions:
     num_steps: int = 10
     num_warmup_steps: int | None = None
     timeout_s: float = 120.0
-    nodes: Nodes | None = None
+    nodes: RendezvousOptions | None = None
     checkpointing: Checkpointing | None = None
     faults: FaultRequest | None = None
     replica_restarts: int = 0
@@ -262,7 +262,7 @@ def _gather(job_file: Path, folder: Path, failure: str) -> None:
         run_executor(["gather", str(job_file), "--out", str(folder), "--failure", failure], lambda event: None)
 
 
-def join(nodes: Nodes, folder: Path) -> None:
+def join(nodes: RendezvousOptions, folder: Path) -> None:
     """Runs this node's ranks; the node at the endpoint predicts, runs and reports.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from simplan import catalog
-from simplan.catalog.spelling import Nodes, find_nodes
+from simplan.catalog.spelling import NamedNodes, find_nodes
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import NO_SCENARIO, ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
@@ -85,7 +85,7 @@ def _asked(request: ScenarioRequest, *, searches: bool) -> tuple[ScenarioRequest
         )
     overrides = overrides_with_catalog_names(overrides)
     if not {"cluster.num_nodes", "cluster.num_devices"} & overrides.keys():
-        overrides["cluster.num_nodes"] = typer.prompt("Nodes", default=1, value_proc=_checked(_count))
+        overrides["cluster.num_nodes"] = typer.prompt("NamedNodes", default=1, value_proc=_checked(_count))
     if "training.global_batch_size" not in overrides:
         each = overrides.get("cluster.devices_per_node")
         each = each or catalog.cluster(overrides.get("cluster.preset", _FIRST_CLUSTER)).devices_per_node
@@ -119,7 +119,7 @@ def _model(answer: str) -> str:
 
 
 def _cluster(answer: str) -> str:
-    if not isinstance(find_nodes(answer), Nodes):
+    if not isinstance(find_nodes(answer), NamedNodes):
         catalog.cluster(answer)
     return answer
 

@@ -67,8 +67,8 @@ def show_command(kind: str | None, name: str | None, *, as_json: bool, calibrati
     if calibration_file is not None:
         return _show_measured(kind, name, calibration_file, as_json=as_json)
     if as_json:
-        found: Any = listing(kind) if name is None else entry(kind, name)
-        print_json({"schema_version": 1, "kind": kind, "entries" if name is None else "entry": found})
+        shown: Any = listing(kind) if name is None else entry(kind, name)
+        print_json({"schema_version": 1, "kind": kind, "entries" if name is None else "entry": shown})
     else:
         print_result(listing_text(kind) if name is None else entry_text(kind, name))
     return 0
@@ -76,15 +76,15 @@ def show_command(kind: str | None, name: str | None, *, as_json: bool, calibrati
 
 def _show_measured(kind: str, name: str | None, file: Path, *, as_json: bool) -> int:
     if kind != "links" or name is not None:
-        given = kind if name is None else f"{kind} {name}"
+        words = kind if name is None else f"{kind} {name}"
         rule = "has no measurements in a calibration: collectives over links have"
         raise SpecError(
-            Problem(field="KIND", value=given, rule=rule, fix=f"run `simplan show links --calibration {file}`")
+            Problem(field="KIND", value=words, rule=rule, fix=f"run `simplan show links --calibration {file}`")
         )
     calibration = read(file)
     assert calibration is not None, "a missing file is refused"
     if as_json:
-        rows = [each._asdict() for each in measured_collectives(calibration, catalog_cluster(calibration))]
+        rows = [collective._asdict() for collective in measured_collectives(calibration, catalog_cluster(calibration))]
         print_json({"schema_version": 1, "kind": kind, "measured": rows})
     else:
         print_result(measured_links_text(calibration))
@@ -114,16 +114,16 @@ def measured_links_text(calibration: Calibration) -> str:
     ]
     rows = [
         [
-            str(each.kind),
-            str(each.num_ranks),
-            str(each.num_nodes),
-            " to ".join(map(format_bytes, each.num_bytes)),
-            format_time(each.latency_s),
-            format_rate(each.bus_bytes_per_s),
-            "" if each.estimated_bytes_per_s is None else format_rate(each.estimated_bytes_per_s),
-            "" if each.median_ratio is None else f"{each.median_ratio:.2f}",
+            str(collective.kind),
+            str(collective.num_ranks),
+            str(collective.num_nodes),
+            " to ".join(map(format_bytes, collective.num_bytes)),
+            format_time(collective.latency_s),
+            format_rate(collective.bus_bytes_per_s),
+            "" if collective.estimated_bytes_per_s is None else format_rate(collective.estimated_bytes_per_s),
+            "" if collective.median_ratio is None else f"{collective.median_ratio:.2f}",
         ]
-        for each in measured
+        for collective in measured
     ]
     device = calibration.environment.get("device") or "this machine"
     against = "no cluster of the catalog has such devices" if cluster is None else f"catalog: links of {cluster.id}"
@@ -161,8 +161,8 @@ def entry(kind: str, name: str) -> dict[str, Any]:
         return _reliability_entry(name)
     if kind in _ENTRIES:
         name = find(cast("catalog.Kind", kind), name).name or name
-        found: dict[str, Any] = _ENTRIES[kind](name).model_dump(mode="json")
-        return found | ({"source": catalog.topology_source(name)} if kind == "topologies" else {})
+        fields: dict[str, Any] = _ENTRIES[kind](name).model_dump(mode="json")
+        return fields | ({"source": catalog.topology_source(name)} if kind == "topologies" else {})
     rows = {row["name"]: row for row in listing(kind)}
     if name not in rows:
         fix = _in_catalog(f"{kind}s", name) or did_you_mean(name, rows)
@@ -188,8 +188,8 @@ def entry_text(kind: str, name: str) -> str:
 def _in_catalog(kind: str, name: str) -> str:
     """Command that shows an entry of the catalog; empty if the catalog has no such kind or entry."""
     kind = kind.replace("topologys", "topologies")
-    found = kind in _ENTRIES and any(row["name"] == name for row in listing(kind))
-    return f"run `simplan show {kind} {name}`" if found else ""
+    is_entry = kind in _ENTRIES and any(row["name"] == name for row in listing(kind))
+    return f"run `simplan show {kind} {name}`" if is_entry else ""
 
 
 def _plural(kind: str | None) -> str | None:
@@ -199,7 +199,7 @@ def _plural(kind: str | None) -> str | None:
 
 def _listing_of(kind: str) -> Callable[[], list[Row]]:
     if kind not in _LISTINGS:
-        sections = (each for each in _SECTIONS if kind.removesuffix("s") in (row["name"] for row in listing(each)))
+        sections = (kinds for kinds in _SECTIONS if kind.removesuffix("s") in (row["name"] for row in listing(kinds)))
         section = next(sections, None)
         fix = f"run `simplan show {section}`, which has its values" if section else did_you_mean(kind, _LISTINGS)
         raise SpecError(Problem(field="KIND", value=kind, rule="is not something to show", fix=fix))
@@ -313,9 +313,9 @@ def _reliability() -> list[Row]:
 
 def _reliability_entry(name: str) -> dict[str, Any]:
     """Preset of ``reliability`` or zone of ``spot``, with its keys and their sources."""
-    found = find("spot_zones", name)
-    if found.name or found.candidates:
-        zone = found.name or name
+    match = find("spot_zones", name)
+    if match.name or match.candidates:
+        zone = match.name or name
         return {"id": zone} | catalog.spot_zone(zone) | catalog.about("spot_zones", zone)
     preset = find("reliability", name).name or name
     return {"id": preset} | catalog.reliability(preset) | catalog.about("reliability", preset)
@@ -337,8 +337,8 @@ def _optimizers() -> list[Row]:
 def _optimizer(name: OptimizerName, facts: OptimizerFacts) -> Row:
     matrix = StoredTensor((4096, 4096), is_matrix=True, whole_shape=(4096, 4096))
     narrow, wide = (facts.state_bytes(matrix, Widths(width, width, width)) / 4096**2 for width in (2, 4))
-    own, refused = facts.temporaries, facts.refused_under or {}
-    temporaries = "" if own is None else format_bytes(own.num_bytes(matrix, Widths(4, 4, 4)))
+    temporary, refused = facts.temporaries, facts.refused_under or {}
+    temporaries = "" if temporary is None else format_bytes(temporary.num_bytes(matrix, Widths(4, 4, 4)))
     if f"{name}_foreach" in UPDATES and UPDATES[f"{name}_foreach"].num_temporaries:  # type: ignore[index]
         temporaries = "with foreach, one as large as all weights"
     return {
@@ -395,10 +395,10 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in data.items():
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and all(isinstance(each, dict) and "name" in each for each in value):
-            for each in value:
-                others = (f"{name}: {one}" for name, one in each.items() if name != "name")
-                flat[f"{prefix}{key}.{each['name']}"] = ", ".join(others)
+        elif isinstance(value, list) and all(isinstance(item, dict) and "name" in item for item in value):
+            for item in value:
+                others = (f"{name}: {one}" for name, one in item.items() if name != "name")
+                flat[f"{prefix}{key}.{item['name']}"] = ", ".join(others)
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from simplan.cli.execute import RunOptions
 from simplan.cost.calibration.format import CalibrationRequest
 from simplan.errors import Problem, SpecError
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import check_elastic
 
@@ -53,7 +53,7 @@ def numbers_of_nodes(text: str) -> tuple[int, int]:
     return least, number
 
 
-def nodes_of(scenario: Scenario, options: RunOptions, rendezvous: NodeRendezvous) -> Nodes | None:
+def nodes_of(scenario: Scenario, options: RunOptions, rendezvous: NodeRendezvous) -> RendezvousOptions | None:
     """The request to the other nodes; None for a run on this machine alone.
 
     Raises:
@@ -96,7 +96,7 @@ def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
         raise SpecError(Problem(field="--nnodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
 
 
-def nodes_to_time(rendezvous: NodeRendezvous, request: CalibrationRequest) -> Nodes:
+def nodes_to_time(rendezvous: NodeRendezvous, request: CalibrationRequest) -> RendezvousOptions:
     """Request to the nodes of a calibration of inter-node communication.
 
     Raises:
@@ -122,10 +122,10 @@ def refuse_without_nodes(rendezvous: NodeRendezvous) -> None:
             raise SpecError(Problem(field=option, value=value, rule=rule, fix="give --nnodes too"))
 
 
-def _nodes(rendezvous: NodeRendezvous, ranks_per_node: int, requested: dict[str, str]) -> Nodes:
+def _nodes(rendezvous: NodeRendezvous, ranks_per_node: int, requested: dict[str, str]) -> RendezvousOptions:
     host, port = _endpoint(rendezvous.endpoint)
     conf, (least, number) = _conf(rendezvous.conf), rendezvous.nodes
-    return Nodes(
+    return RendezvousOptions(
         min_nodes=least,
         max_nodes=number,
         ranks_per_node=ranks_per_node,

@@ -50,7 +50,7 @@ class Ground(NamedTuple):
     ranks: int
 
 
-class Axis(NamedTuple):
+class JobProperty(NamedTuple):
     """A property of jobs that intervals depend on.
 
     Attributes:
@@ -70,16 +70,18 @@ _OPERATORS: Mapping[Operators, str] = {
     "convolutions": "of convolutions",
     "captured": "of a captured module",
 }
-AXES: Mapping[str, Axis] = {
-    "architecture": Axis("compute", lambda at: at.architecture, lambda at: f"on {at.architecture}"),
-    "device": Axis("compute", lambda at: at.device, lambda at: f"on {at.device}"),
-    "precision": Axis(
+AXES: Mapping[str, JobProperty] = {
+    "architecture": JobProperty("compute", lambda at: at.architecture, lambda at: f"on {at.architecture}"),
+    "device": JobProperty("compute", lambda at: at.device, lambda at: f"on {at.device}"),
+    "precision": JobProperty(
         "compute", lambda at: (at.architecture, at.precision), lambda at: f"in {at.precision} on {at.architecture}"
     ),
-    "framework": Axis("compute", lambda at: at.framework, lambda at: f"under {at.framework or 'this framework'}"),
-    "operators": Axis("compute", lambda at: at.operators, lambda at: _OPERATORS[at.operators]),
-    "step": Axis("compute", lambda at: (at.architecture, at.step), lambda at: _step_words(at)),
-    "ranks": Axis("communication", lambda at: at.ranks, lambda at: _ranks_words(at.ranks)),
+    "framework": JobProperty(
+        "compute", lambda at: at.framework, lambda at: f"under {at.framework or 'this framework'}"
+    ),
+    "operators": JobProperty("compute", lambda at: at.operators, lambda at: _OPERATORS[at.operators]),
+    "step": JobProperty("compute", lambda at: (at.architecture, at.step), lambda at: _step_words(at)),
+    "ranks": JobProperty("communication", lambda at: at.ranks, lambda at: _ranks_words(at.ranks)),
 }
 
 

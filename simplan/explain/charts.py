@@ -89,7 +89,7 @@ class DegreeMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class CurveAxis:
     """Axis of curves.
 
     Attributes:
@@ -123,8 +123,8 @@ class Curves:
 
     title: str
     note: str
-    x: Axis
-    y: Axis
+    x: CurveAxis
+    y: CurveAxis
     curves: tuple[Curve, ...]
 
 
@@ -220,8 +220,8 @@ def step_over_bandwidth(
     return Curves(
         f"{job.model.name}: step time over bandwidth",
         f"today {format_rate(link.bytes_per_s)} {where}, per device",
-        Axis(f"bandwidth {where} per device", "bytes/s", is_log=True),
-        Axis("step time", "s", is_log=True),
+        CurveAxis(f"bandwidth {where} per device", "bytes/s", is_log=True),
+        CurveAxis("step time", "s", is_log=True),
         tuple(curves),
     )
 
@@ -251,7 +251,9 @@ def cost_over_days(job: Job, budget: TrainingBudget, plans: Mapping[str, Changes
             labels.append(f"{number:,}")
         curves.append(Curve(name, tuple(points), tuple(labels)))
     note = "each point is a number of devices, without failures"
-    return Curves(f"{job.model.name}: cost over days", note, Axis("days", is_log=True), Axis("cost"), tuple(curves))
+    return Curves(
+        f"{job.model.name}: cost over days", note, CurveAxis("days", is_log=True), CurveAxis("cost"), tuple(curves)
+    )
 
 
 def goodput_over_interval(document: Mapping[str, Any]) -> Curves:
@@ -269,8 +271,8 @@ def goodput_over_interval(document: Mapping[str, Any]) -> Curves:
         interval_s = document[key]
         if interval_s and points[0][0] <= interval_s <= points[-1][0]:
             curves.append(Curve(f"{name}, {format_span(interval_s)}", tuple((interval_s, end) for end in ends)))
-    x = Axis("training between two checkpoints", "span", is_log=True, ticks=_INTERVALS_S)
-    y = Axis("goodput", "percent", is_near=True)
+    x = CurveAxis("training between two checkpoints", "span", is_log=True, ticks=_INTERVALS_S)
+    y = CurveAxis("goodput", "percent", is_near=True)
     return Curves(f"{document['name']}: goodput over the checkpoint interval", "", x, y, tuple(curves))
 
 
@@ -283,7 +285,7 @@ def ways_curves(found: WaysMap) -> Curves:
     return Curves(
         f"{found.name}: step time of ways to train",
         "a step of one way may be worth fewer samples than that of another",
-        Axis(f"{found.link} per device", "bytes/s", is_log=True),
-        Axis("step time", "s", is_log=True),
+        CurveAxis(f"{found.link} per device", "bytes/s", is_log=True),
+        CurveAxis("step time", "s", is_log=True),
         tuple(Curve(one.name, tuple(zip(found.bytes_per_s, one.step_times_s, strict=True))) for one in drawn),
     )

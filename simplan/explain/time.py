@@ -70,18 +70,18 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
 
 def _longer(prediction: Prediction, simulated: Simulated, group: str, whole_s: float, seconds: float) -> ExplainedTerm:
     """Term for the slowdown of compute by overlap, shared cores, slow ranks, jitter or dropped gradients."""
-    cluster, beside = prediction.job.cluster, simulated.program_costs.beside
+    cluster, overlap_term = prediction.job.cluster, simulated.program_costs.beside
     beyond = remainder_words(whole_s, whole_s - seconds, "of the estimates above")
     causes = [
         *(["slow ranks"] if cluster.stragglers else []),
         *(["jitter"] if cluster.jitter is not None else []),
         *(["dropped gradients"] if prediction.backup_workers is not None else []),
-        *(["overlap slowdown"] if beside is not None else []),
+        *(["overlap slowdown"] if overlap_term is not None else []),
     ]
     if not causes:
         note = "ranks and their communication share the cores"
         return ExplainedTerm(group, "waiting for a core", seconds, "s", beyond, note)
-    if beside is None or len(causes) > 1:
+    if overlap_term is None or len(causes) > 1:
         return ExplainedTerm(group, " and ".join(causes), seconds, "s", beyond)
     slowdown = simulated.program_costs.overlap_slowdown
     return ExplainedTerm(
@@ -90,18 +90,18 @@ def _longer(prediction: Prediction, simulated: Simulated, group: str, whole_s: f
         seconds,
         "s",
         overlap_words(slowdown, seconds / slowdown),
-        provenance=str(beside.cost_estimate.provenance),
-        relative_std=beside.cost_estimate.relative_std,
+        provenance=str(overlap_term.cost_estimate.provenance),
+        relative_std=overlap_term.cost_estimate.relative_std,
     )
 
 
 def _computed(simulated: Simulated, rank: int) -> dict[tuple[SpanKind, str, CostEstimate], int]:
     """Occurrences of work on the compute stream of a rank, by kind, name and cost estimate."""
     program, terms = simulated.program, simulated.program_costs.by_work
-    own = program.rank_indices[program.stands_for[rank]]
-    own = own[program.on_stream(Stream.COMPUTE, indices=own)]
+    ops = program.rank_indices[program.stands_for[rank]]
+    ops = ops[program.on_stream(Stream.COMPUTE, indices=ops)]
     counts: dict[tuple[SpanKind, str, CostEstimate], int] = defaultdict(int)
-    for alike in _alike(program, own):
+    for alike in _alike(program, ops):
         kind = SPAN_KINDS[program.columns.kind[alike[0]]]
         for work in program.op(int(alike[0])).work:
             if terms[work].cost_estimate.seconds:
@@ -119,11 +119,15 @@ def _alike(program: Program, indices: NDArray[np.int64]) -> Iterator[NDArray[np.
 
 def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     """Yield exposed communication by name, with the cost estimates of its operations."""
-    found = simulated.of_full_step(lambda step: _moved(step, rank))
-    for label in dict.fromkeys(label for label, _ in found):
-        counts = [(e, occurrences(n)) for (own, e), n in found.items() if own == label and isinstance(e, CostEstimate)]
+    seconds = simulated.of_full_step(lambda step: _moved(step, rank))
+    for label in dict.fromkeys(label for label, _ in seconds):
+        counts = [
+            (e, occurrences(n))
+            for (of_label, e), n in seconds.items()
+            if of_label == label and isinstance(e, CostEstimate)
+        ]
         counts.sort(key=lambda item: -item[0].seconds * item[1])
-        busy_s, exposed, waited_s = found[label, "busy"], found[label, "exposed"], found[label, "waited"]
+        busy_s, exposed, waited_s = seconds[label, "busy"], seconds[label, "exposed"], seconds[label, "waited"]
         alone_s, first = busy_s - waited_s, counts[0][0]
         exposed_wait_s = exposed * waited_s / busy_s if waited_s > _LEAST_WAIT * busy_s else 0.0
         exposed_alone_s = exposed - exposed_wait_s
@@ -164,12 +168,12 @@ def _moved(simulated: Simulated, rank: int) -> dict[tuple[str, CostEstimate | _S
     """
     program, times, costs = simulated.program, simulated.times, simulated.program_costs
     by_work, alone_s = costs.by_work, costs.durations_s if costs.uncontended_s is None else costs.uncontended_s
-    own = program.rank_indices[program.stands_for[rank]]
-    own = own[times.end_s[own] > times.start_s[own]]
-    on_compute = program.on_stream(Stream.COMPUTE, indices=own)
-    found: dict[tuple[str, CostEstimate | _Sum], float] = defaultdict(int)
+    ops = program.rank_indices[program.stands_for[rank]]
+    ops = ops[times.end_s[ops] > times.start_s[ops]]
+    on_compute = program.on_stream(Stream.COMPUTE, indices=ops)
+    seconds_of: dict[tuple[str, CostEstimate | _Sum], float] = defaultdict(int)
     moving_s: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
-    for alike in _alike(program, own[~on_compute]):
+    for alike in _alike(program, ops[~on_compute]):
         # one operation may be several collectives in sequence
         op, start_s = program.op(int(alike[0])), times.start_s[alike]
         whole_s = times.end_s[alike] - start_s
@@ -180,14 +184,14 @@ def _moved(simulated: Simulated, rank: int) -> dict[tuple[str, CostEstimate | _S
             label = f"{term.name} ({op.stream})"
             share = term.cost_estimate.seconds / total_s if total_s else 1 / len(op.work)
             seconds = whole_s * share
-            found[label, "waited"] += waited_s * share
+            seconds_of[label, "waited"] += waited_s * share
             moving_s[label].append(np.array([start_s, start_s + seconds]))
             start_s = start_s + seconds
-            found[label, term.cost_estimate] += len(alike)
-    computing_s = np.array([times.start_s[own[on_compute]], times.end_s[own[on_compute]]])
+            seconds_of[label, term.cost_estimate] += len(alike)
+    computing_s = np.array([times.start_s[ops[on_compute]], times.end_s[ops[on_compute]]])
     joined_s = [np.concatenate(parts_s, axis=1) for parts_s in moving_s.values()]
     labels = np.repeat(np.arange(len(joined_s)), [each_s.shape[1] for each_s in joined_s])
     exposed = exposed_s(computing_s, np.concatenate([np.empty((2, 0)), *joined_s], axis=1), labels, len(joined_s))
     for label, each_s, seconds in zip(moving_s, joined_s, exposed.tolist(), strict=True):
-        found[label, "busy"], found[label, "exposed"] = float((each_s[1] - each_s[0]).sum()), seconds
-    return found
+        seconds_of[label, "busy"], seconds_of[label, "exposed"] = float((each_s[1] - each_s[0]).sum()), seconds
+    return seconds_of

@@ -48,7 +48,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class SettingMapping:
     """One setting of a framework that is one key of a scenario, for reading and for writing.
 
     Attributes:
@@ -268,10 +268,10 @@ class Reading:
             self.put(path, self.value(key), key)
         return key is not None
 
-    def match(self, matches: Iterable[Match]) -> None:
+    def match(self, matches: Iterable[SettingMapping]) -> None:
         """Put all settings that are one key of a scenario each.
 
-        A value that is not in ``Match.values`` is refused as not modeled.
+        A value that is not in ``SettingMapping.values`` is refused as not modeled.
         """
         for match in matches:
             if match.key not in self:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from simplan import catalog
 from simplan.base import Spec
 from simplan.errors import NotModelledError, Problem
-from simplan.interop.configuration import Match, Setting
+from simplan.interop.configuration import Setting, SettingMapping
 from simplan.job import Job
 from simplan.problems import render_value
 from simplan.software.software import SoftwareSpec
@@ -119,10 +119,10 @@ class Writing:
             self.refuse(path, fix or f"use {', '.join(map(str, known))}")
         return value
 
-    def match(self, matches: Iterable[Match]) -> None:
+    def match(self, matches: Iterable[SettingMapping]) -> None:
         """Write all keys of the scenario that are one setting each.
 
-        Values of the scenario that ``Match.values`` does not have are refused.
+        Values of the scenario that ``SettingMapping.values`` does not have are refused.
         """
         for match in matches:
             value = self.value(match.path)

@@ -104,7 +104,7 @@ class LinkUsage(NamedTuple):
             )
             for part in parts
         )
-        return [first, *(each._replace(fixed_s=0.0, distance_s=0.0, beside=True) for each in others)]
+        return [first, *(flow._replace(fixed_s=0.0, distance_s=0.0, beside=True) for flow in others)]
 
 
 def together(usages: Sequence[LinkUsage]) -> LinkUsage:
@@ -118,8 +118,8 @@ def together(usages: Sequence[LinkUsage]) -> LinkUsage:
     ]
     flows = [usage.flow for usage in usages if usage.flow is not None]
     if flows:
-        before = np.cumsum([0, *(int(each.max()) + 1 for each in flows)])
-        flow = np.concatenate([first + each for first, each in zip(before, flows, strict=False)]).astype(np.int32)
+        before = np.cumsum([0, *(int(indices.max()) + 1 for indices in flows)])
+        flow = np.concatenate([first + indices for first, indices in zip(before, flows, strict=False)]).astype(np.int32)
     else:
         links, where = np.unique(links, return_inverse=True)
         columns = [_sums(where, column, len(links)) for column in columns]
@@ -142,15 +142,15 @@ def in_sequence(usages: Sequence[LinkUsage], fixed_s: float) -> list[LinkUsage]:
     Args:
         fixed_s: Seconds of start and latency of all, which are counted with the first.
     """
-    found: dict[bytes, LinkUsage] = {}
+    alike: dict[bytes, LinkUsage] = {}
     for usage in usages:
         key = usage.links.tobytes() + (b"" if usage.flow is None else usage.flow.tobytes())
-        before = found.get(key)
-        found[key] = usage if before is None else before.followed_by_alike(usage)
-    (first, *others), distance_s = found.values(), sum(usage.distance_s for usage in usages)
+        before = alike.get(key)
+        alike[key] = usage if before is None else before.followed_by_alike(usage)
+    (first, *others), distance_s = alike.values(), sum(usage.distance_s for usage in usages)
     return [
         first._replace(fixed_s=fixed_s, distance_s=distance_s, follows=False),
-        *(each._replace(fixed_s=0.0, distance_s=0.0, follows=True) for each in others),
+        *(other._replace(fixed_s=0.0, distance_s=0.0, follows=True) for other in others),
     ]
 
 
@@ -258,9 +258,9 @@ class Usages:
         )
         phases = []
         for number in range(len(phase_shares(way, len(communication.ranks)))):
-            own = phase[path] == number
+            in_phase = phase[path] == number
             least_s = 0.0 if window_s is None else float(window_s[flows.phases == number].max(initial=0.0))
-            phases.append(self._per_byte(way, crossed[own], path[own], shares * part, part, least_s))
+            phases.append(self._per_byte(way, crossed[in_phase], path[in_phase], shares * part, part, least_s))
         return _Routed(phases, distance_s)
 
     def _distance(self, way: CommAlgorithm, flows: Flows, routes: Sequence[Sequence[Route]]) -> tuple[float, _Floats]:
@@ -440,8 +440,8 @@ def loads_together(
         usages, usage_of, place, num_links, always: See ``link_use``.
     """
     every = [*usages, *always]
-    beside = np.array([usage.beside for usage in every], np.bool_)
-    return _busiest(usage_of, place, _Entries.of(every), _heads(usages), num_links, beside)
+    is_simultaneous = np.array([usage.beside for usage in every], np.bool_)
+    return _busiest(usage_of, place, _Entries.of(every), _heads(usages), num_links, is_simultaneous)
 
 
 def _heads(usages: Sequence[LinkUsage]) -> NDArray[np.int64]:
@@ -453,9 +453,9 @@ def _heads(usages: Sequence[LinkUsage]) -> NDArray[np.int64]:
 def _is_largest(share: _Floats, owner: NDArray[np.int64]) -> NDArray[np.bool_]:
     """``(num_entries,)`` True for the link of each usage with the largest share; the first of equal ones."""
     order = np.lexsort((np.arange(len(share)), -share, owner))
-    found = np.zeros(len(share), np.bool_)
-    found[order[np.unique(owner[order], return_index=True)[1]]] = True
-    return found
+    is_largest = np.zeros(len(share), np.bool_)
+    is_largest[order[np.unique(owner[order], return_index=True)[1]]] = True
+    return is_largest
 
 
 def link_use(
@@ -481,23 +481,27 @@ def link_use(
     entries = _Entries.of(every)
     owner, link, seconds, connections, share = entries
     transfer_s, fixed_s = (np.array([usage[field] for usage in every], np.float64) for field in (4, 3))
-    head, least, beside = _heads(every), np.ones(num_links), np.array([usage.beside for usage in every], np.bool_)
+    head, least, is_simultaneous = (
+        _heads(every),
+        np.ones(num_links),
+        np.array([usage.beside for usage in every], np.bool_),
+    )
     for flap in flaps:
         least[flap.link] *= flap.share
-    crowded = _busiest(usage_of, place, entries, head[: len(usages)], num_links, beside) > _FULL * least
+    crowded = _busiest(usage_of, place, entries, head[: len(usages)], num_links, is_simultaneous) > _FULL * least
     kept = crowded[link] & (seconds > 0)
     is_simulated = np.bincount(head[owner[kept]], minlength=len(every)) > 0
     # a sequence is simulated whole: its other usages keep their busiest link, which is never full
     kept |= is_simulated[head[owner]] & ~np.isin(owner, owner[kept]) & (seconds > 0) & _is_largest(share, owner)
     counts = np.bincount(owner[kept], minlength=len(every))
     usage = np.where(np.append(is_simulated, False)[usage_of], usage_of, -1).astype(np.int32)  # -1 finds the last
-    sequence_s = _sums(head, np.where(beside, 0.0, transfer_s), len(every))[head]
+    sequence_s = _sums(head, np.where(is_simultaneous, 0.0, transfer_s), len(every))[head]
     alone_s = fixed_s + sequence_s
     return LinkUse(
         num_links,
         usage,
         head,
-        beside,
+        is_simultaneous,
         np.divide(fixed_s, alone_s, out=np.zeros_like(fixed_s), where=alone_s > 0),
         transfer_s,
         sequence_s,
@@ -517,13 +521,13 @@ def _busiest(
     entries: _Entries,
     head: NDArray[np.int64],
     num_links: int,
-    beside: NDArray[np.bool_],
+    is_simultaneous: NDArray[np.bool_],
 ) -> _Floats:
     """See ``loads_together``; ``head`` is that of the usages, which constant flows follow."""
     num_usages = len(head)
     owner, link, share = entries.owner, entries.link.astype(np.int64), entries.share
-    if beside.any():  # flows of one phase as one
-        first = np.maximum.accumulate(np.where(beside, 0, np.arange(len(beside))))
+    if is_simultaneous.any():  # flows of one phase as one
+        first = np.maximum.accumulate(np.where(is_simultaneous, 0, np.arange(len(is_simultaneous))))
         keys, where = np.unique(first[owner] * num_links + link, return_inverse=True)
         owner, link, share = keys // num_links, keys % num_links, _sums(where, share, len(keys))
     if not num_usages:  # ranks that never communicate

@@ -395,6 +395,8 @@ def assign_layers(job: Job, cost: CostModel, max_blocks: Sequence[int] | None = 
         max_blocks: ``(num_stages,)`` Most blocks of each stage, for pipeline ranks on unequal devices; None: no limit.
     """
     model, plan = job.model, job.plan
+    if plan.num_stages == 1:
+        return StageAssignment((0, 1 + model.num_blocks + model.num_last_layers))
     given = given_stage_layers(job)
     if given is not None:
         return assign_stage_layers(given, model.num_last_layers)

@@ -43,7 +43,7 @@ from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import compile_program, leaders_of
 from simplan.sim.contended import contended_times
-from simplan.sim.engine import CoreUse, RepeatedProgram, Repetitions, Times, simulate
+from simplan.sim.engine import CoreUse, RepeatedProgram, Repetitions, SimulatedTimes, simulate
 from simplan.sim.links import Progress
 
 _Floats = NDArray[np.float64]
@@ -108,20 +108,23 @@ class Contention:
 
     def _fractions(self, step_time_s: float) -> _Floats:
         """``(num_entries,)`` Part of each communication inside the step, and the seconds of constant flows."""
-        found, first, use = np.ones(len(self.usage)), self.use.num_entries, self.use
+        fractions, first, use = np.ones(len(self.usage)), self.use.num_entries, self.use
         op, part, start_s, end_s, rate, _ = self.segments
-        found[self.num_ops : first] = step_time_s  # usages of constant flows are those of one second
-        if len(found) == first:
-            return found
+        fractions[self.num_ops : first] = step_time_s  # usages of constant flows are those of one second
+        if len(fractions) == first:
+            return fractions
         usage = self.usage[first:]
         moved = (end_s - start_s) * rate * use.transfer_s[part] / np.maximum(use.sequence_s[part], _LEAST_S)
-        shared = np.bincount(op, moved, len(found))[first:]
-        fixed_s, transfer_s = np.array([each.fixed_s for each in self.usages])[usage], use.sequence_s[usage]
+        shared = np.bincount(op, moved, len(fractions))[first:]
+        fixed_s, transfer_s = (
+            np.array([usage_of_op.fixed_s for usage_of_op in self.usages])[usage],
+            use.sequence_s[usage],
+        )
         begin_s, end_s = self.start_s[first:] + fixed_s, self.end_s[first:]
         inside_s = np.minimum(end_s, step_time_s) - np.maximum(begin_s, 0.0)
         alone = np.clip(inside_s / np.maximum(transfer_s, _LEAST_S), 0.0, 1.0)
-        found[first:] = np.where(np.diff(use.first)[usage] > 0, np.minimum(shared, 1.0), alone)
-        return found
+        fractions[first:] = np.where(np.diff(use.first)[usage] > 0, np.minimum(shared, 1.0), alone)
+        return fractions
 
     def _delays(self) -> Iterator[tuple[int, float, _Ints]]:
         """Yield usages, the seconds by which full links delay them, and these links.
@@ -157,8 +160,8 @@ class Contention:
         Args:
             op, usage, late_s: ``(num_segments,)`` Operation, usage of one flow, and seconds of delay.
         """
-        beside = self.use.beside
-        phase = np.maximum.accumulate(np.where(beside, 0, np.arange(len(beside))))
+        is_simultaneous = self.use.beside
+        phase = np.maximum.accumulate(np.where(is_simultaneous, 0, np.arange(len(is_simultaneous))))
         flows, of_flow = np.unique(np.stack([op, usage]), axis=1, return_inverse=True)
         flow_s = np.bincount(of_flow.ravel(), late_s, flows.shape[1])
         phases, of_phase = np.unique(np.stack([flows[0], phase[flows[1]]]), axis=1, return_inverse=True)
@@ -258,10 +261,10 @@ def apply_contention(
         Costs with longer durations and deviations, and the load of the links.
     """
     fabric = fabric_of(cluster)
-    own = _ProgramUsages(
+    own_usages = _ProgramUsages(
         program, program_costs, Usages(cluster, fabric), plan, server_shares, cluster.fabric_nodes
     ).of_ops()
-    alone_s = own.alone_s(program, program_costs)
+    alone_s = own_usages.alone_s(program, program_costs)
     constant = [*flows_of_other_jobs(cluster, fabric)]
     others = [
         _ProgramUsages(
@@ -275,8 +278,8 @@ def apply_contention(
         for step in background
     ]
     programs = [program, *(step.program for step in background)]
-    (own, *others), flows = _routed(programs, [own, *others], [flow for _, flow in constant], fabric)
-    use, numbers = _link_use(programs, [own, *others], flows, cluster, fabric)
+    (own_usages, *others), flows = _routed(programs, [own_usages, *others], [flow for _, flow in constant], fabric)
+    use, numbers = _link_use(programs, [own_usages, *others], flows, cluster, fabric)
     if use.flaps:
         refuse_many_changes(use.flaps, compile_program(program).times(alone_s).step_time_s)
     quiet, without_s, step_s = replace(use, always=()), None, 0.0
@@ -285,8 +288,8 @@ def apply_contention(
         times, without_s = realize(quiet, None, ())
         step_s = times.step_time_s
     repeated, other_jobs_alone_s = [], []
-    for step, each, usage in zip(background, others, numbers[1:], strict=True):
-        seconds, crosses = each.alone_s(step.program, step.program_costs), np.diff(use.first)[usage] > 0
+    for step, other, usage in zip(background, others, numbers[1:], strict=True):
+        seconds, crosses = other.alone_s(step.program, step.program_costs), np.diff(use.first)[usage] > 0
         links = replace(quiet, usage=np.where((usage >= 0) & crosses, usage, -1).astype(np.int32))
         other_s = simulate(step.program, seconds, None, links).step_time_s
         refuse_too_many_steps(step, other_s, step_s)
@@ -302,10 +305,10 @@ def apply_contention(
         uncontended_s=alone_s,
         without_background_s=without_s,
     )
-    usages, names = [*own.usages], [*own.names]
-    for step, each in zip(background, others, strict=True):
-        usages += each.usages
-        names += [f"{step.background.name}: {name}" for name in each.names]
+    usages, names = [*own_usages.usages], [*own_usages.names]
+    for step, other in zip(background, others, strict=True):
+        usages += other.usages
+        names += [f"{step.background.name}: {name}" for name in other.names]
     repetitions = times.repetitions or Repetitions.none()
     num_flows, step_time_s = len(constant), times.step_time_s
     pairs = zip(background, other_jobs_alone_s, repetitions.step_times_s, strict=True)
@@ -313,8 +316,8 @@ def apply_contention(
         fabric=fabric,
         usages=[*usages, *flows],
         names=[*names, *(name for name, _ in constant)],
-        usage=np.concatenate([own.usage, len(usages) + np.arange(num_flows), repetitions.usage]),
-        groups=own.groups,
+        usage=np.concatenate([own_usages.usage, len(usages) + np.arange(num_flows), repetitions.usage]),
+        groups=own_usages.groups,
         use=use,
         start_s=np.concatenate([times.start_s, np.zeros(num_flows), repetitions.start_s]),
         end_s=np.concatenate([times.end_s, np.full(num_flows, step_time_s), repetitions.end_s]),
@@ -330,14 +333,14 @@ def _realize(
     use: LinkUse,
     progress: Progress | None,
     others: Sequence[RepeatedProgram],
-) -> tuple[Times, _Floats]:
+) -> tuple[SimulatedTimes, _Floats]:
     """Times of a step on shared links, and the durations that its operations have there."""
     if sharing is not None or others:
         times = simulate(program, alone_s, sharing, use, progress, others)
     elif (use.usage >= 0).any():
         times = contended_times(program, alone_s, use, progress)
     else:
-        times = compile_program(program).times(alone_s)
+        times = SimulatedTimes(*compile_program(program).spans(alone_s))
     leaders = leaders_of(program)
     taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
     return times, np.where(use.usage[leaders] >= 0, taken_s, alone_s)
@@ -358,13 +361,13 @@ class _Together(NamedTuple):
     place: NDArray[np.int64]
 
     @classmethod
-    def of(cls, programs: Sequence[Program], found: Sequence[_OpUsages]) -> _Together:
+    def of(cls, programs: Sequence[Program], op_usages: Sequence[_OpUsages]) -> _Together:
         """Usages of the operations of some Programs."""
         usages: list[LinkUsage] = []
         numbers, places, first_place = [], [], 0
-        for program, each in zip(programs, found, strict=True):
-            numbers.append(np.where(each.usage >= 0, each.usage + len(usages), -1))
-            usages += each.usages
+        for program, usages_of in zip(programs, op_usages, strict=True):
+            numbers.append(np.where(usages_of.usage >= 0, usages_of.usage + len(usages), -1))
+            usages += usages_of.usages
             place = program.columns.rank.astype(np.int64) * len(STREAMS) + program.columns.stream
             places.append(first_place + place)
             first_place += 1 + int(place.max(initial=0))
@@ -372,22 +375,24 @@ class _Together(NamedTuple):
 
 
 def _routed(
-    programs: Sequence[Program], found: Sequence[_OpUsages], constant: Sequence[LinkUsage], fabric: Fabric
+    programs: Sequence[Program], op_usages: Sequence[_OpUsages], constant: Sequence[LinkUsage], fabric: Fabric
 ) -> tuple[list[_OpUsages], list[LinkUsage]]:
     """Usages of Programs and of constant flows, with the detours that adaptive routing takes around full links."""
     between = fabric.interconnect
     if between is None or not between.has_detours:
-        return [*found], [*constant]
-    usages, _, usage_of, place = _Together.of(programs, found)
+        return [*op_usages], [*constant]
+    usages, _, usage_of, place = _Together.of(programs, op_usages)
     load = loads_together(usages, usage_of, place, len(fabric.links), constant)
     splits = splits_of(load, fabric.links, between.detours)
-    own = [each._replace(usages=[on_detours(usage, splits) for usage in each.usages]) for each in found]
-    return own, [on_detours(usage, splits) for usage in constant]
+    routed = [
+        usages_of._replace(usages=[on_detours(usage, splits) for usage in usages_of.usages]) for usages_of in op_usages
+    ]
+    return routed, [on_detours(usage, splits) for usage in constant]
 
 
 def _link_use(
     programs: Sequence[Program],
-    found: Sequence[_OpUsages],
+    op_usages: Sequence[_OpUsages],
     constant: Sequence[LinkUsage],
     cluster: ClusterSpec,
     fabric: Fabric,
@@ -399,7 +404,7 @@ def _link_use(
         constant: Usages of constant flows.
         cluster, fabric: Cluster, and its links.
     """
-    usages, numbers, usage_of, place = _Together.of(programs, found)
+    usages, numbers, usage_of, place = _Together.of(programs, op_usages)
     flaps = [
         Flap(fabric.link_named(slow.link), slow.bandwidth_share, slow.first_s, slow.slow_s, slow.period_s)
         for slow in cluster.slow_links
@@ -444,7 +449,7 @@ class _OpUsages(NamedTuple):
 
     def alone_s(self, program: Program, program_costs: ProgramCosts) -> _Floats:
         """``(num_ops,)`` Durations without contention, with the latency of long distances."""
-        distances_s = np.array([*(each.distance_s for each in self.usages), 0.0])  # the last for no usage
+        distances_s = np.array([*(usage.distance_s for usage in self.usages), 0.0])  # the last for no usage
         return np.asarray(program_costs.durations_s + distances_s[self.usage][leaders_of(program)])
 
 
@@ -477,7 +482,7 @@ class _ProgramUsages:
         indices = np.flatnonzero(moves[columns.work] & leads & (self.program_costs.durations_s > 0))
         keys = columns.work[indices].astype(np.int64) * len(program.stands_for) + columns.rank[indices]
         _, first, which = np.unique(keys, return_index=True, return_inverse=True)
-        found: list[LinkUsage] = []
+        link_usages: list[LinkUsage] = []
         names: list[str] = []
         numbers, counts = np.full(len(first), -1), np.zeros(len(first))
         for key, index in enumerate(indices[first].tolist()):
@@ -489,11 +494,11 @@ class _ProgramUsages:
                 seconds=float(self.program_costs.durations_s[index]),
             )
             if usages:
-                numbers[key] = len(found)
-                found += usages
+                numbers[key] = len(link_usages)
+                link_usages += usages
                 names += [self._name(work, STREAMS[columns.stream[index]])] * len(usages)
         usage_of[indices], groups[indices] = numbers[which], counts[which]
-        return _OpUsages(found, names, usage_of, groups)
+        return _OpUsages(link_usages, names, usage_of, groups)
 
     def _name(self, work: tuple[Work, ...], stream: Stream) -> str:
         """Name of the first communication, and its stream."""
@@ -514,8 +519,8 @@ class _ProgramUsages:
             apart = 1 if meets and part.ranks == first.ranks else len(self._members(part.ranks))
             num_groups = len(groups) / apart
             way = self._way(part)
-            each = [self.usages.of(part._replace(ranks=group), way, self._devices(group)) for group in groups]
-            phases = [together(phase).times(1 / apart) for phase in zip(*each, strict=True)]
+            by_group = [self.usages.of(part._replace(ranks=group), way, self._devices(group)) for group in groups]
+            phases = [together(phase).times(1 / apart) for phase in zip(*by_group, strict=True)]
             alone_s = sum(phase.fixed_s + phase.transfer_s for phase in phases)
             slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
             used = (phase for phase in phases if phase.transfer_s > 0 and len(phase.links))

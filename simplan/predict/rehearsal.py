@@ -9,13 +9,12 @@ from statistics import fmean, pstdev
 
 from simplan.cost.program_costs import ProgramCosts
 from simplan.plan.plan import RankMapping
-from simplan.predict.simulated import Effect, Simulated, affected_costs, interval_s, moved_durations_s
+from simplan.predict.simulated import Effect, Simulated, affected_costs, interval_s, moved_durations_s, timeline
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import Communication, HostCopy, Op, Stream
 from simplan.program.timeline import Split, split_of_rank
 from simplan.runs.measurement import Rehearsal
-from simplan.sim.engine import timeline
 
 _UNMEASURED = frozenset({Effect.OVERLAP_SLOWDOWN, Effect.LINKS})
 """Effects that a rehearsal of one rank does not have in its times."""

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +16,16 @@ from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.model import CostModel
 from simplan.cost.program_costs import ProgramCosts, estimate_program
 from simplan.job import Job
+from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import is_static, sharing_of
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.predict.stragglers import apply_stragglers, drop_slowest
 from simplan.prediction import JitteredStep
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
-from simplan.program.timeline import SpanKind
-from simplan.sim.engine import CoreUse, Times
-from simplan.sim.engine_choice import Engine, engine_of
+from simplan.program.timeline import LazySequence, Span, SpanKind, Timeline, Times
+from simplan.sim.compiled import Durations, compile_program
+from simplan.sim.engine import CoreUse, simulate
 
 if TYPE_CHECKING:
     from simplan.network.background import BackgroundStep
@@ -34,6 +36,43 @@ _OF_HOST = (HostWait, HostCalls, HostCopy)
 ErrorSource = Literal["compute", "host", "communication"]
 _Key = TypeVar("_Key", bound=Hashable)
 NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 90%
+
+
+class Engine(Protocol):
+    """An engine with one Program, ready to run."""
+
+    def times(self, durations_s: Durations) -> Times:
+        """Returns start and end of every operation."""
+        ...
+
+    def step_times_s(self, durations_s: Sequence[Durations] | NDArray[np.float64]) -> Sequence[float]:
+        """Returns the end of the last operation for each vector of durations, in seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _SimPy:
+    """The reference engine."""
+
+    program: Program
+    sharing: CoreUse
+
+    def times(self, durations_s: Durations) -> Times:
+        return simulate(self.program, durations_s, self.sharing)
+
+    def step_times_s(self, durations_s: Sequence[Durations] | NDArray[np.float64]) -> Sequence[float]:
+        return [self.times(vector_s).step_time_s for vector_s in durations_s]
+
+
+def engine_of(program: Program, sharing: CoreUse | None) -> Engine:
+    """Returns SimPy for ranks that share cores, and the compiled engine for static Programs.
+
+    Where both engines apply, their times are equal to the last bit.
+
+    Args:
+        sharing: Cores that operations share; None for no sharing.
+    """
+    return compile_program(program) if sharing is None else _SimPy(program, sharing)
 
 
 class Effect(StrEnum):
@@ -276,3 +315,22 @@ def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, flo
         for side in (moved_s[:sources], moved_s[sources:])
     )
     return step_time_s * math.exp(-down), step_time_s * math.exp(up)
+
+
+def timeline(program: Program, times: Times) -> Timeline:
+    """Returns the spans of a simulated step, created on access; operations that took no time are omitted."""
+    ran = np.flatnonzero(times.end_s > times.start_s)
+    spans = LazySequence(ran, partial(_span, program, times))
+    return Timeline(spans, len(program.ranks), times.step_time_s, program.columns.rank[ran])
+
+
+def _span(program: Program, times: Times, index: int) -> Span:
+    op = program.op(index)
+    num_bytes, peer = 0, None
+    communication = op.communication
+    if communication is not None:
+        num_bytes = sum(each.num_bytes for each in op.communications)
+        if communication.kind is CollectiveKind.SEND:
+            peer = next((rank for rank in communication.ranks if rank != op.rank), None)
+    start_s, end_s = float(times.start_s[index]), float(times.end_s[index])
+    return Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer)

@@ -36,6 +36,7 @@ from simplan.predict.simulated import (
     interval_s,
     moved_durations_s,
     sources_of_error,
+    timeline,
 )
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import (
@@ -53,15 +54,13 @@ from simplan.prediction import (
 )
 from simplan.program.action import Table
 from simplan.program.folding import Folding
-from simplan.program.no_gc import gc_paused
-from simplan.program.program import LayerWork, Phase, Program, Stream
+from simplan.program.program import LayerWork, Phase, Program, Stream, gc_paused
 from simplan.program.size import refuse_many_actions
 from simplan.program.tables.check import check_table
 from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.executable import check_executable
 from simplan.rules import check_job
-from simplan.sim.engine import timeline
-from simplan.sim.engine_choice import load_for_another
+from simplan.sim.compiled import load_for_another
 from simplan.units import format_flop_per_s, format_percent
 
 
@@ -112,8 +111,8 @@ def predict_step(
             check_executable(step.tables[0], plan, job.software)
     load_for_another(step.programs)
     simulated, fine = step.full, step.programs[0]
-    own = sources_of_error(simulated.program)
-    sources = tuple(name for name, ops in own.items() if ops.any())
+    ops_of_source = sources_of_error(simulated.program)
+    sources = tuple(name for name, ops in ops_of_source.items() if ops.any())
     step_time_s, *moved_s = step.seconds(partial(_vectors, sources=sources)).tolist()
     without_background_s = moved_s.pop() if simulated.program_costs.without_background_s is not None else None
     uncontended_s = moved_s.pop() if simulated.contention is not None else step_time_s
@@ -144,7 +143,7 @@ def predict_step(
         table=step.tables[0],
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
-        weakest_term=weakest_term(job, _error_shares(simulated, own, step_time_s, moved_s)),
+        weakest_term=weakest_term(job, _error_shares(simulated, ops_of_source, step_time_s, moved_s)),
         action_level=_ActionLevel(job, extent, calibration, folding, step.assignment, step.tables),
         bubble_fraction=step.idle_fraction(),
         capacity_bytes=worst.capacity_bytes,
@@ -177,13 +176,16 @@ def predict_step(
 
 
 def _error_shares(
-    simulated: Simulated, own: Mapping[ErrorSource, NDArray[np.bool_]], step_time_s: float, moved_s: Sequence[float]
+    simulated: Simulated,
+    ops_of_source: Mapping[ErrorSource, NDArray[np.bool_]],
+    step_time_s: float,
+    moved_s: Sequence[float],
 ) -> dict[str, ErrorShare]:
     """Effect of each source of error on the step.
 
     Args:
         simulated: The step, of the Program whose operations ``own`` has by source of error.
-        own: See ``sources_of_error``.
+        ops_of_source: See ``sources_of_error``.
         step_time_s, moved_s: See ``interval_s``.
     """
     program, costs = simulated.program, simulated.program_costs
@@ -194,14 +196,16 @@ def _error_shares(
         }
         timed = np.array([not is_timed.isdisjoint(works) for works in program.works], dtype=bool)
         timed_s = np.where(timed[program.columns.work], costs.durations_s, 0.0)
-    found: dict[str, ErrorShare] = {}
-    for (source, ops), longer_s in zip(((name, ops) for name, ops in own.items() if ops.any()), moved_s, strict=False):
+    shares: dict[str, ErrorShare] = {}
+    for (source, ops), longer_s in zip(
+        ((name, ops) for name, ops in ops_of_source.items() if ops.any()), moved_s, strict=False
+    ):
         seconds = float(costs.durations_s[ops].sum())
         if seconds:
             std = float(costs.deviations_s[ops].sum()) / seconds
             is_calibrated = timed_s is not None and 2 * float(timed_s[ops].sum()) > seconds
-            found[source] = ErrorShare(math.log(longer_s / step_time_s), std, is_calibrated)
-    return found
+            shares[source] = ErrorShare(math.log(longer_s / step_time_s), std, is_calibrated)
+    return shares
 
 
 def _with_first_steps(step: TruncatedStep, memory: tuple[RankMemory, ...]) -> tuple[RankMemory, ...]:
@@ -212,8 +216,8 @@ def _with_first_steps(step: TruncatedStep, memory: tuple[RankMemory, ...]) -> tu
     whole = job.with_plan(job.plan.with_changes(replication=None))
     first = replace(step, job=whole, extent=predicted_extent(whole, step.folding or folding_of(whole)))
     return tuple(
-        max(each, of_first, key=lambda found: found.allocated_bytes)
-        for each, of_first in zip(memory, first.memory(), strict=True)
+        max(later, of_first, key=lambda memory_of: memory_of.allocated_bytes)
+        for later, of_first in zip(memory, first.memory(), strict=True)
     )
 
 
@@ -253,11 +257,11 @@ def _backup_step(job: Job, step_time_s: float, calibration: Calibration | None) 
 def jobs_of_seeds(job: Job) -> list[Job]:
     """The job with each seed of the hash of ECMP over which its prediction has a range, without that range."""
     topology = job.cluster.topology
-    if topology is None or (own := hashed(topology)) is None or own.num_seeds == 1:
+    if topology is None or (hashing := hashed(topology)) is None or hashing.num_seeds == 1:
         return [job]
     return [
-        replace(job, cluster=job.cluster.model_copy(update={"topology": with_seed(topology, own.seed + number)}))
-        for number in range(own.num_seeds)
+        replace(job, cluster=job.cluster.model_copy(update={"topology": with_seed(topology, hashing.seed + number)}))
+        for number in range(hashing.num_seeds)
     ]
 
 
@@ -335,8 +339,13 @@ def _sent_bytes(program: Program, stream: Stream) -> int:
     """Bytes that the first rank sends on a stream, as a ring does."""
     indices = program.rank_indices[program.ranks[0]]
     ops = (program.op(int(index)) for index in indices[program.on_stream(stream, indices=indices)])
-    moved = (each for op in ops for each in op.communications)
-    return round(sum(bus_factor(each.kind, len(each.ranks)) * each.num_bytes for each in moved))
+    moved = (communication for op in ops for communication in op.communications)
+    return round(
+        sum(
+            bus_factor(communication.kind, len(communication.ranks)) * communication.num_bytes
+            for communication in moved
+        )
+    )
 
 
 def _vectors(
@@ -344,7 +353,7 @@ def _vectors(
 ) -> list[NDArray[np.float64]]:
     """Durations with errors of each source, then those without contention, and without other jobs, if there are any."""
     others = (program_costs.uncontended_s, program_costs.without_background_s)
-    return [*moved_durations_s(program, program_costs, sources), *(each for each in others if each is not None)]
+    return [*moved_durations_s(program, program_costs, sources), *(vector for vector in others if vector is not None)]
 
 
 def _simulation_assumptions(job: Job, extent: Extent, calibration: Calibration | None) -> Iterator[str]:
@@ -374,30 +383,33 @@ def _reference_s(cost: CostModel, job: Job) -> float | None:
 def recomputed_share(job: Job, assignment: StageAssignment) -> float:
     """Recomputed FLOPs over model FLOPs."""
     plan = job.plan
+    layers = job.software.layers_of(job.model, plan, job.training)
+    if plan.recompute == "none" and all(layer.loss_chunks is None for layer in layers):
+        return 0.0
     again = total = 0
-    found: dict[tuple[object, Recompute, int], tuple[int, int]] = {}
-    for number, layer in enumerate(job.software.layers_of(job.model, plan, job.training)):
+    flops_by_layer: dict[tuple[object, Recompute, int], tuple[int, int]] = {}
+    for number, layer in enumerate(layers):
         mode = recompute_of(layer, plan, assignment.place(number))
         key = (layer.key, mode, (number - 1) % 2)  # selective_layer has two kinds of blocks
-        if key not in found:
+        if key not in flops_by_layer:
             reruns = recomputation(layer, mode, number - 1, plan.recompute_modules).reruns
-            own = (layer.kernels[index] for rerun in reruns for index in rerun.kernels)
-            flops = sum(kernel.flops for kernel in own if isinstance(kernel, Gemm | Attention))
-            found[key] = flops, layer.flops() + layer.backward_flops()
-        again, total = again + found[key][0], total + found[key][1]
+            recomputed = (layer.kernels[index] for rerun in reruns for index in rerun.kernels)
+            flops = sum(kernel.flops for kernel in recomputed if isinstance(kernel, Gemm | Attention))
+            flops_by_layer[key] = flops, layer.flops() + layer.backward_flops()
+        again, total = again + flops_by_layer[key][0], total + flops_by_layer[key][1]
     trained = job.sequences_per_step * job.model.flops_per_sequence()
     return again / total * (trained / job.flops_per_step())
 
 
 def _terms(step: TruncatedStep) -> tuple[Term, ...]:
     """Cost terms of a step; equal work of several ranks is one term, with the mean count per rank."""
-    found = _terms_of_program(step)
+    terms = _terms_of_program(step)
     replication = step.job.plan.replication
     if replication is None or not replication.has_rounds:
-        return found
+        return terms
     outer_share = replication.outer_steps / replication.inner_steps
     inner_share = 1 - outer_share * max(1, replication.steps_beside)
-    weighted = [(term, outer_share) for term in found]
+    weighted = [(term, outer_share) for term in terms]
     weighted += [(term, inner_share) for term in (() if step.inner is None else _terms_of_program(step.inner))]
     merged: dict[tuple[str, float], Term] = {}
     for term, share in weighted:
@@ -453,11 +465,11 @@ def _packing_assumptions(step: TruncatedStep, step_time_s: float) -> Iterator[st
     if packs.cut_share:
         yield f"{format_percent(packs.cut_share)} of the documents were longer than allowed, and were cut"
     spread = f"packs differ by +/- {format_percent(packs.relative_std)} in attention"
-    ranks, each = _waiting(job.plan, job.num_microbatches)
+    ranks, num_packs = _waiting(job.plan, job.num_microbatches)
     if ranks == 1:
         yield f"{spread}; one rank waits for no other"
         return
-    excess = fullest_excess(packs, ranks, each)
+    excess = fullest_excess(packs, ranks, num_packs)
     attention_share = attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s
     yield (
         f"{spread}; waiting for the fullest one is not in the step time: at most "
@@ -485,15 +497,15 @@ def attention_s(job: Job, assignment: StageAssignment, table: Table, cost: CostM
     """Seconds of attention cores in a step, on the pipeline rank with the most."""
     plan = job.plan
     layers = job.software.layers_of(job.model, plan, job.training)
-    found: dict[tuple[object, Recompute, int], float] = {}
+    seconds_by_layer: dict[tuple[object, Recompute, int], float] = {}
 
     def of_layer(index: int) -> float:
         layer = layers[index]
         mode = recompute_of(layer, plan, assignment.place(index))
         key = (layer.key, mode, (index - 1) % 2)  # selective_layer has two kinds of blocks
-        if key not in found:
-            found[key] = _core_s(layer, plan, cost, mode, index - 1)
-        return found[key]
+        if key not in seconds_by_layer:
+            seconds_by_layer[key] = _core_s(layer, plan, cost, mode, index - 1)
+        return seconds_by_layer[key]
 
     by_row = [
         sum(of_layer(index) for stage in {a.stage for a in row} for index in assignment.layer_range(stage))

@@ -21,8 +21,7 @@ from simplan.predict.memory import device_memory
 from simplan.predict.simulated import error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
 from simplan.prediction import MemoryKind, RankMemory, all_fit
-from simplan.program.no_gc import gc_paused
-from simplan.program.program import Program, Work
+from simplan.program.program import Program, Work, gc_paused
 from simplan.program.size import refuse_many_actions
 from simplan.rules import check_job
 

@@ -17,7 +17,7 @@ from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.action import ActionKind
 from simplan.program.program import BucketWork, LayerWork, Program
-from simplan.sim.engine import Times
+from simplan.program.timeline import Times
 
 _Floats = NDArray[np.float64]
 

@@ -39,9 +39,8 @@ from simplan.program.action import ActionKind, Table
 from simplan.program.folding import Folding
 from simplan.program.lowering.lower import Lowerer, Lowering
 from simplan.program.program import Program, Stream
-from simplan.program.timeline import COMPUTING, Split, split_of_times
+from simplan.program.timeline import COMPUTING, Split, Times, split_of_times
 from simplan.sim.compiled import CompiledProgram, compile_program
-from simplan.sim.engine import Times
 
 if TYPE_CHECKING:
     from simplan.network.background import BackgroundStep
@@ -91,8 +90,10 @@ def extent_of(job: Job) -> Extent:
     """
     plan, cluster, whole = job.plan, job.cluster, job.num_microbatches
     flaps = any(slow.period_s is not None for slow in cluster.slow_links)
-    beside = plan.replication is not None and plan.replication.steps_beside  # communication that may outlast fewer
-    if cluster.jitter is not None or flaps or cluster.background_jobs or beside:
+    overlaps_steps = (
+        plan.replication is not None and plan.replication.steps_beside
+    )  # communication that may outlast fewer
+    if cluster.jitter is not None or flaps or cluster.background_jobs or overlaps_steps:
         return Extent(whole, 0, whole)
     facts = SCHEDULE_FACTS.get(plan.schedule)
     if plan.pp == 1:
@@ -192,9 +193,11 @@ class TruncatedStep:
             return longer
         replication = self.job.plan.replication
         assert replication is not None
-        each = replication.outer_steps
+        num_rounds = replication.outer_steps
         inner = None if self.inner is None else self.inner.full
-        return replace(longer, inner=InnerSteps(inner, self._num_inner / each, replication.inner_steps / each))
+        return replace(
+            longer, inner=InnerSteps(inner, self._num_inner / num_rounds, replication.inner_steps / num_rounds)
+        )
 
     @cached_property
     def cost(self) -> CostModel:
@@ -222,10 +225,10 @@ class TruncatedStep:
             ]
             if not over or sum(most) < num_blocks:
                 break
-            found = assign_layers(self.job, self.cost, most)
-            if found == step.assignment:  # as all further attempts
+            assignment = assign_layers(self.job, self.cost, most)
+            if assignment == step.assignment:  # as all further attempts
                 break
-            step = self._with(found)
+            step = self._with(assignment)
         return step
 
     def _with(self, assignment: StageAssignment) -> TruncatedStep:
@@ -271,7 +274,7 @@ class TruncatedStep:
     def simulated(self) -> tuple[Simulated, ...]:
         """Programs with cost estimates and simulated times."""
         context = StepContext.of(self.job, self.background, self.progress)
-        return tuple(simulate_program(each, self.cost, context) for each in self.programs)
+        return tuple(simulate_program(program, self.cost, context) for program in self.programs)
 
     def _extrapolated(self, longer: _Growing, shorter: _Growing) -> _Growing:
         """Value of the full step from values of both simulated steps; it grows by the same amount with every period."""
@@ -287,11 +290,11 @@ class TruncatedStep:
         """
         if self.asynchronous is not None:
             return self.asynchronous.seconds(others)
-        found = self._seconds(others, steps_overlap=steps_overlap)
+        step_s = self._seconds(others, steps_overlap=steps_overlap)
         if not self._has_outer_step:
-            return found
-        nothing = np.zeros_like(found)
-        return self._mean(found, nothing if self.inner is None else self.inner.seconds(others))
+            return step_s
+        nothing = np.zeros_like(step_s)
+        return self._mean(step_s, nothing if self.inner is None else self.inner.seconds(others))
 
     def own_seconds(self) -> float:
         """Seconds of the Program with an outer step, which is one step or the steps beside it."""
@@ -300,30 +303,30 @@ class TruncatedStep:
     def _seconds(self, others: _Vectors, *, steps_overlap: bool) -> _Floats:
         """Seconds of the Program; see ``seconds``."""
         vectors = [
-            np.array([each.program_costs.durations_s, *others(each.program, each.program_costs)])
-            for each in self.simulated
+            np.array([simulated.program_costs.durations_s, *others(simulated.program, simulated.program_costs)])
+            for simulated in self.simulated
         ]
         longer, *shorter = (
-            _step_times_s(each, vector, steps_overlap=steps_overlap)
-            for each, vector in zip(self.simulated, vectors, strict=True)
+            _step_times_s(simulated, vector, steps_overlap=steps_overlap)
+            for simulated, vector in zip(self.simulated, vectors, strict=True)
         )
         if not shorter:
             return longer
-        found = self._extrapolated(longer, shorter[0])
+        step_s = self._extrapolated(longer, shorter[0])
         if self.job.plan.pp > 1:
             through_ranks_s = self._extrapolated(*map(_through_ranks_s, self.simulated, vectors))
-            found = np.maximum(found, through_ranks_s.max(axis=0))
-        return np.asarray(found)
+            step_s = np.maximum(step_s, through_ranks_s.max(axis=0))
+        return np.asarray(step_s)
 
     def peaks(self) -> dict[int, RankPeaks]:
         """Tensor bytes of every simulated rank."""
         program, *shorter = self.programs
-        found = {rank: rank_peaks(program, rank) for rank in program.ranks}
-        for rank, more in found.items() if shorter else ():
+        peaks = {rank: rank_peaks(program, rank) for rank in program.ranks}
+        for rank, more in peaks.items() if shorter else ():
             less = rank_peaks(shorter[0], rank)
             passes, update = map(self._extrapolated, more[2:4], less[2:4])
-            found[rank] = more._replace(passes=passes, update=update)
-        return found
+            peaks[rank] = more._replace(passes=passes, update=update)
+        return peaks
 
     def memory(self) -> tuple[RankMemory, ...]:
         """Memory of every rank of the job."""
@@ -333,11 +336,11 @@ class TruncatedStep:
             shorter, peaks = rank_memory(self.programs[1], job, self.calibration), self.peaks()
             for rank, more in memory.items():
                 memory[rank] = self._grown(more, shorter[rank], peaks[rank])
-        found = [replace(memory[other], rank=rank) for rank, other in enumerate(program.stands_for)]
+        ranks = [replace(memory[other], rank=rank) for rank, other in enumerate(program.stands_for)]
         if self.asynchronous is not None:
-            host_bytes = self.asynchronous.with_servers([each.host_bytes for each in found])
-            found = [replace(each, host_bytes=size) for each, size in zip(found, host_bytes, strict=True)]
-        return tuple(found)
+            host_bytes = self.asynchronous.with_servers([of_rank.host_bytes for of_rank in ranks])
+            ranks = [replace(of_rank, host_bytes=size) for of_rank, size in zip(ranks, host_bytes, strict=True)]
+        return tuple(ranks)
 
     def _grown(self, more: RankMemory, less: RankMemory, peaks: RankPeaks) -> RankMemory:
         """Memory of a rank in the full step, from both simulated steps and the peaks of the full step."""
@@ -360,7 +363,7 @@ class TruncatedStep:
         if not shorter and not self._has_outer_step and self.asynchronous is None:
             return longer
         inner = None if not self._has_outer_step or self.inner is None else self.inner.splits(step_time_s)
-        found = {}
+        splits = {}
         for rank, split in longer.items():
             parts = {name: seconds for name, seconds in asdict(split).items() if name != "wait_s"}
             if shorter:
@@ -376,8 +379,8 @@ class TruncatedStep:
             # workers compute beside each other all the time here, and wait for each other's updates in fact
             fits = min(1.0, step_time_s / sum(parts.values())) if self.asynchronous is not None else 1.0
             parts = {name: fits * seconds for name, seconds in parts.items()}
-            found[rank] = Split(**parts, wait_s=max(0.0, step_time_s - sum(parts.values())))
-        return found
+            splits[rank] = Split(**parts, wait_s=max(0.0, step_time_s - sum(parts.values())))
+        return splits
 
     def network(
         self, step_time_s: float, uncontended_s: float, without_background_s: float | None = None
@@ -396,18 +399,18 @@ class TruncatedStep:
 
         num_own = len(steps)
         inner = self.inner if self._has_outer_step else None
-        for each in () if inner is None else inner.simulated:
-            assert each.contention is not None
-            steps.append((each.contention, each.times.step_time_s))
+        for simulated in () if inner is None else inner.simulated:
+            assert simulated.contention is not None
+            steps.append((simulated.contention, simulated.times.step_time_s))
 
         def full(longer: _Floats, *shorter: _Floats) -> _Floats:
             return self._extrapolated(longer, shorter[0]) if shorter else longer
 
         def extrapolated(*sums: _Floats) -> _Floats:
-            found = full(*sums[:num_own])
+            of_steps = full(*sums[:num_own])
             if not self._has_outer_step:
-                return found
-            return self._mean(found, full(*sums[num_own:]) if inner is not None else np.zeros_like(found))
+                return of_steps
+            return self._mean(of_steps, full(*sums[num_own:]) if inner is not None else np.zeros_like(of_steps))
 
         return network_of(steps, extrapolated, step_time_s, uncontended_s, without_background_s)
 
@@ -431,13 +434,13 @@ class TruncatedStep:
 
 def _splits_of_ranks(program: Program, times: Times) -> dict[int, Split]:
     on_compute, ran = program.on_stream(Stream.COMPUTE), times.end_s > times.start_s
-    found = {}
+    splits = {}
     for rank, indices in program.rank_indices.items():
-        own = indices[ran[indices]]
-        found[rank] = split_of_times(
-            program.columns.kind[own], on_compute[own], times.start_s[own], times.end_s[own], times.step_time_s
+        ops = indices[ran[indices]]
+        splits[rank] = split_of_times(
+            program.columns.kind[ops], on_compute[ops], times.start_s[ops], times.end_s[ops], times.step_time_s
         )
-    return found
+    return splits
 
 
 def _busy_and_total_s(program: Program, times: Times) -> tuple[float, float]:
@@ -455,7 +458,7 @@ def _step_times_s(step: Simulated, vectors_s: _Floats, *, steps_overlap: bool) -
     start_s, end_s = compile_program(step.program).spans(vectors_s)
     computing = step.program.on_stream(Stream.COMPUTE) & (vectors_s[0] > 0)
     busy = [indices[computing[indices]] for indices in step.program.rank_indices.values()]
-    longest_s = [end_s[:, own].max(axis=1) - start_s[:, own].min(axis=1) for own in busy if len(own)]
+    longest_s = [end_s[:, ops].max(axis=1) - start_s[:, ops].min(axis=1) for ops in busy if len(ops)]
     return np.asarray(np.max(longest_s, axis=0))
 
 

@@ -115,6 +115,19 @@ class Timeline:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Times:
+    """Start and end of every operation of a Program, ``(num_ops,)`` seconds; indices are those of ``Program.ops``."""
+
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+
+    @property
+    def step_time_s(self) -> float:
+        """The end of the last operation, in seconds."""
+        return float(self.end_s.max(initial=0.0))
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """Breakdown of one rank's step time: exclusive parts in seconds that sum to the step.

@@ -125,26 +125,26 @@ def _splits(comparison: Comparison) -> Iterator[str]:
     yield format_table_text(headers, rows, indent=0, left=2) + more
 
 
-def _goodput(found: GoodputComparison) -> str:
+def _goodput(goodput: GoodputComparison) -> str:
     """Parts of the time of the run, and its goodput."""
-    total_s = sum(found.measured_s.values())
-    expected_s = sum(found.predicted_s.values())
+    total_s = sum(goodput.measured_s.values())
+    expected_s = sum(goodput.predicted_s.values())
     rows = []
-    for part in [*found.measured_s, *(part for part in found.predicted_s if part not in found.measured_s)]:
-        seconds, predicted_s = found.measured_s.get(part, 0.0), found.predicted_s.get(part, 0.0)
+    for part in [*goodput.measured_s, *(part for part in goodput.predicted_s if part not in goodput.measured_s)]:
+        seconds, predicted_s = goodput.measured_s.get(part, 0.0), goodput.predicted_s.get(part, 0.0)
         rows.append([part, *_share(predicted_s, expected_s), *_share(seconds, total_s)])
     rows.append(["time of the run", *_share(expected_s, expected_s), *_share(total_s, total_s)])
     headers = ["where the time went", "predicted", "", "measured", ""]
-    stops = ", ".join(f"{number} {kind}" for kind, number in found.interruptions.items()) or "none"
+    stops = ", ".join(f"{number} {kind}" for kind, number in goodput.interruptions.items()) or "none"
     lines = [format_table_text(headers, rows, indent=0)]
-    if found.predicted is None:
-        lines.append(f"goodput {format_percent(found.measured)}, not predicted; interruptions: {stops}")
+    if goodput.predicted is None:
+        lines.append(f"goodput {format_percent(goodput.measured)}, not predicted; interruptions: {stops}")
     else:
-        low, middle, high = map(format_percent, found.predicted)
-        where = "inside" if found.holds else "OUTSIDE"
-        said = f"goodput {format_percent(found.measured)}, predicted {middle} ({low} to {high}, P5 to P95 of"
-        lines.append(f"{said} {found.num_runs:,} simulated runs): {where}")
-        lines.append(f"interruptions: {stops}; predicted {found.predicted_interruptions:.1f} on average")
+        low, middle, high = map(format_percent, goodput.predicted)
+        where = "inside" if goodput.holds else "OUTSIDE"
+        said = f"goodput {format_percent(goodput.measured)}, predicted {middle} ({low} to {high}, P5 to P95 of"
+        lines.append(f"{said} {goodput.num_runs:,} simulated runs): {where}")
+        lines.append(f"interruptions: {stops}; predicted {goodput.predicted_interruptions:.1f} on average")
     return "\n".join(lines)
 
 
@@ -154,7 +154,7 @@ def _share(seconds: float, total_s: float) -> tuple[str, str]:
 
 def _losses(comparison: Comparison) -> Iterator[str]:
     """Loss against samples and seconds, of the run and of its baselines."""
-    curve, others = comparison.loss_curve, [each.baseline for each in comparison.baselines]
+    curve, others = comparison.loss_curve, [compared.baseline for compared in comparison.baselines]
     if curve is None:
         return
     least = curve.least_loss
@@ -187,11 +187,11 @@ def _loss_notes(comparison: Comparison) -> Iterator[str]:
         f"losses are means of a twentieth of the steps, in nats, of samples before the model trains on them; the best "
         f"possible model has {curve.least_loss:.3f}"
     )
-    for found in comparison.baselines:
-        cost = f"{found.samples_factor:.2f} times the samples and {found.seconds_factor:.2f} times the seconds"
+    for reached in comparison.baselines:
+        cost = f"{reached.samples_factor:.2f} times the samples and {reached.seconds_factor:.2f} times the seconds"
         yield (
-            f"to the loss {found.loss:.3f}, which both reach, the run takes {found.num_samples:,} samples and "
-            f"{format_time(found.seconds)}: {cost} of {found.baseline.name}"
+            f"to the loss {reached.loss:.3f}, which both reach, the run takes {reached.num_samples:,} samples and "
+            f"{format_time(reached.seconds)}: {cost} of {reached.baseline.name}"
         )
 
 
@@ -339,17 +339,20 @@ _NO_HYPOTHESIS = (
 
 
 def _hypotheses(comparison: LoggedComparison) -> str:
-    found = comparison.hypotheses or ()
-    if not found:
+    hypotheses = comparison.hypotheses or ()
+    if not hypotheses:
         return _NO_HYPOTHESIS
-    times, peaks = found[0].step_error is not None, found[0].peak_error is not None
+    times, peaks = hypotheses[0].step_error is not None, hypotheses[0].peak_error is not None
     headers = ["what could explain it", *(["step time", "error"] if times else [])]
     headers += [*(["peak memory", "error"] if peaks else []), ""]
     rows = []
-    for each in found:
-        row = [each.change, *([format_time(each.step_time_s), format_error(each.step_error)] if times else [])]
-        row += [_value(each.peak_gib or 0.0, "GiB"), format_error(each.peak_error)] if peaks else []
-        rows.append([*row, "explains it" if each.explains else ""])
+    for hypothesis in hypotheses:
+        row = [
+            hypothesis.change,
+            *([format_time(hypothesis.step_time_s), format_error(hypothesis.step_error)] if times else []),
+        ]
+        row += [_value(hypothesis.peak_gib or 0.0, "GiB"), format_error(hypothesis.peak_error)] if peaks else []
+        rows.append([*row, "explains it" if hypothesis.explains else ""])
     return format_table_text(headers, rows, indent=0)
 
 

@@ -32,11 +32,14 @@ def compared_predictions(predictions: Iterable[Document]) -> dict[str, Any]:
     Args:
         predictions: JSON documents of predictions, with distinct names.
     """
-    given = [*predictions]
-    unit = _unit(given)
-    ordered = [each for _, each in sorted(zip(_times_s(given, unit), given, strict=True), key=lambda pair: pair[0])]
+    listed = [*predictions]
+    unit = _unit(listed)
+    ordered = [
+        prediction
+        for _, prediction in sorted(zip(_times_s(listed, unit), listed, strict=True), key=lambda pair: pair[0])
+    ]
     unit = _unit(ordered)
-    names, works = [each["name"] for each in ordered], [_work(each) for each in ordered]
+    names, works = [prediction["name"] for prediction in ordered], [_work(prediction) for prediction in ordered]
     differences = work_differences(names, works)
     if unit.name != "step":
         differences += (f"The order is that of the time per {unit.name}, since steps do unequal work.",)
@@ -64,7 +67,7 @@ def predictions_table(document: Document) -> tuple[list[str], list[list[str]]]:
     Columns without a cell are left out. Throughput is a column if steps do unequal work, or have unequal devices.
     """
     predictions = document["predictions"]
-    works = [_work(each) for each in predictions]
+    works = [_work(prediction) for prediction in predictions]
     one_kind = len({work.sample for work in works}) == 1
     devices_differ = len({work.num_devices for work in works}) > 1
     shows_rate = one_kind and (devices_differ or _unit(predictions).name != "step")
@@ -72,27 +75,29 @@ def predictions_table(document: Document) -> tuple[list[str], list[list[str]]]:
     headers = ["scenario", "step time", "90 % interval", "certainty", noun, f"{noun} per device", "days", "cost"]
     headers += ["MFU", "peak memory", "90 % interval", "verdict", "limited by"]
     rows = []
-    for place, (each, work) in enumerate(zip(predictions, works, strict=True)):
-        run = each.get("training_run") or {}
-        per_device = each["samples_per_s_per_device" if work.sample != "sequence" else "tokens_per_s_per_device"]
-        needed_gib = each["peak_memory_gib"]["device"] - (0 if each["fits"] else each["reserve_short_gib"])
-        memory = needed_gib, *each["peak_memory_interval_gib"]["device"]
+    for place, (prediction, work) in enumerate(zip(predictions, works, strict=True)):
+        run = prediction.get("training_run") or {}
+        per_device = prediction["samples_per_s_per_device" if work.sample != "sequence" else "tokens_per_s_per_device"]
+        needed_gib = prediction["peak_memory_gib"]["device"] - (
+            0 if prediction["fits"] else prediction["reserve_short_gib"]
+        )
+        memory = needed_gib, *prediction["peak_memory_interval_gib"]["device"]
         peak, low, high = (format_bytes(gib * GIB) for gib in memory)
         rows.append(
             [
-                each["name"],
-                format_time(each["step_time_s"]),
-                " to ".join(map(format_time, each["step_time_interval_s"])),
+                prediction["name"],
+                format_time(prediction["step_time_s"]),
+                " to ".join(map(format_time, prediction["step_time_interval_s"])),
                 _certainty(document, place),
                 format_number(per_device * work.num_devices) if shows_rate and devices_differ else "",
                 format_number(per_device) if shows_rate else "",
                 f"{run['days']:,.3g}" if run else "",
                 "" if run.get("cost") is None else f"{run['cost']:,.0f}",
-                "?" if each["mfu"] is None else format_percent(each["mfu"]),
+                "?" if prediction["mfu"] is None else format_percent(prediction["mfu"]),
                 peak,
                 f"{low} to {high}",
-                each["memory_verdict"] or "?",
-                _limits(each),
+                prediction["memory_verdict"] or "?",
+                _limits(prediction),
             ]
         )
     filled = [place for place in range(len(headers)) if any(row[place] for row in rows)]
@@ -102,7 +107,7 @@ def predictions_table(document: Document) -> tuple[list[str], list[list[str]]]:
 def certainty_notes(document: Document) -> list[str]:
     """Meaning of the column ``certainty``; empty without this column."""
     pairs, overlaps = document["published_pairs_in_this_order"], document["intervals_overlap"]
-    notes = ((_SAME_PLANS, any(pairs)), (_OTHER_MACHINES, any(each is not None for each in overlaps)))
+    notes = ((_SAME_PLANS, any(pairs)), (_OTHER_MACHINES, any(overlap is not None for overlap in overlaps)))
     return [note for note, applies in notes if applies]
 
 
@@ -118,7 +123,7 @@ def _work(prediction: Document) -> StepWork:
 
 
 def _unit(predictions: Sequence[Document]) -> WorkUnit:
-    return work_unit([_work(each) for each in predictions])
+    return work_unit([_work(prediction) for prediction in predictions])
 
 
 def _times_s(predictions: Sequence[Document], unit: WorkUnit) -> list[float]:
@@ -136,24 +141,24 @@ def _published_pairs(predictions: Sequence[Document]) -> list[dict[str, float] |
     from simplan.search.switch import right_order
 
     fastest: dict[str, Document] = {}
-    found: list[dict[str, float] | None] = []
-    for each in predictions:
-        first = fastest.setdefault(_job_without_plan(each), each)
-        if first is each:
-            found.append(None)
+    pairs: list[dict[str, float] | None] = []
+    for prediction in predictions:
+        first = fastest.setdefault(_job_without_plan(prediction), prediction)
+        if first is prediction:
+            pairs.append(None)
         else:
-            fraction, num_pairs = right_order(first["step_time_s"], each["step_time_s"])
-            found.append({"fraction": fraction, "num_pairs": num_pairs})
-    return found
+            fraction, num_pairs = right_order(first["step_time_s"], prediction["step_time_s"])
+            pairs.append({"fraction": fraction, "num_pairs": num_pairs})
+    return pairs
 
 
 def _overlaps(predictions: Sequence[Document], unit: WorkUnit) -> list[bool | None]:
     """True if the interval of a job overlaps that of the first one; None for the same devices, links and software."""
-    machines = [_machine(each) for each in predictions]
+    machines = [_machine(prediction) for prediction in predictions]
     ends_s = predictions[0]["step_time_interval_s"][1] / unit.amounts[0]
     return [
-        None if machine == machines[0] else each["step_time_interval_s"][0] / amount < ends_s
-        for machine, each, amount in zip(machines, predictions, unit.amounts, strict=True)
+        None if machine == machines[0] else prediction["step_time_interval_s"][0] / amount < ends_s
+        for machine, prediction, amount in zip(machines, predictions, unit.amounts, strict=True)
     ]
 
 
@@ -165,14 +170,14 @@ def _machine(prediction: Document) -> tuple[Document, object]:
 
 def _without_published_runs(predictions: Sequence[Document]) -> list[str]:
     """Sentence on each architecture of which no published run was seen, if devices differ."""
-    if len({_work(each).devices for each in predictions}) == 1:
+    if len({_work(prediction).devices for prediction in predictions}) == 1:
         return []
     names: dict[str, list[str]] = {}
-    for each in predictions:
-        device = each["inputs"]["cluster"]["device"]
-        is_estimated = any(term["provenance"] in _FROM_DATASHEETS for term in each["terms"])
+    for prediction in predictions:
+        device = prediction["inputs"]["cluster"]["device"]
+        is_estimated = any(term["provenance"] in _FROM_DATASHEETS for term in prediction["terms"])
         if is_estimated and device["kernels"]["fitted_on"] is None:
-            names.setdefault(device["architecture"], []).append(each["name"])
+            names.setdefault(device["architecture"], []).append(prediction["name"])
     return [
         f"No published run on {architecture} was seen, so the interval of {', '.join(members)} is wide."
         for architecture, members in names.items()

@@ -20,7 +20,7 @@ from simplan.wording import either
 @rule("num_key_value_heads must divide num_attention_heads")
 def kv_heads_divide_heads(job: Job) -> Iterator[Problem]:
     heads, kv_heads = job.model.num_attention_heads, job.model.num_key_value_heads
-    if kv_heads:
+    if kv_heads and heads % kv_heads:
         yield from undivided(job, "model.num_key_value_heads", "num_attention_heads", heads)
 
 

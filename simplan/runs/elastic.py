@@ -46,7 +46,7 @@ def on_fewer_devices(plan: ParallelPlan, num_devices: int) -> ParallelPlan:
     return plan.model_copy(update={"dp_replicate": dp // shard, "dp_shard": shard})
 
 
-class Nodes(Spec):
+class RendezvousOptions(Spec):
     """Rendezvous options of one node.
 
     Attributes:
@@ -77,7 +77,7 @@ class Nodes(Spec):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def refuse_busy_port(nodes: Nodes) -> None:
+def refuse_busy_port(nodes: RendezvousOptions) -> None:
     """Checks that the leading node can listen at the endpoint.
 
     Raises:

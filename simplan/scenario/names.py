@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from simplan import catalog
-from simplan.catalog.spelling import Nodes, find, find_nodes, refusal
+from simplan.catalog.spelling import NamedNodes, find, find_nodes, refusal
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.problems import render_value
@@ -62,7 +62,7 @@ def overrides_with_catalog_names(overrides: Mapping[str, Any]) -> dict[str, Any]
 def says_numbers(name: Any) -> bool:
     """True for the name of a cluster that says how many nodes or devices there are."""
     nodes = find_nodes(name) if isinstance(name, str) else None
-    return isinstance(nodes, Nodes) and {nodes.num_nodes, nodes.num_devices} != {None}
+    return isinstance(nodes, NamedNodes) and {nodes.num_nodes, nodes.num_devices} != {None}
 
 
 def model_named(source: str) -> str:
@@ -152,7 +152,7 @@ def _listed(key: str, entry: Any, say: _Say) -> Any:
 
 def _with_nodes(section: dict[str, Any], key: str, nodes: Any, say: _Say, *, is_group: bool) -> dict[str, Any]:
     """Section with the nodes that a name stands for, in place of the name."""
-    if not isinstance(nodes, Nodes):
+    if not isinstance(nodes, NamedNodes):
         return section
     text, others = section[key], {name: value for name, value in section.items() if name != key}
     found: dict[str, Any] = {"preset": nodes.preset} if nodes.preset else {"device": nodes.device}
@@ -170,7 +170,7 @@ def _with_nodes(section: dict[str, Any], key: str, nodes: Any, say: _Say, *, is_
     return found | others | numbers
 
 
-def _numbers(others: dict[str, Any], nodes: Nodes, *, is_group: bool) -> dict[str, int]:
+def _numbers(others: dict[str, Any], nodes: NamedNodes, *, is_group: bool) -> dict[str, int]:
     """Numbers of nodes and devices that a name says; a single number is that of a node if the number of nodes is given.
 
     Args:

@@ -4,7 +4,7 @@ from simplan.search.api import search
 from simplan.search.fixes import Fix, fixes
 from simplan.search.incumbents import Goal
 from simplan.search.largest import Largest, largest
-from simplan.search.progress import Phase, SearchProgress
+from simplan.search.progress import SearchPhase, SearchProgress
 from simplan.search.result import (
     EquivalentPlans,
     NearestMiss,
@@ -25,10 +25,10 @@ __all__ = [
     "Largest",
     "NearestMiss",
     "OtherSoftware",
-    "Phase",
     "RankedPlan",
     "RequestChange",
     "SearchExplanation",
+    "SearchPhase",
     "SearchProgress",
     "SearchResult",
     "SearchSpace",

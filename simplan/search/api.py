@@ -22,7 +22,7 @@ from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
 from simplan.search.enumeration import empty_space, unsearched
 from simplan.search.evaluation.evaluator import Evaluator
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Goal, Group, Incumbents, Timed
@@ -119,7 +119,7 @@ class _Search:
         self._name, self._job, self._space, self._calibration = name, job, space, calibration
         self._explained: dict[tuple[ParallelPlan, SearchedOptions], SearchExplanation] = {}
         self._confirmed: set[tuple[ParallelPlan, SearchedOptions]] = set()
-        self._workers, self._clock = Workers(jobs), PhaseClock()
+        self._workers, self._clock = WorkerPool(jobs), PhaseClock()
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
         candidates = {

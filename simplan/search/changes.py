@@ -14,7 +14,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.rules import violations
 from simplan.rules.rule import nearest_multiples
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.search.explore import first_fit
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
 from simplan.search.result import NearestMiss, RequestChange
@@ -33,7 +33,7 @@ def changes(
     space: SearchSpace,
     misses: tuple[NearestMiss, ...],
     calibration: Calibration | None,
-    workers: Workers,
+    workers: WorkerPool,
     on_tried: Callable[[], None] = lambda: None,
 ) -> tuple[RequestChange, ...]:
     """Find changes that make a plan feasible: per kind, the smallest of those tried.

@@ -146,8 +146,8 @@ class Enumeration:
         rows: list[tuple[Any, ...]] = []
         for _, group in groupby(self.meshes if meshes is None else meshes, key=lambda mesh: mesh.pp):
             of_pp = list(_allowed(group, self._why_not.mesh, self.size, rejected))
-            for found in self._of_meshes(of_pp, rejected) if of_pp else ():
-                rows += found
+            for columns in self._of_meshes(of_pp, rejected) if of_pp else ():
+                rows += columns
                 if len(rows) >= _TABLE_ROWS:
                     yield Candidates.of_rows(self._job.plan, self._values, _NAMES, rows)
                     rows = []
@@ -220,41 +220,41 @@ class Enumeration:
         """Placements that differ on a mesh; None for its own order."""
         if self._space.placement is None:
             return (None,)
-        found: dict[tuple[object, ...], tuple[str, ...] | tuple[int, ...] | None] = {}
-        own = tuple(axis for axis in DEFAULT_ORDER if getattr(mesh, axis) > 1)
+        placements: dict[tuple[object, ...], tuple[str, ...] | tuple[int, ...] | None] = {}
+        usual = tuple(axis for axis in DEFAULT_ORDER if getattr(mesh, axis) > 1)
         for placement in self._space.placement:
             if isinstance(placement[0], int):
                 is_own = placement == tuple(range(len(placement)))
-                found.setdefault(own if is_own else placement, None if is_own else placement)
+                placements.setdefault(usual if is_own else placement, None if is_own else placement)
                 continue
             order = tuple(axis for axis in axes_of(map(str, placement)) if getattr(mesh, axis) > 1)
             says_ep = "ep" in placement and mesh.ep > 1  # a rule says where it may be
-            found.setdefault(order, None if order == own and not says_ep else placement)
-        return tuple(found.values())
+            placements.setdefault(order, None if order == usual and not says_ep else placement)
+        return tuple(placements.values())
 
     def _shardings(self, mesh: Mesh) -> list[tuple[int, bool]]:
         """Pairs of ZeRO stage and ``reshard_after_forward``."""
         if mesh.dp_shard * mesh.cp == 1:
             return [(0, True)]
         stages = _unique(self._space.zero_stage) or (0, 1, 2, 3)
-        found = [(stage, True) for stage in stages if (stage < 3 and (stage or mesh.dp_shard == 1))]
+        stages_and_reshards = [(stage, True) for stage in stages if (stage < 3 and (stage or mesh.dp_shard == 1))]
         if 3 in stages:
             reshard = self._space.reshard_after_forward or (True, False)
-            found += [(3, kept) for kept in _unique(reshard) if kept or 2 not in stages]
-        return found
+            stages_and_reshards += [(3, kept) for kept in _unique(reshard) if kept or 2 not in stages]
+        return stages_and_reshards
 
     def _pipelines(self, mesh: Mesh) -> list[tuple[str, int]]:
         """Pairs of schedule and stages per rank."""
         if mesh.pp == 1:
             return [("none", 1)]
         most = self._job.model.num_blocks // mesh.pp
-        found = []
+        pipelines = []
         for schedule in _unique(self._space.schedule) or DEFAULT_SCHEDULES:
             wanted = SCHEDULE_FACTS[schedule].virtual_stages
             stages = range(2, most + 1) if self._space.virtual_stages is None else _unique(self._space.virtual_stages)
             choices = [wanted] if wanted is not None else [v for v in stages if v > 1]
-            found += [(schedule, v) for v in choices if _in(v, self._space.virtual_stages)]
-        return found
+            pipelines += [(schedule, v) for v in choices if _in(v, self._space.virtual_stages)]
+        return pipelines
 
     def _sequence_and_context_options(self, mesh: Mesh) -> list[tuple[bool, str]]:
         """Pairs of ``sequence_parallel`` and ``cp_comm``."""
@@ -344,16 +344,16 @@ def unsearched(space: SearchSpace, job: Job) -> dict[str, tuple[Any, ...]]:
     Args:
         space: Ranges of the search, with the restrictions of the software.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    axes_left: dict[str, tuple[Any, ...]] = {}
     for axis in ("tp", "cp"):
         searched = {getattr(mesh, axis) for mesh in Enumeration(space, job).meshes}
         if getattr(space, axis) is None and searched == {1} and _has_plan(space, job, {axis: (2,)}):
-            found[axis] = (1, 2)
+            axes_left[axis] = (1, 2)
     for option in SOFTWARE_RANGES:
         other = not getattr(job.software, option) if option in job.software.options else None
         if getattr(space, option) is None and other is not None and _has_plan(space, job, {option: (other,)}):
-            found[option] = (False, True)
-    return found
+            axes_left[option] = (False, True)
+    return axes_left
 
 
 def _has_plan(space: SearchSpace, job: Job, ranges: Mapping[str, tuple[Any, ...]]) -> bool:
@@ -377,12 +377,12 @@ def empty_space(space: SearchSpace, software: SoftwareSpec, enumerations: Sequen
     Args:
         software: Software of the job; its own restrictions are not reported as user ranges.
     """
-    given = given_ranges(software, space)
+    ranges = given_ranges(software, space)
     if any(enumeration.meshes for enumeration in enumerations):
-        return _range_problem(space, given, "have no plan in common", "widen one of them, or leave it out")
+        return _range_problem(space, ranges, "have no plan in common", "widen one of them, or leave it out")
     counts = sorted({enumeration.num_devices for enumeration in enumerations})
     sizes = either(f"{size:,}" for size in counts)
-    axes = tuple(name for name in given if name in _AXES)
+    axes = tuple(name for name in ranges if name in _AXES)
     rule = f"no values make tp x cp x pp x dp_replicate x dp_shard = {sizes} devices"
     if len(axes) == 1:
         fitting = sorted({divisor for size in counts for divisor in divisors(size)})

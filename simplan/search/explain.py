@@ -15,7 +15,7 @@ from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import Prediction
 from simplan.rules import violations
 from simplan.search.evaluation.evaluator import Evaluator
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.search.result import OtherSoftware, SearchExplanation
 from simplan.search.space import SearchedOptions, with_options
 from simplan.search.statistics import MORE, Waiting
@@ -85,7 +85,7 @@ def more_memory(
     step_time_s: float,
     nearly: list[Waiting],
     capacity: int,
-    workers: Workers,
+    workers: WorkerPool,
 ) -> float:
     """Fraction of the step time saved by the fastest plan that fits with 10% more memory.
 

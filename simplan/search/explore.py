@@ -25,7 +25,7 @@ from simplan.search.bounds.layer_sums import Floats
 from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration, Mesh
 from simplan.search.evaluation.evaluator import Evaluator, Numbers
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchedOptions, SearchSpace, capacity_bytes
 from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics, Waiting, rounded
@@ -73,7 +73,7 @@ class Exploration:
         job: Job,
         space: SearchSpace,
         calibration: Calibration | None,
-        workers: Workers,
+        workers: WorkerPool,
         incumbents: Incumbents,
         statistics: Statistics,
         on_progress: OnProgress,
@@ -310,7 +310,7 @@ def first_fit(
     job: Job,
     space: SearchSpace,
     calibration: Calibration | None,
-    workers: Workers,
+    workers: WorkerPool,
     witness: ParallelPlan | None = None,
     failed: set[ParallelPlan] | None = None,
     on_tried: Callable[[], None] = lambda: None,

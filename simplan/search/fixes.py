@@ -152,13 +152,13 @@ def fixes(
     if fits and prediction.host_fits is not False:
         return ()
     first, slower = _fitting(prediction.job, capacity, calibration, kinds)
-    found = [fix for tried in first if (fix := _predicted(tried, prediction, capacity, calibration)) is not None]
+    candidates = [fix for tried in first if (fix := _predicted(tried, prediction, capacity, calibration)) is not None]
     for tried in slower:
-        if any(not fix.is_unsure for fix in found):
+        if any(not fix.is_unsure for fix in candidates):
             break
-        found += [fix] if (fix := _predicted(tried, prediction, capacity, calibration)) is not None else []
-    found = [fix for fix in found if not any(_dominates(other, fix) for other in found)]
-    return _shown(sorted(found, key=lambda fix: (fix.trains_otherwise, fix.is_unsure)), top)
+        candidates += [fix] if (fix := _predicted(tried, prediction, capacity, calibration)) is not None else []
+    candidates = [fix for fix in candidates if not any(_dominates(other, fix) for other in candidates)]
+    return _shown(sorted(candidates, key=lambda fix: (fix.trains_otherwise, fix.is_unsure)), top)
 
 
 def _predicted(tried: _Tried, before: Prediction, capacity_bytes: int, calibration: Calibration | None) -> Fix | None:
@@ -193,10 +193,10 @@ def _written(value: Any) -> str:
     return value if isinstance(value, str) else render_value(value)
 
 
-def _shown(found: list[Fix], top: int) -> tuple[Fix, ...]:
+def _shown(candidates: list[Fix], top: int) -> tuple[Fix, ...]:
     """The first fixes; the last one takes more devices if any fix does."""
-    more = [fix for fix in found if fix.more_devices][:1]
-    same = [fix for fix in found if not fix.more_devices]
+    more = [fix for fix in candidates if fix.more_devices][:1]
+    same = [fix for fix in candidates if not fix.more_devices]
     return (*same[: top - len(more)], *more)
 
 
@@ -256,13 +256,13 @@ def _pairs(
         if tried is None:
             continue
         yield tried
-        less = [(each, other) for each in smaller.get(id(one), [])] + [
-            (one, each) for each in smaller.get(id(other), [])
+        less = [(part, other) for part in smaller.get(id(one), [])] + [
+            (one, part) for part in smaller.get(id(other), [])
         ]
         for pair in less[:budget]:
-            found = _try_both(job, *pair, capacity_bytes, calibration)
-            if found is not None:
-                yield found
+            fix = _try_both(job, *pair, capacity_bytes, calibration)
+            if fix is not None:
+                yield fix
         budget -= len(less[:budget])
 
 
@@ -299,7 +299,7 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
         "plan": (job.plan, other.plan),
         "software": (job.software, other.software),
     }
-    found = {
+    changes = {
         f"{section}.{name}": _as_written(getattr(theirs, name))
         for section, (mine, theirs) in pairs.items()
         if mine != theirs
@@ -307,9 +307,9 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
         if getattr(mine, name) != getattr(theirs, name)
     }
     there, wanted = job.cluster.num_devices, other.cluster.num_devices
-    found = found if there == wanted else {"cluster.num_devices": wanted} | found
-    implied, plan = job.with_changes(found).plan, other.plan  # a default that would follow the others is said, too
-    return found | {
+    changes = changes if there == wanted else {"cluster.num_devices": wanted} | changes
+    implied, plan = job.with_changes(changes).plan, other.plan  # a default that would follow the others is said, too
+    return changes | {
         f"plan.{name}": getattr(plan, name) for name in DEPENDENT if getattr(implied, name) != getattr(plan, name)
     }
 

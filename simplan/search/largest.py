@@ -15,7 +15,7 @@ from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.plan import ParallelPlan
 from simplan.search.enumeration import Enumeration
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.search.explore import first_fit
 from simplan.search.space import SearchSpace, check_without_plan, searched_options, that_it_has, with_options
 
@@ -86,7 +86,7 @@ def largest(
         rule = "does not say how much memory it has, so anything fits"
         raise SpecError(Problem(field="cluster.device", value=job.cluster.device.id, rule=rule))
     found, reasons, told = [], [], on_progress or (lambda _: None)
-    with Workers(jobs) as workers:
+    with WorkerPool(jobs) as workers:
         for options in searched_options(space):
             try:
                 one = _largest(with_options(job, options), space, quantity, told, calibration, workers)
@@ -105,7 +105,7 @@ def _largest(
     quantity: Quantity,
     told: Callable[[int], None],
     calibration: Calibration | None,
-    workers: Workers,
+    workers: WorkerPool,
 ) -> Largest:
     if quantity == "microbatch_size":
         return _largest_microbatch(job, space, told, calibration, workers)
@@ -113,7 +113,7 @@ def _largest(
 
 
 def _largest_microbatch(
-    job: Job, space: SearchSpace, told: Callable[[int], None], calibration: Calibration | None, workers: Workers
+    job: Job, space: SearchSpace, told: Callable[[int], None], calibration: Calibration | None, workers: WorkerPool
 ) -> Largest:
     enumeration = Enumeration(space, job)
     sizes = {size for table in enumeration.tables(Counter()) for size in table["microbatch_size"].tolist()}
@@ -138,7 +138,7 @@ class _Growth:
         quantity: Quantity,
         told: Callable[[int], None],
         calibration: Calibration | None,
-        workers: Workers,
+        workers: WorkerPool,
     ) -> None:
         model = job.model
         has_sizes_of_code = model.captured is not None and quantity != "microbatch_size"

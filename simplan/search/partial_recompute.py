@@ -20,7 +20,7 @@ from simplan.rules import violations
 from simplan.rules.recompute import recompute_layers_modelled, recompute_modelled
 from simplan.search.candidates import plan_order
 from simplan.search.evaluation.evaluator import Evaluator
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.search.explore import Exploration, OnProgress
 from simplan.search.incumbents import Goal, Incumbents
 from simplan.search.space import SearchSpace
@@ -73,7 +73,7 @@ def search_partial_recompute(
     space: SearchSpace,
     calibration: Calibration | None,
     incumbents: Incumbents,
-    workers: Workers,
+    workers: WorkerPool,
     on_progress: OnProgress,
 ) -> int:
     """Try fewer recomputed blocks for plans that fit with all blocks recomputed and not with none.

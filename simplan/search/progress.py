@@ -13,7 +13,7 @@ _SETTLED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class SearchPhase:
     """A phase of a search.
 
     Attributes:
@@ -47,7 +47,7 @@ class SearchProgress:
     best_step_time_s: float | None
     so_far: Callable[[], SearchResult]
     doing: str
-    phase: Phase
+    phase: SearchPhase
 
 
 class PhaseClock:
@@ -57,11 +57,11 @@ class PhaseClock:
         self._name = ""
         self._begun_s, self._begun_at = 0.0, 0
 
-    def phase(self, name: str, done: int, of: int | None) -> Phase:
+    def phase(self, name: str, done: int, of: int | None) -> SearchPhase:
         """The phase with the time that it still takes at its pace."""
         now_s = time.monotonic()
         if name != self._name:
             self._name, self._begun_s, self._begun_at = name, now_s, done
         took_s, parts = now_s - self._begun_s, done - self._begun_at
         known = of is not None and parts > 0 and took_s > _SETTLED_S
-        return Phase(name, done, of, (of - done) * took_s / parts if known and of is not None else None)
+        return SearchPhase(name, done, of, (of - done) * took_s / parts if known and of is not None else None)

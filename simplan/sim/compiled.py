@@ -9,7 +9,7 @@ only the SimPy engine applies, and it is the reference in all other cases.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
@@ -19,19 +19,22 @@ import numpy.typing as npt
 
 from simplan.errors import NotModelledError, Problem
 from simplan.program.program import STREAMS, Program
-from simplan.sim.engine import CoreUse, Times
+from simplan.program.timeline import Times
+from simplan.sim.engine import CoreUse
 
 _Floats = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.int32]
 Durations = Sequence[float] | _Floats
-JITTED, INTERPRETED = "simplan.sim.jitted", "simplan.sim.interpreted"
+JITTED, INTERPRETED = "simplan.sim.jitted", "simplan.sim.longest_path"
 _RUNS_OF_A_PREDICTION = 10
 _FEWEST_RUN = 400_000
 """Operations times runs for which the interpreter (1 microsecond each) needs as long as to load numba."""
+_FEWEST_OPERATIONS = 5_000
+"""Operations from which a further prediction loads the machine code: that pays after a dozen predictions."""
 
 
 class Loops(Protocol):
-    """Loops over the nodes of a graph: the modules ``simplan.sim.jitted`` and ``simplan.sim.interpreted``."""
+    """Loops over the nodes of a graph: the modules ``simplan.sim.jitted`` and ``simplan.sim.longest_path``."""
 
     def topological_order(self, first: _Indices, after: _Indices, missing: _Indices, /) -> _Indices:
         """Returns the nodes in topological order; fewer than all nodes if there is a cycle."""
@@ -110,6 +113,20 @@ class CompiledProgram:
         assert vectors_s.shape == (len(vectors_s), len(self.node)), vectors_s.shape
         found: list[float] = self.loops.latest(self.first, self.before, self.leader, vectors_s).tolist()
         return found
+
+
+def load_compiled() -> None:
+    """Loads the machine code of the compiled engine, which then runs small Programs as well."""
+    import_module(JITTED)
+
+
+def load_for_another(programs: Iterable[Program]) -> None:
+    """Loads the machine code if this process has simulated before, and the Programs of its next prediction are large.
+
+    So the first prediction of a process does not wait for numba, and the second one is compiled.
+    """
+    if INTERPRETED in sys.modules and sum(map(len, programs)) >= _FEWEST_OPERATIONS:
+        load_compiled()
 
 
 def compile_program(

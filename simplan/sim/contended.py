@@ -27,14 +27,16 @@ from simplan.network.running import Flaps, LinkLists, Paths, Running, Segments, 
 from simplan.network.usage import LinkUse
 from simplan.program.program import STREAMS, Program
 from simplan.sim.compiled import leaders_of
-from simplan.sim.engine import Times
+from simplan.sim.engine import SimulatedTimes
 
 Progress = Callable[[int, int], None]
 _NEVER = 2**62
 _Floats = npt.NDArray[np.float64]
 
 
-def contended_times(program: Program, durations_s: _Floats, use: LinkUse, progress: Progress | None = None) -> Times:
+def contended_times(
+    program: Program, durations_s: _Floats, use: LinkUse, progress: Progress | None = None
+) -> SimulatedTimes:
     """Returns start and end of every operation, as ``simplan.sim.engine.simulate`` does.
 
     Args:
@@ -72,7 +74,7 @@ def contended_times(program: Program, durations_s: _Floats, use: LinkUse, progre
         segments = segments.doubled()
     num_segments = advance(running, always, float(state.times_s[NOW_S]), segments, num_segments)
     segments = Segments._make(column[:num_segments].copy() for column in segments)
-    return Times(state.start_s[leaders], state.end_s[leaders], segments)
+    return SimulatedTimes(state.start_s[leaders], state.end_s[leaders], segments)
 
 
 def _next_report(num_ended: int, num_all: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,10 +12,8 @@ from numpy.typing import NDArray
 from simpy import Environment, Event
 from simpy.events import NORMAL
 
-from simplan.model.layer import CollectiveKind
-from simplan.program.no_gc import gc_paused
-from simplan.program.program import Program
-from simplan.program.timeline import LazySequence, Span, Timeline
+from simplan.program.program import Program, gc_paused
+from simplan.program.timeline import Times
 
 if TYPE_CHECKING:
     from simplan.network.running import Segments
@@ -83,23 +80,16 @@ class Repetitions(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Times:
-    """Start and end of every operation of a Program, ``(num_ops,)`` seconds; indices are those of ``Program.ops``.
+class SimulatedTimes(Times):
+    """Times of the operations of a Program whose communications may share links.
 
     Attributes:
         segments: Rates of communications over time; None if links are not shared.
         repetitions: Communications of other jobs; None for a step without them.
     """
 
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
     segments: Segments | None = None
     repetitions: Repetitions | None = None
-
-    @property
-    def step_time_s(self) -> float:
-        """The end of the last operation, in seconds."""
-        return float(self.end_s.max(initial=0.0))
 
 
 @gc_paused()
@@ -110,7 +100,7 @@ def simulate(
     links: LinkUse | None = None,
     progress: Progress | None = None,
     others: Sequence[RepeatedProgram] = (),
-) -> Times:
+) -> SimulatedTimes:
     """Simulates one step.
 
     An operation starts when its predecessor on the stream and all operations that it waits for have ended. The
@@ -157,7 +147,7 @@ def simulate(
     segments = None if shared is None else shared.segments
     if segments is not None and begin_s > 0:
         segments = segments.since(begin_s)
-    return Times(np.array(run.start_s) - begin_s, np.array(run.end_s) - begin_s, segments, repetitions)
+    return SimulatedTimes(np.array(run.start_s) - begin_s, np.array(run.end_s) - begin_s, segments, repetitions)
 
 
 def _one_step(run: _Run, begin_s: float) -> _Process:
@@ -342,25 +332,6 @@ class _OtherTraffic:
             np.array(self._end_s) - self._begin_s,
             tuple(by_job),
         )
-
-
-def timeline(program: Program, times: Times) -> Timeline:
-    """Returns the spans of a simulated step, created on access; operations that took no time are omitted."""
-    ran = np.flatnonzero(times.end_s > times.start_s)
-    spans = LazySequence(ran, partial(_span, program, times))
-    return Timeline(spans, len(program.ranks), times.step_time_s, program.columns.rank[ran])
-
-
-def _span(program: Program, times: Times, index: int) -> Span:
-    op = program.op(index)
-    num_bytes, peer = 0, None
-    communication = op.communication
-    if communication is not None:
-        num_bytes = sum(each.num_bytes for each in op.communications)
-        if communication.kind is CollectiveKind.SEND:
-            peer = next((rank for rank in communication.ranks if rank != op.rank), None)
-    start_s, end_s = float(times.start_s[index]), float(times.end_s[index])
-    return Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer)
 
 
 _DONE_S = 1e-15

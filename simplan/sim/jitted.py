@@ -9,7 +9,7 @@ from simplan.sim import longest_path
 from simplan.sim.longest_path import Floats, Ints
 
 _VECTORS = 8  # evaluated together: a node's ends fill one cache line
-_topological_order = jit(longest_path.topological_order)
+_write_order = jit(longest_path.write_order)
 _node_ends = jit(longest_path.node_ends)
 _node_tails = jit(longest_path.node_tails)
 _latest_ends = jit(longest_path.latest_ends)
@@ -18,7 +18,7 @@ _latest_ends = jit(longest_path.latest_ends)
 def topological_order(first: Ints, after: Ints, missing: Ints) -> Ints:
     """Returns the nodes in topological order; fewer than all nodes if there is a cycle."""
     ready, order = np.empty((2, len(missing)), np.int32)
-    return order[: _topological_order(first, after, missing, ready, order)]
+    return order[: _write_order(first, after, missing, ready, order)]
 
 
 def spans(first: Ints, before: Ints, durations_s: Floats) -> tuple[Floats, Floats]:

@@ -1,4 +1,4 @@
-"""Inner loops of the compiled engine: on lists for the interpreter, on arrays for numba."""
+"""Loops of the compiled engine over lists: for processes that simulate little; ``simplan.sim.jitted`` compiles them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Ints = Sequence[int] | Ints
 _Floats = Sequence[float] | Floats
 
 
-def topological_order(
+def write_order(
     first: _Ints, after: _Ints, missing: list[int] | Ints, ready: list[int] | Ints, order: list[int] | Ints
 ) -> int:
     """Writes the nodes in topological order; returns their number, fewer than all nodes if there is a cycle.
@@ -104,3 +104,31 @@ def latest_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, en
         for k in range(num_vectors):
             end_s[node, k] += durations_s[k, leader[node]]
             latest_s[k] = max(latest_s[k], end_s[node, k])
+
+
+def topological_order(first: Ints, after: Ints, missing: Ints) -> Ints:
+    """Returns the nodes in topological order; fewer than all nodes if there is a cycle."""
+    num_nodes = len(missing)
+    ready, order = [0] * num_nodes, [0] * num_nodes
+    num_done = write_order(first.tolist(), after.tolist(), missing.tolist(), ready, order)
+    return np.array(order[:num_done], np.int32)
+
+
+def spans(first: Ints, before: Ints, durations_s: Floats) -> tuple[Floats, Floats]:
+    """Returns start and end of every node in seconds."""
+    num_nodes = len(durations_s)
+    start_s, end_s = [0.0] * num_nodes, [0.0] * num_nodes
+    node_ends(first.tolist(), before.tolist(), durations_s.tolist(), start_s, end_s)
+    return np.array(start_s), np.array(end_s)
+
+
+def tails(first: Ints, before: Ints, durations_s: Floats) -> Floats:
+    """Returns the seconds from the start of every node to the end of the step."""
+    tail_s = [0.0] * len(durations_s)
+    node_tails(first.tolist(), before.tolist(), durations_s.tolist(), tail_s)
+    return np.array(tail_s)
+
+
+def latest(first: Ints, before: Ints, leader: Ints, durations_s: Floats) -> Floats:
+    """``(num_vectors,)`` Returns the end of the last node for each vector of durations of operations."""
+    return np.array([spans(first, before, vector_s)[1].max(initial=0.0) for vector_s in durations_s[:, leader]])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory, Program, Stream
-from simplan.sim.engine import Times
+from simplan.program.timeline import Times
 
 _BLOCK_BYTES = 2 * 1024**2
 _CATEGORIES = tuple(MemoryCategory)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from simpy import Environment, Event, Resource
 
 from simplan.network.usage import LinkUse
-from simplan.program.no_gc import gc_paused
+from simplan.program.program import gc_paused
 from simplan.sim.engine import SharedCores
 
 _Floats = NDArray[np.float64]

@@ -123,11 +123,11 @@ def compare(
         rows.append(compared(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
     rows += _memory_rows(prediction, measurement)
     dropped = {rank.rank for rank in measurement.ranks if rank.is_dropped}  # they left their passes
-    expected, found = _action_times(predicted), _action_times(measured, dropped)
-    timed = () if goes_beside else expected.keys() & found.keys()
+    expected, timed_s = _action_times(predicted), _action_times(measured, dropped)
+    timed = () if goes_beside else expected.keys() & timed_s.keys()
     for key in sorted(timed, key=lambda key: (TIMED_KINDS.index(key[1]), key[0])):
-        means_s = statistics.fmean(expected[key]), statistics.fmean(found[key])
-        rows.append(compared(f"{key[1].value} of stage {key[0]}", *means_s, "s", relative_spread(found[key])))
+        means_s = statistics.fmean(expected[key]), statistics.fmean(timed_s[key])
+        rows.append(compared(f"{key[1].value} of stage {key[0]}", *means_s, "s", relative_spread(timed_s[key])))
     rows += _worker_rows(prediction, measurement)
     rows += _rows_of_replicas_left(prediction, measurement)
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
@@ -167,7 +167,7 @@ def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
     inputs, job = prediction["inputs"], measurement.job
     problems = [
         Problem(field=name, rule="differs between prediction and measurement", fix="predict the job that was run")
-        for name, given, value in (
+        for name, planned, value in (
             ("model", inputs["model"], job.model.model_dump(mode="json")),
             ("training", inputs["training"], job.training.model_dump(mode="json")),
             ("plan", inputs["plan"], job.plan.model_dump(mode="json")),
@@ -175,7 +175,7 @@ def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
             ("stage_boundaries", prediction["stage_boundaries"], list(job.boundaries)),
             ("table", prediction["table"], [list(row) for row in job.table]),
         )
-        if given != value
+        if planned != value
     ]
     ranks = [rank.rank for rank in measurement.ranks]
     if ranks and (max(ranks) >= job.plan.num_devices or len(set(ranks)) < len(ranks)):
@@ -204,29 +204,29 @@ def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
         if not known:
             continue
         value, rank = max(known)
-        predicted = {each["rank"]: measurable_gib(each, column) for each in prediction["ranks"]}[rank]
+        predicted = {of_rank["rank"]: measurable_gib(of_rank, column) for of_rank in prediction["ranks"]}[rank]
         yield compared(f"peak memory, {column}, rank {rank}", predicted, value / GIB, "GiB", None)
 
 
 def _worker_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[ComparisonRow]:
     """Yield staleness and bytes of workers that do not wait for all others."""
-    found = measurement.workers
-    if found is None:
+    workers = measurement.workers
+    if workers is None:
         return
     expected = prediction["replication"]
-    yield compared("staleness, mean", expected["staleness_mean"], found.staleness_mean, "updates", None)
-    yield compared("staleness, 90 % quantile", expected["staleness_p90"], found.staleness_p90, "updates", None)
-    if found.pushed_bytes:
-        yield compared("pushed by a worker", expected["pushed_bytes"] / GIB, found.pushed_bytes / GIB, "GiB", None)
+    yield compared("staleness, mean", expected["staleness_mean"], workers.staleness_mean, "updates", None)
+    yield compared("staleness, 90 % quantile", expected["staleness_p90"], workers.staleness_p90, "updates", None)
+    if workers.pushed_bytes:
+        yield compared("pushed by a worker", expected["pushed_bytes"] / GIB, workers.pushed_bytes / GIB, "GiB", None)
 
 
 def _rows_of_replicas_left(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[ComparisonRow]:
     """Yield the step time of the replicas that were left, by their number."""
     fewer = prediction.get("replication", {}).get("left", ())
-    predicted = {each["num_replicas"]: each["step_time_s"] for each in fewer}
+    predicted = {part["num_replicas"]: part["step_time_s"] for part in fewer}
     for number, rounds in sorted(measurement.undisturbed_rounds().items(), reverse=True):
         if number in predicted:
-            seconds = [each.seconds / measurement.job.round_steps for each in rounds]
+            seconds = [part.seconds / measurement.job.round_steps for part in rounds]
             name, spread = f"step time, {counted(number, 'replica')} left", relative_spread(seconds)
             yield compared(name, predicted[number], statistics.median(seconds), "s", spread)
 
@@ -242,15 +242,15 @@ def _dropped_gradients(measurement: Measurement) -> Iterable[str]:
 def _beyond_the_device(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[str]:
     """Yield a note if a measured peak exceeds the memory of the predicted device."""
     capacity_gib = prediction["capacity_gib"]
-    found = {
+    held_gib = {
         rank.rank: max(value for _, value in rank.peak_memory if value is not None) / GIB
         for rank in measurement.ranks
         if any(value is not None for _, value in rank.peak_memory)
     }
-    rank = max(found, key=lambda each: found[each], default=0)
-    if capacity_gib is not None and found and found[rank] > capacity_gib:
+    rank = max(held_gib, key=lambda rank_number: held_gib[rank_number], default=0)
+    if capacity_gib is not None and held_gib and held_gib[rank] > capacity_gib:
         yield (
-            f"rank {rank} was measured to hold {found[rank]:.4g} GiB, and a device of the predicted job has "
+            f"rank {rank} was measured to hold {held_gib[rank]:.4g} GiB, and a device of the predicted job has "
             f"{capacity_gib:.4g}: another device was measured, or the file was changed"
         )
 
@@ -268,12 +268,12 @@ def _action_times(timeline: Timeline, without: Collection[int] = ()) -> dict[tup
         action = actions[span.action]
         if action.kind in TIMED_KINDS and span.rank not in without:
             work[span.rank, action].append(span)
-    found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    times_s: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for (_, action), spans in work.items():
         begins = [span for span in spans if action.kind is not ActionKind.OPTIM or span.kind is SpanKind.OPTIMIZER]
         duration_s = max(span.end_s for span in spans) - min(span.start_s for span in begins or spans)
-        found[action.stage, action.kind].append(duration_s)
-    return found
+        times_s[action.stage, action.kind].append(duration_s)
+    return times_s
 
 
 TIMED_KINDS = (
@@ -341,11 +341,11 @@ def predicted_communications(job: RunSpec, program: Program | None = None) -> di
         program: Program of the job. It is lowered here if None, not fully expanded, or with optimizer offload.
     """
     plan, replication, table = job.plan, job.plan.replication, job.parsed_table()
-    beside = replication is not None and replication.steps_beside > 0
-    if program is None or not program.all_written_out or plan.offload_optimizer or beside:
+    overlaps_steps = replication is not None and replication.steps_beside > 0
+    if program is None or not program.all_written_out or plan.offload_optimizer or overlaps_steps:
         any_cluster = catalog.cluster("dgx-h100", plan.num_devices)  # a run has no cluster; the result is the same
         changes: dict[str, Any] = {"offload_optimizer": False}  # copies made by torch are not recorded
-        if replication is not None and beside:  # the step after which an outer step is sent
+        if replication is not None and overlaps_steps:  # the step after which an outer step is sent
             changes["replication"] = replication.with_changes(overlap_steps=0)
         asked = Job(job.model, any_cluster, job.training, plan.model_copy(update=changes), job.software)
         has_workers = replication is not None and replication.has_workers and job.device == "cpu"
@@ -353,13 +353,13 @@ def predicted_communications(job: RunSpec, program: Program | None = None) -> di
         lowerer = Lowerer(asked, job.assignment, table, Lowering(level=2, host_waits=has_workers))
         has_rounds = replication is not None and replication.has_rounds
         program = lowerer.round_of(table) if has_rounds else lowerer.program(table)
-    found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
+    issued: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}
     for op in program.ops:
         if op.stream in (Stream.TO_HOST, Stream.FROM_HOST):
             moved = sum(work.num_bytes for work in op.work if isinstance(work, HostCopy))
-            found[op.rank].append((op.stream.value, (op.rank,), moved, str(op.action)))
+            issued[op.rank].append((op.stream.value, (op.rank,), moved, str(op.action)))
         for communication in op.communications:
             receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B) or op.name == PULL
             kind = "recv" if receives else communication.kind.value
-            found[op.rank].append((kind, communication.ranks, communication.num_bytes, str(op.action)))
-    return found
+            issued[op.rank].append((kind, communication.ranks, communication.num_bytes, str(op.action)))
+    return issued

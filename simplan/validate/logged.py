@@ -186,11 +186,11 @@ def _throughput(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: fl
 def _same_batch(prediction: Mapping[str, Any], logged: LoggedRun) -> None:
     problems = []
     for section, name in (("training", "global_batch_size"), ("model", "seq_len")):
-        predicted, found = prediction["inputs"][section].get(name), getattr(logged, name)
-        if found is not None and predicted is not None and found != predicted:
+        predicted, logged_value = prediction["inputs"][section].get(name), getattr(logged, name)
+        if logged_value is not None and predicted is not None and logged_value != predicted:
             rule = f"is in the log, and the predicted job has {predicted}"
-            fix = f"predict the job that was run ({section}.{name}: {found})"
-            problems.append(Problem(field=name, value=str(found), rule=rule, fix=fix))
+            fix = f"predict the job that was run ({section}.{name}: {logged_value})"
+            problems.append(Problem(field=name, value=str(logged_value), rule=rule, fix=fix))
     if problems:
         raise SpecError(problems)
 
@@ -256,31 +256,31 @@ def _gpu_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[Comp
 
     Predicted waits (bubbles, late ranks) count as exposed communication.
     """
-    found = logged.gpu_time
-    if found is None:
+    gpu_time = logged.gpu_time
+    if gpu_time is None:
         return
-    ranks = [rank for rank in prediction["ranks"] if found.rank is None or rank["rank"] == found.rank]
+    ranks = [rank for rank in prediction["ranks"] if gpu_time.rank is None or rank["rank"] == gpu_time.rank]
     if not ranks:
         rule, fix = f"is none of the {len(prediction['ranks'])} ranks of the prediction", "predict the job that was run"
-        raise SpecError(Problem(field="gpu_time.rank", value=str(found.rank), rule=rule, fix=fix))
+        raise SpecError(Problem(field="gpu_time.rank", value=str(gpu_time.rank), rule=rule, fix=fix))
 
     def predicted_s(*names: str) -> float:
         return statistics.fmean(sum(rank.get("split", {}).get(name, 0.0) for name in names) for rank in ranks)
 
-    whose = "" if found.rank is None else f", rank {found.rank}"
-    busy = _BUSY if found.idle_s is not None else (*_BUSY, "host")
-    yield compared(f"compute{whose}", predicted_s(*busy), found.compute_s, "s", None)
+    whose = "" if gpu_time.rank is None else f", rank {gpu_time.rank}"
+    busy = _BUSY if gpu_time.idle_s is not None else (*_BUSY, "host")
+    yield compared(f"compute{whose}", predicted_s(*busy), gpu_time.compute_s, "s", None)
     exposed_s = predicted_s(*_COMMUNICATION)
-    yield compared(f"exposed communication{whose}", exposed_s, found.exposed_communication_s, "s", None)
-    if found.idle_s is not None:
-        yield compared(f"idle{whose}", predicted_s("host"), found.idle_s, "s", None)
+    yield compared(f"exposed communication{whose}", exposed_s, gpu_time.exposed_communication_s, "s", None)
+    if gpu_time.idle_s is not None:
+        yield compared(f"idle{whose}", predicted_s("host"), gpu_time.idle_s, "s", None)
 
 
 def _hypotheses(
     prediction: Mapping[str, Any], logged: LoggedRun, measured: MeasuredTotals, holds: bool | None, job: Job | None
 ) -> tuple[tuple[Hypothesis, ...] | None, tuple[str, ...]]:
     """Hypotheses and notes on them, if the log lies outside of an interval."""
-    peaks = {column: max(found) for column, found in logged.peaks.items()}
+    peaks = {column: max(tried) for column, tried in logged.peaks.items()}
     outside = [column for column, peak in peaks.items() if not in_memory_interval(prediction, column, peak)]
     if holds is not False and not outside:
         return None, ()
@@ -288,10 +288,10 @@ def _hypotheses(
     if column is not None:
         measured = replace(measured, column=column, peak_gib=peaks[column])
     job = job_of_prediction(prediction) if job is None else job
-    found = None if job is None else hypotheses(job, prediction["step_time_s"], measured)
-    if found is None:
+    tried = None if job is None else hypotheses(job, prediction["step_time_s"], measured)
+    if tried is None:
         return None, (f"no hypotheses are tried: {_why_not_again(job)}",)
-    return found, (_TRACE_CONTRADICTS,) if measured.longer_s else ()
+    return tried, (_TRACE_CONTRADICTS,) if measured.longer_s else ()
 
 
 def _why_not_again(job: Job | None) -> str:

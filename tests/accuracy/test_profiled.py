@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from simplan.accuracy.profiled import StageProfile, predict_from_profiles, profiled_step_s, read_profiles
-from simplan.errors import SpecError
 from simplan.scenario.published.reading import read_published
+from tests.support.problems import refuses
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
 PROFILE = StageProfile(
@@ -46,5 +46,5 @@ def test_the_runs_that_were_profiled_are_predicted_to_1_5_percent() -> None:
 def test_another_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     file.write_text("meta: {source: x}\nrecords: []\n")
-    with pytest.raises(SpecError, match="profiled_stage_times: is missing; name a file of profiled stage times"):
+    with refuses("profiled_stage_times", rule="is missing", fix="name a file of profiled"):
         read_profiles(file)

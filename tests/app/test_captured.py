@@ -22,6 +22,7 @@ from simplan.search import SearchSpace, largest
 from simplan.units import format_time
 from tests.app.views.pages import MAIN, SMALL, assert_no_bug, complaints, opened, opened_in_session, query_of
 from tests.executor.capture import modules
+from tests.support.problems import refuses
 
 PLAN = {"dp_shard": 4, "zero_stage": 3}
 
@@ -137,7 +138,7 @@ def test_size_that_a_capture_does_not_have_is_refused(key: str, value: int, docu
     with pytest.raises(SpecError, match=f"{key} = {value} is not that of the capture, "):
         job.model.with_changes(**{key: value})
     if key == "seq_len":
-        with pytest.raises(SpecError, match="of family captured have no seq_len of their own; use microbatch_size"):
+        with refuses("--largest", rule="of family captured have no seq_len", fix="use microbatch_size"):
             largest(job, SearchSpace(), "seq_len")
 
 

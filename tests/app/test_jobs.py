@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from app.figures.plans import Pace, search_plans
-from app.jobs.job import Failed, Jobs, StartedJob, State, TaskRequest, _worker
+from app.jobs.job import Failed, Jobs, JobState, StartedJob, TaskRequest, _worker
 from app.jobs.limits import Limits
 from simplan.errors import RunError, SpecError
 from simplan.scenario import parse_search
@@ -58,7 +58,7 @@ def until(job: StartedJob, holds: Callable[[StartedJob], bool], *, watched: bool
 
 
 def has_ended(job: StartedJob) -> bool:
-    return job.state is State.ENDED
+    return job.state is JobState.ENDED
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def test_a_worker_finds_what_search_finds(jobs: Jobs) -> None:
     jobs.warm()
     job = jobs.start("small", searching(SMALL))
     assert jobs.start("small", searching(SMALL)) is job, "equal questions are asked once"
-    until(job, lambda job: job.state is State.ENDED)
+    until(job, lambda job: job.state is JobState.ENDED)
     asked = parse_search(SMALL)
     alone = search(asked.job, asked.space)
     assert isinstance(job.value, SearchResult)
@@ -100,9 +100,9 @@ def test_running_job_that_no_page_waits_for_ends() -> None:
     with pool(1, Limits(3600, 2**40, 1)) as jobs:
         job = jobs.start("left", sleeping())
         assert job.join()
-        until(job, lambda job: job.state is State.RUNNING, watched=False)
+        until(job, lambda job: job.state is JobState.RUNNING, watched=False)
         time.sleep(2)
-        assert job.state is State.RUNNING, "a page waits"
+        assert job.state is JobState.RUNNING, "a page waits"
         job.leave()
         until(job, has_ended, watched=False)
         assert (job.stopped, job.error) == (True, None)
@@ -137,7 +137,7 @@ def test_large_jobs_leave_one_worker_to_small_ones() -> None:
             assert job.result()
         until(large[0], lambda _: jobs.waiting() == 2)
         assert sorted(job.state for job in large) == ["running", "waiting", "waiting"]
-        next(job for job in large if job.state is State.RUNNING).stop()
+        next(job for job in large if job.state is JobState.RUNNING).stop()
         until(large[0], lambda _: jobs.waiting() == 1)
         assert sorted(job.state for job in large) == ["ended", "running", "waiting"]
 
@@ -153,7 +153,7 @@ def test_worker_started_while_all_end_ends(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("app.jobs.job._worker", start_late)
     job = jobs.start("late", TaskRequest(os.getpid))
     until(job, lambda _: bool(started) and started[0].poll() is not None)
-    assert job.state is State.ENDED
+    assert job.state is JobState.ENDED
 
 
 @pytest.mark.slow
@@ -162,15 +162,15 @@ def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -
     job = jobs.start("large", searching(LARGE))
     second = jobs.start("second", searching(SMALL))
     until(job, lambda job: job.value is not None)
-    assert job.state is State.RUNNING
-    assert second.state is State.WAITING, "one at a time here"
+    assert job.state is JobState.RUNNING
+    assert second.state is JobState.WAITING, "one at a time here"
     job.stop()
-    until(job, lambda job: job.state is State.ENDED)
+    until(job, lambda job: job.state is JobState.ENDED)
     assert job.stopped
     assert job.error is None
     assert job.value.interrupted
     assert job.value.ranked
-    until(second, lambda job: job.state is State.ENDED)
+    until(second, lambda job: job.state is JobState.ENDED)
     assert second.value is not None
     assert jobs.start("large", searching(SMALL)) is not job
 
@@ -184,7 +184,7 @@ def test_errors_are_reported_as_problems() -> None:
 @pytest.mark.slow
 def test_errors_come_back_as_problems(jobs: Jobs) -> None:
     job = jobs.start("wrong", searching(WRONG))
-    until(job, lambda job: job.state is State.ENDED)
+    until(job, lambda job: job.state is JobState.ENDED)
     assert isinstance(job.error, SpecError)
     assert "dgx-h100" in str(job.error)
 

@@ -14,6 +14,7 @@ from simplan.cluster import machine
 from simplan.errors import SpecError
 from simplan.scenario import load_scenario
 from simplan.units import GIB
+from tests.support.problems import refuses
 
 FILES = Path(__file__).parent / "files"
 
@@ -54,7 +55,8 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_scenario(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == f"{tmp_path}: is a folder; name a file in it"
+    with refuses("", rule="is a folder", file=str(tmp_path)):
+        load_scenario(tmp_path)
 
 
 def test_a_fifo_does_not_hang(tmp_path: Path) -> None:
@@ -77,7 +79,8 @@ def test_a_name_with_a_null_byte(tmp_path: Path) -> None:
 def test_a_file_over_the_size_limit(tmp_path: Path) -> None:
     path = tmp_path / "huge.yaml"
     path.write_bytes(b"#" * (4 * 1024 * 1024 + 1))
-    assert refusal(path) == f"{path}: is larger than 4 MiB; this is no file for simplan"
+    with refuses("", rule="is larger than 4 MiB", file=str(path)):
+        load_scenario(path)
 
 
 @pytest.mark.timeout(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan import catalog
-from simplan.catalog.spelling import Nodes, find, find_nodes, words_of
+from simplan.catalog.spelling import NamedNodes, find, find_nodes, words_of
 
 TYPED: dict[catalog.Kind, dict[str, str]] = {
     # ids of the Hub, and names in papers and model cards
@@ -168,20 +168,20 @@ def test_name_without_or_with_another_word_is_never_another_entry() -> None:
 
 def test_numbers_in_a_name_are_those_of_nodes_or_devices() -> None:
     expected = {
-        "8x H100": Nodes("dgx-h100", num_devices=8),
-        "8xH100 | 8 H100s | H100 x8 | 8\N{MULTIPLICATION SIGN} H100 | 8x NVIDIA H100 80GB HBM3": Nodes(
+        "8x H100": NamedNodes("dgx-h100", num_devices=8),
+        "8xH100 | 8 H100s | H100 x8 | 8\N{MULTIPLICATION SIGN} H100 | 8x NVIDIA H100 80GB HBM3": NamedNodes(
             "dgx-h100", num_devices=8
         ),
-        "64 H100 GPUs": Nodes("dgx-h100", num_devices=64),
-        "2x8 H100 | 2 x 8 x H100 | 2 nodes of 8 H100": Nodes("dgx-h100", num_nodes=2, devices_per_node=8),
-        "4x DGX H100 | 4 DGX H100 nodes | 4x HGX H100": Nodes("dgx-h100", num_nodes=4),
-        "4x p5.48xlarge": Nodes("p5.48xlarge", num_nodes=4),
-        "8x A100 80GB | 8x A100-SXM4-80GB": Nodes("dgx-a100-80gb", num_devices=8),
-        "8x A100 80GB PCIe": Nodes("", "a100-pcie-80gb", num_devices=8),
-        "4090": Nodes("", "rtx-4090"),
-        "8x 4090 | 8x4090": Nodes("", "rtx-4090", num_devices=8),
-        "2x8 4090": Nodes("", "rtx-4090", num_nodes=2, devices_per_node=8),
-        "GB200 NVL72 | GB200": Nodes("gb200-nvl72"),
+        "64 H100 GPUs": NamedNodes("dgx-h100", num_devices=64),
+        "2x8 H100 | 2 x 8 x H100 | 2 nodes of 8 H100": NamedNodes("dgx-h100", num_nodes=2, devices_per_node=8),
+        "4x DGX H100 | 4 DGX H100 nodes | 4x HGX H100": NamedNodes("dgx-h100", num_nodes=4),
+        "4x p5.48xlarge": NamedNodes("p5.48xlarge", num_nodes=4),
+        "8x A100 80GB | 8x A100-SXM4-80GB": NamedNodes("dgx-a100-80gb", num_devices=8),
+        "8x A100 80GB PCIe": NamedNodes("", "a100-pcie-80gb", num_devices=8),
+        "4090": NamedNodes("", "rtx-4090"),
+        "8x 4090 | 8x4090": NamedNodes("", "rtx-4090", num_devices=8),
+        "2x8 4090": NamedNodes("", "rtx-4090", num_nodes=2, devices_per_node=8),
+        "GB200 NVL72 | GB200": NamedNodes("gb200-nvl72"),
     }
     for texts, nodes in expected.items():
         for text in texts.split(" | "):
@@ -191,6 +191,6 @@ def test_numbers_in_a_name_are_those_of_nodes_or_devices() -> None:
         "8x V100 16GB": "v100-sxm2-16gb v100-pcie-16gb",
     }.items():
         match = find_nodes(text)
-        assert not isinstance(match, Nodes)
+        assert not isinstance(match, NamedNodes)
         assert match.candidates == tuple(names.split())
-    assert not isinstance(find_nodes("8x7b"), Nodes)
+    assert not isinstance(find_nodes("8x7b"), NamedNodes)

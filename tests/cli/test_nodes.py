@@ -12,10 +12,11 @@ from simplan.cli.execute import RunOptions, refuse_restarts
 from simplan.cli.nodes import NodeRendezvous, nodes_of, numbers_of_nodes
 from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.scenario import load_scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 from tests.cli.calls import Simplan, refused
+from tests.support.problems import refuses
 
 SCENARIO = """\
 name: two nodes
@@ -115,7 +116,7 @@ def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> Non
     kept = Checkpointing(folder="/kept", max_restarts=1)
     meeting = NodeRendezvous((1, 2), "a:1")
 
-    def requested(file: Path, checkpointing: Checkpointing | None) -> Nodes:
+    def requested(file: Path, checkpointing: Checkpointing | None) -> RendezvousOptions:
         nodes = nodes_of(load_scenario(file), RunOptions(checkpointing=checkpointing), meeting)
         assert nodes is not None
         return nodes
@@ -163,7 +164,7 @@ def test_replicas_that_may_leave_need_neither_checkpoints_nor_fewer_nodes(two: P
     assert nodes is not None
     assert nodes.requested["--max-restarts"] == "1"
     refuse_restarts(scenario, options)
-    with pytest.raises(SpecError, match=r"--nnodes = 1:2: restarts with fewer nodes, .*; use --nnodes 2$"):
+    with refuses("--nnodes", "1:2", rule="restarts with fewer nodes", fix="use --nnodes 2"):
         nodes_of(scenario, options, NodeRendezvous((1, 2), "a:1"))
-    with pytest.raises(SpecError, match=r"^--max-restarts: needs a folder for checkpoints; add --checkpoint-dir"):
+    with refuses("--max-restarts", rule="needs a folder for checkpoints", fix="add --checkpoint-dir"):
         refuse_restarts(load_scenario(two), options)

@@ -38,7 +38,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One calibration for all tests here: it is the slowest part."""
     folder = tmp_path_factory.mktemp("calibration")
     (folder / "tiny.yaml").write_text(SCENARIO)
-    command = [sys.executable, "-m", "simplan", "calibrate", "tiny.yaml", "--budget", "3", "--calibration", "c.json"]
+    command = [sys.executable, "-m", "simplan", "calibrate", "tiny.yaml", "--budget", "1", "--calibration", "c.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False

@@ -30,6 +30,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.program.program import Communication, LayerWork, Phase
 from tests.jobs import tiny_model
 from tests.layers import layer_of_kernels
+from tests.support.problems import refuses
 
 MODEL = tiny_model()
 BLOCK = MODEL.layers[1]
@@ -264,7 +265,7 @@ def test_kernels_that_were_never_timed_are_refused() -> None:
     cost = calibrated(layers=(), communication=())
     with pytest.raises(SpecError, match="run `simplan calibrate SCENARIO`"):
         cost.compute(work(Phase.FORWARD))
-    with pytest.raises(SpecError, match=r"has no timing of send; run `simplan calibrate --ranks 2`"):
+    with refuses("calibration", rule="has no timing of send", fix="run `simplan calibrate --ranks 2`"):
         cost.communication(Communication(CollectiveKind.SEND, 1, (0, 1)))
 
 

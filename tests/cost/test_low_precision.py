@@ -11,7 +11,6 @@ from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.kernels import KernelCost
 from simplan.cost.compute.matmul import MatmulRates
 from simplan.cost.model import Provenance
-from simplan.errors import SpecError
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Role
 from simplan.model.low_precision import linear_format
 from simplan.program.program import LayerWork, Phase
@@ -19,6 +18,7 @@ from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
 from tests.cost.rates import PLAIN, changed, cost_of
 from tests.layers import layer_of_kernels
+from tests.support.problems import refuses
 
 M, N, K = 4096, 8192, 2048
 FLOPS = 2 * M * N * K
@@ -156,5 +156,5 @@ def test_heads_and_routers_are_priced_as_in_bf16(other: LayerSpec) -> None:
 
 
 def test_a_device_without_a_peak_for_it_is_refused_by_name() -> None:
-    with pytest.raises(SpecError, match=r"nvfp4: h100-sxm-80gb has no published dense peak for it; known: bf16"):
+    with refuses("training.precision", rule="h100-sxm-80gb has no published dense peak", fix="known: bf16"):
         cost_of("h100-sxm-80gb", "nvfp4", state=rates("nvfp4").state)

@@ -10,6 +10,7 @@ from executor.checks import check_job
 from simplan.errors import NotModelledError, SpecError
 from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job, make_model
+from tests.support.problems import refuses
 
 
 def test_stages_may_be_anywhere() -> None:
@@ -72,7 +73,7 @@ def test_jobs_that_are_refused(
 def test_plans_that_cannot_be_are_rejected() -> None:
     with pytest.raises(SpecError, match=r"plan.virtual_stages = 2"):
         check_job(make_job("interleaved_1f1b", plan={"virtual_stages": 2, "schedule": "interleaved_1f1b"}))
-    with pytest.raises(SpecError, match=r"^plan.tp = 2: must divide model.vocab_size = 97"):
+    with refuses("plan.tp", "2", rule="must divide model.vocab_size = 97"):
         check_job(make_job(plan={"tp": 2}))
 
 
@@ -86,10 +87,10 @@ def test_stages_split_all_layers(boundaries: tuple[int, ...]) -> None:
 def test_the_dtype_is_that_of_the_precision() -> None:
     training = TrainingSpec(global_batch_size=8, precision="bf16")
     check_job(make_job(training=training, dtype="bf16"))
-    with pytest.raises(SpecError, match=r"^dtype = fp32: must be bf16 for training.precision = bf16, or fp64"):
+    with refuses("dtype", "fp32", rule="must be bf16 for training.precision"):
         check_job(make_job(training=training))
     halved = training.model_copy(update={"precision": "fp16"})
-    with pytest.raises(NotModelledError, match=r"^training.precision = fp16: the executor does not run this precision"):
+    with refuses("training.precision", "fp16", rule="the executor does not run this", kind=NotModelledError):
         check_job(make_job(training=halved, dtype="fp16"))
 
 
@@ -97,5 +98,5 @@ def test_checkpoints_are_not_loaded() -> None:
     """Runs begin with random weights, so that a way of loading would be ignored."""
     job = make_job("gpipe", pp=2)
     software = job.software.with_changes(loading="cpu")
-    with pytest.raises(NotModelledError, match=r"software\.loading = cpu: the executor begins with random weights"):
+    with refuses("software.loading", "cpu", rule="the executor begins with random weights", kind=NotModelledError):
         check_job(job.model_copy(update={"software": software}))

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from simplan.explain.charts import (
-    Axis,
     Curve,
+    CurveAxis,
     Curves,
     cost_over_days,
     goodput_over_interval,
@@ -103,7 +103,7 @@ def test_goodput_over_the_interval_is_useful_time_over_all() -> None:
 def test_a_linear_axis_begins_at_zero_unless_it_is_near(is_near: bool, lowest: float) -> None:
     """Heights on the picture are linear in the values."""
     points = ((1.0, 0.9), (2.0, 0.95), (3.0, 1.0))
-    chart = Curves("a", "", Axis("x"), Axis("y", "percent", is_near=is_near), (Curve("b", points),))
+    chart = Curves("a", "", CurveAxis("x"), CurveAxis("y", "percent", is_near=is_near), (Curve("b", points),))
     dots = list(ElementTree.fromstring(curves_svg(chart)).iter(f"{SVG}circle"))
     heights = [float(dot.get("cy", "")) for dot in dots]
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 import pytest
 
 from app.figures.ways import ways_figure
-from simplan.errors import SpecError
 from simplan.explain.charts import ways_curves
 from simplan.explain.ways_map import WAYS, WaysMap, ways_lines, ways_map
 from simplan.plan.compression import CompressionKind
@@ -17,6 +16,7 @@ from simplan.predict import predict
 from simplan.report.drawings.charts_svg import curves_svg
 from tests.predict.ways.test_replication import job_with
 from tests.search.jobs import small_job
+from tests.support.problems import refuses
 
 JOB = job_with({}, None, replicas=4)
 
@@ -67,5 +67,5 @@ def test_the_timeline_is_drawn_and_told(drawn_map: WaysMap) -> None:
 
 
 def test_one_device_has_no_map() -> None:
-    with pytest.raises(SpecError, match="has no replicas with a link between them"):
+    with refuses("plan", rule="has no replicas with a link"):
         ways_map(small_job("llama", 1, batch=8), "one")

@@ -39,7 +39,7 @@ from simplan.cli.terminal import processes
 from simplan.cost.calibration.format import Calibration
 from simplan.program.timeline import SpanKind
 from simplan.runs.checkpoint import HEADER_FILE, CheckpointHeader, Checkpointing, step_folder
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.runs.measurement import MeasuredSpan, PeakMemory, Rehearsal
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import parse_scenario
@@ -58,7 +58,9 @@ _JOB = run_spec_of_scenario(
 ).model_copy(update={"checkpointing": Checkpointing(folder="checkpoints", resume=True)})
 JOB = _JOB.model_dump_json()
 REQUEST = requests_for([_SCENARIO], None, 10.0)[0].model_dump_json()
-NODES = Nodes(min_nodes=1, max_nodes=2, ranks_per_node=1, host="127.0.0.1", port=29400, leads=True).model_dump_json()
+NODES = RendezvousOptions(
+    min_nodes=1, max_nodes=2, ranks_per_node=1, host="127.0.0.1", port=29400, leads=True
+).model_dump_json()
 HEADER = CheckpointHeader(
     step=_STEP,
     model=_JOB.model,

@@ -22,6 +22,7 @@ from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Communication
 from simplan.scenario.source import make_job
 from simplan.sim.engine import simulate
+from tests.support.problems import refuses
 
 # Fields of the messages: mlcommons/chakra at 21585d8, schema/protobuf/et_def.proto, read 2026-11-26; types by their
 # number in descriptor.proto, repeated fields with a star.
@@ -284,5 +285,5 @@ def test_more_nodes_than_the_limit_are_written_by_reference(monkeypatch: pytest.
 
 
 def test_step_with_millions_of_operations_is_refused() -> None:
-    with pytest.raises(NotModelledError, match=r"training\.global_batch_size = .*use a smaller one, such as"):
+    with refuses("training.global_batch_size", fix="use a smaller one, such", kind=NotModelledError):
         chakra.export(make_job("llama3-70b", cluster="dgx-h100", num_nodes=1, tp=8, global_batch_size=100_000), "step")

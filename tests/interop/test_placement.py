@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from simplan.errors import NotModelledError, SpecError
+from simplan.errors import NotModelledError
 from simplan.interop.formats import formats
 from simplan.interop.hostfiles import HOSTFILES
 from simplan.job import Job
 from simplan.scenario import scenario_from
 from simplan.scenario.source import make_job
+from tests.support.problems import refuses
 
 TP_PP_DP = ("tp", "cp", "pp", "dp")
 
@@ -36,7 +37,7 @@ def test_pipelines_inside_data_parallel_groups_come_back(target: str, software: 
     assert again.plan.placement == TP_PP_DP
     assert again.placement == job.placement
 
-    with pytest.raises(NotModelledError, match=r"plan.placement = .* cannot be said in .*; use \[tp, cp, pp, dp\]"):
+    with refuses("plan.placement", rule="cannot be said", fix="use [tp, cp, pp, dp]", kind=NotModelledError):
         export(job_of(software, tp=2, pp=4, placement=("dp", "tp", "pp")), "out")
     # an order that is that of the mesh needs no word
     assert export(job_of(software, tp=2, pp=4, placement=("tp", "dp", "pp")), "out").files
@@ -52,7 +53,7 @@ def test_pipelines_inside_data_parallel_groups_come_back(target: str, software: 
 def test_placement_that_a_target_cannot_say_is_refused(target: str, software: str, plan: dict[str, Any]) -> None:
     export = formats()[target].export
     assert export is not None
-    with pytest.raises(NotModelledError, match=r"plan.placement = .* cannot be said in .*; leave it out"):
+    with refuses("plan.placement", rule="cannot be said", fix="leave it out", kind=NotModelledError):
         export(job_of(software, **plan), "out")
 
 
@@ -76,5 +77,5 @@ def test_hostfiles_have_the_order_of_ranks() -> None:
     assert files == ["node1 slots=8\nnode0 slots=8\n", "node1\n" * 8 + "node0\n" * 8]
     between = job_of("torch", pp=8, dp_shard=2, placement=("pp", "dp"))  # a pipeline in each node
     assert HOSTFILES["slurm-hostfile"](between, "job").files["slurm-hostfile"] == "node0\nnode1\n" * 8
-    with pytest.raises(SpecError, match="ranks on node0 that do not follow each other"):
+    with refuses("plan.placement", rule="ranks on node0 that do not"):
         HOSTFILES["hostfile"](between, "job")

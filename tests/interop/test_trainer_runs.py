@@ -21,6 +21,7 @@ from simplan.model.model import ModelSpec
 from simplan.predict import predict
 from simplan.scenario import scenario_from
 from simplan.scenario.source import read_source
+from tests.support.problems import refuses
 from tests.support.yaml_files import read_yaml
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
@@ -281,7 +282,7 @@ def test_deepspeed_batch_of_other_devices_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**sizes, "zero_optimization": {"stage": 3}}), encoding="utf-8")
     add = {"model.preset": "llama3-8b", "model.seq_len": 512, "cluster.preset": "dgx-h100"}
     assert scenario_from(path, add).job.cluster.num_devices == 8
-    with pytest.raises(SpecError, match="train_batch_size = 64: is 128 on these devices"):
+    with refuses("train_batch_size", "64", rule="is 128 on these devices"):
         scenario_from(path, {**add, "cluster.num_devices": 16})
 
 
@@ -590,7 +591,7 @@ def test_three_numbers_of_a_batch_are_the_devices(tmp_path: Path) -> None:
     overrides = {"cluster.preset": "dgx-h100", "model.preset": "gpt2-124m", "model.seq_len": 512}
     assert read_source(file, overrides).scenario().job.cluster.num_devices == 8
     file.write_text(json.dumps(batch | {"train_batch_size": 60, "zero_optimization": {"stage": 3}}))
-    with pytest.raises(SpecError, match="is not a multiple of 2 sequences x 4 steps"):
+    with refuses("train_batch_size", rule="is not a multiple of 2"):
         read_source(file, overrides)
 
 
@@ -779,7 +780,7 @@ def test_axolotl_refuses_8_bits_under_fsdp2(tmp_path: Path) -> None:
     """utils/schemas/validation.py: use adamw_torch_8bit."""
     path = tmp_path / "run.yaml"
     path.write_text(f"{_AXOLOTL}bf16: true\n{_FSDP2}".replace("adamw_torch_fused", "adamw_bnb_8bit"), encoding="utf-8")
-    with pytest.raises(SpecError, match=r"does not work under FSDP2, .*; use adamw_torch_8bit \(torchao\)"):
+    with refuses("optimizer", rule="does not work under FSDP2", fix="use adamw_torch_8bit"):
         scenario_from(path, {"cluster.preset": "dgx-h100"})
 
 
@@ -966,7 +967,7 @@ def test_file_that_is_no_deepspeed_configuration_is_refused(tmp_path: Path) -> N
     (tmp_path / "data.json").write_text(json.dumps({"id": "q1", "input": "text"}), encoding="utf-8")
     path = tmp_path / "args.json"
     path.write_text(json.dumps({"per_device_train_batch_size": 1, "deepspeed": "data.json"}), encoding="utf-8")
-    with pytest.raises(SpecError, match="named as the DeepSpeed configuration, and has none of its keys"):
+    with refuses("data.json", rule="named as the DeepSpeed configuration"):
         scenario_from(path, {"cluster.preset": "dgx-h100"})
 
 

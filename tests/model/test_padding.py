@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.model.layer import Gemm
 from simplan.model.model import ModelSpec
@@ -18,6 +17,7 @@ from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory
 from simplan.scenario import parse_scenario
 from tests.jobs import job_of, problems, tiny_model
+from tests.support.problems import refuses
 
 GPT3 = catalog.model("gpt3-175b")
 PADDING = {
@@ -157,5 +157,5 @@ def test_the_multiple_is_an_option(preset: str, multiple: int, padded: int) -> N
 
 
 def test_torch_has_no_such_option() -> None:
-    with pytest.raises(SpecError, match=r"software.vocab_multiple = 128: is no option of torch"):
+    with refuses("software.vocab_multiple", "128", rule="is no option of torch"):
         parse_scenario(_SCENARIO.format(preset="torch", multiple=128))

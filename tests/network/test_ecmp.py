@@ -23,6 +23,7 @@ from simplan.report.text import prediction_text
 from simplan.search import search
 from simplan.search.space import SearchSpace
 from tests.jobs import job_of
+from tests.support.problems import is_of
 from tests.support.slow import slow_except
 
 SEEDS = 40
@@ -128,10 +129,7 @@ def test_connections_and_seeds_that_cannot_be(fields: dict[str, Any], said: str)
 def test_a_hash_setting_without_a_hash_is_refused() -> None:
     topology = LeafSpine(kind="leaf_spine", nodes_per_leaf=2, connections=4)
     [problem] = topology_problems(cluster_with(topology, 4))
-    assert problem.sentence() == (
-        "cluster.topology.connections = 4: is of hashed flows, and adaptive routing has none; "
-        "write routing: ecmp, or remove it"
-    )
+    assert is_of(problem, "cluster.topology.connections", "4", rule="adaptive routing has none", fix="routing: ecmp")
 
 
 def test_a_prediction_says_the_range_over_seeds_and_a_search_does_not() -> None:

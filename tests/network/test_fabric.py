@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.topology import TOPOLOGIES, FatTree
-from simplan.errors import SpecError
 from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric
 from simplan.problems import parse_model
+from tests.support.problems import refuses
 
 GBIT = 1e9 / 8
 
@@ -409,5 +409,5 @@ def test_trees_of_equal_groups_are_symmetric(
 def test_unknown_link_names_the_nearest() -> None:
     fabric = fabric_of(cluster_with({"kind": "leaf_spine", "nodes_per_leaf": 2}, nodes=4, per_node=1))
     assert fabric.links[fabric.link_named("leaf0 -> spine")].name == "leaf0 -> spine"
-    with pytest.raises(SpecError, match="leaf0 -> spin: is no link of the fabric; did you mean leaf0 -> spine"):
+    with refuses("link", rule="is no link of the fabric", fix="did you mean leaf0 ->"):
         fabric.link_named("leaf0 -> spin")

@@ -22,9 +22,11 @@ from simplan.network.flows import flows_of
 from simplan.network.usage import LinkUse, Usages, link_use
 from simplan.predict import contention, predict
 from simplan.program.program import Communication, Program
-from simplan.sim.engine import Times, simulate
+from simplan.program.timeline import Times
+from simplan.sim.engine import simulate
 from simplan.sim.links import Progress, SharedLinks
 from tests.jobs import job_of
+from tests.support.problems import is_of
 
 FABRICS: dict[str, Topology] = {
     "leaf-spine": LeafSpine(kind="leaf_spine", nodes_per_leaf=2, oversubscription=4),
@@ -192,12 +194,7 @@ def test_both_engines_run_flows_alike(plan: dict[str, int], monkeypatch: pytest.
 def test_flows_of_large_clusters_and_inside_sites_are_refused() -> None:
     topology = LeafSpine(kind="leaf_spine", nodes_per_leaf=2, rate_per="flow")
     [problem] = topology_problems(cluster_with(topology, 128))
-    assert problem.sentence() == (
-        "cluster.topology.rate_per = flow: simulates flows of at most 64 devices, and the cluster has 128; "
-        "remove it, which gives a communication one rate"
-    )
+    assert is_of(problem, "cluster.topology.rate_per", "flow", rule="at most 64 devices", fix="remove it")
     sites = Sites(kind="sites", nodes_per_site=4, gbit_per_site=100, latency_s=0.01, inside=topology)
     [problem] = topology_problems(cluster_with(sites))
-    assert problem.sentence() == (
-        "cluster.topology.inside.rate_per: belongs to the whole topology; write rate_per next to kind: sites"
-    )
+    assert is_of(problem, "cluster.topology.inside.rate_per", rule="whole topology", fix="next to kind: sites")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from simplan.errors import SpecError
 from simplan.plan.hostfile import host_lines, read_host_file, task_lines
+from tests.support.problems import refuses
 
 
 def devices_in(folder: Path, text: str, num_devices: int = 8) -> tuple[int, ...]:
@@ -61,8 +62,8 @@ def test_hostfiles_that_do_not_match_are_refused(tmp_path: Path, text: str, said
 
 
 def test_orders_that_a_launcher_cannot_say_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"puts ranks on node0 that do not follow each other.*use --to slurm-hostfile"):
+    with refuses("plan.placement", rule="puts ranks on node0 that do", fix="use --to slurm-hostfile"):
         host_lines((0, 4, 1, 5), 4)
     assert task_lines((0, 4, 1, 5), 4) == ("node0", "node1", "node0", "node1")
-    with pytest.raises(SpecError, match="puts rank 0 on device 1 of node0, and launchers would put it on 0"):
+    with refuses("plan.placement", rule="puts rank 0 on device 1"):
         task_lines((1, 0), 4)

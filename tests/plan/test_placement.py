@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from simplan.errors import SpecError
 from simplan.plan.placement import DEFAULT_ORDER, Placement, read_rank_file
 from simplan.plan.plan import Axis, ParallelPlan, Place, RankMapping
+from tests.support.problems import refuses
 
 SIZES = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in DEFAULT_ORDER})
 ORDERS = st.permutations(DEFAULT_ORDER)
@@ -134,5 +135,5 @@ def test_wrong_rank_files_are_sentences(tmp_path: Path, text: str, said: str) ->
 
 
 def test_missing_rank_file_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"cannot be read: No such file or directory; name a CSV file with the columns"):
+    with refuses("plan.placement", rule="cannot be read: No such file", fix="name a CSV file"):
         read_rank_file(tmp_path / "none.csv", 2)

@@ -241,7 +241,9 @@ def test_wrong_background_job_is_refused(tmp_path: Path, before: str, after: str
 def test_two_background_jobs_on_one_node_are_refused(tmp_path: Path) -> None:
     second = "    - nodes: [3, 4]\n      job: {model: {preset: gpt2-124m}, training: {global_batch_size: 16}, "
     error = error_of(tmp_path, ("\ntraining: {g", f"\n{second}plan: {{dp_replicate: 16}}}}\ntraining: {{g"))
-    assert "background.1.nodes = [3, 4]: names node 3, which cluster.background.0.nodes names already" in str(error)
+    [problem] = error.problems
+    assert problem.field.endswith("background.1.nodes")
+    assert (problem.value, "cluster.background.0.nodes" in problem.rule) == ("[3, 4]", True)
 
 
 def test_straggler_is_named_by_its_node_of_the_fabric() -> None:

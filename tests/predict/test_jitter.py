@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simplan import catalog
 from simplan.cluster.hardware import Jitter, Straggler
-from simplan.errors import NotModelledError, SpecError
+from simplan.errors import NotModelledError
 from simplan.explain import explain
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -25,6 +25,7 @@ from simplan.search import search
 from simplan.training import TrainingSpec
 from tests.jobs import job_of as any_job
 from tests.jobs import tiny_model
+from tests.support.problems import refuses
 
 
 def job_of(num_ranks: int, jitter: Jitter | None, **plan: int) -> Job:
@@ -195,7 +196,7 @@ def test_explanation_names_jitter() -> None:
 
 def test_impossible_values_of_it_are_refused() -> None:
     job = job_of(8, Jitter(distribution="normal", compute_relative_std=0.5))
-    with pytest.raises(SpecError, match=r"cluster\.jitter\.compute_relative_std = 0\.5: is too large for a normal"):
+    with refuses("cluster.jitter.compute_relative_std", "0.5", rule="is too large for a normal"):
         predict(job)
     with pytest.raises(NotModelledError, match=r"cluster\.jitter: a search compares steps without jitter"):
         search(job_of(8, Jitter(compute_relative_std=0.1)))

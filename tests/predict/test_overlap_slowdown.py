@@ -21,8 +21,8 @@ from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.prediction import Prediction
 from simplan.program.action import Action
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Op, Phase, Stream, Work
-from simplan.program.timeline import SpanKind
-from simplan.sim.engine import Times, simulate
+from simplan.program.timeline import SpanKind, Times
+from simplan.sim.engine import simulate
 from tests.cost.test_grid import CALIBRATION
 from tests.jobs import job_of, tiny_model
 from tests.program.programs import program_of

@@ -22,6 +22,7 @@ from simplan.program.folding import unfolded
 from simplan.search import search
 from simplan.training import TrainingBudget, TrainingSpec
 from tests.jobs import tiny_model
+from tests.support.problems import refuses
 from tests.support.slow import slow_except
 
 
@@ -157,7 +158,7 @@ def test_gradients_that_cannot_be_dropped_are_refused(plan: dict[str, object], n
 
 
 def test_a_search_refuses_backup_workers() -> None:
-    with pytest.raises(NotModelledError, match=r"training\.backup_workers: a search compares steps that wait for all"):
+    with refuses("training.backup_workers", rule="a search compares steps that wait", kind=NotModelledError):
         search(dropping(job_of(ParallelPlan(dp_replicate=16)), 1))
 
 

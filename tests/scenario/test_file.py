@@ -14,6 +14,7 @@ from simplan.scenario import Scenario, load_scenario, load_search, parse_scenari
 from simplan.training import TrainingSpec
 from simplan.units import GIB
 from tests.jobs import job_of
+from tests.support.problems import refuses
 
 REST = "training: {global_batch_size: 24}\nplan: {dp_replicate: 2}\n"
 MODEL = "model: {preset: gpt2-124m}\n"
@@ -68,10 +69,9 @@ def test_an_inline_model(tmp_path: Path) -> None:
     model = load(tmp_path, text + TWO + REST).job.model
     block = 2 * 64 + 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128
     assert model.num_parameters == 2 * block + 2 * 100 * 64 + 64
-    assert (
-        "case.yaml:1:63: model.num_attention_heads = 5: must divide hidden_size = 64; use 4, or give head_dim"
-        in refusal(tmp_path, text.replace("num_attention_heads: 4", "num_attention_heads: 5") + TWO + REST)
-    )
+    with refuses("model.num_attention_heads", "5", rule="must divide hidden_size = 64", fix="use 4") as error:
+        load(tmp_path, text.replace("num_attention_heads: 4", "num_attention_heads: 5") + TWO + REST)
+    assert (1, 63) in [(problem.line, problem.column) for problem in error.value.problems]
 
 
 def test_an_inline_cluster(tmp_path: Path) -> None:
@@ -220,7 +220,9 @@ def test_clusters_that_cannot_be(tmp_path: Path, cluster: str, sentence: str) ->
 
 def test_a_preset_and_a_config_contradict_each_other(tmp_path: Path) -> None:
     text = "model: {preset: gpt2-124m, hf_config: config.json}\n" + TWO + REST
-    assert refusal(tmp_path, text) == "case.yaml:1:28: model.hf_config: cannot go with preset; keep one of the two"
+    with refuses("model.hf_config", rule="cannot go with preset") as error:
+        load(tmp_path, text)
+    assert [(problem.line, problem.column) for problem in error.value.problems] == [(1, 28)]
 
 
 def test_a_scenario_made_in_code_is_checked() -> None:
@@ -228,7 +230,7 @@ def test_a_scenario_made_in_code_is_checked() -> None:
     assert Scenario(name="code", job=job).job.num_microbatches == 8
     with pytest.raises(NotModelledError, match=r"plan.grad_dtype = bf16: another dtype for gradients"):
         Scenario(name="code", job=job.with_plan(ParallelPlan(dp_replicate=2, grad_dtype="bf16")))
-    with pytest.raises(SpecError, match="the plan needs 4 devices and the cluster has 2"):
+    with refuses("plan", rule="the plan needs 4 devices"):
         Scenario(name="code", job=job.with_plan(ParallelPlan(pp=4)))
 
 
@@ -292,10 +294,9 @@ def test_widths_that_some_layer_has_are_taken(tmp_path: Path, model: str) -> Non
 @pytest.mark.parametrize("name", ["galore_adamw_8bit", "Ademamix", "paged_ademamix_32bit", "soap"])
 def test_an_optimizer_that_is_not_modelled_is_no_misspelt_adamw(tmp_path: Path, name: str) -> None:
     text = MODEL + TWO + REST.replace("24}", f"24, optimizer: {name}}}")
-    assert refusal(tmp_path, text) == (
-        f'case.yaml:3:35: training.optimizer = "{name}": is an optimizer that is not modeled yet, for it keeps other '
-        f"states; modeled: {', '.join(OPTIMIZERS)}"
-    )
+    with refuses("training.optimizer", f'"{name}"', rule=", ".join(OPTIMIZERS)) as error:
+        load(tmp_path, text)
+    assert [(problem.line, problem.column) for problem in error.value.problems] == [(3, 35)]
 
 
 @pytest.mark.parametrize(("length", "rule"), [("8k", 'seq_len = "8k": must be a whole number'), ("-4", "at least 1")])
@@ -311,20 +312,20 @@ def test_a_missing_model_key_has_an_example(tmp_path: Path) -> None:
     """Keys that follow from others are not asked for."""
     text = "model: {family: llama, num_hidden_layers: 4, hidden_size: 64, num_attention_heads: 4}\n"
     example = catalog.model("llama2-7b")
-    assert refusal(tmp_path, text + TWO + REST).splitlines() == [
-        f"case.yaml:1:1: model.{key}: is missing; add {key}: {getattr(example, key)} (as in llama2-7b)"
-        for key in ("intermediate_size", "vocab_size", "seq_len")
-    ]
-    depths = refusal(tmp_path, "model: {family: resnet}\n" + TWO + REST)
-    assert depths == "case.yaml:1:1: model.depths: is missing; add depths: [2, 2, 2, 2] (as in resnet-18)"
+    keys = "intermediate_size", "vocab_size", "seq_len"
+    with refuses("model.seq_len", rule="is missing", fix="llama2-7b") as error:
+        load(tmp_path, text + TWO + REST)
+    assert [problem.field for problem in error.value.problems] == [f"model.{key}" for key in keys]
+    for key, problem in zip(keys, error.value.problems, strict=True):
+        assert f"add {key}: {getattr(example, key)} " in problem.fix
+    with refuses("model.depths", rule="is missing", fix="add depths: [2, 2, 2, 2]"):
+        load(tmp_path, "model: {family: resnet}\n" + TWO + REST)
 
 
 def test_a_missing_family_has_an_example(tmp_path: Path) -> None:
-    text = refusal(tmp_path, "model: {num_hidden_layers: 4}\n" + TWO + REST)
-    assert text == (
-        "case.yaml:1:1: model.family: is missing; add preset: gpt2-124m, or family: gpt and its required keys "
-        "(`simplan show model`)"
-    )
+    with refuses("model.family", rule="is missing", fix="add preset: gpt2-124m, or family: gpt") as error:
+        load(tmp_path, "model: {num_hidden_layers: 4}\n" + TWO + REST)
+    assert len(error.value.problems) == 1
 
 
 PACKED = """\

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from simplan import catalog
-from simplan.errors import NotModelledError, SpecError
+from simplan.errors import NotModelledError
 from simplan.interop.chakra import export
 from simplan.predict import predict
 from simplan.scenario import Scenario, parse_scenario
+from tests.support.problems import refuses
 
 TEXT = """
 model: {preset: llama3-8b}
@@ -66,7 +67,7 @@ def test_a_topology_joins_nodes_that_differ_in_their_devices(topology: str) -> N
 
 
 def test_a_topology_of_nodes_with_different_links_is_refused_by_name() -> None:
-    with pytest.raises(SpecError, match=r"cluster\.nodes\.1: has another intra_link than the first group; a topology"):
+    with refuses("cluster.nodes.1", rule="has another intra_link than the first"):
         scenario(TEXT.replace("  nodes:\n", "  topology: {kind: switch}\n  nodes:\n"))
 
 
@@ -75,5 +76,5 @@ def test_background_jobs_on_different_nodes_are_refused_by_name() -> None:
     text = TEXT.replace("dgx-a100-80gb, price_per_device_hour: 1.5", "dgx-h200").replace(
         "  nodes:\n", f"  topology: {{kind: switch}}\n  background: [{{nodes: [1], job: {job}}}]\n  nodes:\n"
     )
-    with pytest.raises(NotModelledError, match=r"cluster\.background: has jobs, and several jobs on different nodes"):
+    with refuses("cluster.background", rule="has jobs, and several jobs", kind=NotModelledError):
         predict(scenario(text).job)

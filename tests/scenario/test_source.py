@@ -16,6 +16,7 @@ from simplan.program.program import MemoryCategory
 from simplan.scenario import load_scenario, load_search, make_job, scenario_from, search_from
 from simplan.scenario.search import plan_section
 from simplan.scenario.source import read_source
+from tests.support.problems import refuses
 
 ONE_LINE = {
     "cluster.preset": "dgx-h100",
@@ -168,7 +169,8 @@ def test_unknown_names_are_compared_with_files_and_models(tmp_path: Path, monkey
     with pytest.raises(NotModelledError, match="the Gemma family is not modeled yet"):
         scenario_from("gemma-7b")
     Path("empty").mkdir()
-    assert refusal("empty") == "empty: is a folder without config.json; name a scenario file in it"
+    with refuses("", rule="is a folder without config.json", file="empty"):
+        scenario_from("empty")
     Path("train.py").write_text("import os\ndef main(x):\n    return {x: [1\n")
     assert refusal("train.py").startswith("train.py: is a Python script, which simplan does not run; give the command")
 
@@ -197,11 +199,14 @@ def test_errors_name_overrides_as_they_were_typed(tmp_path: Path) -> None:
         "--tp = 3: must divide model.num_attention_heads = 32; use 2 or 4",
         None,
     )
-    assert "plan.recomput: is not a known key; did you mean recompute" in refusal(file, {"plan.recomput": 3})
+    with refuses("plan.recomput", rule="is not a known key", fix="did you mean recompute"):
+        scenario_from(file, {"plan.recomput": 3})
     assert refusal(file, {"gpus": 3}).endswith("gpus: is not a known key; write cluster.num_devices")
-    assert 'training.precision = {"x": 3}: is not a known choice' in refusal(file, {"training.precision.x": 3})
+    with refuses("training.precision", '{"x": 3}', rule="is not a known choice"):
+        scenario_from(file, {"training.precision.x": 3})
     both = {"num_microbatches": 2, "training.global_batch_size": 8}
-    assert "num_microbatches = 2: is given twice, with training.global_batch_size" in refusal(file, both)
+    with refuses("num_microbatches", "2", rule="is given twice"):
+        scenario_from(file, both)
 
 
 @pytest.mark.parametrize("key", ["plan.microbatch_size", "num_microbatches"])
@@ -214,7 +219,8 @@ def test_batch_that_is_too_large_names_the_setting_of_a_framework(tmp_path: Path
     file = tmp_path / "job.toml"
     file.write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1_000_000_000_000\n')
     given = {"cluster.preset": "dgx-h100", "cluster.num_devices": 4}
-    assert "training.local_batch_size = 1000000000000: makes a global batch of 4,000," in refusal(file, given)
+    with refuses("training.local_batch_size", "1000000000000", rule="makes a global batch of 4,000,"):
+        scenario_from(file, given)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from simplan.predict import predict
 from simplan.search import RequestChange, SearchSpace, search
 from simplan.search.changes import _batch
 from simplan.search.evaluation.evaluator import Evaluator, Numbers
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.search.explore import first_fit
-from simplan.search.progress import Phase
+from simplan.search.progress import SearchPhase
 from simplan.training import TrainingSpec
 from simplan.units import MIB
 from tests.search.jobs import small_job
@@ -121,14 +121,14 @@ def test_a_plan_too_large_with_a_small_batch_is_tried_once(monkeypatch: pytest.M
 
     monkeypatch.setattr(Evaluator, "numbers", counted)
     job, space = asked_for(1368), SearchSpace(recompute=("none",), microbatch_size=(1,), schedule=("1f1b",))
-    with Workers(1) as workers:
+    with WorkerPool(1) as workers:
         assert _batch(job, space, partial(first_fit, calibration=None, workers=workers)) is None
     assert max(tried.values()) == 1
 
 
 def test_progress_counts_plans_tried_for_changes() -> None:
     """More devices were tried for minutes without a word."""
-    told: list[Phase] = []
+    told: list[SearchPhase] = []
     space = SearchSpace(recompute=("none",), microbatch_size=(1,), schedule=("1f1b",))
     search(asked_for(1368), space, on_progress=lambda progress: told.append(progress.phase))
     numbers = [phase.done for phase in told if phase.name == "looking for what would make a plan"]

@@ -14,7 +14,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import SearchResult, SearchSpace, search
-from simplan.search.evaluation.workers import Workers
+from simplan.search.evaluation.workers import WorkerPool
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Goal, Incumbents
 from simplan.search.partial_recompute import _in_stages, _most_blocks, _whole
@@ -141,7 +141,7 @@ def test_estimates_are_just_below_the_time_with_one_block_in_every_stage(softwar
     interleaved = {"schedule": ("1f1b", "interleaved_1f1b"), "pp": (2, 4), "virtual_stages": (1, 2, 3, 4)}
     space = SearchSpace.model_validate({**SPACE, **interleaved, "microbatch_size": 1})
     goal = Goal.of(space, job)
-    exploration = Exploration(job, space, None, Workers(), Incumbents(goal, 4), Statistics(), lambda *_: None)
+    exploration = Exploration(job, space, None, WorkerPool(), Incumbents(goal, 4), Statistics(), lambda *_: None)
     exploration.bound()
     estimates = list(_whole(exploration, Incumbents(goal, 4), 10**15))  # bytes, so that memory asks for no block
     assert len(estimates) > 3

@@ -17,7 +17,9 @@ from simplan.search import SearchProgress, SearchResult, SearchSpace, search
 from tests.search.jobs import FAMILIES, small_job
 from tests.support.slow import slow_except
 
-SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
+SPACE = SearchSpace(
+    objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",), recompute=("none",)
+)
 ASKED = small_job(num_devices=4)
 
 
@@ -64,8 +66,11 @@ def test_axes_left_out_are_named(family: str, software: str, given: dict[str, An
         of_axis = {one.software.get(axis, getattr(one.plan, axis, None)) for one in wider.ranked}
         assert of_axis == set(values)
         assert axis not in wider.unsearched
-    long = small_job(seq_len=32_768)
-    assert "cp" not in search(long, space, explain=False).unsearched, "searched from this length on"
+
+
+def test_long_sequences_are_searched_with_context_parallelism() -> None:
+    space = SearchSpace(microbatch_size=(1,), recompute=("none",), pp=(1,), zero_stage=(3,))
+    assert "cp" not in search(small_job(seq_len=32_768), space, explain=False).unsearched
 
 
 def test_a_stopped_search_gives_the_best_so_far() -> None:

@@ -14,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.errors import NotModelledError
+from simplan.predict.simulated import engine_of
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import MemoryCategory, MemoryEffect, Op, Program, Stream
 from simplan.program.schedules import PipelineShape, gpipe, one_f_one_b
 from simplan.program.timeline import SpanKind
 from simplan.sim.compiled import compile_program
 from simplan.sim.engine import CoreUse, simulate
-from simplan.sim.engine_choice import engine_of
 from tests.laws import check_engines
 from tests.program.programs import program_of
 from tests.sim.test_engine import durations, program
+from tests.support.problems import refuses
 
 STREAMS = (Stream.COMPUTE, Stream.DATA, Stream.SEND_F, Stream.RECV_F)
 ACTION = Action(0, ActionKind.FORWARD, 0)
@@ -112,9 +113,7 @@ def test_many_vectors_are_as_many_runs() -> None:
 def test_ranks_that_share_cores_are_refused_by_name() -> None:
     found = program(one_f_one_b(PipelineShape(2, 2)))
     cores = CoreUse(2, [0] * len(found.ops), [1.0] * len(found.ops))
-    with pytest.raises(
-        NotModelledError, match=r"ranks share 2 cores.*static Programs only; simulate it with the SimPy"
-    ):
+    with refuses("cluster", rule="static Programs only", fix="simulate it with the SimPy", kind=NotModelledError):
         compile_program(found, cores)
     given_s = durations(found, 1.0, 2.0)
     ours, theirs = engine_of(found, cores).times(given_s), simulate(found, given_s, cores)

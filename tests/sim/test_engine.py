@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simpy import Environment
 
+from simplan.predict.simulated import timeline
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.lowering.lower import Lowering
 from simplan.program.program import Op, Program, Stream
 from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.tables.complete import complete_table
 from simplan.program.timeline import Span, SpanKind, split_of_rank
-from simplan.sim.engine import CoreUse, SharedCores, simulate, timeline
+from simplan.sim.engine import CoreUse, SharedCores, simulate
 from simplan.software.software import SoftwareSpec, StateBytes
 from tests.jobs import job_of, lowered, tiny_model
 from tests.laws import meetings

@@ -33,3 +33,20 @@ def test_changes_in_imported_files_reach_cached_code(tmp_path: Path) -> None:
         code = "import outer; print(outer.more(1), sum(outer.more.stats.cache_hits.values()))"
         outputs.append(run_in(tmp_path, code).stdout.split())
     assert outputs == [["3", "0"], ["31", "0"], ["31", "1"]]
+
+
+def test_cached_code_of_a_renamed_class_is_outdated(tmp_path: Path) -> None:
+    """Its types are pickled by name, and numba unpickles them before it compares anything."""
+    code = """
+import pickle
+from pathlib import Path
+from simplan.jit import jit
+import loops
+compiled = jit(loops.twice)
+index = compiled._cache._cache_file
+Path(index._index_path).parent.mkdir(parents=True, exist_ok=True)
+Path(index._index_path).write_bytes(pickle.dumps(index._version) + b"csimplan.errors\\nRenamed\\n.")
+print(compiled(1))
+"""
+    (tmp_path / "loops.py").write_text("def twice(x):\n    return 2 * x\n")
+    assert run_in(tmp_path, code).stdout == "2\n"

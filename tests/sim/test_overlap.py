@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan.predict.overlap_slowdown import ComputeCommOverlap
 from simplan.program.action import Action
 from simplan.program.program import Op, Stream
 from simplan.program.timeline import SpanKind
-from simplan.sim.overlap import ComputeCommOverlap
 from tests.program.programs import program_of
 
 Place = tuple[int, Stream, SpanKind, float, float]

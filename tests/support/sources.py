@@ -6,7 +6,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from simplan.program.no_gc import gc_paused
+from simplan.program.program import gc_paused
 
 ROOT = Path(__file__).resolve().parents[2]
 

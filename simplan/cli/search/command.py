@@ -160,13 +160,13 @@ def _none_fits(space: SearchSpace) -> str:
     return "none with them fits" + (f" in {100 * kept:.3g} % of the device memory" if kept < 1 else "")
 
 
-def _with(job: Job, found: RankedPlan) -> Job:
-    return with_options(job.with_plan(found.plan), tuple(found.software.items()))
+def _with(job: Job, ranked: RankedPlan) -> Job:
+    return with_options(job.with_plan(ranked.plan), tuple(ranked.software.items()))
 
 
 def _reason(switch: PlanSwitch, calibration: Calibration | None) -> str:
     """Sentence on the main reason why the best plan is faster than the current one."""
-    before, after = (explain(each, calibration=calibration) for each in (switch.current, switch.best))
+    before, after = (explain(plan, calibration=calibration) for plan in (switch.current, switch.best))
     return " ".join(difference(before, after).reasons("the current plan", "the best plan"))
 
 
@@ -198,7 +198,7 @@ def _largest(
 ) -> int:
     quantity = options.quantity(scenario)
     with Watch() as watch:
-        found = largest(
+        result = largest(
             scenario.job,
             space,
             quantity,
@@ -207,17 +207,17 @@ def _largest(
             jobs=options.jobs,
         )
     if options.save_plan is not None:
-        what = f"A plan that fits with {quantity} = {found.value:,}, the largest that "
+        what = f"A plan that fits with {quantity} = {result.value:,}, the largest that "
         what += f"`{command} --largest {quantity}` found; there may be faster ones"
-        _save(scenario, found, options.save_plan, what, found.model_fields)
-    if not write_result(found.to_json(), as_json=as_json, output=output):
+        _save(scenario, result, options.save_plan, what, result.model_fields)
+    if not write_result(result.to_json(), as_json=as_json, output=output):
         return 0
-    where = "of all sizes" if found.exact else "of the values tried"
+    where = "of all sizes" if result.exact else "of the values tried"
     print_result(
-        f"{scenario.name}: {quantity} = {found.value:,} is the largest {where} for which a plan fits\n"
-        f"  plan         {search_plan_words(found.plan, found.software)}\n"
-        f"  fits         {listed(found.fitting)}\n"
-        f"  does not     {listed(found.failing)}\n"
+        f"{scenario.name}: {quantity} = {result.value:,} is the largest {where} for which a plan fits\n"
+        f"  plan         {search_plan_words(result.plan, result.software)}\n"
+        f"  fits         {listed(result.fitting)}\n"
+        f"  does not     {listed(result.failing)}\n"
         f"  memory       plans may use {format_percent(space.max_memory_fraction)} of the device memory"
         " (--max-memory-fraction)"
         + (f"\n\n{assumed_text(scenario.assumptions)}" if scenario.assumptions else "")
@@ -231,9 +231,9 @@ def listed(values: tuple[int, ...]) -> str:
     return ", ".join(f"{value:,}" for value in values) or "none"
 
 
-def search_space(scenario: SearchScenario, options: SearchOptions, given: SearchSpace | None = None) -> SearchSpace:
+def search_space(scenario: SearchScenario, options: SearchOptions, limits: SearchSpace | None = None) -> SearchSpace:
     """Search space, by default that of the scenario, with the changes of the flags."""
-    space = given or scenario.space
+    space = limits or scenario.space
     update: dict[str, Any] = {}
     if options.top is not None:
         update["top"] = options.top
@@ -272,31 +272,31 @@ def _check_rank(options: SearchOptions, space: SearchSpace) -> None:
     raise SpecError(Problem(field="--rank", value=str(rank), rule=rule, fix=fix))
 
 
-def _save_ranked(scenario: SearchScenario, command: str, result: SearchResult, file: Path, given: int | None) -> None:
+def _save_ranked(scenario: SearchScenario, command: str, result: SearchResult, file: Path, number: int | None) -> None:
     """Write a scenario with a plan of the ranking, the best being rank 1; a given rank is part of its name.
 
     Raises:
         SpecError: The search found fewer plans.
     """
-    rank = given or 1
+    rank = number or 1
     if rank > len(result.ranked):
         rule = f"is more than the {len(result.ranked)} ranked plans: no others fit"
         raise SpecError(Problem(field="--rank", value=str(rank), rule=rule, fix=f"use 1 to {len(result.ranked)}"))
     until = " until it was stopped: there may be better ones" if result.interrupted else ""
     what = f"The best plan that `{command}` found" if rank == 1 else f"Plan {rank} of the ranking of `{command}`"
-    name = scenario.name if given is None else f"{scenario.name}-{rank}"
+    name = scenario.name if number is None else f"{scenario.name}-{rank}"
     _save(scenario, result.ranked[rank - 1], file, what + until, name=name)
 
 
 def _save(
     scenario: SearchScenario,
-    found: RankedPlan | Largest,
+    saved: RankedPlan | Largest,
     file: Path,
     what: str,
     model: Mapping[str, int] | None = None,
     name: str | None = None,
 ) -> None:
-    document = plan_document(scenario, found.plan, file.resolve().parent, found.software)
+    document = plan_document(scenario, saved.plan, file.resolve().parent, saved.software)
     if name is not None:
         document["name"] = name
     if model:
@@ -325,7 +325,7 @@ def _why_not(request: ScenarioRequest, result: SearchResult) -> list[str]:
     """Command that compares a plan with the best one, with the degrees of another ranked plan; empty without any."""
     names = ("tp", "pp", "dp_replicate")
     degrees = [{f"plan.{name}": getattr(ranked.plan, name) for name in names} for ranked in result.ranked]
-    other = next((each for each in degrees if each != degrees[0]), None)
+    other = next((number for number in degrees if number != degrees[0]), None)
     if other is None or any(key.startswith("plan.") for key in request.overrides):
         return []
     changes = {key: degree for key, degree in other.items() if degree > 1 or degree != degrees[0][key]}

@@ -37,11 +37,11 @@ def _devices(text: str | int) -> int | str:
     Raises:
         typer.BadParameter: It is neither.
     """
-    from simplan.catalog.spelling import Nodes, find_nodes
+    from simplan.catalog.spelling import NamedNodes, find_nodes
 
     name = str(text)
     found = find_nodes(name)
-    if any(map(str.isalpha, name)) and (isinstance(found, Nodes) or found.candidates):
+    if any(map(str.isalpha, name)) and (isinstance(found, NamedNodes) or found.candidates):
         return name  # one of several is refused where clusters are read
     return whole_number_of(text, 'or number and kind, e.g. "8x A100 80GB"')
 

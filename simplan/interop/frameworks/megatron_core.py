@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from simplan.document import Document
 from simplan.interop.allocator import note_allocator
-from simplan.interop.configuration import Match, Reading, Setting
+from simplan.interop.configuration import Reading, Setting, SettingMapping
 from simplan.interop.writing import Writing
 from simplan.plan.placement import Placement
 from simplan.wording import either
@@ -128,15 +128,15 @@ def interpolated(settings: Iterable[Setting], prefix: str = "") -> list[Setting]
     return [filled(setting) for setting in listed]
 
 
-def parallel_matches(words: Words) -> tuple[Match, ...]:
+def parallel_matches(words: Words) -> tuple[SettingMapping, ...]:
     """Degrees and batch, for reading and for writing."""
     p = words.parallel
     return (
-        Match(f"{p}tensor_model_parallel_size", "plan.tp", 1),
-        Match(f"{p}pipeline_model_parallel_size", "plan.pp", 1),
-        Match(f"{p}context_parallel_size", "plan.cp", 1),
-        Match(f"{words.batch}micro_batch_size", "plan.microbatch_size"),
-        Match(f"{words.batch}global_batch_size", "training.global_batch_size"),
+        SettingMapping(f"{p}tensor_model_parallel_size", "plan.tp", 1),
+        SettingMapping(f"{p}pipeline_model_parallel_size", "plan.pp", 1),
+        SettingMapping(f"{p}context_parallel_size", "plan.cp", 1),
+        SettingMapping(f"{words.batch}micro_batch_size", "plan.microbatch_size"),
+        SettingMapping(f"{words.batch}global_batch_size", "training.global_batch_size"),
     )
 
 

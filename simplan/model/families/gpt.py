@@ -9,12 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from simplan.model.families.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
+from simplan.model.families.llama import decoder_layers
 from simplan.model.layer import LayerSpec
-from simplan.model.parts.attention import AttentionForm
+from simplan.model.parts.attention import AttentionForm, self_attention
 from simplan.model.parts.embedding_and_head import row_table
-from simplan.model.parts.part import LAYER_NORM
-from simplan.model.parts.prenorm import decoder_layers, gelu_block
-from simplan.model.share import share_of
+from simplan.model.parts.mlp import gelu_mlp
+from simplan.model.parts.part import LAYER_NORM, Block, NormKind, block_key, norm, residual
+from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -33,6 +34,18 @@ def _mpt_layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     share, kind = share_of(model, shard), LAYER_NORM._replace(bias=False)
     block = gelu_block(model, share, kind, AttentionForm(fused=True, alibi=True))
     return decoder_layers(model, share, kind, [block] * model.num_hidden_layers)
+
+
+def gelu_block(model: ModelSpec, share: RankShare, kind: NormKind, form: AttentionForm) -> Block:
+    """Norm, attention, norm, GELU MLP; the MLP has biases if the norms have."""
+    return block_key(model, share), [
+        norm("norm1", "input", kind, share),
+        self_attention("norm1 output", form, share),
+        residual("residual1", "input", "proj output", share),
+        norm("norm2", "residual1", kind, share),
+        gelu_mlp("norm2 output", share, bias=kind.bias),
+        residual("residual2", "residual1", "down output", share),
+    ]
 
 
 GPT = Family(

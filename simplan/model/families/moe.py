@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from simplan.model.families.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
-from simplan.model.families.llama import ATTENTION, attention_of
+from simplan.model.families.llama import ATTENTION, attention_of, decoder_layers
 from simplan.model.families.mtp import MTP
 from simplan.model.layer import LayerSpec
 from simplan.model.parts.experts import expert_mlp, experts_key, shared_expert_mlp, sum_of_experts
 from simplan.model.parts.mlp import gated_mlp
 from simplan.model.parts.part import RMS_NORM, Block, LayerPart, block_key, norm, residual
-from simplan.model.parts.prenorm import decoder_layers
 from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from simplan.model.families.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
+from simplan.model.families.llama import decoder_layers
 from simplan.model.layer import LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.parts.attention import AttentionForm, self_attention
 from simplan.model.parts.mlp import gelu_mlp
 from simplan.model.parts.part import LAYER_NORM, Block, block_key, norm, residual
-from simplan.model.parts.prenorm import decoder_layers
 from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:

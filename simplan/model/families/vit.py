@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from simplan.model.families.family import TRANSFORMER, Family, transformer_defaults
+from simplan.model.families.gpt import gelu_block
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.model.parts.attention import AttentionForm
 from simplan.model.parts.embedding_and_head import output_distribution
 from simplan.model.parts.part import LAYER_NORM, LayerPart, block_layer, cast, hidden_input, layer_of, norm
-from simplan.model.parts.prenorm import gelu_block
 from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:

@@ -85,20 +85,20 @@ class AsynchronousStep:
         Args:
             others: See ``TruncatedStep.seconds``.
         """
-        moved = [others(each.program, each.program_costs) for each in self.simulated]
+        moved = [others(item.program, item.program_costs) for item in self.simulated]
         durations = [
-            [each.program_costs.durations_s, *vectors] for each, vectors in zip(self.simulated, moved, strict=True)
+            [item.program_costs.durations_s, *vectors] for item, vectors in zip(self.simulated, moved, strict=True)
         ]
         moved_times = (
             self._times([*vectors], self._steps // 2) for vectors in islice(zip(*durations, strict=True), 1, None)
         )
         times = [self.times, *moved_times]
-        return self._num_workers / np.array([each.updates_per_s for each in times])
+        return self._num_workers / np.array([item.updates_per_s for item in times])
 
     @cached_property
     def times(self) -> WorkerTimes:
         """Simulated steps."""
-        return self._times([each.program_costs.durations_s for each in self.simulated], self._steps)
+        return self._times([simulated.program_costs.durations_s for simulated in self.simulated], self._steps)
 
     @property
     def _steps(self) -> int:
@@ -111,7 +111,7 @@ class AsynchronousStep:
         return simulate_workers(self._workers(durations_s), steps)
 
     def _workers(self, durations_s: list[_Floats]) -> Workers:
-        parts = [_Parts.of(each, durations[None]) for each, durations in zip(self.simulated, durations_s, strict=True)]
+        parts = [_Parts.of(step, durations[None]) for step, durations in zip(self.simulated, durations_s, strict=True)]
         longer, *shorter = parts
         compute_s = longer.compute_s
         if shorter:
@@ -142,7 +142,7 @@ class AsynchronousStep:
     @cached_property
     def served_elements(self) -> list[int]:
         """By server, the elements of trained parameters that it serves."""
-        return [sum(end - begin for _, begin, end in own) for own in self._replication.server_slices(self._sizes)]
+        return [sum(end - begin for _, begin, end in slices) for slices in self._replication.server_slices(self._sizes)]
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -255,7 +255,7 @@ class AsynchronousStep:
         values, counts = np.unique(staleness, return_counts=True)
         program = self.simulated[0].program
         moved = [program.op(index).communications for index in _transfers_of(program, 0)]
-        sizes = [sum(each.num_bytes for each in communications) for communications in moved]
+        sizes = [sum(communication.num_bytes for communication in communications) for communications in moved]
         return ReplicationWorkers(
             num_workers=self._num_workers,
             num_steps=times.num_steps,
@@ -284,8 +284,8 @@ class AsynchronousStep:
             return None
         use, steps = links.use, np.zeros(len(links.use.head))  # steps of the worker of each usage in that time
         for worker, share in enumerate(self.times.shares.tolist()):
-            own = np.concatenate([links.push[worker], links.pull[worker]])
-            steps[own[own >= 0]] = share * self._num_workers
+            crossed = np.concatenate([links.push[worker], links.pull[worker]])
+            steps[crossed[crossed >= 0]] = share * self._num_workers
         owner = np.repeat(np.arange(len(use.head)), np.diff(use.first))
         busy_s = np.bincount(use.link, use.seconds * steps[use.head[owner]], use.num_links)
         return min(1.0, float(busy_s.max(initial=0.0) / step_time_s))  # slow workers have taken few steps
@@ -295,16 +295,16 @@ class AsynchronousStep:
         """By server, bytes of its parameters, optimizer states, and the gradients of every worker."""
         job = self.job
         states = int(job.software.state(job.training, job.plan).optimizer_bytes(job.training.optimizer))
-        each = (1 + self._num_workers) * FP32_BYTES + states
-        return [elements * each for elements in self.served_elements] if self._replication.has_servers else []
+        element_bytes = (1 + self._num_workers) * FP32_BYTES + states
+        return [elements * element_bytes for elements in self.served_elements] if self._replication.has_servers else []
 
     def with_servers(self, host_bytes: list[int]) -> list[int]:
         """Host bytes by rank, of which the ranks beside which servers are have those of the servers, too."""
-        found, replication = [*host_bytes], self._replication
+        held_bytes, replication = [*host_bytes], self._replication
         if replication.has_servers and replication.server_nodes == "workers" and self._cores is None:
             for server, num_bytes in enumerate(self.server_bytes):
-                found[replication.server_rank(server, self._num_workers, 0)] += num_bytes
-        return found
+                held_bytes[replication.server_rank(server, self._num_workers, 0)] += num_bytes
+        return held_bytes
 
 
 def _transfers_of(program: Program, rank: int) -> list[int]:
@@ -353,7 +353,7 @@ def _update_of(program: Program, rank: int) -> int:
     updates = program.of_kind(SpanKind.OPTIMIZER, indices=indices) & program.of_action(
         ActionKind.OPTIM, indices=indices
     )
-    own = indices[updates & program.on_stream(Stream.COMPUTE, indices=indices)]
+    updating = indices[updates & program.on_stream(Stream.COMPUTE, indices=indices)]
     if transfers:
-        own = own[(own > transfers[0]) & (own < transfers[-1])]
-    return int(own[-1])
+        updating = updating[(updating > transfers[0]) & (updating < transfers[-1])]
+    return int(updating[-1])

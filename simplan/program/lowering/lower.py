@@ -20,14 +20,12 @@ from simplan.program.lowering.fsdp import FsdpHooks, FsdpListHooks
 from simplan.program.lowering.hooks import DdpHooks, Hooks
 from simplan.program.lowering.offload import OffloadedActivations
 from simplan.program.lowering.optimizer_step import complete_gradients, step_optimizer
-from simplan.program.lowering.rows import ActionVariant, row_of_actions
 from simplan.program.lowering.script import IssuedCollective, Scripts, Segment, in_order
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, restore_state, take_state
-from simplan.program.lowering.walk import ActionTemplate, Integers, RowWalk, Walker
+from simplan.program.lowering.walk import ActionTemplate, ActionVariant, Integers, RowWalk, Walker, row_of_actions
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates, second_model_bytes
-from simplan.program.no_gc import gc_paused
 from simplan.program.program import (
     Communication,
     HostWait,
@@ -38,6 +36,7 @@ from simplan.program.program import (
     Program,
     Stream,
     Work,
+    gc_paused,
     magnitude_bytes,
 )
 from simplan.program.sequence import in_sequence

@@ -279,7 +279,9 @@ class Stages:
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
         # torchtitan's selective_layer recomputes every second block; other modes the first blocks, or all
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
-        mode = recompute_of(layer, self.plan, position - (self.layers[stage][0].kind is LayerKind.EMBEDDING))
+        recomputes = self.plan.recompute != "none" or layer.loss_chunks is not None
+        place = position - (self.layers[stage][0].kind is LayerKind.EMBEDDING)
+        mode = recompute_of(layer, self.plan, place) if recomputes else "none"
         buffered = self.software.preallocated_receives  # otherwise a receive allocates its tensor, as a layer would
         ends = (
             buffered and position == 0 and self.crosses(stage - 1),
@@ -290,7 +292,9 @@ class Stages:
         if layer_facts is None:
             shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
             left = self._left_gradient(layer) if shares else 0
-            kept = recomputation(layer, mode, number, self.plan.recompute_modules)
+            kept = Recomputation(frozenset(tensor.name for tensor in layer.saved))
+            if recomputes:
+                kept = recomputation(layer, mode, number, self.plan.recompute_modules)
             layer_facts = self._facts[key] = self._layer_facts(layer, kept, ends, left)
         return layer_facts
 

@@ -78,11 +78,6 @@ class PipelineShape:
     times: StageTimes | None = None
     kept_for_weight: float = 0.5
 
-    def __post_init__(self) -> None:
-        """Checks that the times match the pipeline's stages."""
-        assert self.times is None or self.times.num_stages == self.num_stages, self
-        assert 0 <= self.kept_for_weight <= 1, self
-
     @property
     def num_stages(self) -> int:
         """Total number of stages."""
@@ -91,6 +86,7 @@ class PipelineShape:
     @property
     def stage_times(self) -> StageTimes:
         """The stage times; unit times if there are none."""
+        assert self.times is None or self.times.num_stages == self.num_stages, self
         return self.times or StageTimes.equal(self.num_stages)
 
 

@@ -106,6 +106,7 @@ def build(shape: PipelineShape, memory_limit: int, tactics: Tactics) -> BuiltPip
         memory_limit: Maximum microbatches on a rank, counted in full from F to I and by ``kept_for_weight`` until W.
     """
     assert shape.virtual_stages == 1, shape
+    assert 0 <= shape.kept_for_weight <= 1, shape
     assert memory_limit >= 1, memory_limit
     pipeline = BuiltPipeline(shape, memory_limit, tactics)
     pipeline.warm_up()

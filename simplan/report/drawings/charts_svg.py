@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from xml.etree import ElementTree
 
-from simplan.explain.charts import Axis, Bars, Curve, Curves, DegreeMap
+from simplan.explain.charts import Bars, Curve, CurveAxis, Curves, DegreeMap
 from simplan.report.drawings.accuracy_svg import COLOURS
 from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.drawing_svg import ink_on
@@ -163,7 +163,7 @@ class _Frame:
         return group
 
 
-def ticks_of(axis: Axis, first: float, last: float) -> list[float]:
+def ticks_of(axis: CurveAxis, first: float, last: float) -> list[float]:
     """Values to label: those of the axis, powers of ten with 2 and 5 times them where few fit, or round steps.
 
     >>> ticks_of(Axis("", is_log=True), 0.9, 12.0), ticks_of(Axis(""), 0.0, 0.5)
@@ -185,7 +185,7 @@ def ticks_of(axis: Axis, first: float, last: float) -> list[float]:
     return [round(number * step, 12) for number in range(start, math.floor(last / step + 1e-9) + 1)]
 
 
-def _share(axis: Axis, value: float, first: float, last: float) -> float:
+def _share(axis: CurveAxis, value: float, first: float, last: float) -> float:
     """Position of a value between the ends of its axis."""
     if first == last:
         return 0.5

@@ -51,7 +51,7 @@ class RowLength(NamedTuple):
         """Seconds from the start of a row with their labels, of which the last has the unit."""
         last = round(self.length_s / self.unit_s)
         values = range(0, last + 1, self.tick)
-        return tuple((each * self.unit_s, f"{each} {self.unit}" if each == last else str(each)) for each in values)
+        return tuple((value * self.unit_s, f"{value} {self.unit}" if value == last else str(value)) for value in values)
 
 
 _LENGTHS = (
@@ -63,7 +63,7 @@ _LENGTHS = (
 )
 
 
-class Segment(NamedTuple):
+class TimelineSegment(NamedTuple):
     """Neighboring columns of one kind.
 
     Attributes:
@@ -80,7 +80,7 @@ class Segment(NamedTuple):
     seconds: float
 
 
-def kinds_of(segments: Iterable[Segment]) -> tuple[str, ...]:
+def kinds_of(segments: Iterable[TimelineSegment]) -> tuple[str, ...]:
     """Kinds of time that are drawn, in the order of ``WATERFALL``."""
     drawn = {segment.kind for segment in segments}
     return tuple(kind for kind in WATERFALL if kind in drawn)
@@ -128,7 +128,7 @@ class RunTimeline:
     @cached_property
     def row_length(self) -> RowLength:
         """Length of a row: the shortest of which at most 60 make the run."""
-        return next((each for each in _LENGTHS if self.time_s <= _MAX_ROWS * each.length_s), _LENGTHS[-1])
+        return next((length for length in _LENGTHS if self.time_s <= _MAX_ROWS * length.length_s), _LENGTHS[-1])
 
     @property
     def num_rows(self) -> int:
@@ -138,27 +138,27 @@ class RunTimeline:
     @property
     def stops(self) -> tuple[Stop, ...]:
         """Stops by time; one that begins with steps has taken no time."""
-        return tuple(Stop(each.start_s, each.cause, each.step) for each in self.stretches if each.cause)
+        return tuple(Stop(stretch.start_s, stretch.cause, stretch.step) for stretch in self.stretches if stretch.cause)
 
     def done(self, at_s: float) -> float:
         """Fraction of the steps that are done at a time."""
-        ends_s, steps = zip(*((each.end_s, each.step) for each in self.stretches), strict=True)
+        ends_s, steps = zip(*((stretch.end_s, stretch.step) for stretch in self.stretches), strict=True)
         return float(np.interp(at_s, [0.0, *ends_s], [0.0, *steps])) / self.num_steps
 
-    def segments(self, columns: int) -> tuple[Segment, ...]:
+    def segments(self, columns: int) -> tuple[TimelineSegment, ...]:
         """Rows of a number of columns, each as segments in the order of time."""
         length_s = self.row_length.length_s
         seconds = self._seconds(columns)
-        found = []
+        segments = []
         for row, kinds in enumerate(self._chosen(seconds).reshape(self.num_rows, columns)):
             place = 0
-            for kind, cells in groupby(int(each) for each in kinds):
+            for kind, cells in groupby(int(kind_index) for kind_index in kinds):
                 first, place = place, place + len(list(cells))
                 if kind >= 0:
                     own_s = float(seconds[kind, row * columns + first : row * columns + place].sum())
                     end_s = min(place / columns * length_s, self.time_s - row * length_s)
-                    found.append(Segment(row, first / columns * length_s, end_s, WATERFALL[kind], own_s))
-        return tuple(found)
+                    segments.append(TimelineSegment(row, first / columns * length_s, end_s, WATERFALL[kind], own_s))
+        return tuple(segments)
 
     def draws_pauses(self, columns: int) -> bool:
         """False if pauses that are shorter than a column are left out, because there would be little else."""
@@ -168,11 +168,11 @@ class RunTimeline:
     def _seconds(self, columns: int) -> NDArray[np.float64]:
         """(kinds, rows x columns) Seconds of each kind in each column."""
         edges_s = np.arange(self.num_rows * columns + 1) * (self.row_length.length_s / columns)
-        lengths_s = np.array([each.end_s - each.start_s for each in self.stretches])
-        kinds = np.array([WATERFALL.index(each.kind) for each in self.stretches])
-        ends_s = np.array([0.0, *(each.end_s for each in self.stretches)])
+        lengths_s = np.array([stretch.end_s - stretch.start_s for stretch in self.stretches])
+        kinds = np.array([WATERFALL.index(stretch.kind) for stretch in self.stretches])
+        ends_s = np.array([0.0, *(stretch.end_s for stretch in self.stretches)])
         until_s = [np.append(0.0, np.cumsum(np.where(kinds == kind, lengths_s, 0.0))) for kind in range(len(WATERFALL))]
-        return np.diff([np.interp(edges_s, ends_s, each) for each in until_s])
+        return np.diff([np.interp(edges_s, ends_s, stretch) for stretch in until_s])
 
     def _chosen(self, seconds: NDArray[np.float64]) -> NDArray[np.int64]:
         """(rows x columns) Index of the kind of each column; -1 after the end of the run."""
@@ -180,8 +180,8 @@ class RunTimeline:
         stopped = tuple(kind for kind in WATERFALL if kind not in (*_STEPS, *_PAUSES))
         layers = [_PAUSES, stopped] if self.draws_pauses(seconds.shape[1] // self.num_rows) else [stopped]
         for layer in layers:
-            own = np.where(np.isin(WATERFALL, layer)[:, None], seconds, 0.0)
-            chosen = np.where(own.sum(axis=0) > 0, own.argmax(axis=0), chosen)
+            of_layer = np.where(np.isin(WATERFALL, layer)[:, None], seconds, 0.0)
+            chosen = np.where(of_layer.sum(axis=0) > 0, of_layer.argmax(axis=0), chosen)
         return chosen
 
     def to_json(self) -> dict[str, Any]:
@@ -199,14 +199,14 @@ class RunTimeline:
             "num_steps": self.num_steps,
             "stretches": [
                 {
-                    "kind": each.kind,
-                    "start_s": each.start_s,
-                    "end_s": each.end_s,
-                    "num_nodes": each.num_nodes,
-                    "step": each.step,
-                    "cause": each.cause or None,
+                    "kind": stretch.kind,
+                    "start_s": stretch.start_s,
+                    "end_s": stretch.end_s,
+                    "num_nodes": stretch.num_nodes,
+                    "step": stretch.step,
+                    "cause": stretch.cause or None,
                 }
-                for each in self.stretches
+                for stretch in self.stretches
             ],
         }
 
@@ -300,7 +300,7 @@ def run_timeline_text(timeline: RunTimeline, width: int) -> str:
     cells = [[" "] * columns for _ in rows]
     segments = timeline.segments(columns)
     for segment in segments:
-        first, last = (round(each / timeline.row_length.length_s * columns) for each in segment[1:3])
+        first, last = (round(edge_s / timeline.row_length.length_s * columns) for edge_s in segment[1:3])
         cells[segment.row][first:last] = _LETTERS[segment.kind] * (last - first)
     lines = [heading(timeline), subheading(timeline), "", " " * (left + columns + 3) + f"{'stops':>7}{'done':>9}"]
     for (name, stops, done), row in zip(rows, cells, strict=True):
@@ -316,7 +316,7 @@ def _waterfall_lines(result: GoodputResult, width: int) -> Iterator[str]:
     """Mean seconds of each part as a bar; all but the first part have a scale of their own."""
     (name, first_s), *others = [(PARTS[part], each_s) for part, each_s in result.waterfall_s.items() if each_s > 0]
     total_s, rest_s = result.mean_time_s, sum(each_s for _, each_s in others)
-    left = max(len(each) for each, _ in [(name, first_s), *others])
+    left = max(len(label) for label, _ in [(name, first_s), *others])
     columns = width - left - 3 - _FIGURES_WIDTH - 6
 
     def line(name: str, start: float, seconds: float, scale_s: float) -> str:
@@ -341,7 +341,7 @@ def _curve_lines(document: Mapping[str, Any], width: int) -> Iterator[str]:
     )
     yield f"goodput over the checkpoint interval: {marks}"
     useful_s = document["num_steps"] * document["step_time_s"]
-    points = [(format_span(each["interval_s"]), useful_s / each["time_s"]) for each in document["interval_curve"]]
+    points = [(format_span(point["interval_s"]), useful_s / point["time_s"]) for point in document["interval_curve"]]
     lowest, highest = (function(goodput for _, goodput in points) for function in (min, max))
     left = max(len(name) for name, _ in points)
     columns = width - left - 3 - _FIGURES_WIDTH

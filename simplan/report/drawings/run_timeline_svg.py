@@ -10,7 +10,7 @@ from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.goodput_svg import COLOURS, WIDTH, goodput_elements, soft, titled
 from simplan.report.drawings.run_timeline import (
     RunTimeline,
-    Segment,
+    TimelineSegment,
     heading,
     kinds_of,
     notes,
@@ -69,7 +69,7 @@ def _rows(timeline: RunTimeline, bottom: float) -> Iterator[Element]:
         yield soft(x, bottom + 16, label, anchor="middle")
 
 
-def _lane(timeline: RunTimeline, segments: tuple[Segment, ...], row: int) -> Element:
+def _lane(timeline: RunTimeline, segments: tuple[TimelineSegment, ...], row: int) -> Element:
     """Bars of a row; compute lies below all others, so that it has no seams."""
     top, scale = _TOP + _ROW * row, _COLUMNS / timeline.row_length.length_s
     group = Element("g", {"class": "row"})
@@ -99,7 +99,7 @@ def _stops(timeline: RunTimeline) -> Iterator[Element]:
         yield mark
 
 
-def _legend(timeline: RunTimeline, segments: tuple[Segment, ...], top: float) -> tuple[list[Element], float]:
+def _legend(timeline: RunTimeline, segments: tuple[TimelineSegment, ...], top: float) -> tuple[list[Element], float]:
     """Colors in lines, then notes; and the height of their end."""
     parts, left = [], float(_LEFT)
     for kind in kinds_of(segments):

@@ -24,7 +24,7 @@ from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.io import parse_model, read_model, read_yaml
 from simplan.prediction import Prediction
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.runs.faults import Fault, FaultSchedule
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
@@ -232,7 +232,7 @@ def with_faults(
     scenario: Scenario,
     request: FaultRequest,
     predictions: Mapping[int, Prediction],
-    nodes: Nodes | None,
+    nodes: RendezvousOptions | None,
 ) -> RunSpec:
     """The job with its faults, and with its expected goodput where the times of restarts are known.
 
@@ -286,7 +286,7 @@ def _setup(
     scenario: Scenario,
     request: FaultRequest,
     predictions: Mapping[int, Prediction],
-    nodes: Nodes | None,
+    nodes: RendezvousOptions | None,
 ) -> RunSetup:
     """Numbers of the run with the times of the scenario, those of steps excepted, over the time scale."""
     assert job.checkpointing is not None

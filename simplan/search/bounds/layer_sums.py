@@ -77,7 +77,7 @@ class LayerTimes(NamedTuple):
     update_s: float
 
     def of_stages(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
-        """``(4, stages)`` Fields of ``StageTimes``; for arguments see ``LayerBytes.of_stages``."""
+        """``(4, stages)`` Fields of ``BoundStageTimes``; for arguments see ``LayerBytes.of_stages``."""
         last_backward_s = self.summed[1, ends] - self.summed[1, ends - 1]
         update_s = np.full(len(ends), self.update_s)
         return np.vstack([self.summed[:, ends] - self.summed[:, starts], last_backward_s, update_s])
@@ -110,7 +110,7 @@ class StageBytes(NamedTuple):
     backward_bytes: Floats
 
 
-class StageTimes(NamedTuple):
+class BoundStageTimes(NamedTuple):
     """Times of each stage for one microbatch, ``(ways, stages)``.
 
     Attributes:
@@ -250,9 +250,11 @@ class Pipeline:
         return StageBytes(*np.stack([way.ranks[0].bytes.of_stages(starts, starts + 1) for way in self.ways], axis=1))
 
     @cached_property
-    def times(self) -> StageTimes:
+    def times(self) -> BoundStageTimes:
         """Times of the stages, by layer configuration."""
-        return StageTimes(*np.stack([way.stages(self.placement, lambda of: of.times) for way in self.ways], axis=1))
+        return BoundStageTimes(
+            *np.stack([way.stages(self.placement, lambda of: of.times) for way in self.ways], axis=1)
+        )
 
     def take(self, ways: NDArray[np.int64]) -> Pipeline:
         """The pipeline of some of its layer configurations."""

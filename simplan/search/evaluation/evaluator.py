@@ -14,7 +14,7 @@ from simplan.predict.step_summary import evaluate_step
 from simplan.predict.truncated import extent_of
 from simplan.search.bounds.candidate_bounds import Bounded, Bounds
 from simplan.search.candidates import Candidates
-from simplan.sim.engine_choice import load_compiled
+from simplan.sim.compiled import load_compiled
 
 _LOADING_S = 0.4  # seconds to load the compiled engine
 _MAX_KEPT = 8  # evaluators that a worker keeps

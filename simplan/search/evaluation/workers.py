@@ -19,7 +19,7 @@ from queue import Empty
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from simplan.sim.engine_choice import load_compiled
+from simplan.sim.compiled import load_compiled
 
 _ALONE_S = 1.5  # seconds in this process before workers start: most searches take less
 _PER_WORKER = 3  # calls under way per worker, so that it has the next one when it ends one
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 Arguments = tuple[Any, ...]
 
 
-class Workers:
+class WorkerPool:
     """Processes for the calls of a search; a context manager that ends them.
 
     Calls run in this process for the first seconds, and until a worker is ready.
@@ -94,7 +94,7 @@ class _Pool(Protocol):
     def each(
         self, function: Callable[..., Result], calls: Iterator[tuple[Key, Arguments]]
     ) -> Iterator[tuple[Key, Result]]:
-        """See ``Workers.each``."""
+        """See ``WorkerPool.each``."""
 
     def end(self) -> None:
         """End the workers, and drop the calls under way."""

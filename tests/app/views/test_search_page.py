@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 
 from app.figures.plans import AXES, COLOURS, search_plans
 from app.fitting import with_plan
-from app.jobs.job import Jobs, StartedJob, State, TaskRequest, Update, searches
+from app.jobs.job import Jobs, JobState, StartedJob, TaskRequest, Update, searches
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
@@ -149,7 +149,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     assert all(not update.value.interrupted and update.value.space == whole.space for update in later)
     assert [plan.plan for plan in later[0].value.ranked] == [plan.plan for plan in whole.ranked]
     job = StartedJob(TaskRequest(search_plans, (text,)))
-    job.state, job.update, job.value = State.RUNNING, later[1], later[1].value
+    job.state, job.update, job.value = JobState.RUNNING, later[1], later[1].value
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     monkeypatch.setattr("app.components.progress.follow", lambda *_: None)
     page = opened()

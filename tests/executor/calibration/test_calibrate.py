@@ -63,7 +63,7 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
             ShapeRequest(model=MODEL, microbatch_size=2, shard=halves),
         ),
         num_ranks=2,
-        budget_s=2.0,
+        budget_s=1.0,
         communication=tuple(CollectiveKind),
     )
     calibration = calibrate(request, lambda done, of, what: told.append((done, what)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.captured.modules import CONFIGS
-from executor.capture.calls import CallsPart, Recording
+from executor.capture.calls import CallsPart, PassRecording
 from executor.capture.capture import loss_of, model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
 from executor.capture.recording import record_calls
@@ -23,6 +23,7 @@ from simplan.model.captured.layers import captured_layers
 from simplan.program.lowering.stage import gradients_between
 from tests.executor.capture import modules
 from tests.executor.capture.test_capture import Masked
+from tests.support.problems import refuses
 from tests.support.slow import slow_except
 
 Batch = Callable[[int], Any]
@@ -30,7 +31,9 @@ SIZE = 2
 CPU = torch.device("cpu")
 
 
-def recorded(module: nn.Module, captured: CapturedModel, batch: Any, dtype: torch.dtype = torch.float64) -> Recording:
+def recorded(
+    module: nn.Module, captured: CapturedModel, batch: Any, dtype: torch.dtype = torch.float64
+) -> PassRecording:
     blocks = [path for path in captured.modules if path]
     return record_calls(module, batch, None, blocks=blocks, starts=captured.starts, dtype=dtype, device=CPU)
 
@@ -212,7 +215,7 @@ def test_uncuttable_modules_are_refused_with_the_place(how: str) -> None:
 def test_a_module_without_modules_at_its_cuts_is_refused() -> None:
     captured = model_from_module(Tangled(), tokens, precisions=("fp32",))
     nowhere = captured.model_copy(update={"starts": ("", *("" for _ in captured.starts[1:]))})
-    with pytest.raises(NotModelledError, match="no module begins or ends where layer 1 begins"):
+    with refuses("plan.pp", rule="no module begins or ends where", kind=NotModelledError):
         recorded(Tangled(), nowhere, tokens(SIZE))
 
 

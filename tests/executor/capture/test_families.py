@@ -12,7 +12,6 @@ import pytest
 from benchmarks.architectures import small_config
 from executor.capture.capture import model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
-from simplan.errors import SpecError
 from simplan.interop.huggingface import model_fields_from_config, model_types
 from simplan.model.base_weights import BaseWeights, FrozenBase, with_frozen_base
 from simplan.model.captured.adapters import with_adapters
@@ -22,6 +21,7 @@ from simplan.model.implementations.layer_implementation import LayerImplementati
 from simplan.model.layer import Gemm, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.scenario import scenario_from
+from tests.support.problems import refuses
 from tests.support.slow import slow_except
 
 pytest.importorskip("transformers")
@@ -127,5 +127,5 @@ def test_launch_file_with_a_capture_is_the_capture(tmp_path: Path) -> None:
     assert adapted == {"self_attn.q_proj", "mlp.down_proj"}
     assert model.lora_dropout == 0.1
     run.write_text(text.replace("sequence_len: 64", "sequence_len: 128"), encoding="utf-8")
-    with pytest.raises(SpecError, match="sequence_len = 128: cannot go with file, which is a capture of 64 tokens"):
+    with refuses("sequence_len", "128", rule="cannot go with file"):
         scenario_from(run, overrides)

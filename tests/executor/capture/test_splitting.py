@@ -50,6 +50,7 @@ from tests.executor.capture.test_running import doubled
 from tests.executor.dry_run.accounting import account
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
 from tests.executor.train.test_equality import RELATIVE, run_in_float64
+from tests.support.problems import refuses
 from tests.support.slow import slow_except
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Any]]] = {
@@ -385,7 +386,7 @@ def test_tied_weights_that_a_plan_splits_apart_are_refused() -> None:
     module = Small()
     module.mlp.weight = module.attention.q.weight
     plan = {"mlp": ColwiseParallel()}
-    with pytest.raises(SpecError, match=r"mlp\.weight and attention\.q\.weight, which are one weight, into several"):
+    with refuses("--tp-plan", rule="mlp.weight and attention.q.weight, which are"):
         model_from_module(module, small_batch, precisions=("fp32",), tensor_parallel=(2,), tp_plan=lambda: plan)
 
 
@@ -396,22 +397,20 @@ def test_communication_besides_layouts_is_refused() -> None:
         hook = lambda part, inputs, output: all_reduce(output, "sum", mesh.get_group())  # noqa: E731
         module.get_submodule("mlp").register_forward_hook(hook)
 
-    with pytest.raises(NotModelledError, match=r"communicates by all_reduce in the backward of .*, which is not"):
+    with refuses("--tp-plan", rule="communicates by all_reduce in the backward", kind=NotModelledError):
         model_from_module(Small(), small_batch, precisions=("fp32",), tensor_parallel=(2,), tp_plan=plan)
 
 
 def test_experts_of_transformers_are_refused_by_their_style() -> None:
     pytest.importorskip("transformers")
     module, config = module_of_config(small_config("mixtral"))
-    with pytest.raises(NotModelledError, match="packed_colwise, a style of transformers' plan, is not modeled"):
+    with refuses("--tp-plan", rule="packed_colwise, a style of transformers' plan", kind=NotModelledError):
         model_from_module(module, batch_of(module, config, 8), precisions=("fp32",), tensor_parallel=(2,))
 
 
 def test_a_degree_that_was_not_captured_is_refused_and_not_searched() -> None:
     model = captured("by tokens", 2)
-    with pytest.raises(
-        SpecError, match=r"plan\.tp = 4: was not captured: .* capture it again with --tensor-parallel 2,4"
-    ):
+    with refuses("plan.tp", "4", rule="was not captured", fix="capture it again with --tensor-parallel"):
         predict(job_of("by tokens", {"tp": 4}, model=model))
     found = search(job_of("by tokens", {"tp": 2, "dp_replicate": 2}, model=model))
     assert {1, 2} >= {ranked.plan.tp for ranked in found.ranked}

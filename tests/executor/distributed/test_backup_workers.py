@@ -36,6 +36,7 @@ from simplan.training import TrainingSpec
 from simplan.validate.compare import compare
 from tests.executor.conftest import MICROBATCH_SIZE, NUM_MICROBATCHES, RANK_PROGRAMS, make_job, make_model
 from tests.executor.train.test_equality import RELATIVE, one_process
+from tests.support.problems import refuses
 from tests.support.sources import ROOT
 
 
@@ -166,7 +167,7 @@ def test_jobs_that_cannot_drop_replicas_are_refused(fields: dict[str, Any], word
 def test_late_ranks_of_another_node_and_of_a_rehearsal_are_refused() -> None:
     with pytest.raises(NotModelledError, match=r"training\.backup_workers: is run only on one node"):
         check_job(job_of(4), num_local_ranks=2)
-    with pytest.raises(NotModelledError, match=r"training\.backup_workers: is about ranks that others wait for"):
+    with refuses("training.backup_workers", rule="is about ranks that others wait", kind=NotModelledError):
         check_rehearsal(job_of(), 0, fake=True)
 
 

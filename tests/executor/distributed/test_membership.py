@@ -13,7 +13,7 @@ from torch import Tensor
 
 from executor.checks import check_job
 from executor.run import run_job
-from simplan.errors import NotModelledError, RunError, SpecError
+from simplan.errors import NotModelledError, RunError
 from simplan.plan.replication import Replication
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.measurement import Measurement
@@ -22,6 +22,7 @@ from simplan.validate.compare import ran_as_predicted
 from tests.executor.conftest import RANK_PROGRAMS, Run, make_model
 from tests.executor.distributed.test_level2 import assert_issued_as_predicted
 from tests.executor.distributed.test_outer import RELATIVE, Replicas, job_of
+from tests.support.problems import refuses
 from tests.support.slow import slow_except
 
 INNER_STEPS = 3
@@ -174,5 +175,5 @@ def test_ways_that_need_all_replicas_are_refused(replication: dict[str, Any], sa
 
 
 def test_more_replicas_than_there_are_cannot_be_needed() -> None:
-    with pytest.raises(SpecError, match=r"min_replicas = 4: must be at most dp_replicate = 3, .*; use 3 or less"):
+    with refuses("plan.replication.min_replicas", "4", rule="must be at most dp_replicate", fix="use 3 or less"):
         check_job(elastic_job({"min_replicas": 4}))

@@ -29,8 +29,7 @@ from simplan.plan.plan import Recompute
 from simplan.plan.shard import Shard
 from simplan.program.memory.footprint import layer_footprint
 from simplan.program.memory.split_footprint import split_effects, split_footprint
-from simplan.program.no_gc import gc_paused
-from simplan.program.program import MemoryEffect, Phase
+from simplan.program.program import MemoryEffect, Phase, gc_paused
 from tests.executor.models.layer_runs import CPU, SCALARS, SHARDS, STATES, traced
 from tests.executor.rank_programs.exchanging_ranks import Listener
 from tests.support.slow import slow_except

@@ -16,7 +16,7 @@ import pytest
 from simplan.plan.plan import ParallelPlan
 from simplan.program.action import format_table
 from simplan.program.tables.table import plan_table
-from simplan.runs.elastic import FewerNodes, Nodes, on_fewer_devices
+from simplan.runs.elastic import FewerNodes, RendezvousOptions, on_fewer_devices
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
@@ -50,14 +50,14 @@ def start_node(host: Host, place: int, folder: Path, out: str | None = None) -> 
 def start_on(
     made: Sequence[Host], job: RunSpec, folder: Path, *, number: int | None = None, **asked: Any
 ) -> list[subprocess.Popen[str]]:
-    """Starts a job on hosts, or on the first few of them; ``asked`` as of ``Nodes``."""
+    """Starts a job on hosts, or on the first few of them; ``asked`` as of ``RendezvousOptions``."""
     folder.mkdir(exist_ok=True)
     (folder / "job.json").write_text(job.model_dump_json())
     least = job.fewer_nodes[-1].num_nodes if job.fewer_nodes else len(made)
     values: dict[str, Any] = {"min_nodes": least, "max_nodes": len(made), "host": made[0].address, "port": PORT}
     values |= {"ranks_per_node": job.plan.num_devices // len(made), "last_call_timeout_s": 5.0, **asked}
     for k in range(len(made)):
-        (folder / f"nodes{k}.json").write_text(Nodes(**values, leads=k == 0).model_dump_json())
+        (folder / f"nodes{k}.json").write_text(RendezvousOptions(**values, leads=k == 0).model_dump_json())
     return [start_node(made[k], k, folder) for k in range(len(made) if number is None else number)]
 
 

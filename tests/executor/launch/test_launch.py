@@ -29,7 +29,7 @@ from executor.launch.watchdog import Beat, RankState, find_stall, late_in_collec
 from executor.run import _Run
 from executor.worker import use_device
 from simplan.errors import RunError
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.runs.measurement import Measurement
 from tests.executor.conftest import make_job
 
@@ -255,7 +255,7 @@ def test_a_node_says_where_it_listens() -> None:
     """Who reaches the store can change the run, so that its address is no secret of the code."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    nodes = Nodes(min_nodes=1, max_nodes=2, ranks_per_node=1, host="127.0.0.1", port=port, leads=True)
+    nodes = RendezvousOptions(min_nodes=1, max_nodes=2, ranks_per_node=1, host="127.0.0.1", port=port, leads=True)
     leading = Rendezvous(nodes, "{}")
     listens = f"ranks listen at ports of {leading.address}: torch asks for no password"
     assert leading.listening.startswith(f"the store of the run listens at 127.0.0.1:{port}, and {listens}")

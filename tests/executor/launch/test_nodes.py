@@ -20,7 +20,7 @@ from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import CalibrationRequest
 from simplan.cost.calibration.store import load
 from simplan.model.layer import CollectiveKind
-from simplan.runs.elastic import Nodes
+from simplan.runs.elastic import RendezvousOptions
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
@@ -71,7 +71,7 @@ def test_ddp_on_two_hosts_goes_on_as_ddp_on_one(tmp_path: Path) -> None:
 def test_a_node_that_was_asked_something_else_is_told(tmp_path: Path) -> None:
     with hosts(2) as made:
         started = start_on(made, make_job(dp=2), tmp_path, number=1, join_timeout_s=40.0, requested={"--steps": "2"})
-        other = Nodes.model_validate_json((tmp_path / "nodes1.json").read_bytes())
+        other = RendezvousOptions.model_validate_json((tmp_path / "nodes1.json").read_bytes())
         (tmp_path / "nodes1.json").write_text(
             other.model_copy(update={"requested": {"--steps": "3"}}).model_dump_json()
         )
@@ -109,7 +109,7 @@ def test_collectives_are_timed_across_hosts(tmp_path: Path) -> None:
         for k, host in enumerate(made):
             nodes = tmp_path / f"nodes{k}.json"
             where: dict[str, Any] = {"host": made[0].address, "port": PORT, "leads": k == 0}
-            nodes.write_text(Nodes(min_nodes=2, max_nodes=2, ranks_per_node=1, **where).model_dump_json())
+            nodes.write_text(RendezvousOptions(min_nodes=2, max_nodes=2, ranks_per_node=1, **where).model_dump_json())
             out = tmp_path / f"found{k}.json"
             started.append(start(host, "calibrate", tmp_path / "request.json", "--out", out, "--nodes", nodes))
         assert finished(started, tmp_path) == [(0, ""), (0, "")]

@@ -26,7 +26,7 @@ from simplan.model.recompute import recomputation
 from simplan.plan.plan import Recompute
 from simplan.plan.shard import Shard
 from simplan.program.memory.footprint import LayerFootprint, layer_footprint
-from simplan.program.no_gc import gc_paused
+from simplan.program.program import gc_paused
 from simplan.software.software import StateBytes
 
 CPU = torch.device("cpu")

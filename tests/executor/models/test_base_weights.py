@@ -179,7 +179,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero3-recompute": {"dp_shard": 2, "recompute": "full"},
 }
 RANKS = [
-    pytest.param("torchao", "ddp"),
+    pytest.param("torchao", "ddp", marks=[pytest.mark.slow]),
     pytest.param("torchao", "zero3"),
     pytest.param("nf4", "ddp", marks=[BNB]),
     pytest.param("nf4-double", "zero1", marks=[BNB, pytest.mark.slow]),

@@ -35,6 +35,7 @@ from tests.executor.models.layer_runs import (
     traced,
     without_levels,
 )
+from tests.support.problems import refuses
 
 pytest.importorskip("transformers")
 
@@ -305,12 +306,10 @@ def job_of(name: str) -> RunSpec:
 
 def test_needs_transformers_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
-    with pytest.raises(
-        NotModelledError, match=r"software = transformers: needs .* pip install 'simplan\[transformers\]'"
-    ):
+    with refuses("software", "transformers", fix="pip install 'simplan", kind=NotModelledError):
         checks.check_job(job_of("llama"))
 
 
 def test_is_not_rehearsed() -> None:
-    with pytest.raises(NotModelledError, match="software = transformers: has modules whose tensors a rehearsal"):
+    with refuses("software", "transformers", rule="has modules whose tensors a rehearsal", kind=NotModelledError):
         checks.check_rehearsal(job_of("llama"), 0, fake=True)

@@ -15,12 +15,13 @@ from torch.distributed import _functional_collectives as functional
 
 from executor.record import record
 from executor.record.collectives import CollectiveLog
-from executor.record.hugging_face import RecordCallback
+from executor.record.hugging_face import HuggingFaceCallback
 from executor.record.loop import NUM_LOOKED_AT
 from simplan.errors import RunError, SpecError
 from simplan.io import read_model
 from simplan.program.program import MemoryCategory
 from simplan.runs.recording import RecordedCollective, Recording
+from tests.support.problems import refuses
 
 MIB = 2**20
 
@@ -132,7 +133,7 @@ def test_recording_inside_of_another_is_refused_and_ends_neither(tmp_path: Path)
 
 def test_recording_under_a_profiler_of_the_user_does_not_touch_it(tmp_path: Path) -> None:
     with torch.profiler.profile() as profiler:
-        refused = pytest.raises(SpecError, match="a torch profiler is on already; use look=False")
+        refused = refuses("record", rule="a torch profiler is on already", fix="use look=False")
         with refused, record(tmp_path / "loop.json", module=Scale()):
             pass
         with record(tmp_path / "loop.json", module=Scale(), look=False) as run:
@@ -221,7 +222,7 @@ def test_steps_of_a_cuda_loop_are_timed_by_events_without_waiting(
 class TrainerOfSteps:
     """Calls events as transformers' Trainer does, by its own handler."""
 
-    def __init__(self, callback: RecordCallback, num_steps: int) -> None:
+    def __init__(self, callback: HuggingFaceCallback, num_steps: int) -> None:
         from transformers.trainer_callback import CallbackHandler
 
         model = nn.Linear(2, 2)
@@ -239,7 +240,7 @@ class TrainerOfSteps:
 
 def test_callback_of_transformers_records_every_update(tmp_path: Path) -> None:
     file = tmp_path / "trainer.json"
-    TrainerOfSteps(RecordCallback(file), num_steps=5).train()
+    TrainerOfSteps(HuggingFaceCallback(file), num_steps=5).train()
     found = read_model(file, Recording)
     assert (len(found.step_times_s), found.samples_per_step) == (3, 8)
     assert found.ranks[0].states_bytes[MemoryCategory.PARAMETERS] == 4 * 6
@@ -256,7 +257,7 @@ def test_callback_of_transformers_in_its_trainer(tmp_path: Path) -> None:
         str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=6, use_cpu=True,
         save_steps=4, report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    Trainer(model, arguments, train_dataset=data, callbacks=[RecordCallback(tmp_path / "trainer.json")]).train()
+    Trainer(model, arguments, train_dataset=data, callbacks=[HuggingFaceCallback(tmp_path / "trainer.json")]).train()
     found = read_model(tmp_path / "trainer.json", Recording)
     assert (len(found.step_times_s), found.samples_per_step) == (3, 4)
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -268,7 +269,7 @@ def test_callback_of_transformers_in_its_trainer(tmp_path: Path) -> None:
 def test_callback_of_lightning_in_its_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which Lightning sets
     lightning = pytest.importorskip("lightning.pytorch")
-    from executor.record.lightning import RecordCallback as LightningCallback
+    from executor.record.lightning import LightningCallback
 
     class Fit(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:

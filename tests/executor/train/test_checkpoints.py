@@ -24,6 +24,7 @@ from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 from tests.executor.conftest import RANK_PROGRAMS, make_job, make_model
+from tests.support.problems import is_of
 from tests.support.slow import slow_except
 
 NUM_STEPS = 6
@@ -147,11 +148,11 @@ def test_a_run_that_may_not_go_on_is_refused(tmp_path: Path) -> None:
     run_job(job, tmp_path / "first")
     folder = tmp_path / "kept" / "step-00000002"
 
-    def refused(**changes: Any) -> str:
+    def refused(**changes: Any) -> SpecError:
         with pytest.raises(SpecError) as caught:
             run_job(job.model_copy(update=changes), tmp_path / "out")
         assert not (tmp_path / "out").exists()
-        return str(caught.value)
+        return caught.value
 
     def resume(**changes: Any) -> dict[str, Any]:
         return {
@@ -160,17 +161,14 @@ def test_a_run_that_may_not_go_on_is_refused(tmp_path: Path) -> None:
             **changes,
         }
 
-    assert refused() == (
-        f"--checkpoint-dir = {tmp_path / 'kept'}: has checkpoints already, the newest of step 2; "
-        "add --resume to resume from it, or name another folder"
-    )
-    other = job.training.model_copy(update={"optimizer": "sgd"})
-    assert refused(**resume(training=other)) == (
-        f"{folder}: training.optimizer = sgd: the checkpoint is of a training with adamw; "
-        "use adamw, or another folder for checkpoints"
-    )
-    assert "seed = 7: the checkpoint is of a training with 0" in refused(**resume(seed=7))
-    assert "the newest checkpoint has done all 2 steps of the run already" in refused(**resume(num_steps=1))
+    kept = str(tmp_path / "kept")
+    [problem] = refused().problems
+    assert is_of(problem, "--checkpoint-dir", kept, rule="the newest of step 2", fix="add --resume")
+    error = refused(**resume(training=job.training.model_copy(update={"optimizer": "sgd"})))
+    assert error.file == str(folder)
+    assert is_of(error.problems[0], "training.optimizer", "sgd", rule="training with adamw", fix="use adamw")
+    assert is_of(refused(**resume(seed=7)).problems[0], "seed", "7", rule="training with 0")
+    assert "all 2 steps" in refused(**resume(num_steps=1)).problems[0].rule
 
 
 def flip(file: Path) -> str:

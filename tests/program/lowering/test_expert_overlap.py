@@ -12,7 +12,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import cost_model
 from simplan.program.lowering.lower import Lowering
-from simplan.program.lowering.rows import paired_actions
+from simplan.program.lowering.walk import paired_actions
 from simplan.program.program import Communication, Op, OverlapRemainder, Program, Stream
 from simplan.program.tables.table import plan_table
 from simplan.sim.engine import simulate

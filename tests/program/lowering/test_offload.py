@@ -17,7 +17,8 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.lower import Lowering
 from simplan.program.lowering.offload import backward_follows
 from simplan.program.program import Communication, HostCopy, LayerWork, MemoryCategory, Op, Program, Stream
-from simplan.sim.engine import Times, simulate
+from simplan.program.timeline import Times
+from simplan.sim.engine import simulate
 from simplan.sim.memory import host_peak_bytes, memory_peak
 from tests.jobs import job_of, lowered, tiny_model
 

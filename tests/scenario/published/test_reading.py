@@ -14,6 +14,7 @@ from simplan.errors import SpecError
 from simplan.scenario import load_scenario
 from simplan.scenario.published.reading import parse_published, read_published
 from tests.accuracy.runs import run, run_data, write_runs
+from tests.support.published import published_files
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "scenarios" / "published"
 HELD_OUT = PUBLISHED.with_name("heldout")
@@ -204,7 +205,7 @@ def test_held_out_runs_are_no_others() -> None:
 
     def origins(folder: Path) -> dict[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}
-        for read in read_published([folder]):
+        for read in (read for read in published_files() if Path(read.file).is_relative_to(folder)):
             for each in read.runs or ():
                 origin: tuple[str, ...] = (each.measured.source.split(":")[0],)
                 if Path(read.file).stem.startswith("small_models_"):
@@ -219,7 +220,7 @@ def test_held_out_runs_are_no_others() -> None:
 
 
 def test_every_run_of_this_project_can_be_predicted() -> None:
-    files = read_published([PUBLISHED, HELD_OUT, PUBLISHED.with_name("validation")])
+    files = published_files()
     runs = [run for read in files for run in read.runs or ()]
     assert len(runs) == 599 + 339 + 132
     assert [run.reason for run in runs if run.job is None] == []

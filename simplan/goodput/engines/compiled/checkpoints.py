@@ -23,14 +23,14 @@ from simplan.goodput.engines.compiled.state import (
     PROGRESS,
     SLOW_DEVICE,
     STORAGE_DUE,
-    State,
+    RunRecord,
 )
 from simplan.goodput.setup import RunSetup
 from simplan.jit import jit_inner
 
 
 @jit_inner
-def steps_until_pause(setup: RunSetup, state: State) -> int:
+def steps_until_pause(setup: RunSetup, state: RunRecord) -> int:
     """Steps until the next pause, or until the end of the run."""
     position, end = state.progress[POSITION], float(setup.num_steps)
     for every in (setup.evaluation_every, setup.memory_every, setup.checkpoint_every):
@@ -41,7 +41,7 @@ def steps_until_pause(setup: RunSetup, state: State) -> int:
 
 
 @jit_inner
-def take_steps(setup: RunSetup, state: State, num: int, step_s: float) -> None:
+def take_steps(setup: RunSetup, state: RunRecord, num: int, step_s: float) -> None:
     """Advance by steps that take ``step_s`` each."""
     progress, full_s = state.progress, state.advance * state.full_step_s
     progress[COMPUTE] += num * full_s
@@ -64,14 +64,14 @@ def _passes(every: int, before: float, after: float) -> int:
 
 
 @jit_inner
-def next_due(state: State) -> int:
+def next_due(state: RunRecord) -> int:
     """Bit of the next pause; 0 for none."""
     due = int(state.progress[DUE])
     return due & -due
 
 
 @jit_inner
-def pause_s(setup: RunSetup, state: State, history: list[tuple[float, ...]], due: int) -> float:
+def pause_s(setup: RunSetup, state: RunRecord, history: list[tuple[float, ...]], due: int) -> float:
     """Seconds of a pause that begins now."""
     if due == EVALUATION_DUE:
         return float(setup.evaluation_s)
@@ -81,7 +81,7 @@ def pause_s(setup: RunSetup, state: State, history: list[tuple[float, ...]], due
 
 
 @jit_inner
-def end_pause(setup: RunSetup, state: State, history: list[tuple[float, ...]], due: int, seconds: float) -> None:
+def end_pause(setup: RunSetup, state: RunRecord, history: list[tuple[float, ...]], due: int, seconds: float) -> None:
     """Count a pause that has taken so many seconds, and keep its checkpoint."""
     progress = state.progress
     progress[EVALUATION if due == EVALUATION_DUE else CHECKPOINT] += seconds
@@ -94,7 +94,7 @@ def end_pause(setup: RunSetup, state: State, history: list[tuple[float, ...]], d
 
 
 @jit_inner
-def save(setup: RunSetup, state: State, history: list[tuple[float, ...]], write_s: float) -> None:
+def save(setup: RunSetup, state: RunRecord, history: list[tuple[float, ...]], write_s: float) -> None:
     """Write a checkpoint to the storage that counts after ``write_s``."""
     _copy(state.progress, state.in_flight)
     state.in_flight[COMPLETE_AT] = age(state)
@@ -110,7 +110,7 @@ def _copy(numbers: NDArray[np.float64], to: NDArray[np.float64]) -> None:
 
 
 @jit_inner
-def settle(setup: RunSetup, state: State, history: list[tuple[float, ...]]) -> None:
+def settle(setup: RunSetup, state: RunRecord, history: list[tuple[float, ...]]) -> None:
     """Store a checkpoint that counts by now."""
     if state.in_flight_at_s > state.now_s + ROUNDING:
         return
@@ -127,14 +127,14 @@ def settle(setup: RunSetup, state: State, history: list[tuple[float, ...]]) -> N
 
 
 @jit_inner
-def in_flight_s(setup: RunSetup, state: State, history: list[tuple[float, ...]]) -> float:
+def in_flight_s(setup: RunSetup, state: RunRecord, history: list[tuple[float, ...]]) -> float:
     """Seconds until the checkpoint that is being written counts."""
     settle(setup, state, history)
     return float(state.in_flight_at_s - state.now_s if state.in_flight_at_s < inf else 0.0)
 
 
 @jit_inner
-def go_back(setup: RunSetup, state: State, history: list[tuple[float, ...]], corrupt_since_s: float) -> float:
+def go_back(setup: RunSetup, state: RunRecord, history: list[tuple[float, ...]], corrupt_since_s: float) -> float:
     """Take the progress of the last checkpoint; returns the seconds to load it."""
     if corrupt_since_s < inf:
         _lose_since(state, history, corrupt_since_s)
@@ -151,7 +151,7 @@ def go_back(setup: RunSetup, state: State, history: list[tuple[float, ...]], cor
 
 
 @jit_inner
-def _lose_since(state: State, history: list[tuple[float, ...]], age_s: float) -> None:
+def _lose_since(state: RunRecord, history: list[tuple[float, ...]], age_s: float) -> None:
     """Lose the checkpoints that were complete after an age."""
     while len(history) > state.oldest and history[-1][COMPLETE_AT] > age_s:
         history.pop()

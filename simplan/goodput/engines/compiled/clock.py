@@ -21,7 +21,7 @@ from simplan.goodput.engines.compiled.sources import (
     next_exponential,
     set_aging,
 )
-from simplan.goodput.engines.compiled.state import GROWTH, WINDOW, Job, State
+from simplan.goodput.engines.compiled.state import GROWTH, WINDOW, CompiledRun, RunRecord
 from simplan.goodput.engines.draws import WHEN
 from simplan.goodput.setup import RunSetup
 from simplan.jit import jit_inner
@@ -34,13 +34,13 @@ def early_s(setup: RunSetup) -> float:
 
 
 @jit_inner
-def in_window(state: State) -> bool:
+def in_window(state: RunRecord) -> bool:
     """True in a window of maintenance."""
     return bool(state.window_end_s - state.now_s > ROUNDING)
 
 
 @jit_inner
-def _happen(job: Job) -> None:
+def _happen(job: CompiledRun) -> None:
     """The first of the events of this instant."""
     state, until_s = job.state, job.state.now_s + ROUNDING
     if state.aging and state.next_age_s + state.not_aged_s <= until_s:
@@ -69,7 +69,7 @@ def _happen(job: Job) -> None:
 
 
 @jit_inner
-def advance(setup: RunSetup, state: State, time_s: float) -> None:
+def advance(setup: RunSetup, state: RunRecord, time_s: float) -> None:
     """Move to a time until which nothing happens."""
     node_s = state.node_s
     seconds = max(0.0, time_s - state.now_s)
@@ -85,7 +85,7 @@ def advance(setup: RunSetup, state: State, time_s: float) -> None:
 
 
 @jit_inner
-def go_to(job: Job, end_s: float) -> None:
+def go_to(job: CompiledRun, end_s: float) -> None:
     """Move to a time, or to the next instant at which something happens before, and let all of that happen."""
     state = job.state
     advance(job.setup, state, min(end_s, state.soonest_s))
@@ -94,13 +94,13 @@ def go_to(job: Job, end_s: float) -> None:
 
 
 @jit_inner
-def is_stopped(state: State, stops: list[tuple[int, int, bool, float, float]]) -> bool:
+def is_stopped(state: RunRecord, stops: list[tuple[int, int, bool, float, float]]) -> bool:
     """True if something stops the job now."""
     return bool(len(stops) or in_window(state) or can_grow(state))
 
 
 @jit_inner
-def _next_stop(state: State, stops: list[tuple[int, int, bool, float, float]]) -> bool:
+def _next_stop(state: RunRecord, stops: list[tuple[int, int, bool, float, float]]) -> bool:
     """True if something stops the job now; the state then says what."""
     if not len(stops):
         if state.is_stopping or not is_stopped(state, stops):
@@ -111,7 +111,7 @@ def _next_stop(state: State, stops: list[tuple[int, int, bool, float, float]]) -
 
 
 @jit_inner
-def spend(job: Job, seconds: float, step_s: float) -> bool:
+def spend(job: CompiledRun, seconds: float, step_s: float) -> bool:
     """Time in which units grow older, until a stop, or with ``step_s`` until the end of a step that is cut.
 
     Returns True for a stop.
@@ -132,7 +132,7 @@ def spend(job: Job, seconds: float, step_s: float) -> bool:
 
 
 @jit_inner
-def idle(job: Job, seconds: float, part: int) -> None:
+def idle(job: CompiledRun, seconds: float, part: int) -> None:
     """Time in which units do not grow older."""
     state = job.state
     set_aging(state, False)

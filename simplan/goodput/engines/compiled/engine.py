@@ -14,8 +14,8 @@ from simplan.goodput.engines.compiled.state import (
     POLICIES,
     SOURCE_STATE,
     WASTED,
-    Job,
-    State,
+    CompiledRun,
+    RunRecord,
     causes,
     numbers,
     table,
@@ -27,7 +27,7 @@ from simplan.jit import jit
 def simulate(setup: RunSetup, seed: int, of_runs: range, *, limit_s: float, max_stops: int) -> Runs | None:
     """Returns the runs with these numbers; None if one of them is endless."""
     num_runs, sources = len(of_runs), table(causes(setup), SOURCE_STATE)
-    states = np.zeros(num_runs, [*numbers(State), *((name, np.float64, size) for name, size in ARRAYS.items())])
+    states = np.zeros(num_runs, [*numbers(RunRecord), *((name, np.float64, size) for name, size in ARRAYS.items())])
     states["seed"], states["number"] = seed, of_runs
     states["limit_s"], states["max_stops"] = limit_s, max_stops
     states["policy"], states["num_sources"] = POLICIES.index(setup.policy), len(sources)
@@ -60,7 +60,7 @@ def _simulate(
 ) -> bool:
     """Carry each state to the end of its run; returns False if a run is endless."""
     for run in range(len(states)):
-        job = Job(
+        job = CompiledRun(
             setup=setups[0],
             state=states[run],
             sizes=sizes,

@@ -41,8 +41,8 @@ from simplan.goodput.engines.compiled.state import (
     RESTART,
     WAITING,
     WINDOW,
-    Job,
-    State,
+    CompiledRun,
+    RunRecord,
 )
 from simplan.goodput.engines.draws import WHEN
 from simplan.goodput.setup import RunSetup
@@ -50,7 +50,7 @@ from simplan.jit import jit_inner
 
 
 @jit_inner
-def begin(job: Job) -> None:
+def begin(job: CompiledRun) -> None:
     """State at the start of a run."""
     setup, state = job.setup, job.state
     state.full_step_s = job.sizes[0].step_s
@@ -71,7 +71,7 @@ def begin(job: Job) -> None:
 
 
 @jit_inner
-def train(job: Job) -> None:
+def train(job: CompiledRun) -> None:
     """The run from its first step to its last."""
     if len(job.trace):
         job.state.is_restarting = True
@@ -84,12 +84,12 @@ def train(job: Job) -> None:
 
 
 @jit_inner
-def _is_done(setup: RunSetup, state: State) -> bool:
+def _is_done(setup: RunSetup, state: RunRecord) -> bool:
     return bool(not state.progress[DUE] and state.progress[POSITION] >= setup.num_steps - ROUNDING)
 
 
 @jit_inner
-def _go_on(job: Job) -> bool:
+def _go_on(job: CompiledRun) -> bool:
     """Continue with a group that joins, or with pauses and steps; returns True if the job stops."""
     state = job.state
     if state.policy == CONTINUE:
@@ -106,7 +106,7 @@ def _go_on(job: Job) -> bool:
 
 
 @jit_inner
-def _pass_undisturbed(setup: RunSetup, state: State, history: list[tuple[float, ...]]) -> None:
+def _pass_undisturbed(setup: RunSetup, state: RunRecord, history: list[tuple[float, ...]]) -> None:
     """Pauses and steps that end before the next thing happens."""
     while not _is_done(setup, state):
         due = next_due(state)
@@ -123,7 +123,7 @@ def _pass_undisturbed(setup: RunSetup, state: State, history: list[tuple[float, 
 
 
 @jit_inner
-def _steps(job: Job) -> bool:
+def _steps(job: CompiledRun) -> bool:
     """Steps until the next pause; returns True if the job stops."""
     setup, state = job.setup, job.state
     step_s = _step_s(setup, state)
@@ -142,12 +142,12 @@ def _steps(job: Job) -> bool:
 
 
 @jit_inner
-def _step_s(setup: RunSetup, state: State) -> float:
+def _step_s(setup: RunSetup, state: RunRecord) -> float:
     return float(state.size_step_s * (setup.slow_factor if state.num_slow else 1.0))
 
 
 @jit_inner
-def _pause(job: Job) -> bool:
+def _pause(job: CompiledRun) -> bool:
     """The pause that is due; returns True if the job stops."""
     setup, state = job.setup, job.state
     due, start_s = next_due(state), state.now_s
@@ -159,7 +159,7 @@ def _pause(job: Job) -> bool:
 
 
 @jit_inner
-def _recover(job: Job) -> bool:
+def _recover(job: CompiledRun) -> bool:
     """From a stop until the job trains again, or until the next stop; returns True for the latter."""
     setup, state = job.setup, job.state
     _note(job)
@@ -184,7 +184,7 @@ def _recover(job: Job) -> bool:
 
 
 @jit_inner
-def _note(job: Job) -> None:
+def _note(job: CompiledRun) -> None:
     state = job.state
     state.num_stops += 1
     if state.num_stops > state.max_stops or state.now_s > state.limit_s:
@@ -197,7 +197,7 @@ def _note(job: Job) -> None:
 
 
 @jit_inner
-def _can_go_on(job: Job) -> bool:
+def _can_go_on(job: CompiledRun) -> bool:
     """True if groups are left that lose no node, and the stop is not for all."""
     state = job.state
     if state.is_restarting or state.source == WINDOW or state.corrupt_since_s < inf:
@@ -206,7 +206,7 @@ def _can_go_on(job: Job) -> bool:
 
 
 @jit_inner
-def _write_before_stop(job: Job) -> bool:
+def _write_before_stop(job: CompiledRun) -> bool:
     """A checkpoint, its whole writing time included; returns True if something else stops the job."""
     setup, state = job.setup, job.state
     start_s, progress = state.now_s, state.progress
@@ -225,7 +225,7 @@ def _write_before_stop(job: Job) -> bool:
 
 
 @jit_inner
-def _restart(job: Job, load_s: float) -> bool:
+def _restart(job: CompiledRun, load_s: float) -> bool:
     """Wait for nodes and for the end of maintenance, then start all ranks; returns True if that is stopped."""
     setup, state = job.setup, job.state
     is_hot = release_lost(job, 0.0)
@@ -243,7 +243,7 @@ def _restart(job: Job, load_s: float) -> bool:
 
 
 @jit_inner
-def _gather(job: Job) -> None:
+def _gather(job: CompiledRun) -> None:
     """Wait for as many nodes as the job needs, and take spares."""
     state = job.state
     set_aging(state, False)
@@ -264,7 +264,7 @@ def _gather(job: Job) -> None:
 
 
 @jit_inner
-def _leave(job: Job, diagnosis_s: float) -> bool:
+def _leave(job: CompiledRun, diagnosis_s: float) -> bool:
     """The groups of lost nodes leave, and the others go on; returns True if that is stopped."""
     set_in_use(job, job.state.in_use - nodes_of_lost_groups(job.setup, job.lost))
     release_lost(job, diagnosis_s)
@@ -276,7 +276,7 @@ def _leave(job: Job, diagnosis_s: float) -> bool:
 
 
 @jit_inner
-def _wait_for_group(job: Job) -> None:
+def _wait_for_group(job: CompiledRun) -> None:
     """Below the smallest size: wait until groups that start are ready."""
     state = job.state
     start_s = state.now_s
@@ -291,7 +291,7 @@ def _wait_for_group(job: Job) -> None:
 
 
 @jit_inner
-def _join(job: Job) -> bool:
+def _join(job: CompiledRun) -> bool:
     """All groups that are ready join; returns True if that is stopped."""
     state = job.state
     start_s, num_ready = state.now_s, 0

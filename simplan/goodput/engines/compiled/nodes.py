@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from simplan.goodput.engines.checkpoints import ROUNDING
 from simplan.goodput.engines.compiled.sources import changed, next_exponential, next_uniform
-from simplan.goodput.engines.compiled.state import COMPLETE_AT, CONTINUE, Job, State
+from simplan.goodput.engines.compiled.state import COMPLETE_AT, CONTINUE, CompiledRun, RunRecord
 from simplan.goodput.engines.draws import RETURN, WHEN
 from simplan.goodput.setup import RunSetup
 from simplan.jit import jit_inner
 
 
 @jit_inner
-def fitting(setup: RunSetup, state: State, sizes: NDArray[Any], num_nodes: int) -> int:
+def fitting(setup: RunSetup, state: RunRecord, sizes: NDArray[Any], num_nodes: int) -> int:
     """Nodes in use with so many nodes in all; 0 if they are too few."""
     if state.policy == CONTINUE:
         group_nodes = setup.group_nodes
@@ -30,13 +30,13 @@ def fitting(setup: RunSetup, state: State, sizes: NDArray[Any], num_nodes: int) 
 
 
 @jit_inner
-def can_grow(state: State) -> bool:
+def can_grow(state: RunRecord) -> bool:
     """True if nodes for a larger size are there."""
     return bool(state.larger_nodes and state.held + state.spares >= state.larger_nodes)
 
 
 @jit_inner
-def _take_away(job: Job, source: int, num_nodes: int, delay_s: float) -> int:
+def _take_away(job: CompiledRun, source: int, num_nodes: int, delay_s: float) -> int:
     """Take nodes from the job until each is a spare; returns the number of those that are spares at once."""
     state, row = job.state, job.sources[source]
     num_nodes = min(num_nodes, state.held)
@@ -55,7 +55,7 @@ def _take_away(job: Job, source: int, num_nodes: int, delay_s: float) -> int:
 
 
 @jit_inner
-def release_lost(job: Job, delay_s: float) -> bool:
+def release_lost(job: CompiledRun, delay_s: float) -> bool:
     """Send lost nodes away until they are spares again; returns True if spares that are there replace them all."""
     state, before = job.state, job.state.held
     spares = state.spares
@@ -69,7 +69,7 @@ def release_lost(job: Job, delay_s: float) -> bool:
 
 
 @jit_inner
-def add_spares(job: Job, num: int) -> None:
+def add_spares(job: CompiledRun, num: int) -> None:
     """Nodes that have returned."""
     state = job.state
     paid = min(num, state.debt)
@@ -83,7 +83,7 @@ def add_spares(job: Job, num: int) -> None:
 
 
 @jit_inner
-def preempt(job: Job, num_nodes: int) -> None:
+def preempt(job: CompiledRun, num_nodes: int) -> None:
     """Take spot nodes away from the job, or with nodes on demand in their place."""
     state, setup = job.state, job.setup
     if setup.on_demand:
@@ -100,7 +100,7 @@ def preempt(job: Job, num_nodes: int) -> None:
 
 
 @jit_inner
-def replace_on_demand(job: Job, change: int) -> None:
+def replace_on_demand(job: CompiledRun, change: int) -> None:
     """Put nodes on demand in the place of spot nodes, or with a negative change the other way round."""
     state = job.state
     state.on_demand += change
@@ -113,7 +113,7 @@ def replace_on_demand(job: Job, change: int) -> None:
 
 
 @jit_inner
-def begin_trace(job: Job) -> None:
+def begin_trace(job: CompiledRun) -> None:
     """Begin at a random point of the trace."""
     state, row, num_nodes = job.state, 0, job.sizes[0].num_nodes
     start_s = job.trace[-1, 0] * next_uniform(state, job.sources[-1], WHEN)
@@ -127,7 +127,7 @@ def begin_trace(job: Job) -> None:
 
 
 @jit_inner
-def follow_trace(job: Job) -> None:
+def follow_trace(job: CompiledRun) -> None:
     """Spot nodes come or go as the next row of the trace says; after the last one it begins again.
 
     It takes spares first, then nodes of the job, then nodes in repair.
@@ -168,7 +168,7 @@ def nodes_of_lost_groups(setup: RunSetup, lost: list[tuple[int, int]]) -> int:
 
 
 @jit_inner
-def form_groups(job: Job) -> None:
+def form_groups(job: CompiledRun) -> None:
     """Let complete groups start, with the help of spares."""
     state, group_nodes = job.state, job.setup.group_nodes
     while not state.is_restarting:
@@ -184,7 +184,7 @@ def form_groups(job: Job) -> None:
 
 
 @jit_inner
-def look_for_group(state: State, starting: list[float]) -> None:
+def look_for_group(state: RunRecord, starting: list[float]) -> None:
     """Find the time at which the next group is ready."""
     state.next_ready_s = inf
     for ready_s in starting:

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from simplan.goodput.engines.compiled.state import SHRINK, Job, Source, State
+from simplan.goodput.engines.compiled.state import SHRINK, CompiledRun, RunRecord, StopSource
 from simplan.goodput.engines.draws import NOTICE, NUM_PURPOSES, WHEN
 from simplan.goodput.engines.philox import uniform
 from simplan.goodput.setup import CauseSetup, RunSetup
@@ -18,7 +18,7 @@ _HIDDEN = -1  # in place of a source, for a fault that is found
 
 
 @jit_inner
-def next_uniform(state: State, row: Source, purpose: int) -> float:
+def next_uniform(state: RunRecord, row: StopSource, purpose: int) -> float:
     """Next number of a stream of a source, uniform in [0, 1)."""
     index = row.num_drawn[purpose]
     row.num_drawn[purpose] = index + 1
@@ -27,19 +27,19 @@ def next_uniform(state: State, row: Source, purpose: int) -> float:
 
 
 @jit_inner
-def next_exponential(state: State, row: Source, purpose: int) -> float:
+def next_exponential(state: RunRecord, row: StopSource, purpose: int) -> float:
     """Next number of a stream of a source, exponential with mean 1."""
     return -log1p(-next_uniform(state, row, purpose))
 
 
 @jit_inner
-def age(state: State) -> float:
+def age(state: RunRecord) -> float:
     """Age of the units in seconds."""
     return float(state.now_s - state.not_aged_s)
 
 
 @jit_inner
-def look_ahead(state: State) -> None:
+def look_ahead(state: RunRecord) -> None:
     """Find the time of the next thing that happens."""
     soonest_s = min(state.preemption_at_s, min(state.trace_at_s, state.window_at_s))
     soonest_s = min(soonest_s, min(state.next_move_s, state.next_ready_s))
@@ -49,7 +49,7 @@ def look_ahead(state: State) -> None:
 
 
 @jit_inner
-def look_ahead_in_age(state: State, sources: NDArray[Any], hidden: list[tuple[float, int, float]]) -> None:
+def look_ahead_in_age(state: RunRecord, sources: NDArray[Any], hidden: list[tuple[float, int, float]]) -> None:
     """Find the next event that comes with age: of a cause, or a fault that is found."""
     state.next_age_s = inf
     for source in range(len(sources)):
@@ -62,7 +62,7 @@ def look_ahead_in_age(state: State, sources: NDArray[Any], hidden: list[tuple[fl
 
 
 @jit_inner
-def schedule(state: State, cause: Source, age_s: float) -> None:
+def schedule(state: RunRecord, cause: StopSource, age_s: float) -> None:
     """Draw the age of the next event of a cause."""
     cause.next_age_s = inf
     if cause.mtbf_s < inf:
@@ -93,7 +93,7 @@ def _units(cause: CauseSetup, in_use: int) -> float:
 
 
 @jit_inner
-def set_in_use(job: Job, in_use: int) -> None:
+def set_in_use(job: CompiledRun, in_use: int) -> None:
     """Change the number of nodes in use, and with it the size of the job and the rates of the causes."""
     state, before, age_s = job.state, job.state.in_use, age(job.state)
     state.in_use = in_use
@@ -113,7 +113,7 @@ def set_in_use(job: Job, in_use: int) -> None:
 
 
 @jit_inner
-def changed(setup: RunSetup, state: State) -> None:
+def changed(setup: RunSetup, state: RunRecord) -> None:
     """Set the time of the next preemption after a change of the nodes that can be preempted."""
     mtbf_s = setup.preemption_mtbf_s
     state.preemption_at_s = inf
@@ -127,7 +127,7 @@ def changed(setup: RunSetup, state: State) -> None:
 
 
 @jit_inner
-def set_aging(state: State, aging: bool) -> None:
+def set_aging(state: RunRecord, aging: bool) -> None:
     """Let units grow older from now on, or not."""
     if state.aging != aging:
         state.aging = aging
@@ -135,7 +135,7 @@ def set_aging(state: State, aging: bool) -> None:
 
 
 @jit_inner
-def happen_in_age(job: Job) -> None:
+def happen_in_age(job: CompiledRun) -> None:
     """The next event that comes with age."""
     state, num_sources = job.state, len(job.sources)
     corruption, slow, source, age_s = num_sources - 3, num_sources - 2, state.next_source, state.next_age_s
@@ -161,7 +161,7 @@ def happen_in_age(job: Job) -> None:
 
 
 @jit_inner
-def _detection_s(setup: RunSetup, state: State, cause: Source) -> float:
+def _detection_s(setup: RunSetup, state: RunRecord, cause: StopSource) -> float:
     """Seconds until a failure is noticed."""
     noticed = next_uniform(state, cause, NOTICE)
     if noticed < cause.at_once:

@@ -30,7 +30,7 @@ WINDOW, GROWTH = -1, -2  # stops that are no interruptions
 _DTYPES: dict[Any, type] = {int: np.int64, float: np.float64, bool: np.bool_}
 
 
-class State:
+class RunRecord:
     """Numbers of a run that change, a record; ``reference._Job`` has most under the same names.
 
     Attributes:
@@ -116,7 +116,7 @@ ARRAYS = {
 }
 
 
-class Source(CauseSetup):
+class StopSource(CauseSetup):
     """A source of stops, a record: the numbers of its cause, and these."""
 
     source: int
@@ -135,7 +135,7 @@ SOURCE_STATE: list[Any] = [
 ]
 
 
-class Job(NamedTuple):
+class CompiledRun(NamedTuple):
     """A run. Numba counts references to its arrays and lists; functions of the inner loop get the two records alone.
 
     Attributes:
@@ -152,7 +152,7 @@ class Job(NamedTuple):
     """
 
     setup: RunSetup
-    state: State
+    state: RunRecord
     sizes: NDArray[Any]
     sources: NDArray[Any]
     trace: NDArray[np.float64]

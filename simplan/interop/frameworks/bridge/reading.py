@@ -12,7 +12,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.document import parse_yaml
-from simplan.interop.configuration import Configuration, Match, Reading, Setting
+from simplan.interop.configuration import Configuration, Reading, Setting, SettingMapping
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import megatron_core as core
 from simplan.interop.frameworks import names_without_effect, tables
@@ -301,7 +301,11 @@ def _put_changes(reading: Reading) -> None:
 
 def _sizes(reading: Reading, *, experts: bool, mla: bool) -> tuple[dict[str, str], dict[str, tuple[Any, str]]]:
     """Fields of the model -> keys; and further fields with their values and keys."""
-    matches: Sequence[Match] = (*MODEL_MATCHES, *(EXPERT_MATCHES if experts else ()), *(LATENT_MATCHES if mla else ()))
+    matches: Sequence[SettingMapping] = (
+        *MODEL_MATCHES,
+        *(EXPERT_MATCHES if experts else ()),
+        *(LATENT_MATCHES if mla else ()),
+    )
     keys = {match.path.partition(".")[2]: match.key for match in matches}
     if mla:
         keys = {name: key for name, key in keys.items() if name not in ("num_key_value_heads", "head_dim")}

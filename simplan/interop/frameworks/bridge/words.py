@@ -11,34 +11,34 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from simplan.interop.configuration import Match
+from simplan.interop.configuration import SettingMapping
 from simplan.interop.frameworks.megatron_core import Words
 
 WORDS = Words("model.", "model.", "ddp.", "optimizer.", "train.", "model.")
 
 MODEL_MATCHES = (
-    Match("model.num_layers", "model.num_hidden_layers"),
-    Match("model.hidden_size", "model.hidden_size"),
-    Match("model.ffn_hidden_size", "model.intermediate_size"),
-    Match("model.num_attention_heads", "model.num_attention_heads"),
-    Match("model.num_query_groups", "model.num_key_value_heads"),
-    Match("model.kv_channels", "model.head_dim"),
-    Match("model.vocab_size", "model.vocab_size"),
-    Match("model.mtp_num_layers", "model.mtp_num_layers"),
+    SettingMapping("model.num_layers", "model.num_hidden_layers"),
+    SettingMapping("model.hidden_size", "model.hidden_size"),
+    SettingMapping("model.ffn_hidden_size", "model.intermediate_size"),
+    SettingMapping("model.num_attention_heads", "model.num_attention_heads"),
+    SettingMapping("model.num_query_groups", "model.num_key_value_heads"),
+    SettingMapping("model.kv_channels", "model.head_dim"),
+    SettingMapping("model.vocab_size", "model.vocab_size"),
+    SettingMapping("model.mtp_num_layers", "model.mtp_num_layers"),
 )
 EXPERT_MATCHES = (
-    Match("model.num_moe_experts", "model.num_experts"),
-    Match("model.moe_router_topk", "model.top_k"),
-    Match("model.moe_ffn_hidden_size", "model.moe_intermediate_size"),
-    Match("model.moe_shared_expert_intermediate_size", "model.shared_expert_intermediate_size"),
-    Match("model.moe_shared_expert_gate", "model.shared_expert_gate"),
+    SettingMapping("model.num_moe_experts", "model.num_experts"),
+    SettingMapping("model.moe_router_topk", "model.top_k"),
+    SettingMapping("model.moe_ffn_hidden_size", "model.moe_intermediate_size"),
+    SettingMapping("model.moe_shared_expert_intermediate_size", "model.shared_expert_intermediate_size"),
+    SettingMapping("model.moe_shared_expert_gate", "model.shared_expert_gate"),
 )
 LATENT_MATCHES = (
-    Match("model.q_lora_rank", "model.q_lora_rank"),
-    Match("model.kv_lora_rank", "model.kv_lora_rank"),
-    Match("model.qk_head_dim", "model.qk_nope_head_dim"),
-    Match("model.qk_pos_emb_head_dim", "model.qk_rope_head_dim"),
-    Match("model.v_head_dim", "model.v_head_dim"),
+    SettingMapping("model.q_lora_rank", "model.q_lora_rank"),
+    SettingMapping("model.kv_lora_rank", "model.kv_lora_rank"),
+    SettingMapping("model.qk_head_dim", "model.qk_nope_head_dim"),
+    SettingMapping("model.qk_pos_emb_head_dim", "model.qk_rope_head_dim"),
+    SettingMapping("model.v_head_dim", "model.v_head_dim"),
 )
 PRECISIONS: Mapping[str, tuple[str, str | None]] = {
     "tensorwise": ("fp8", "tensorwise"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from simplan import catalog
-from simplan.interop.configuration import Match
+from simplan.interop.configuration import SettingMapping
 from simplan.interop.frameworks.torchtitan import stages
 from simplan.interop.frameworks.torchtitan.settings import facts
 from simplan.interop.writing import MASTER_ADDR, Exported, Option, Writing
@@ -28,17 +28,17 @@ _IGNORED = frozenset({"name", "sources", "packs", "seq_len", "max_position_embed
 _TABLE_FILE = "schedule.csv"
 _P = "parallelism."
 _MATCHES = (
-    Match("training.seq_len", "model.seq_len"),
-    Match("training.global_batch_size", "training.global_batch_size"),
-    Match("optimizer.name", "training.optimizer", values={"AdamW": "adamw", "Adam": "adam"}),
-    Match("optimizer.implementation", "training.fused_optimizer", values={"fused": None, "foreach": False}),
-    Match("training.enable_cpu_offload", "plan.offload_optimizer"),
-    Match(f"{_P}data_parallel_replicate_degree", "plan.dp_replicate"),
-    Match(f"{_P}data_parallel_shard_degree", "plan.dp_shard"),
-    Match(f"{_P}tensor_parallel_degree", "plan.tp"),
-    Match(f"{_P}context_parallel_degree", "plan.cp"),
-    Match(f"{_P}expert_parallel_degree", "plan.ep"),
-    Match(f"{_P}pipeline_parallel_degree", "plan.pp"),
+    SettingMapping("training.seq_len", "model.seq_len"),
+    SettingMapping("training.global_batch_size", "training.global_batch_size"),
+    SettingMapping("optimizer.name", "training.optimizer", values={"AdamW": "adamw", "Adam": "adam"}),
+    SettingMapping("optimizer.implementation", "training.fused_optimizer", values={"fused": None, "foreach": False}),
+    SettingMapping("training.enable_cpu_offload", "plan.offload_optimizer"),
+    SettingMapping(f"{_P}data_parallel_replicate_degree", "plan.dp_replicate"),
+    SettingMapping(f"{_P}data_parallel_shard_degree", "plan.dp_shard"),
+    SettingMapping(f"{_P}tensor_parallel_degree", "plan.tp"),
+    SettingMapping(f"{_P}context_parallel_degree", "plan.cp"),
+    SettingMapping(f"{_P}expert_parallel_degree", "plan.ep"),
+    SettingMapping(f"{_P}pipeline_parallel_degree", "plan.pp"),
 )
 """Settings that are one key of a scenario each."""
 _RECOMPUTE = {

@@ -17,6 +17,7 @@ from simplan.scenario.published.former.frameworks import framework_defaults
 from simplan.scenario.published.former.schema import Framework
 from simplan.scenario.published.reading import parse_published, read_published
 from tests.scenario.published.former.former_runs import former, former_text
+from tests.support.published import published_files
 
 SCENARIOS = Path(__file__).resolve().parents[4] / "scenarios"
 FORMER = {run.id: run for read in read_published([Path(__file__).parent / "runs.yaml"]) for run in read.runs or ()}
@@ -24,8 +25,7 @@ FORMER = {run.id: run for read in read_published([Path(__file__).parent / "runs.
 
 @pytest.fixture(scope="module")
 def of_project() -> dict[str, PublishedRun]:
-    folders = [SCENARIOS / name for name in ("published", "heldout", "validation")]
-    return {run.id: run for read in read_published(folders) for run in read.runs or ()}
+    return {run.id: run for read in published_files() for run in read.runs or ()}
 
 
 def without_sources(run: PublishedRun) -> Job:
