@@ -106,7 +106,7 @@ def search_command(
         return _largest(scenario, command, space, calibration, options, as_json=as_json, output=output)
     if note := slow_search(scenario.job, space):
         say(note)
-    with Watch() as watch:
+    with SearchProgressLine() as watch:
         result = search(
             scenario.job,
             space,
@@ -197,7 +197,7 @@ def _largest(
     output: Path | None,
 ) -> int:
     quantity = options.quantity(scenario)
-    with Watch() as watch:
+    with SearchProgressLine() as watch:
         result = largest(
             scenario.job,
             space,
@@ -362,7 +362,7 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
     ]
 
 
-class Watch(ProgressLine):
+class SearchProgressLine(ProgressLine):
     """Progress: the current phase, its parts done, the best plan so far, and the time that the phase still takes."""
 
     def __init__(self) -> None:

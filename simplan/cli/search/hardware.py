@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from simplan.cli.search.command import SearchOptions, Watch, listed, search_space
+from simplan.cli.search.command import SearchOptions, SearchProgressLine, listed, search_space
 from simplan.cli.terminal.output import print_result, write_result
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError
@@ -83,7 +83,7 @@ def compare_hardware(
     kinds = read_hardware(texts)
     scenarios = [_scenario(request, each, options) for each in kinds]
     compare = _best_plans if options.largest is None else _largest
-    with Watch() as watch:
+    with SearchProgressLine() as watch:
         document, text = compare(kinds, scenarios, options, watch)
     if write_result(document, as_json=as_json, output=output):
         print_result(text)
@@ -135,7 +135,7 @@ _Scenarios = Sequence[tuple[SearchScenario, SearchSpace, TrainingBudget]]
 
 
 def _best_plans(
-    kinds: Sequence[Hardware], scenarios: _Scenarios, options: SearchOptions, watch: Watch
+    kinds: Sequence[Hardware], scenarios: _Scenarios, options: SearchOptions, watch: SearchProgressLine
 ) -> tuple[dict[str, Any], str]:
     """Predictions of the best plans as one document, and as text."""
     predictions, plans, unfit = [], {}, []
@@ -178,7 +178,7 @@ def _unfit_lines(unfit: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _largest(
-    kinds: Sequence[Hardware], scenarios: _Scenarios, options: SearchOptions, watch: Watch
+    kinds: Sequence[Hardware], scenarios: _Scenarios, options: SearchOptions, watch: SearchProgressLine
 ) -> tuple[dict[str, Any], str]:
     """Largest values of a quantity as one document, and as text, the largest first."""
     fitting: list[tuple[str, Largest]] = []
