@@ -107,12 +107,13 @@ def _with_loss_by_chunks(operators: tuple[Operator, ...]) -> Iterator[Operator]:
             continue
         if any(tensor.name == logits for tensor in operator.makes):  # the matmul, or the sum with its adapter's result
             makes = (replace(operator.makes[0], bytes_per_element=FP32_BYTES, gradient_chunks=chunks),)
-            yield replace(operator, makes=makes, passes=False, forward_scratch=(*operator.forward_scratch, before))
+            operator = replace(operator, makes=makes, passes=False)
         elif operator is of_loss:
             scratch = tuple(replace(tensor, chunks=chunks) for tensor in operator.backward_scratch)
-            yield replace(operator, reads=(logits,), saves=(*operator.saves, logits), backward_scratch=scratch)
-        else:
-            yield operator
+            operator = replace(operator, reads=(logits,), saves=(*operator.saves, logits), backward_scratch=scratch)
+        if operator.kernel is head:
+            operator = replace(operator, forward_scratch=(*operator.forward_scratch, before))
+        yield operator
 
 
 def _with_one_matrix(operators: tuple[Operator, ...]) -> Iterator[Operator]:
