@@ -10,6 +10,7 @@
 - Lightning's Fabric hands logits on in FP32 (lightning 2.1, fabric/plugins/precision/half.py, ``convert_output``), and
   the training loop holds them until those of the next microbatch are there (finetune/lora.py, ``fit``). The cross-entropy runs chunk by chunk of 128 tokens (utils.py,
   ``chunked_cross_entropy``): all log-probabilities are saved, but a gradient of logits replaces those of its chunk.
+  Backward computes those of all chunks before it comes to the projection.
 """
 
 from __future__ import annotations
@@ -112,7 +113,10 @@ def _with_loss_by_chunks(operators: tuple[Operator, ...]) -> Iterator[Operator]:
             scratch = tuple(replace(tensor, chunks=chunks) for tensor in operator.backward_scratch)
             operator = replace(operator, reads=(logits,), saves=(*operator.saves, logits), backward_scratch=scratch)
         if operator.kernel is head:
-            operator = replace(operator, forward_scratch=(*operator.forward_scratch, before))
+            scratch = (*operator.backward_scratch, Tensor("gradients of logits", before.elements))  # of all chunks
+            operator = replace(
+                operator, forward_scratch=(*operator.forward_scratch, before), backward_scratch=scratch
+            )
         yield operator
 
 
