@@ -41,7 +41,8 @@ class Measured(Spec):
         None, description="torch's max_memory_reserved, the largest of all ranks"
     )
     peak_unstated_gib: MeasuredValue | None = Field(
-        None, description="peak of torch, of which the source does not say whether it is allocated or reserved: the nearer"
+        None,
+        description="peak of torch, of which the source does not say whether it is allocated or reserved: the nearer",
     )
     peak_memory_gib: MeasuredValue | None = Field(None, description="memory in use on the device, of the fullest rank")
     memory_kind: MemoryKind = Field("allocated", description="figure that the framework prints, for a run without one")

@@ -156,7 +156,8 @@ class FrozenBase:
         """Suffix of the keys of layers."""
         stored = "" if self.weights is None else f",{self.weights.name}" + ",experts" * (self.experts is not None)
         widths = self.activation_bytes, self.compute_bytes, self.adapter_bytes, self.attention_bytes
-        return f"{stored}{',peft' * self.peft}{',head' * self.head}{',graph' * self.holds_graph},{':'.join(map(str, widths))}{',autocast' * self.autocast}"
+        flags = ",peft" * self.peft + ",head" * self.head + ",graph" * self.holds_graph
+        return f"{stored}{flags},{':'.join(map(str, widths))}{',autocast' * self.autocast}"
 
     @property
     def copies_results(self) -> bool:
@@ -182,7 +183,7 @@ def stored_weights(layer: LayerSpec, form: WeightFormat | None, *, head: bool = 
     Args:
         head: Also the matrix of the output head.
     """
-    if form is None or layer.kind is not LayerKind.BLOCK and not (head and layer.kind is LayerKind.HEAD):
+    if form is None or (layer.kind is not LayerKind.BLOCK and not (head and layer.kind is LayerKind.HEAD)):
         return frozenset()
     linear = {
         f"{kernel.name}.weight"

@@ -145,7 +145,10 @@ def test_devices_that_are_others_with_fewer_links() -> None:
 
 def test_consumer_cards_have_half_the_rate_when_they_add_up_in_32_bits() -> None:
     """Dense fp16 products over fp32 ones outside of tensor cores: 2 on GeForce, 4 on the datacentre's Ada."""
-    two, four = ("rtx-5090", "rtx-4090", "rtx-4060-ti-16gb", "rtx-3090"), ("rtx-pro-6000", "l40s", "rtx-6000-ada", "l4", "a40")
+    two, four = (
+        ("rtx-5090", "rtx-4090", "rtx-4060-ti-16gb", "rtx-3090"),
+        ("rtx-pro-6000", "l40s", "rtx-6000-ada", "l4", "a40"),
+    )
     for name, ratio in (*((name, 2) for name in two), *((name, 4) for name in four)):
         peak = catalog.device(name).peak_flop_per_s
         assert peak["bf16"] / peak["fp32"] == pytest.approx(ratio, rel=0.02), name

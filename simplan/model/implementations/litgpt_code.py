@@ -7,10 +7,11 @@
   stays for backward. Adapters of them have one input; those of some of them save
   what B makes, which is copied into zeros (lora.py, ``LoRAQKVLinear.zero_pad``; torch 2.13,
   tools/autograd/derivatives.yaml: the backward of index_copy has the shape of its source).
-- Lightning's Fabric hands logits on in FP32 (lightning 2.1, fabric/plugins/precision/half.py, ``convert_output``), and
-  the training loop holds them until those of the next microbatch are there (finetune/lora.py, ``fit``). The cross-entropy runs chunk by chunk of 128 tokens (utils.py,
-  ``chunked_cross_entropy``): all log-probabilities are saved, but a gradient of logits replaces those of its chunk.
-  Backward computes those of all chunks before it comes to the projection.
+- Lightning's Fabric hands logits on in FP32 (lightning 2.4, fabric/plugins/precision/half.py, ``convert_output``), and
+  the training loop holds them until those of the next microbatch are there (finetune/lora.py, ``fit``). The
+  cross-entropy runs chunk by chunk of 128 tokens (utils.py, ``chunked_cross_entropy``): all log-probabilities are
+  saved, but a gradient of logits replaces those of its chunk. Backward computes those of all chunks before it comes to
+  the projection.
 """
 
 from __future__ import annotations
@@ -114,9 +115,7 @@ def _with_loss_by_chunks(operators: tuple[Operator, ...]) -> Iterator[Operator]:
             operator = replace(operator, reads=(logits,), saves=(*operator.saves, logits), backward_scratch=scratch)
         if operator.kernel is head:
             scratch = (*operator.backward_scratch, Tensor("gradients of logits", before.elements))  # of all chunks
-            operator = replace(
-                operator, forward_scratch=(*operator.forward_scratch, before), backward_scratch=scratch
-            )
+            operator = replace(operator, forward_scratch=(*operator.forward_scratch, before), backward_scratch=scratch)
         yield operator
 
 
@@ -125,7 +124,7 @@ def _with_one_matrix(operators: tuple[Operator, ...]) -> Iterator[Operator]:
     names = {operator.kernel.name for operator in operators if operator.kernel is not None}
     adapted = [part for part in "qkv" if f"{part}.lora_b" in names]
     is_part = "repeat_interleave" not in names
-    dropped = ""
+    dropped, rest = "", Tensor("", 0)
     for operator in operators:
         name = "" if operator.kernel is None else operator.kernel.name
         part, _, of_adapter = name.partition(".")
@@ -138,6 +137,8 @@ def _with_one_matrix(operators: tuple[Operator, ...]) -> Iterator[Operator]:
         if part in adapted and of_adapter == "lora_sum" and len(adapted) < len("qkv"):
             operator = replace(operator, saves=operator.reads[1:])
         if name == "v" and is_part:
-            rest = Tensor("queries and keys beside values", 2 * operator.makes[0].elements)
-            operator = replace(operator, makes=(*operator.makes, rest), saves=(*operator.saves, rest.name))
+            rest = Tensor("queries and keys next to values", 2 * operator.makes[0].elements)
+            operator = replace(operator, makes=(*operator.makes, rest))
+        if is_part and isinstance(operator.kernel, Attention):
+            operator = replace(operator, saves=(*operator.saves, rest.name))
         yield operator
