@@ -213,7 +213,7 @@ def _is_transformers(job: Job) -> bool:
 
 
 @unmodelled(
-    "of LitGPT's models those of Llama's kind and GPT-NeoX are modeled, on one device and under FSDP",
+    "of LitGPT's models those of Llama's kind and GPT-NeoX are modeled, under data parallelism",
     reads="tp cp pp",
 )
 def litgpt_model(job: Job) -> Iterator[Problem]:
