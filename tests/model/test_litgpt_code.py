@@ -46,7 +46,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(torch.mean(wide * wide, dim=-1, keepdim=True) + 1e-5)
-        return (normed * self.weight.float()).to(dtype=x.dtype)
+        result: Tensor = (normed * self.weight.float()).to(dtype=x.dtype)
+        return result
 
 
 class Adapted(nn.Module):
@@ -60,9 +61,10 @@ class Adapted(nn.Module):
         self.rank = rank
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.rank:
-            return self.linear(x)
-        return self.linear(x) + (x @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1)) * 2.0
+        result: Tensor = self.linear(x)
+        if self.rank:
+            result = result + (x @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1)) * 2.0
+        return result
 
 
 class AdaptedQKV(nn.Module):
@@ -81,11 +83,11 @@ class AdaptedQKV(nn.Module):
         self.is_whole = len(parts) == len("qkv")
 
     def forward(self, x: Tensor) -> Tensor:
-        base = self.linear(x)
+        base: Tensor = self.linear(x)
         if not self.shapes:
             return base
         low = functional.linear(x, self.lora_A).transpose(-2, -1).chunk(len(self.shapes), dim=1)
-        matrices = self.lora_B.unsqueeze(-1).split(self.shapes)
+        matrices = torch.split(self.lora_B.unsqueeze(-1), self.shapes)
         pairs = zip(low, matrices, strict=True)
         high = torch.cat([functional.conv1d(a, b) for a, b in pairs], dim=1).transpose(-2, -1)
         if not self.is_whole:
@@ -116,15 +118,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).split([n * self.size for n in (self.heads, self.groups, self.groups)], -1)
+        sizes = [n * self.size for n in (self.heads, self.groups, self.groups)]
+        q, k, v = torch.split(self.qkv(self.norm_1(x)), sizes, -1)
         q, k, v = (each.view(b, t, -1, self.size).transpose(1, 2) for each in (q, k, v))
         q, k = self._turned(q), self._turned(k)
         if self.groups != self.heads:
             k, v = (each.repeat_interleave(self.heads // self.groups, dim=1) for each in (k, v))
-        y = Attend.apply(q, k, v)
+        y: Tensor = Attend.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch has no types for it
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, -1))
         normed = self.norm_2(x)
-        return x + self.out(functional.silu(self.fc_1(normed)) * self.fc_2(normed))
+        result: Tensor = x + self.out(functional.silu(self.fc_1(normed)) * self.fc_2(normed))
+        return result
 
 
 def saved_by(module: nn.Module, *inputs: Tensor, run: Any = None) -> int:
@@ -180,8 +184,8 @@ def test_a_head_saves_logits_once_in_fp32_and_its_log_probabilities() -> None:
     held: list[Tensor] = []
 
     def run(x: Tensor) -> Tensor:
-        held.extend([head(part).float() for part in x.split(CHUNK, dim=1)])
-        pairs = zip(held, targets.split(CHUNK, dim=1), strict=True)
+        held.extend([head(part).float() for part in torch.split(x, CHUNK, dim=1)])
+        pairs = zip(held, torch.split(targets, CHUNK, dim=1), strict=True)
         losses = [functional.cross_entropy(a.flatten(0, 1), b.flatten(), reduction="none") for a, b in pairs]
         return torch.cat(losses).sum()
 
