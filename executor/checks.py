@@ -197,6 +197,8 @@ def _base_weights_limit(job: RunSpec) -> tuple[bool, str]:
         return True, "the executor runs nf4 and fp4 of bitsandbytes, and nf4 of torchao; use nf4"
     if base.upcast:
         return True, "the executor has frozen weights in the precision of computation; use upcast: false"
+    if base.keeps_inputs:
+        return True, "the executor needs a bitsandbytes that keeps no inputs; use keeps_inputs: false"
     if job.checkpointing is not None:
         return True, "the executor writes no checkpoints of packed weights; leave out checkpoints"
     extra = "simplan[bitsandbytes]" if library == "bitsandbytes" else "simplan[float8]"

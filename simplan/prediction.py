@@ -703,10 +703,8 @@ class Prediction:
     @property
     def fails_to_load(self) -> bool:
         """True if the model does not fit while it is loaded, on a device or in the memory of a node."""
-        loading, device, host = self.loading, self.capacity_bytes, self.job.cluster.host_memory_bytes
-        return loading is not None and (
-            (device is not None and loading.device_bytes > device) or (host is not None and loading.host_bytes > host)
-        )
+        loading, host = self.loading, self.job.cluster.host_memory_bytes
+        return loading is not None and not loading.fits(self.capacity_bytes, host)
 
     @property
     def node_groups(self) -> tuple[NodeGroupStep, ...]:

@@ -200,7 +200,7 @@ class TrainingSpec(Spec):
         None,
         description=(
             "frozen linear layers below adapters in few bits (QLoRA): a format, or a mapping of format, "
-            "double_quantization, block_size, storage, library and upcast"
+            "double_quantization, block_size, storage, library, keeps_inputs and upcast"
         ),
     )
     backup_workers: Natural = Field(

@@ -212,9 +212,10 @@ def tables(page: str) -> list[list[str]]:
 
 
 FITTED = ("published/[!s]*.yaml", "published/simumax*.yaml")
-HELD_OUT = ("heldout/[!s]*.yaml",)
+HELD_OUT = ("heldout/[!fs]*.yaml", "heldout/fms*.yaml")
+FINE_TUNING = ("heldout/finetuning_*.yaml",)
 SMALL = ("heldout/small_models_*.yaml",)
-"""Files of runs below ``scenarios``; small models have a row of their own."""
+"""Files of runs below ``scenarios``; small models and fine-tuning have rows of their own."""
 
 
 @cache
@@ -245,6 +246,7 @@ def test_accuracy_is_what_the_commands_print(page: str) -> None:
         "held out, other frameworks": held_out["by_framework"]["other frameworks"],
         "held out, all": held_out["overall"],
         "small models, held out": accuracy(*SMALL)["overall"],
+        "fine-tuning, held out": accuracy(*FINE_TUNING)["overall"],
     }
     rows = {row[0]: row[1:] for row in tables(page)}
     if "validation: experts under Megatron Bridge" in rows:

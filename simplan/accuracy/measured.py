@@ -40,6 +40,10 @@ class Measured(Spec):
     peak_reserved_gib: MeasuredValue | None = Field(
         None, description="torch's max_memory_reserved, the largest of all ranks"
     )
+    peak_unstated_gib: MeasuredValue | None = Field(
+        None,
+        description="peak of torch, of which the source does not say whether it is allocated or reserved: the nearer",
+    )
     peak_memory_gib: MeasuredValue | None = Field(None, description="memory in use on the device, of the fullest rank")
     memory_kind: MemoryKind = Field("allocated", description="figure that the framework prints, for a run without one")
     oom: bool = Field(False, description="the run ended out of memory")
@@ -70,8 +74,8 @@ class Measured(Spec):
         """Measured peaks by kind, most reliable kind first."""
         gb = self.peak_allocated_gb
         peaks: dict[MemoryKind, float | None] = {
-            "allocated": self.peak_allocated_gib if gb is None else gb * 10**9 / GIB,
-            "reserved": self.peak_reserved_gib,
+            "allocated": (self.peak_allocated_gib or self.peak_unstated_gib) if gb is None else gb * 10**9 / GIB,
+            "reserved": self.peak_reserved_gib or self.peak_unstated_gib,
             "device": self.peak_memory_gib,
         }
         return {kind: peak for kind, peak in peaks.items() if peak is not None}

@@ -63,15 +63,20 @@ class RunOutcome:
 
     @property
     def memory_kind(self) -> MemoryKind:
-        """Kind of the measured peak; without one, the kind that the framework prints."""
-        return next(iter(self.run.measured.memory_gib), self.run.measured.memory_kind)
+        """Kind of the measured peak, the nearer one if unstated; without one, the kind that the framework prints."""
+        return next(iter(self.memory_errors or self.run.measured.memory_gib), self.run.measured.memory_kind)
 
     @property
     def memory_errors(self) -> dict[MemoryKind, float]:
         """Relative error of peak memory by kind; the compared kind comes first."""
         if self.predicted is None or not self.predicted.memory_gib:
             return {}
-        return {kind: self.predicted.memory_gib[kind] / gib - 1 for kind, gib in self.run.measured.memory_gib.items()}
+        measured = self.run.measured
+        errors = {kind: self.predicted.memory_gib[kind] / gib - 1 for kind, gib in measured.memory_gib.items()}
+        if measured.peak_unstated_gib is None:
+            return errors
+        nearer = min(errors, key=lambda kind: abs(errors[kind]))
+        return {nearer: errors[nearer]}
 
     def memory_interval_gib(self, kind: MemoryKind) -> tuple[float, float] | None:
         """90% interval of a peak in GiB; None if not predicted."""

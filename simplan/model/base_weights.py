@@ -39,6 +39,7 @@ class BaseWeights(Spec):
     Attributes:
         block_size: Elements per scale; None for that of the format.
         library: Library whose tensors hold the weights; None for bitsandbytes, and for checkpoints in other formats.
+        keeps_inputs: Backward keeps the inputs of 4-bit layers (bitsandbytes pull request 1270, ``MatMul4Bit``).
         upcast: Remaining frozen weights are FP32 (PEFT's ``prepare_model_for_kbit_training``); None for what the
             framework does (``SoftwareSpec.upcast_frozen``).
     """
@@ -58,6 +59,9 @@ class BaseWeights(Spec):
     )
     experts: bool = Field(
         False, description="experts held as one tensor are stored so as well (axolotl's quantize_moe_experts)"
+    )
+    keeps_inputs: bool = Field(
+        False, description="inputs of 4-bit layers stay until backward, as in bitsandbytes before 0.43.2 (July 2024)"
     )
     upcast: bool | None = Field(
         None,
@@ -105,7 +109,7 @@ class BaseWeights(Spec):
 
     def stored(self, width: int, *, compiled: bool = False) -> WeightFormat:
         """Stored form of the weights; ``width`` and ``compiled`` as in ``weight_format``."""
-        return weight_format(
+        form = weight_format(
             self.format,
             library=self.library or "bitsandbytes",
             double_quantization=self.double_quantization,
@@ -114,6 +118,7 @@ class BaseWeights(Spec):
             width=width,
             compiled=compiled,
         )
+        return replace(form, name=f"{form.name}-inputs", keeps_input=True) if self.keeps_inputs else form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +135,9 @@ class FrozenBase:
         autocast: Matmuls that torch.autocast knows narrow their operands; else a module computes in the precision of
             its weight, adapters in FP32.
         peft: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
+        head: The matrix of the head is stored as those of blocks are.
+        holds_graph: The loop holds the graph of a microbatch until the next one's loss is there, and with it the inputs
+            that 4-bit layers keep.
     """
 
     weights: WeightFormat | None
@@ -140,13 +148,16 @@ class FrozenBase:
     autocast: bool
     peft: bool
     experts: WeightFormat | None = None
+    head: bool = False
+    holds_graph: bool = False
 
     @property
     def key(self) -> str:
         """Suffix of the keys of layers."""
         stored = "" if self.weights is None else f",{self.weights.name}" + ",experts" * (self.experts is not None)
         widths = self.activation_bytes, self.compute_bytes, self.adapter_bytes, self.attention_bytes
-        return f"{stored}{',peft' * self.peft},{':'.join(map(str, widths))}{',autocast' * self.autocast}"
+        flags = ",peft" * self.peft + ",head" * self.head + ",graph" * self.holds_graph
+        return f"{stored}{flags},{':'.join(map(str, widths))}{',autocast' * self.autocast}"
 
     @property
     def copies_results(self) -> bool:
@@ -158,7 +169,7 @@ def with_frozen_base(layer: LayerSpec, base: FrozenBase) -> LayerSpec:
     """A layer with adapters, or frozen, whose base weights are stored as ``base`` says."""
     stored: dict[str, WeightFormat] = {}
     if base.weights is not None:
-        stored |= dict.fromkeys(stored_weights(layer, base.weights), base.weights)
+        stored |= dict.fromkeys(stored_weights(layer, base.weights, head=base.head), base.weights)
     if base.experts is not None:
         stored |= dict.fromkeys(stored_experts(layer), base.experts)
     operators = tuple(_operators(layer, base, stored))
@@ -166,9 +177,13 @@ def with_frozen_base(layer: LayerSpec, base: FrozenBase) -> LayerSpec:
     return replace(layer, key=f"{layer.key}{base.key}", operators=operators, parameters=parameters)
 
 
-def stored_weights(layer: LayerSpec, form: WeightFormat | None) -> frozenset[str]:
-    """Names of the weights of a layer that are stored in few bits: frozen matrices of linear layers of a block."""
-    if form is None or layer.kind is not LayerKind.BLOCK:
+def stored_weights(layer: LayerSpec, form: WeightFormat | None, *, head: bool = False) -> frozenset[str]:
+    """Names of the weights of a layer that are stored in few bits: frozen matrices of linear layers of a block.
+
+    Args:
+        head: Also the matrix of the output head.
+    """
+    if form is None or (layer.kind is not LayerKind.BLOCK and not (head and layer.kind is LayerKind.HEAD)):
         return frozenset()
     linear = {
         f"{kernel.name}.weight"
@@ -205,7 +220,7 @@ _WIDE = frozenset({Role.GATING, Role.EXPERTS, Role.ADAPTER, Role.UNQUANTIZED})
 
 def _operators(layer: LayerSpec, base: FrozenBase, stored: Mapping[str, WeightFormat]) -> Iterator[Operator]:
     names = {kernel.name for kernel in layer.kernels if isinstance(kernel, Gemm)}
-    magnitudes = {parameter.name for parameter in layer.parameters}
+    magnitudes, inputs = {parameter.name for parameter in layer.parameters}, set[str]()
     for each in layer.operators:
         operator = _with_unpacked_norms(each, stored)
         kernel = operator.kernel
@@ -214,7 +229,9 @@ def _operators(layer: LayerSpec, base: FrozenBase, stored: Mapping[str, WeightFo
             form = replace(form, keeps_weight=False)
         if isinstance(kernel, Gemm) and form is not None:
             copies = base.copies_results and f"{kernel.name}{_A}" in names
-            yield from _unpacked(operator, kernel, form, base, copies=copies)
+            is_first = operator.reads[0] not in inputs
+            inputs.add(operator.reads[0])
+            yield from _unpacked(operator, kernel, form, base, copies=copies, is_first=is_first)
         elif isinstance(kernel, Gemm):
             is_adapter = kernel.name.endswith((_A, _B))
             width = base.adapter_bytes if is_adapter else base.activation_bytes
@@ -246,28 +263,31 @@ def _with_unpacked_norms(operator: Operator, stored: Container[str]) -> Operator
 
 
 def _unpacked(
-    operator: Operator, kernel: Gemm, form: WeightFormat, base: FrozenBase, *, copies: bool
+    operator: Operator, kernel: Gemm, form: WeightFormat, base: FrozenBase, *, copies: bool, is_first: bool
 ) -> Iterator[Operator]:
     """A matmul that unpacks its weight; its input is cast to the precision of the weight, and its result back."""
     (result, *others), name = operator.makes, kernel.name
     output = replace(result, name=f"{name} result to copy") if copies else result
     inner = replace(operator, kernel=replace(kernel, stored=form), makes=(output, *others))
     for step in _in_width(inner, base.compute_bytes, base):
-        yield step if step.kernel is None else _saving(step, kernel, form, base.compute_bytes)
+        yield step if step.kernel is None else _saving(step, kernel, form, base, is_first=is_first)
     if copies:
         copy = Pointwise(f"{name}.lora_copy", result.elements, result.elements, moves=True)
         yield Operator(kernel=copy, reads=(output.name,), makes=(result,), passes=True, roles=operator.roles)
 
 
-def _saving(operator: Operator, kernel: Gemm, form: WeightFormat, width: int) -> Operator:
-    """A matmul with a packed weight, with what autograd saves for it."""
+def _saving(operator: Operator, kernel: Gemm, form: WeightFormat, base: FrozenBase, *, is_first: bool) -> Operator:
+    """A matmul with a packed weight, with what autograd saves for it; ``is_first`` of those with its input."""
     if kernel.merged_rank:
         return operator
-    saves = operator.reads[:1] if form.keeps_input else ()
-    if not form.keeps_weight:
-        return replace(operator, saves=saves)
-    unpacked = Tensor(f"{kernel.name} unpacked", kernel.weight_elements, width, per_microbatch=True)
-    return replace(operator, makes=(*operator.makes, unpacked), saves=(*saves, unpacked.name))
+    saves, others = operator.reads[:1] if form.keeps_input else (), []
+    if is_first and form.keeps_input and form.element_bits == 4 and base.holds_graph:  # backward does not free it
+        others.append(Tensor(f"{kernel.name} input of the last microbatch", kernel.input_elements))
+    if form.keeps_weight:
+        size = kernel.weight_elements
+        others.append(Tensor(f"{kernel.name} unpacked", size, base.compute_bytes, per_microbatch=True))
+    names = (tensor.name for tensor in others)
+    return replace(operator, makes=(*operator.makes, *others), saves=(*saves, *names))
 
 
 def _in_width(operator: Operator, width: int, base: FrozenBase) -> Iterator[Operator]:

@@ -27,6 +27,7 @@ class Tensor:
         forwarded: An output that later layers save; its memory is counted in the layer that makes it.
         elsewhere: An input whose memory is counted elsewhere: in an earlier layer, or as the batch.
         chunks: Chunks of tokens, of which one exists at a time; None for a tensor that exists as a whole.
+        gradient_chunks: The same of the tensor's gradient.
         widened: An upcast scratch copy of a tensor that the operator reads; absent if none of these is narrower.
     """
 
@@ -39,6 +40,7 @@ class Tensor:
     forwarded: bool = False
     elsewhere: bool = False
     chunks: Chunks | None = None
+    gradient_chunks: Chunks | None = None
     widened: bool = False
 
     def width(self, activation_bytes: int, residual_bytes: int) -> int:

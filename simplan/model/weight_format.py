@@ -68,7 +68,9 @@ class WeightFormat:
         shards_scales: Sharded data parallelism shards and gathers the scales together with the packed tensor (torchao).
             Else every rank holds all of them, since they are attributes of the parameter and no parameters themselves
             (bitsandbytes, Params4bit.quant_state).
-        keeps_input: The matmul saves its input for backward although its weight is frozen (bitsandbytes, MatMul8bitLt).
+        keeps_input: The matmul saves its input for backward although its weight is frozen (bitsandbytes, MatMul8bitLt;
+            before 0.43.2 also MatMul4Bit).
+        casts_unpacked: A weight is unpacked in the type in which it was quantized, and then cast.
         quantizes_input: Forward multiplies integers: the input is quantized, and the result is unpacked from INT32.
         unpacked_scale_elements: Elements per scale that unpacking expands to FP32 first; 0 for none.
         steps: Single operations that unpack a weight; None for one kernel.
@@ -85,6 +87,7 @@ class WeightFormat:
     storage_bytes: int = 1
     shards_scales: bool = False
     keeps_input: bool = False
+    casts_unpacked: bool = False
     quantizes_input: bool = False
     unpacked_scale_elements: int = 0
     steps: UnpackingSteps | None = None
@@ -136,7 +139,7 @@ class WeightFormat:
             return rows * (k + 4 * n)
         if self.keeps_weight and not forward:
             return 0
-        steps, unpacking = self.steps, elements * width
+        steps, unpacking = self.steps, elements * width * (1 + self.casts_unpacked)
         if steps is not None:
             unpacking = elements * (steps.peak_bytes + steps.peak_copies * width)
             unpacking += width * -(-elements // self.scales[0][1])

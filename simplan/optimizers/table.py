@@ -90,7 +90,7 @@ _OF_TORCHAO: Mapping[Situation, tuple[str, str]] = {
     **_ONE_BY_ONE,
     "on_host": _ON_HOST,
 }
-_WITH_BNB = ("torch", "accelerate", "transformers", "deepspeed")
+_WITH_BNB = ("torch", "accelerate", "transformers", "deepspeed", "litgpt")
 _WITH_TORCHAO = ("torch", "torchtitan", "torchtitan-2025", "accelerate", "transformers")
 _MUON_SOFTWARE = ("torch", "accelerate", "transformers", "megatron-core", "megatron-bridge")
 _SPLIT = ("needs whole tensors, and {} splits them", "use tp = 1")

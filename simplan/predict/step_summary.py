@@ -17,7 +17,7 @@ from simplan.job import Job
 from simplan.predict.background import background_steps
 from simplan.predict.balance import balanced
 from simplan.predict.build import folding_of
-from simplan.predict.memory import device_memory
+from simplan.predict.memory import device_memory, loading_of
 from simplan.predict.simulated import error_sources, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
 from simplan.prediction import MemoryKind, RankMemory, all_fit
@@ -85,6 +85,10 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
     step_time_s, *moved_s = step.seconds(moved, steps_overlap=steps_overlap).tolist()
     memory = [device_memory(peaks, job, rank=rank) for rank, peaks in step.peaks().items()]
     kinds = get_args(MemoryKind)
+    loading = loading_of(job, step.assignment, step.tables[0], None)
+    capacity_bytes = min((rank.capacity_bytes for rank in memory if rank.capacity_bytes is not None), default=None)
+    loads = loading is None or loading.fits(capacity_bytes, job.cluster.host_memory_bytes)
+    fits = all_fit(memory)
     worst = {kind: max(memory, key=lambda rank: getattr(rank, f"{kind}_bytes")) for kind in kinds}
     return StepSummary(
         step_time_s=step_time_s,
@@ -92,7 +96,7 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
         peak_bytes={kind: getattr(rank, f"{kind}_bytes") for kind, rank in worst.items()},
         measurable_bytes={kind: rank.measurable_bytes(kind) for kind, rank in worst.items()},
         peak_interval_bytes={kind: rank.interval_bytes[kind] for kind, rank in worst.items()},
-        fits=all_fit(memory),
+        fits=fits and loads,
     )
 
 

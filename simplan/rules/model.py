@@ -177,6 +177,7 @@ def _of_documents(job: Job, sentence: str, fix: str) -> Problem:
 
 
 _FAMILIES = ("gpt", "llama", "moe")
+_LITGPT_FAMILIES = ("llama", "neox")
 _MODELLED: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "attention_sinks": (False,),
@@ -218,6 +219,23 @@ def has_transformers_code(model: ModelSpec) -> bool:
 
 def _is_transformers(job: Job) -> bool:
     return job.software.layers.model_code == "transformers"
+
+
+@unmodelled(
+    "of LitGPT's models those of Llama's kind and GPT-NeoX are modeled, under data parallelism",
+    reads="tp cp pp",
+)
+def litgpt_model(job: Job) -> Iterator[Problem]:
+    model, plan = job.model, job.plan
+    if job.software.layers.model_code != "litgpt":
+        return
+    if model.family not in _LITGPT_FAMILIES:
+        yield not_modelled(job, "model.family", "LitGPT's code for this family", f"use {', '.join(_LITGPT_FAMILIES)}")
+    if model.qk_norm is not None:
+        yield not_modelled(job, "model.qk_norm", "this with LitGPT's code", "use software torch")
+    for axis in ("tp", "cp", "pp"):
+        if getattr(plan, axis) > 1:
+            yield not_modelled(job, f"plan.{axis}", "this with LitGPT's code", "use 1, or software torch")
 
 
 @unmodelled("of transformers' models GPT-2, Llama, Qwen2, Qwen3, Mixtral and Qwen3's experts are modeled")

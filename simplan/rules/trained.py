@@ -346,6 +346,9 @@ def base_weights_of_format(job: Job) -> Iterator[Problem]:
     elif base.experts and not _has_experts(job.model):
         sentence = f"is about experts, and {job.model.name or 'the model'} has none"
         yield _of_base("experts", True, sentence, "remove it")
+    if base.keeps_inputs and not (base.is_of_bitsandbytes and blocked):
+        sentence = f"is of bitsandbytes' nf4 and fp4, and training.base_weights.format = {base.words}"
+        yield _of_base("keeps_inputs", True, sentence, "remove it")
     size = base.block_size
     if size is None:
         return

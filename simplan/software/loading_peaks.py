@@ -67,6 +67,12 @@ class LoadingPeaks:
         """Who loads what."""
         return _WORDS[self.method] + " and quantizes it there" * (self.quantizes and self.method == "device_map")
 
+    def fits(self, device_bytes: int | None, host_bytes: int | None) -> bool:
+        """True if the model fits while it is loaded, on a device and in the memory of a node; None if it is unknown."""
+        return (device_bytes is None or self.device_bytes <= device_bytes) and (
+            host_bytes is None or self.host_bytes <= host_bytes
+        )
+
     def to_json(self) -> dict[str, object]:
         """Peaks in GiB, the method, and what it does."""
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -231,6 +232,9 @@ class SoftwareSpec(Spec):
         low_precision: Supported precisions of linear layers below 16 bits; everything else is then as for BF16.
         base_weights: Libraries whose weights of few bits the framework trains adapters on; empty for none.
         upcast_frozen: Frozen weights of 16 bits next to those of bitsandbytes become FP32, if ranks do not shard them.
+        quantizes_head: The output head is stored in few bits as well.
+        holds_graph: The training loop holds the last loss, and so its graph, until the next one is there.
+        casts_unpacked: Weights are quantized from another type of 16 bits, in which bitsandbytes unpacks them.
         peft_adapters: Adapters are PEFT's, which copy the result of a 4-bit layer before they add to it.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
@@ -317,6 +321,9 @@ class SoftwareSpec(Spec):
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
     base_weights: Annotated[tuple[WeightLibrary, ...], Field(strict=False)] = ()
     upcast_frozen: bool = False
+    quantizes_head: bool = False
+    holds_graph: bool = False
+    casts_unpacked: bool = False
     peft_adapters: bool = False
     autocast: bool = Field(
         True,
@@ -687,8 +694,13 @@ class SoftwareSpec(Spec):
         # an embedding or a norm in FP32 makes FP32 hidden states, which linear layers hand on
         frozen, wide = (4, 4) if upcasts else (state.frozen, narrow)
         adapter_bytes = narrow if self.autocast else state.parameter
+        weights = None if base is None else base.stored(narrow, compiled=self.compiled)
+        if weights is not None and self.casts_unpacked:
+            weights = replace(weights, name=f"{weights.name}-cast", casts_unpacked=True)
         found = FrozenBase(
-            weights=None if base is None else base.stored(narrow, compiled=self.compiled),
+            weights=weights,
+            head=self.quantizes_head,
+            holds_graph=self.holds_graph,
             experts=None if base is None else base.stored_experts(narrow),
             activation_bytes=wide,
             compute_bytes=narrow,

@@ -77,6 +77,9 @@ def test_memory_is_compared_with_the_figure_that_the_source_means() -> None:
     printed = outcome(run("b", measured__peak_allocated_gb=20.0), 1.0, **predicted)
     device = outcome(run("c", measured__peak_memory_gib=20.0), 1.0, **predicted)
     assert [o.memory_kind for o in (both, printed, device)] == ["allocated", "allocated", "device"]
+    unstated = outcome(run("d", measured__peak_unstated_gib=12.5), 1.0, **predicted)
+    assert unstated.memory_errors == pytest.approx({"reserved": 12 / 12.5 - 1}), "the nearer one"
+    assert (unstated.memory_kind, unstated.in_memory_interval("reserved")) == ("reserved", True)
     assert both.memory_errors == pytest.approx({"allocated": 0.25, "reserved": 0.0})
     found = memory_figures([both, printed, device])
     assert found["all"].errors.mape == pytest.approx((0.25 + (1 - 10 * 2**30 / 20e9) + 0.25) / 3), "each run once"

@@ -22,7 +22,7 @@ DEVICES = {
     "v100-sxm2-32gb", "v100-sxm2-16gb", "v100-pcie-16gb", "v100-pcie-32gb", "a100-sxm-40gb", "a100-pcie-40gb",
     "a10g", "a10", "a6000", "l4", "rtx-4090", "t4", "a40", "tpu-v2", "tpu-v3", "h100-sxm-96gb-500w",
     "v100-sxm3-32gb", "h20-sxm-96gb", "h20-sxm-141gb", "h800-sxm-80gb", "a800-sxm-80gb", "h100-nvl-94gb", "l20", "l40",
-    "rtx-6000-ada", "rtx-3090", "rtx-5090", "rtx-pro-6000",
+    "rtx-6000-ada", "rtx-3090", "rtx-4060-ti-16gb", "rtx-5090", "rtx-pro-6000",
 }  # fmt: skip
 MODELS = {
     "gpt2-124m", "gpt2-1.5b", "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405b",
@@ -114,6 +114,7 @@ def test_matrix_peaks_of_narrower_formats_are_multiples(name: str) -> None:
         "a100-sxm-40gb": 39.5,
         "rtx-4090": 23.64,
         "rtx-3090": 23.7,
+        "rtx-4060-ti-16gb": 15.6,
         "gb300": 276.5,
         "b300-sxm": 267.69,
         "gb200": 184.31,
@@ -145,7 +146,10 @@ def test_devices_that_are_others_with_fewer_links() -> None:
 
 def test_consumer_cards_have_half_the_rate_when_they_add_up_in_32_bits() -> None:
     """Dense fp16 products over fp32 ones outside of tensor cores: 2 on GeForce, 4 on the datacentre's Ada."""
-    two, four = ("rtx-5090", "rtx-4090", "rtx-3090"), ("rtx-pro-6000", "l40s", "rtx-6000-ada", "l4", "a40")
+    two, four = (
+        ("rtx-5090", "rtx-4090", "rtx-4060-ti-16gb", "rtx-3090"),
+        ("rtx-pro-6000", "l40s", "rtx-6000-ada", "l4", "a40"),
+    )
     for name, ratio in (*((name, 2) for name in two), *((name, 4) for name in four)):
         peak = catalog.device(name).peak_flop_per_s
         assert peak["bf16"] / peak["fp32"] == pytest.approx(ratio, rel=0.02), name

@@ -12,6 +12,7 @@ from simplan.errors import NotModelledError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
+from simplan.predict.step_summary import summarize_step
 from simplan.rules import check_job, violations
 from simplan.rules.book import MEMORY_RULES
 from simplan.search.enumeration import Enumeration
@@ -94,6 +95,7 @@ def test_predictions_say_that_a_model_cannot_be_loaded_and_the_way_out() -> None
     prediction = predict(job)
     assert prediction.worst_memory.fits
     assert (prediction.fits, prediction.memory_verdict, prediction.fails_to_load) == (False, "does not fit", True)
+    assert summarize_step(job).fits is False, "also in verdicts of published runs"
     text = prediction.report()
     assert "does not fit: loading the model needs" in text
     assert "use software.loading: cpu or rank0" in text

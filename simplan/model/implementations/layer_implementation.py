@@ -32,6 +32,7 @@ from simplan.model.implementations.expert_dispatch import (
     with_biases_apart,
     with_fused_experts,
 )
+from simplan.model.implementations.litgpt_code import as_litgpt
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, with_loss_in_chunks
 from simplan.model.implementations.transformers_code import as_transformers
 from simplan.model.kernel import LOSS, LayerCollective
@@ -43,7 +44,7 @@ from simplan.model.share import biases_after_sums, regathered
 
 Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "matmuls"]
-ModelCode = Literal["framework", "transformers"]
+ModelCode = Literal["framework", "transformers", "litgpt"]
 
 COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
@@ -59,7 +60,7 @@ class LayerImplementation(Spec):
 
     Attributes:
         model_code: Source of the model's modules: the framework (for torch, simplan's executor), or Hugging Face
-            transformers (``simplan.model.implementations.transformers_code``).
+            transformers (``simplan.model.implementations.transformers_code``), or LitGPT (``litgpt_code``).
         fused_softmax: False if scaling, mask and softmax of unfused attention are single operations, the softmax in
             FP32 as under torch's autocast.
         dropout: Families whose models train with dropout after the embedding, after both branches of a block and, in
@@ -169,6 +170,8 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     """One layer under an implementation; ``dropout`` if the model trains with it."""
     if implementation.model_code == "transformers":
         layer = as_transformers(layer)
+    elif implementation.model_code == "litgpt":
+        layer = as_litgpt(layer)
     operators, parameters = layer.operators, layer.parameters
     if implementation.regathers_tokens:
         operators, parameters = biases_after_sums(operators, parameters)

@@ -319,7 +319,7 @@ class _Backward:
 
     def _gradient_of(self, root: str, operator: Operator, incoming: Sequence[Storage]) -> Storage:
         """Returns the memory of the gradient of an operator's input."""
-        num_bytes = self._tensors.bytes_of(root)
+        num_bytes = self._tensors.gradient_bytes_of(root)
         if operator.passes and incoming and incoming[0].num_bytes == num_bytes:
             return incoming[0]
         kernel = operator.kernel  # torch's linear is a matmul of a view of its input; experts and convolutions are not

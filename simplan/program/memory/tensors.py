@@ -7,6 +7,7 @@ its weight in addition to its input.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from simplan.model.captured.layers import CAPTURED
 from simplan.model.layer import CollectiveKind, Gemm, LayerCollective, LayerSpec, Operator, Tensor
@@ -83,8 +84,13 @@ class LayerTensors:
         return frozenset(inputs | outputs)
 
     def bytes_of(self, name: str) -> int:
-        """Returns the bytes of a tensor, or of its gradient."""
+        """Returns the bytes of a tensor, or of a gradient that exists as a whole."""
         return self._bytes(self.layer.tensors[name])
+
+    def gradient_bytes_of(self, name: str) -> int:
+        """Returns the bytes of a tensor's gradient, or of a chunk of it."""
+        tensor = self.layer.tensors[name]
+        return self._bytes(tensor if tensor.gradient_chunks is None else replace(tensor, chunks=tensor.gradient_chunks))
 
     def is_logits(self, name: str) -> bool:
         """Returns True if a tensor holds logits."""

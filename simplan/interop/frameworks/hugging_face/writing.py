@@ -268,8 +268,8 @@ def _write_base_weights(writing: Writing, base: BaseWeights) -> None:
     key, is_four = "training.base_weights", base.format in ("nf4", "fp4")
     if not (is_four or base.format == "int8") or base.library == "torchao":
         writing.refuse(key, "use nf4, fp4 or int8 of bitsandbytes")
-    if base.upcast is not None or base.block_size is not None:
-        writing.refuse(key, "remove upcast and block_size, which the script decides")
+    if base.upcast is not None or base.block_size is not None or base.keeps_inputs:
+        writing.refuse(key, "remove upcast, block_size and keeps_inputs, which the script decides")
     writing.taken(key)
     writing.set("--load_in_4bit" if is_four else "--load_in_8bit", True, key)
     if is_four:
