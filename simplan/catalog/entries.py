@@ -17,7 +17,12 @@ from simplan.problems import MISSING, render_value, validate
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FOLDER = "simplan/catalog"
-_TYPES: dict[type, str] = {dict: "must be a mapping (key: value)", str: "must be text", int: "must be a whole number"}
+_TYPES: dict[type, str] = {
+    dict: "must be a mapping (key: value)",
+    list: "must be a list",
+    str: "must be text",
+    int: "must be a number",
+}
 _NEEDED: dict[str, dict[str, type]] = {
     "devices": {"sources": dict},
     "links": {"sources": dict},
@@ -32,7 +37,7 @@ _NEEDED: dict[str, dict[str, type]] = {
     },
     "topologies": {"kind": str, "source": str},
     "models": {"published_parameters": int, "source": str},
-    "reliability": {"sources": dict},
+    "reliability": {"description": str, "causes": list, "sources": dict},
     "spot_zones": {"source": str},
 }
 """Kind -> keys that the catalog itself reads of an entry, with their types; specs validate all others."""
@@ -101,13 +106,23 @@ def check_entry(kind: str, name: str, entry: Any) -> dict[str, Any]:
         if key not in found:
             problems.append(Problem(field=field, rule=MISSING, fix=f"add {key}: ..."))
         elif not isinstance(found[key], (int, float) if needed is int else needed) or isinstance(found[key], bool):
-            rule = "must be a number" if needed is int else _TYPES[needed]
-            problems.append(Problem(field=field, value=render_value(found[key]), rule=rule))
+            problems.append(Problem(field=field, value=render_value(found[key]), rule=_TYPES[needed]))
+    for number, cause in enumerate(found["causes"] if kind == "reliability" and not problems else ()):
+        if not _is_cause(cause):
+            field, fix = f"{kind}.{name}.causes.{number}", "give name, per (device, node, link or job) and mtbf_h"
+            problems.append(Problem(field=field, value=render_value(cause), rule="is no cause of failures", fix=fix))
     if problems:
         raise SpecError(problems, file=file_of(kind))
     if _NEEDED[kind].get("sources"):
         texts(found["sources"], kind, kind, name, "sources")
     return found
+
+
+def _is_cause(cause: Any) -> bool:
+    if not isinstance(cause, dict) or not isinstance(cause.get("name"), str) or not isinstance(cause.get("per"), str):
+        return False
+    hours = cause.get("mtbf_h")
+    return isinstance(hours, int | float) and hours > 0
 
 
 def validated(model: type[Model], fields: Mapping[str, Any], name: str, path: Path = ()) -> Model:

@@ -10,6 +10,7 @@ import pytest
 
 from simplan import catalog
 from simplan.catalog.entries import parsed
+from simplan.cli.listing import listing
 from simplan.errors import SpecError
 
 WRONG: tuple[Any, ...] = (None, "50 MiB", -1, 1.5, True, [], {}, [{}], {"x": 1})
@@ -20,7 +21,7 @@ READ: dict[str, Callable[[str], object]] = {
     "clusters": lambda name: catalog.make_cluster(catalog.node(name), 16),
     "topologies": lambda name: (catalog.topology(name), catalog.topology_source(name)),
     "models": lambda name: (catalog.model(name), catalog.published_parameters(name)),
-    "reliability": lambda name: catalog.about("reliability", name),
+    "reliability": lambda name: (catalog.about("reliability", name), listing("reliability")),
     "spot_zones": lambda name: catalog.about("spot_zones", name),
     "software": lambda name: catalog.software(name),
 }
