@@ -463,7 +463,6 @@ def base_weights_divide(job: Job) -> Iterator[Problem]:
 
 
 _REFERENCE = "training.preference.reference"
-_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _WITH_REFERENCE = ("adapters_off", "second_model", "precomputed")
 
 
@@ -537,10 +536,9 @@ def second_model_on_host(job: Job) -> Iterator[Problem]:
     if job.reference != "second_model" or not plan.offload_optimizer or host is None:
         return
     preference, state = job.training.preference, job.software.state(job.training, plan)
-    dtype = None if preference is None else preference.reference_dtype
     if preference is not None and preference.reference_sharded is False:  # it is on the device
         return
-    width = state.frozen if dtype is None else _DTYPE_BYTES[dtype]
+    width = (None if preference is None else preference.reference_bytes) or state.frozen
     ranks = min(cluster.devices_per_node, cluster.num_devices)
     needed = job.model.num_parameters * width * ranks // (plan.dp_shard * plan.cp)
     if needed > host:
