@@ -422,15 +422,22 @@ def base_weights_of_software(job: Job) -> Iterator[Problem]:
         yield _of_base("format", base.format, sentence, "use library: torchao, or software.compiled = false")
 
 
-@unmodelled("weights of few bits are not modeled with splits of layers", reads="tp cp pp ep")
+@unmodelled("weights of few bits are not modeled with split matrices, or experts split over ranks", reads="tp ep etp")
 def base_weights_of_splits(job: Job) -> Iterator[Problem]:
+    """bitsandbytes packs a matrix into one column, whose chunks keep the state of all of it.
+
+    Source: bitsandbytes 0.50, nn/modules.py, ``Params4bit.__torch_function__`` and ``Linear4bit``; transformers 5.23
+    has local kernels of tensor parallelism for its other quantizers alone (distributed/tensor_parallel.py).
+    """
     base, plan = job.training.base_weights, job.plan
     if base is None:
         return
-    for axis in ("tp", "cp", "pp", "ep"):
+    for axis in ("tp", "ep", "etp"):
         if (degree := getattr(plan, axis)) > 1:
-            sentence = f"with {_BASE_WEIGHTS}, weights of few bits, is not modeled yet with plan.{axis} = {degree}"
-            yield problem_of(job, f"plan.{axis}", sentence, "use 1, and dp_replicate or dp_shard")
+            why = ", whose 4-bit matrices are one packed column" * (axis == "tp" and base.is_of_bitsandbytes)
+            sentence = f"with {_BASE_WEIGHTS}, weights of few bits{why}, is not modeled yet with plan.{axis} = {degree}"
+            fix = "use 1, and dp_replicate, dp_shard, cp or pp"
+            yield problem_of(job, f"plan.{axis}", sentence, fix)
 
 
 @rule(
