@@ -490,7 +490,9 @@ def _check_buckets(entry: Mapping[str, Any], own: Mapping[str, Any], file: str) 
     may_overlap = overlaps is not False or (isinstance(options, list) and "grad_overlap" in options)
     for key in (key for key in _BUCKETS if key in own and not may_overlap):
         rule = "is about reducing gradients while backward runs, and grad_overlap = false reduces all of them after it"
-        problem = Problem(field=key, value=render_value(own[key]), rule=rule, fix="remove it, or use grad_overlap: true")
+        problem = Problem(
+            field=key, value=render_value(own[key]), rule=rule, fix="remove it, or use grad_overlap: true"
+        )
         raise SpecError(problem, file=file_of(file))
     for key in (key for key in _BUCKETS if key not in entry and may_overlap):
         rule = "is missing, and gradients are reduced while backward runs (grad_overlap)"

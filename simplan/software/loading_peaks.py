@@ -153,9 +153,7 @@ class _Loaded(NamedTuple):
     is_sharded: bool
 
 
-def _reference(
-    software: SoftwareSpec, model: ModelSpec, plan: ParallelPlan, training: TrainingSpec
-) -> _Loaded | None:
+def _reference(software: SoftwareSpec, model: ModelSpec, plan: ParallelPlan, training: TrainingSpec) -> _Loaded | None:
     """Reference model next to the one that is trained, which is loaded after it; None for none.
 
     Its weights are whole ones of the checkpoint. TRL 1.16 loads it once the Trainer has moved the trained model to its
@@ -190,7 +188,9 @@ def _host_bytes(
     def during(model: _Loaded) -> int:
         """Bytes while a model is brought where it is trained, with those that stay."""
         flattens = ways.flattens_on_host and model.is_sharded
-        more = (kept(each, model) + each.flat * flattens + each.largest * (model.method == "shards") for each in model.ranks)
+        more = (
+            kept(each, model) + each.flat * flattens + each.largest * (model.method == "shards") for each in model.ranks
+        )
         return copied(model) + ranks_per_node * max(more)
 
     if reference is None:

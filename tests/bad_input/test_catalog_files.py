@@ -116,17 +116,17 @@ def test_damaged_entry_is_read_or_refused(
 
 
 PROFILES = {
-    "like: torhc": "like = \"torhc\": is no profile of the catalog; did you mean torch?",
+    "like: torhc": 'like = "torhc": is no profile of the catalog; did you mean torch?',
     "like: mine": "like = mine: is a profile that differs from this one itself; name another one, or remove like",
     "like: torch\nbuckit_bytes: 1": "buckit_bytes: is not a known key; did you mean bucket_bytes",
-    "like: torch\nbucket_bytes: 50 MiB": "bucket_bytes = \"50 MiB\": must be a whole number; write 52428800: it is a "
+    "like: torch\nbucket_bytes: 50 MiB": 'bucket_bytes = "50 MiB": must be a whole number; write 52428800: it is a '
     "number of bytes",
     "like: torch\nsources:": "sources = null: must be a mapping (key: value); give a value or remove the key",
     "like: deepspeed\nbucket_bytes: 1000": "bucket_bytes = 1000: is about reducing gradients while backward runs, and "
     "grad_overlap = false reduces all of them after it; remove it, or use grad_overlap: true",
     "like: deepspeed\ngrad_overlap: true": "bucket_bytes: is missing, and gradients are reduced while backward runs",
     "like: [torch": "this is not YAML",
-    "- torch": "[\"torch\"]: must be a mapping",
+    "- torch": '["torch"]: must be a mapping',
 }
 
 

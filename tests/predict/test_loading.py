@@ -130,7 +130,9 @@ def test_second_model_of_preference_training_is_loaded_next_to_the_trained_one()
     zero = peaks_of(job_of("deepspeed", "dpo", sharded))
     assert zero.device_bytes == pytest.approx(2 * 2 * number / 8 + 2 * largest, rel=1e-3)
     off = {"preference": {"reference": "precomputed"}}
-    assert peaks_of(job_of("accelerate", "dpo", sharded, training=off)) == peaks_of(job_of("accelerate", "orpo", sharded))
+    assert peaks_of(job_of("accelerate", "dpo", sharded, training=off)) == peaks_of(
+        job_of("accelerate", "orpo", sharded)
+    )
 
 
 def test_pretraining_loads_nothing_unless_told() -> None:

@@ -255,14 +255,17 @@ PREFERENCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "bytes_per_s"), slow_except([("dpo", 50e9), ("dpo whole", 1e8)], itertools.product(PREFERENCES, (50e9, 1e8)))
+    ("case", "bytes_per_s"),
+    slow_except([("dpo", 50e9), ("dpo whole", 1e8)], itertools.product(PREFERENCES, (50e9, 1e8))),
 )
 def test_bounds_of_preference_training_hold_and_are_close(case: str, bytes_per_s: float) -> None:
     """Every forward of a microbatch without gradients counts, and so do the weights of a second model."""
     task, software = case.split()[0], "accelerate" if case == "dpo" else "torch"
     family = "moe" if case in ("dpo whole", "kto") else "llama"
     sizes = {**LARGE, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000, "seq_len": 1024}
-    job = small_job(family, 8, batch=64, software=software, num_hidden_layers=4, **(LARGE if family == "moe" else sizes))
+    job = small_job(
+        family, 8, batch=64, software=software, num_hidden_layers=4, **(LARGE if family == "moe" else sizes)
+    )
     assert job.cluster.intra_link is not None
     link = job.cluster.intra_link.model_copy(update={"bytes_per_s": bytes_per_s})
     job = job.with_changes({"training.task": task, **PREFERENCES[case], "cluster.intra_link": link})

@@ -16,7 +16,9 @@ def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 def test_only_the_first_process_is_told_to_wait(tmp_path: Path) -> None:
     """Functions that are called are announced once; one that no process calls is never compiled nor announced."""
-    functions = (f"def {name}(x):\n    return {number} * x\n" for number, name in ((2, "twice"), (3, "thrice"), (4, "no")))
+    functions = (
+        f"def {name}(x):\n    return {number} * x\n" for number, name in ((2, "twice"), (3, "thrice"), (4, "no"))
+    )
     (tmp_path / "loops.py").write_text("\n".join(functions))
     code = "from simplan.jit import jit; import loops; jit(loops.no); print(jit(loops.twice)(1) + jit(loops.thrice)(1))"
     runs = [run_in(tmp_path, code) for _ in range(2)]
