@@ -424,7 +424,7 @@ def base_weights_of_software(job: Job) -> Iterator[Problem]:
 
 @unmodelled("weights of few bits are not modeled with split matrices, or experts split over ranks", reads="tp ep etp")
 def base_weights_of_splits(job: Job) -> Iterator[Problem]:
-    """bitsandbytes packs a matrix into one column, whose chunks keep the state of all of it.
+    """Matrices of bitsandbytes are packed into one column, whose chunks keep the state of all of it.
 
     Source: bitsandbytes 0.50, nn/modules.py, ``Params4bit.__torch_function__`` and ``Linear4bit``; transformers 5.23
     has local kernels of tensor parallelism for its other quantizers alone (distributed/tensor_parallel.py).
