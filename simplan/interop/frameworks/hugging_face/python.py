@@ -327,9 +327,7 @@ class _Reader:
                 self._assign(target, value)
         elif isinstance(node, ast.AugAssign):
             self._assign(node.target, _UNKNOWN)
-        elif isinstance(node, ast.Expr):
-            self._value(node.value)
-        elif isinstance(node, ast.Return) and node.value is not None:
+        elif isinstance(node, ast.Expr | ast.Return) and node.value is not None:
             self._value(node.value)
         elif isinstance(node, ast.FunctionDef | ast.For | ast.While | ast.With):
             if isinstance(node, ast.For):
