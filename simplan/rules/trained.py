@@ -211,9 +211,7 @@ def mtp_with_adapters(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.frozen", f"frozen weights {what}", "remove it")
 
 
-@unmodelled(
-    "adapters of experts are modeled where each rank has all experts, and of routers they are not", reads="tp ep cp"
-)
+@unmodelled("adapters of experts and routers are modeled where each rank has all experts", reads="tp ep cp")
 def adapters_of_experts(job: Job) -> Iterator[Problem]:
     model, software = job.model, job.software
     if not model.lora_rank or not model.num_experts:
@@ -225,11 +223,8 @@ def adapters_of_experts(job: Job) -> Iterator[Problem]:
         if isinstance(operator.kernel, Gemm)
     }
     named = [(target, part.inside) for target in model.lora_targets if (part := part_name(target)) is not None]
-    for _, inside in named:
-        if Role.GATING in roles.get(inside, ()):
-            what = f"an adapter of {inside}, a router,"
-            yield not_modelled(job, "model.lora_targets", what, "use attention, or all, which leaves routers out")
-    experts = [inside for _, inside in named if Role.EXPERTS in roles.get(inside, ())]
+    merged = {Role.EXPERTS, Role.GATING}
+    experts = [inside for _, inside in named if not merged.isdisjoint(roles.get(inside, ()))]
     whats = {
         "with model.lora_dropout, which PEFT refuses,": model.lora_dropout > 0,
         "with model.lora_dora, which PEFT refuses,": model.lora_dora,
@@ -237,7 +232,7 @@ def adapters_of_experts(job: Job) -> Iterator[Problem]:
         f"with {software.id}": not software.base_weights or software.layers.model_code == "transformers",
     }
     for what in (what for what, is_so in whats.items() if is_so and experts):
-        fix = "use attention, or all, which leaves experts out"
+        fix = "use attention, or all, which leaves experts and routers out"
         yield not_modelled(job, "model.lora_targets", f"an adapter of {experts[0]} {what}", fix)
 
 

@@ -206,6 +206,21 @@ def test_scripts_of_trl_and_peft_are_read(tmp_path: Path) -> None:
     assert (job.plan.microbatch_size, job.num_microbatches, job.model.seq_len) == (4, 1, 1024)
 
 
+ROUTED = """from trl import SFTConfig, SFTTrainer
+args = SFTConfig(output_dir="out", per_device_train_batch_size=1, max_length=1024)
+adapters = LoraConfig(r=8, target_modules=["q_proj", "gate"])
+trainer = SFTTrainer(model="Qwen/Qwen3-30B-A3B", args=args, train_dataset=ds, peft_config=adapters)
+"""
+
+
+def test_routers_and_experts_have_adapters_as_peft_gives_them(tmp_path: Path) -> None:
+    """``gate`` is a router, and ``all-linear`` has routers and experts as well (PEFT 0.21 with transformers 5)."""
+    named = job_of(tmp_path, ROUTED).model
+    assert named.num_trained_parameters == 48 * 8 * ((2048 + 4096) + (2048 + 128))
+    every = job_of(tmp_path, ROUTED.replace('["q_proj", "gate"]', '"all-linear"')).model
+    assert {*every.lora_targets} == {"all", "router", "experts_gate", "experts_up", "experts_down"}
+
+
 REFUSED = {
     "a value of the command line": (
         LOAD.replace("= 2048", "= int(argv[1])") + ADAPT + TRAIN,

@@ -119,7 +119,7 @@ def test_length_and_price_given_twice_and_equal_are_taken() -> None:
         ({"reliability": {"device_mtbf_h": math.inf}}, "reliability.device_mtbf_h = .inf: must be a finite number"),
         ({"reliability": {"preset": "llama3-2042"}}, "reliability.preset = llama3-2042: is not in the catalog"),
         ({"reliability": {"causes": [{"name": "a", "mtbf_h": 1}, {"name": "a", "mtbf_h": 2}]}}, "causes has a twice"),
-        ({"reliability": {"preset": "llama3-2024", "causes": [{"name": []}]}}, "causes.0.name = []: must be"),
+        ({"reliability": {"preset": "llama3-2024", "causes": [{"name": [], "mtbf_h": 1}]}}, "name = []: must be"),
         ({"spot": {"zone": "aws-moon-1a"}}, "spot.zone = aws-moon-1a: is not in the catalog"),
         ({"spot": {"preemptions_per_h": 0}}, "spot.preemptions_per_h = 0: must be greater than 0"),
         ({"spot": {}}, "needs one of preemptions_per_h, trace and zone"),

@@ -73,6 +73,9 @@ def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
         usual = ["all"] if run.is_factory else names.PEFT_TARGETS
         return "the default of " + ("LLaMA-Factory" if run.is_factory else "PEFT"), usual
     known = [name for word in words for name in _matrices(str(word))]
+    if "all" in known and not run.tool and run.model is not None and run.model.num_experts:
+        # PEFT 0.21 wraps experts and routers, which older transformers had as linear layers
+        experts = [*dict.fromkeys([*_ROUTED, *experts])]
     ends = [name for name in dict.fromkeys(known) if name in names.ENDS.values()]
     return where, [*(["all", *ends] if "all" in known else dict.fromkeys(known)), *experts]
 
@@ -98,6 +101,7 @@ def _matrices(module: str) -> tuple[str, ...]:
     return (module,)
 
 
+_ROUTED = ("router", "experts_gate", "experts_up", "experts_down")
 _OUTSIDE = ("self_attn", "attn", "attention", "mlp", "ffn", "block_sparse_moe")
 """Modules of a block that may stand before a name and say nothing else; shared experts are other matrices."""
 

@@ -173,6 +173,8 @@ def _settings(calls: Iterable[_Call], file: ConfigFile) -> Iterator[tuple[str, S
         renamed: Mapping[str, str | None] = of_calls.get(call.name, {})
         for argument, value in call.values.items():
             name = renamed.get(argument, argument)
+            if isinstance(value, str) and argument in ("0", "model") and _TRAINERS.match(call.name):
+                name = "model_name_or_path"  # TRL's trainers load a model by its name
             if value is None or name is None or (argument.isdigit() and name == argument):
                 continue
             if name == "model_init_kwargs" and isinstance(value, dict):
