@@ -14,8 +14,10 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
+import yaml
+
 from simplan.base import MAX_GBIT, MIN_GBIT
-from simplan.catalog.entries import check_entry, entry_of, file_of, mapping, parsed, texts, validated
+from simplan.catalog.entries import check_entry, check_file, entry_of, file_of, mapping, texts, validated, yaml_error
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.cluster.topology import TOPOLOGIES, AnyTopology
@@ -54,6 +56,7 @@ __all__ = [
 
 Kind = Literal["devices", "links", "clusters", "topologies", "models", "software", "reliability", "spot_zones"]
 
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
 _OF_KERNELS = ("rates", "reserve_fraction", "compiled_reserve_fraction")
 """Fields of a software profile that ``rates_of`` takes from another profile."""
@@ -219,7 +222,9 @@ def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> Lin
     if not textbook:
         own = _parsed("links_fitted")["links"].get(kind, {})
         for key in (key for key in own if key in values["sources"]):
-            values["sources"][key] = f"fitted, from {entry[key]:g} ({values['sources'][key]})"
+            start = entry.get(key)
+            shown = f"{start:g}" if isinstance(start, int | float) else render_value(start)
+            values["sources"][key] = f"fitted, from {shown} ({values['sources'][key]})"
         known = {key: entry[key] for key in ("relative_std",) if key in entry}
         values |= {**unmeasured_link(entry.get("library", "nccl")), **known, **own}
         if "launch_s" in values:
@@ -519,9 +524,12 @@ def _parsed(name: str) -> dict[str, Any]:
     if name == "software":
         return _software_files()
     text = resources.files("simplan.catalog").joinpath(*f"{name}.yaml".split("/")).read_text(encoding="utf-8")
-    data = parsed(text, name)
-    for key in (key for key in (name, "references") if key in data):
-        mapping(data[key], name, key)
+    try:
+        data = yaml.load(text, Loader=_LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise yaml_error(text, name) from None
+    if not isinstance(data, dict) or not all(isinstance(data.get(key, {}), dict) for key in (name, "references")):
+        check_file(data, name)
     return data
 
 

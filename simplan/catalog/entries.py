@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
@@ -15,7 +14,6 @@ from simplan.document import Path, parse_yaml
 from simplan.errors import Problem, SpecError, file_error
 from simplan.problems import MISSING, render_value, validate
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FOLDER = "simplan/catalog"
 _TYPES: dict[type, str] = {
     dict: "must be a mapping (key: value)",
@@ -50,18 +48,24 @@ def file_of(name: str) -> str:
     return f"{_FOLDER}/{name}.yaml"
 
 
-def parsed(text: str, name: str) -> dict[str, Any]:
-    """Mapping that a file of the catalog holds.
+def yaml_error(text: str, name: str) -> SpecError:
+    """Error about a file of the catalog that is not YAML."""
+    try:
+        parse_yaml(text, file_of(name))  # says where
+    except SpecError as error:
+        return error
+    return file_error(file_of(name), "this is not YAML", "check quotes, indentation and colons")
+
+
+def check_file(data: Any, name: str) -> None:
+    """Check that a file of the catalog holds mappings.
 
     Raises:
-        SpecError: The file is not YAML, or holds no mapping.
+        SpecError: It holds something else.
     """
-    try:
-        data = yaml.load(text, Loader=_LOADER)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        parse_yaml(text, file_of(name))  # says where
-        raise file_error(file_of(name), "this is not YAML", "check quotes, indentation and colons") from None
-    return mapping(data, name)
+    found = mapping(data, name)
+    for key in (key for key in (name, "references") if key in found):
+        mapping(found[key], name, key)
 
 
 def mapping(data: Any, name: str, *path: str) -> dict[str, Any]:

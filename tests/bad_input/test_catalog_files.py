@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simplan import catalog
-from simplan.catalog.entries import parsed
 from simplan.cli.listing import listing
 from simplan.errors import SpecError
 
@@ -79,7 +80,10 @@ def damaged(entry: Any) -> Iterator[tuple[str, Any]]:
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
     """Puts other content in place of a file of the catalog."""
-    real, caches = catalog._parsed, [catalog.device, catalog.node, catalog.topology, catalog.model, catalog.software]
+    real, caches = (
+        catalog._parsed,
+        [getattr(catalog, name) for name in ("device", "link", "node", "topology", "model", "software")],
+    )
 
     def replace(file: str, data: Any) -> None:
         for cached in (*caches, real):
@@ -131,15 +135,22 @@ PROFILES = {
 
 
 @pytest.fixture
-def profile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     """Reads a profile of the user's own, ``mine``; returns its error, or nothing."""
-    real, known = catalog._parsed, (*catalog._software_names(), "mine")
+    known, folder = (*catalog._software_names(), "mine"), resources.files("simplan.catalog")
+
+    class Files:
+        """The folder of the catalog with one more profile."""
+
+        def joinpath(self, *names: str) -> Any:
+            return tmp_path / "mine.yaml" if names[-1] == "mine.yaml" else folder.joinpath(*names)
 
     def read(text: str) -> str:
+        (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
         monkeypatch.setattr(catalog, "_software_names", lambda: known)
+        monkeypatch.setattr(catalog.resources, "files", lambda _: Files())
         try:
-            data = parsed(text, "software/mine")
-            monkeypatch.setattr(catalog, "_parsed", lambda name: data if name == "software/mine" else real(name))
+            catalog._parsed.cache_clear()
             catalog.software.cache_clear()
             catalog.software("mine")
         except SpecError as error:
@@ -147,7 +158,8 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
         return ""
 
     yield read
-    catalog.software.cache_clear()
+    for cached in (catalog.software, catalog._parsed):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("text", PROFILES)

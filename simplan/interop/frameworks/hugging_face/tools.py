@@ -125,7 +125,7 @@ def read_unsloth(run: TrainerRun) -> None:
             "load_in_4bit", "its own 4-bit checkpoints keep some layers in 16 bits; here none of blocks"
         )
     if "activation_offloading" in trainer:
-        key = "two buffers on the device for all blocks; here a tensor for each, at most two at once"
+        key = "two buffers on the device serve all blocks; here each block has a tensor, and at most two exist"
         trainer.not_modeled("activation_offloading", key)
     elif run.preference is not None and trainer.is_true("gradient_checkpointing"):
         trainer.not_modeled("gradient_checkpointing", "the inputs of blocks move to host memory")
