@@ -60,7 +60,7 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 def damaged(entry: Any) -> Iterator[tuple[str, Any]]:
     """Copies with each key of a wrong type or absent, and with an unknown key in every mapping."""
     for path in places(entry):
-        for wrong in WRONG:
+        for wrong in WRONG if len(path) == 1 else WRONG[:: len(path)]:
             yield f"{path} = {wrong!r}", changed(entry, path, wrong)
         *around, last = path
         holder = copy.deepcopy(entry)

@@ -113,7 +113,7 @@ def test_stages_of_a_pipeline_hold_their_own_packed_weights(base: dict[str, Any]
 
 def test_context_parallel_ranks_have_whole_packed_weights_and_unpack_them_as_often() -> None:
     """Half of the tokens on each rank, all of the weights, and one unpacking per pass and microbatch."""
-    plan = {"num_devices": 2, "cp": 2, "zero_stage": 0, "cp_comm": "all_gather", "global_batch_size": 1}
+    plan: dict[str, Any] = {"num_devices": 2, "cp": 2, "zero_stage": 0, "cp_comm": "all_gather", "global_batch_size": 1}
     assert held(job_of(NF4, **plan)) == held(job_of(NF4))
 
     def more_s(**keys: Any) -> float:

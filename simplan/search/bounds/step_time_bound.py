@@ -234,7 +234,8 @@ class StepTimeBound:
         for row, way in enumerate(ways.tolist()):
             units = self._sharding.alone(rows, row)
             times = pipeline.ways[way].ranks[0].times
-            forward_s, reduced_s, plain_s = units.pass_times_s(*np.diff(times.summed), times.last_forward_s)
+            forwards_s, backwards_s = np.diff(times.summed)
+            forward_s, reduced_s, plain_s = units.pass_times_s(forwards_s, backwards_s, times.last_forward_s)
             num_reduced = int(many[row]) if each[row] else 1
             passes_s = many[row] * (forward_s + batch_s) + num_reduced * reduced_s
             found[row] = passes_s + (many[row] - num_reduced) * plain_s
