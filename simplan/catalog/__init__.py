@@ -525,7 +525,7 @@ def _parsed(name: str) -> dict[str, Any]:
         return _software_files()
     text = resources.files("simplan.catalog").joinpath(*f"{name}.yaml".split("/")).read_text(encoding="utf-8")
     try:
-        data = yaml.load(text, Loader=_LOADER)
+        data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise yaml_error(text, name) from None
     if not isinstance(data, dict) or not all(isinstance(data.get(key, {}), dict) for key in (name, "references")):
