@@ -607,6 +607,8 @@ class TrainerRun:
         is_split = any((self.reading.written(f"plan.{name}") or 1) > 1 for name in ("cp", "tp"))
         compiles = self._compiles()
         moves = bool(self.reading.written("plan.offload_activations"))
+        targets = self.reading.written("model.lora_targets") or ()
+        routed = not {*table("routed")}.isdisjoint(name.rpartition(".")[2] for name in targets)
         if self.is_unsloth:
             name, where = "torch", "Unsloth's kernels are not modeled, and torch's norms are fused as well"
             self.reading.put("software.loading", "device_map", "Unsloth loads onto the device")
@@ -615,9 +617,9 @@ class TrainerRun:
             if compiles is not None:
                 self.reading.put("software.compiled", True, compiles)
                 compiles = None
-        elif (self._model is not None and not has_transformers_code(self._model)) or is_split or moves:
+        elif (self._model is not None and not has_transformers_code(self._model)) or is_split or moves or routed:
             of = "split over sequences or tensors" if is_split else "for this model"
-            of = "with activations on the host" if moves else of
+            of = "with activations on the host" if moves else "with adapters of experts" if routed else of
             name, where = "torch", f"the code of transformers {of} is not modeled"
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"
