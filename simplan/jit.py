@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from numba import njit
@@ -52,10 +51,23 @@ def _compiled(function: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
         _announce("in every process: no folder for machine code is writable, and NUMBA_CACHE_DIR names none")
     else:
         _stamp_imports(kept)
-        if not any(Path(kept.stats.cache_path).glob(f"*.{function.__name__}-*.nbi")):
-            _announce("once per installation")
+        _announce_at_compilation(kept)
     compiled: Callable[_P, _R] = kept
     return compiled
+
+
+def _announce_at_compilation(kept: Any) -> None:
+    """Announce the compilation of a function when it begins: its machine code was in no cache.
+
+    Many functions that are decorated are never called in a process, and some of an installation never are.
+    """
+    run = kept._compiler.compile
+
+    def compile_announced(*args: Any) -> Any:
+        _announce("once per installation")
+        return run(*args)
+
+    kept._compiler.compile = compile_announced
 
 
 def _stamp_imports(kept: Any) -> None:

@@ -125,6 +125,11 @@ class PreferenceSpec(Spec):
         None, description="type of the second model's weights; default: that of frozen weights"
     )
 
+    @property
+    def reference_bytes(self) -> int | None:
+        """Bytes per weight of the second model; None for those of frozen weights."""
+        return None if self.reference_dtype is None else 4 if self.reference_dtype == "fp32" else 2
+
 
 def _of_reference(value: Any) -> Any:
     """Mapping with a reference for a reference alone."""

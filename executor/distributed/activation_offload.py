@@ -7,7 +7,7 @@ host, free on the device, and back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,12 +87,15 @@ class ActivationOffload:
         self._blocks, self._at_once = blocks, at_once
         self._leaving: deque[_Kept | None] = deque()  # one for each layer, the newest last
 
-    def forward(self, layers: Sequence[tuple[int, nn.Module]], x: Tensor) -> Tensor:
+    def forward(
+        self, layers: Sequence[tuple[int, nn.Module]], x: Tensor, tables: Callable[[], Iterable[Tensor]] = tuple
+    ) -> Tensor:
         """Forward of a stage.
 
         Args:
             layers: Its layers, with their index in the model.
             x: Its input: tokens, or a receive buffer, which stays.
+            tables: Gives tensors that layers share, which stay as well.
         """
         blocks = [place for place, (index, _) in enumerate(layers) if index in self._blocks]
         below: _Kept | None = None
@@ -105,7 +108,7 @@ class ActivationOffload:
             if not is_block or (place == blocks[-1] and self._recorder.current in self._at_once):
                 x = layer(x)
             else:
-                kept = _Kept(layer, self._link, [x] if place == 0 else [])
+                kept = _Kept(layer, self._link, [x] if place == 0 else [], tables)
                 with saved_tensors_hooks(kept.pack, _unpack):
                     x = layer(x)
                 self._record("to_host", kept.send())
@@ -177,10 +180,18 @@ class _Kept:
     Args:
         layer: The block, whose weights and tables stay on the device.
         stays: Other tensors that stay on the device.
+        tables: Gives tensors that layers share, some of which may be made while one runs.
     """
 
-    def __init__(self, layer: nn.Module, link: HostLink, stays: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        link: HostLink,
+        stays: Iterable[Tensor],
+        tables: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
         self._layer, self._link, self._others = layer, link, [_storage(tensor) for tensor in stays]
+        self._tables = tables
         self._stays: frozenset[tuple[int, torch.dtype]] | None = None
         self._buffers: dict[tuple[int, torch.dtype], _Buffer] = {}
         self._copied: list[Copied] = []
@@ -199,6 +210,8 @@ class _Kept:
         key = _storage(tensor)
         elsewhere = tensor.device != self._link.device  # numbers on the host, which come back as they are
         if elsewhere or key in self._stays or not tensor.untyped_storage().nbytes():
+            return tensor
+        if any(key == _storage(table) for table in self._tables()):
             return tensor
         if key not in self._buffers:
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -6,7 +6,7 @@ tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -77,6 +77,12 @@ class ContextAttention:
         self._to_ranks, self._to_sequence = positions, positions.argsort()
         self._own = parallel.positions(seq_len).to(device)
         self._mask: Tensor | None = None
+
+    def tables(self) -> Iterator[Tensor]:
+        """Tensors that all layers share: places of tokens, and the mask once it is made."""
+        yield from (self._to_ranks, self._to_sequence, self._own)
+        if self._mask is not None:
+            yield self._mask
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the own queries to all keys; (batch, heads, own tokens, head_dim) each, as is the result."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,11 @@ class StageContext:
                 core = self.maybe_again(self._core(window))
                 self._cores[window] = ContextAttention(core, self._dims, self._spec.seq_len, self.device)
         return self._cores[window]
+
+    def shared_tables(self) -> Iterator[Tensor]:
+        """Tensors of attention cores, which are no layer's own."""
+        for core in self._cores.values():
+            yield from core.tables()
 
     def maybe_again(self, core: AttentionCore) -> AttentionCore:
         """The core, wrapped for recomputation in backward if the stage recomputes."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from simplan.model.layer import LayerSpec, ParameterSpec
+from simplan.model.layer import Gemm, LayerSpec, ParameterSpec
 
 _SCALE = 2.0  # alpha / r with the usual alpha = 2 r; it changes nothing that is predicted
 _A, _MAGNITUDE = ".lora_a.weight", ".magnitude"
@@ -119,6 +119,31 @@ class LoraGroupedLinear(nn.Module):
         return torch.bmm(x, merged.transpose(1, 2))
 
 
+class LoraMergedLinear(nn.Linear):
+    """A router with an adapter, which is added to the weight before it is used (PEFT, ``ParamWrapper``).
+
+    Attributes:
+        lora_a, lora_b: A (r x k) and B (n x r).
+        is_on: Compute with the adapter.
+    """
+
+    is_on = True
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        n, k = linear.weight.shape
+        super().__init__(k, n, bias=linear.bias is not None)
+        self.lora_a = nn.Linear(k, rank, bias=False)
+        self.lora_b = nn.Linear(rank, n, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., k) to (..., n)."""
+        if not self.is_on:
+            return super().forward(x)
+        weight = self.weight.to(x.dtype)
+        merged = torch.addmm(weight, self.lora_b.weight.to(x.dtype), self.lora_a.weight.to(x.dtype), alpha=_SCALE)
+        return functional.linear(x, merged, self.bias)
+
+
 class LoraEmbedding(nn.Embedding):
     """y = E[x] + scale A^T[x] B^T, for tokens x (...) int64.
 
@@ -168,6 +193,7 @@ def add_adapters(layer: nn.Module, spec: LayerSpec, dropout: float = 0.0) -> Non
     """Adds what a LayerSpec has besides the weights of a module: LoRA adapters, and originals of modules to save."""
     marks = (".lora_", ".original_module.", _MAGNITUDE)
     added = {p.name: p.shape for p in spec.parameters if any(mark in p.name for mark in marks)}
+    merged = {kernel.name for kernel in spec.kernels if isinstance(kernel, Gemm) and kernel.merged_rank}
     specs = zip(list(layer.named_parameters()), [p for p in spec.parameters if p.name not in added], strict=True)
     for (name, _), parameter in specs:
         module, shape = parameter.name.removesuffix(".weight"), added.get(parameter.name.replace(".weight", _A))
@@ -179,6 +205,8 @@ def add_adapters(layer: nn.Module, spec: LayerSpec, dropout: float = 0.0) -> Non
         elif shape is not None and len(parameter.shape) == _EXPERT_DIMS:
             weight = original.get_parameter("weight")
             setattr(parent, last, LoraGroupedLinear(weight, shape[0] // len(weight)))
+        elif shape is not None and module in merged:
+            setattr(parent, last, LoraMergedLinear(original, shape[0]))  # type: ignore[arg-type]
         elif shape is not None:
             has_magnitude = parameter.name.replace(".weight", _MAGNITUDE) in added
             made = DoraLinear(original, shape[0]) if has_magnitude else LoraLinear(original, shape[0], dropout)  # type: ignore[arg-type]

@@ -85,14 +85,16 @@ class Stage(nn.Module):
     Attributes:
         layers: The modules of layers, by the index of their LayerSpec (as text).
         around_layers: Runs the layers instead of ``forward``, given each and its index; None for just running them.
+        shared_tables: Tensors that layers share and that are no buffers of theirs.
     """
 
     around_layers: Callable[[Sequence[tuple[int, nn.Module]], Tensor], Tensor] | None
+    shared_tables: Callable[[], Iterable[Tensor]]
     layers: nn.ModuleDict | dict[str, nn.Module]
 
     def __init__(self, layers: Iterable[tuple[int, nn.Module]]) -> None:
         super().__init__()
-        self.around_layers = None
+        self.around_layers, self.shared_tables = None, tuple
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers})
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -195,7 +197,9 @@ def build_stage(
         recompute_block(layer, modes.get(index, "none"), around_rerun, router)
         layers[index] = layer
         finish(index, layer)
-    return Stage(layers.items())
+    stage = Stage(layers.items())
+    stage.shared_tables = context.shared_tables
+    return stage
 
 
 def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:

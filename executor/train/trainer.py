@@ -93,7 +93,7 @@ class Trainer:
             blocks = {i for i, layer in enumerate(job.model.layers) if layer.kind is LayerKind.BLOCK}
             offload = ActivationOffload(HostLink(device), recorder, rank, blocks, backward_follows(row))
             for stage in self.stages.values():
-                stage.around_layers = offload.forward
+                stage.around_layers = partial(offload.forward, tables=stage.shared_tables)
         self._tied = TiedWeights(job, self.stages, dims.tied)
         self._parameters = parameters = [
             parameter for stage in self.stages.values() for parameter in trained_parameters(stage)

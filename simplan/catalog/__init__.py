@@ -7,7 +7,6 @@ the nearest, or a ``NotModelledError`` if it is known but not modeled yet.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +17,14 @@ from typing import Any, Literal
 import yaml
 
 from simplan.base import MAX_GBIT, MIN_GBIT
+from simplan.catalog.entries import check_entry, check_file, entry_of, file_of, mapping, texts, validated, yaml_error
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.cluster.topology import TOPOLOGIES, AnyTopology
 from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
+from simplan.problems import render_value
 from simplan.software.rates import KernelRates, MemorySpread
 from simplan.software.software import SoftwareSpec
 
@@ -121,9 +122,10 @@ def canonical_name(kind: Kind, name: str) -> str:
 def device(name: str) -> DeviceSpec:
     """A device."""
     entry = _entry("devices", name)
-    implied = kernel_fields(entry.get("architecture", "other"))
+    with entry_of("devices", "devices", name):
+        implied = kernel_fields(entry.get("architecture", "other"))
     sources = _sources("devices", entry["sources"]) | implied["sources"]
-    return DeviceSpec.model_validate({"id": name, **entry, **implied, "sources": sources})
+    return validated(DeviceSpec, {"id": name, **entry, **implied, "sources": sources}, "devices", ("devices", name))
 
 
 def kernel_fields(architecture: str) -> dict[str, Any]:
@@ -156,7 +158,7 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
         for name, sustained in own.pop("attention", {}).items():
             attention[name] = attention[name] | {"sustained": sustained}
         entry |= fitted["all"] | own | {"attention": attention}
-    return KernelRates.model_validate(entry)
+    return validated(KernelRates, entry, "kernels", ("architectures", architecture))
 
 
 @cache
@@ -220,12 +222,14 @@ def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> Lin
     if not textbook:
         own = _parsed("links_fitted")["links"].get(kind, {})
         for key in (key for key in own if key in values["sources"]):
-            values["sources"][key] = f"fitted, from {entry[key]:g} ({values['sources'][key]})"
+            start = entry.get(key)
+            shown = f"{start:g}" if isinstance(start, int | float) else render_value(start)
+            values["sources"][key] = f"fitted, from {shown} ({values['sources'][key]})"
         known = {key: entry[key] for key in ("relative_std",) if key in entry}
         values |= {**unmeasured_link(entry.get("library", "nccl")), **known, **own}
         if "launch_s" in values:
             values["sources"]["launch_s"] = "fitted, one value for all links of GPUs"
-    return LinkSpec.from_fields(values)
+    return validated(LinkSpec, values, "links", ("links", kind))
 
 
 def unmeasured_link(library: str = "nccl") -> dict[str, Any]:
@@ -263,8 +267,9 @@ def device_of(cluster: str) -> str:
 def node(name: str) -> NodeEntry:
     """Composition of one node of a catalog cluster (``this-machine`` is none: see ``cluster``)."""
     entry = _entry("clusters", name)
-    its_device = device(entry["device"])
-    return NodeEntry(
+    with entry_of("clusters", "clusters", name):
+        its_device = device(entry["device"])
+    found = NodeEntry(
         id=name,
         device=its_device,
         devices_per_node=entry["devices_per_node"],
@@ -277,6 +282,9 @@ def node(name: str) -> NodeEntry:
         host_memory_bytes=entry["host_memory_bytes"],
         host_memory_bandwidth_bytes_per_s=entry["host_memory_bandwidth_bytes_per_s"],
     )
+    with entry_of("clusters", "clusters", name):
+        make_cluster(found, found.devices_per_node + 1)  # all fields count with a second node
+    return found
 
 
 def cluster(name: str, num_devices: int | None = None) -> ClusterSpec:
@@ -317,7 +325,15 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
 def topology(name: str) -> AnyTopology:
     """A network topology."""
     fields = topology_fields(name)
-    return TOPOLOGIES[fields["kind"]].model_validate_json(json.dumps(fields))
+    if (kind := fields["kind"]) not in TOPOLOGIES:
+        problem = Problem(
+            field=f"topologies.{name}.kind",
+            value=kind,
+            rule="is not a known choice",
+            fix=did_you_mean(kind, TOPOLOGIES),
+        )
+        raise SpecError(problem, file=file_of("topologies"))
+    return validated(TOPOLOGIES[kind], fields, "topologies", ("topologies", name))
 
 
 def topology_fields(name: str) -> dict[str, Any]:
@@ -333,7 +349,7 @@ def topology_source(name: str) -> str:
 @cache
 def model(name: str) -> ModelSpec:
     """A model at the sequence length of its pretraining."""
-    return ModelSpec.model_validate(model_fields(name))
+    return validated(ModelSpec, model_fields(name), "models", ("models", name))
 
 
 def model_fields(name: str) -> dict[str, Any]:
@@ -375,27 +391,30 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """
     if name not in _software_names():
         _entry("software", name)  # raises
-    entry = _software_entry(name)
+    file, entry = f"software/{name}", _software_entry(name)
     references = entry.pop("references")
+    entry["rates"] = mapping(entry.get("rates", {}), file, "rates")
     fields = {"id": name, **entry, "sources": _expanded(entry["sources"], references)}
-    fields["memory_spread"], fields["sources"]["memory_spread"] = _memory_spread(name, entry.get("rates_of"))
-    if "rates_of" in entry:
-        same = software(entry["rates_of"], textbook=textbook)
+    rates_of = _profile_of(entry, "rates_of", file) if "rates_of" in entry else None
+    fields["memory_spread"], fields["sources"]["memory_spread"] = _memory_spread(name, rates_of)
+    own = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
+    if rates_of is not None:
+        same = software(rates_of, textbook=textbook)
         fields |= {field: getattr(same, field) for field in _OF_KERNELS}
         fields["rates_of"] = same.rates_profile
-        own = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
-        fields["rates"] = same.rates.model_copy(update=entry.get("rates", {}) | own)
-        inherited = {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS}
-        if "rates" in entry:
-            inherited["rates"] = f"{fields['sources']['rates']}; otherwise {inherited['rates']}"
+        with entry_of(file, "rates"):
+            fields["rates"] = same.rates.model_copy(update=entry["rates"] | own)
+        inherited = {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS if field in same.sources}
+        if entry["rates"]:
+            inherited["rates"] = f"{fields['sources'].get('rates', '')}; otherwise {inherited['rates']}"
         fields["sources"] |= inherited
-        return SoftwareSpec.model_validate(fields)
-    fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
-    if fitted:
-        fields["rates"] = entry.get("rates", {}) | fitted
+    elif own:
+        fields["rates"] = entry["rates"] | own
         fields["sources"] = {"rates": ""} | fields["sources"]
-        fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
-    return SoftwareSpec.model_validate(fields)
+        fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {own['fitted_on']}".removeprefix("; ")
+    elif not entry["rates"]:
+        del fields["rates"]
+    return validated(SoftwareSpec, fields, file)
 
 
 def _memory_spread(name: str, rates_of: str | None) -> tuple[dict[str, Any], str]:
@@ -439,15 +458,64 @@ def _software_names() -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (name != "torch", name)))
 
 
-def _software_entry(name: str) -> dict[str, Any]:
+_NOT_INHERITED = ("executable",)
+"""Fields that a profile says itself: who differs from what `simplan run` executes may not be executed as it."""
+_NO_KEYS = {"id": "is the name of the file", "memory_spread": "is fitted by `make fit`"}
+_BUCKETS = ("bucket_bytes", "first_bucket_bytes")
+
+
+def _software_entry(name: str, *parents: str) -> dict[str, Any]:
     """Fields of a profile, merged over those of the profile named in ``like``."""
-    own = dict(_parsed(f"software/{name}"))
-    base = own.pop("like", None)
+    file = f"software/{name}"
+    own = {"references": {}, "sources": {}} | _parsed(file)
+    own |= {key: texts(own[key], file, key) for key in ("references", "sources")}
+    for key in (key for key in _NO_KEYS if key in own):
+        raise SpecError(Problem(field=key, rule=_NO_KEYS[key], fix="remove it"), file=file_of(file))
+    base = None if "like" not in own else _profile_of(own, "like", file)
+    if base in (name, *parents):
+        rule, fix = "is a profile that differs from this one itself", "name another one, or remove like"
+        raise SpecError(Problem(field="like", value=base, rule=rule, fix=fix), file=file_of(file))
+    own.pop("like", None)
     if base is None:
-        return own
-    entry = _software_entry(base)
-    nested = {key: entry[key] | own.pop(key, {}) for key in ("references", "sources")}
-    return entry | own | nested
+        entry = own
+    else:
+        inherited = _software_entry(base, name, *parents)
+        dropped = (*_NOT_INHERITED, *(_BUCKETS if own.get("grad_overlap") is False else ()))
+        inherited = {key: value for key, value in inherited.items() if key not in dropped}
+        inherited["sources"] = {key: each for key, each in inherited["sources"].items() if key not in dropped}
+        nested = {key: inherited[key] | own[key] for key in ("references", "sources")}
+        entry = inherited | own | nested
+    _check_buckets(entry, own, file)
+    return entry
+
+
+def _check_buckets(entry: Mapping[str, Any], own: Mapping[str, Any], file: str) -> None:
+    """Refuse sizes of buckets where gradients are reduced at once, and their lack where they are not."""
+    overlaps, options = entry.get("grad_overlap", True), entry.get("options", ())
+    may_overlap = overlaps is not False or (isinstance(options, list) and "grad_overlap" in options)
+    for key in (key for key in _BUCKETS if key in own and not may_overlap):
+        rule = "is about reducing gradients while backward runs, and grad_overlap = false reduces all of them after it"
+        problem = Problem(
+            field=key, value=render_value(own[key]), rule=rule, fix="remove it, or use grad_overlap: true"
+        )
+        raise SpecError(problem, file=file_of(file))
+    for key in (key for key in _BUCKETS if key not in entry and may_overlap):
+        rule = "is missing, and gradients are reduced while backward runs (grad_overlap)"
+        raise SpecError(Problem(field=key, rule=rule, fix=f"add {key}: 26214400"), file=file_of(file))
+
+
+def _profile_of(entry: Mapping[str, Any], key: str, file: str) -> str:
+    """Name of a profile that another one names.
+
+    Raises:
+        SpecError: There is no such profile.
+    """
+    name, known = entry[key], _software_names()
+    if name not in known:
+        fix = did_you_mean(str(name), known)
+        problem = Problem(field=key, value=render_value(name), rule="is no profile of the catalog", fix=fix)
+        raise SpecError(problem, file=file_of(file))
+    return str(name)
 
 
 @cache
@@ -456,7 +524,12 @@ def _parsed(name: str) -> dict[str, Any]:
     if name == "software":
         return _software_files()
     text = resources.files("simplan.catalog").joinpath(*f"{name}.yaml".split("/")).read_text(encoding="utf-8")
-    data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
+    try:
+        data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise yaml_error(text, name) from None
+    if not isinstance(data, dict) or not all(isinstance(data.get(key, {}), dict) for key in (name, "references")):
+        check_file(data, name)
     return data
 
 
@@ -475,8 +548,7 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
     singular = "topology" if kind == "topologies" else kind.removesuffix("s").replace("_", " ")
     own_name = canonical_name(kind, name)
     if own_name in data[kind]:
-        entry: dict[str, Any] = data[kind][own_name]
-        return entry
+        return check_entry(kind, own_name, data[kind][own_name])
     from simplan.catalog.spelling import UNKNOWN, known_as, refusal
 
     missing: dict[str, str] = data.get("not_modelled", {})

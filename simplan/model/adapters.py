@@ -207,7 +207,7 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
         own = tuple(name for name in operator.parameters if not training.freezes(name))
         rank = ranks.get(kernel.name, 0) if isinstance(kernel, Gemm | Lookup) else 0
         trains = bool(own) or rank > 0
-        if isinstance(kernel, Gemm) and rank and kernel.num_groups > 1:
+        if isinstance(kernel, Gemm) and rank and (kernel.num_groups > 1 or Role.GATING in operator.roles):
             operators = list(_merged(operator, kernel, rank, propagates=brings))
         elif isinstance(kernel, Gemm) and rank and training.dora:
             operators = list(_with_magnitude(operator, kernel, rank, propagates=brings))
@@ -274,10 +274,16 @@ def _matrix(
 
 
 def _merged(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:
-    """Experts with adapters: the sum of each weight and its adapter, which the grouped GEMM uses."""
+    """Experts or a router with adapters: the sum of each weight and its adapter, which the GEMM uses.
+
+    Routers of transformers 5 are modules with a weight, as its experts are, and no linear layers: PEFT 0.21 wraps both
+    alike (peft/tuners/lora/layer.py, ``ParamWrapper``).
+    """
     name, source = kernel.name, operator.reads[0]
     total = Tensor(f"{name} merged", kernel.weight_elements, per_microbatch=True)
     parameters = f"{name}.lora_a.weight", f"{name}.lora_b.weight"
+    if kernel.num_groups == 1:  # the gradients of B A come in the order of its operands
+        parameters = parameters[::-1]
     roles = operator.roles | {Role.ADAPTER}
     yield Operator(makes=(total,), parameters=parameters, roles=roles)
     yield replace(

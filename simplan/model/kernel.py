@@ -102,8 +102,8 @@ class Gemm:
         full_precision: The matmul is in FP32, regardless of the precision of the run.
         norm_rank: Rank of the adapter (DoRA) with which forward computes the norms of the weight's rows once per
             microbatch; 0 for none.
-        merged_rank: Rank of the adapters that forward adds to the weights of a grouped GEMM once per microbatch. The
-            weights are frozen, and the sum has a gradient; 0 for none.
+        merged_rank: Rank of the adapters that forward adds to the weights of experts or a router once per microbatch.
+            The weights are frozen, and the sum has a gradient; 0 for none.
     """
 
     name: str

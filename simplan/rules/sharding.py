@@ -268,7 +268,7 @@ def offload_layers_modelled(job: Job) -> Iterator[Problem]:
 
 @unmodelled(
     "activations on the host are not modeled of this model, or with this plan",
-    reads="offload_activations schedule cp recompute",
+    reads="offload_activations schedule recompute",
 )
 def offload_modelled(job: Job) -> Iterator[Problem]:
     plan, model = job.plan, job.model
@@ -283,8 +283,6 @@ def offload_modelled(job: Job) -> Iterator[Problem]:
         what, fix = "a schedule of your own", "use 1f1b"
     elif splits_backward(plan.schedule):
         what, fix = f"a backward in two parts ({plan.schedule})", "use 1f1b"
-    elif plan.cp > 1:
-        what, fix = f"context parallelism (cp = {plan.cp})", "use cp = 1"
     elif plan.recompute == "qkv_proj_offloaded":
         what, fix = "recompute = qkv_proj_offloaded, which has transfers of its own,", "use selective or full"
     if what:

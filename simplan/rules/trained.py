@@ -211,9 +211,7 @@ def mtp_with_adapters(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.frozen", f"frozen weights {what}", "remove it")
 
 
-@unmodelled(
-    "adapters of experts are modeled where each rank has all experts, and of routers they are not", reads="tp ep cp"
-)
+@unmodelled("adapters of experts and routers are modeled where each rank has all experts", reads="tp ep cp")
 def adapters_of_experts(job: Job) -> Iterator[Problem]:
     model, software = job.model, job.software
     if not model.lora_rank or not model.num_experts:
@@ -225,11 +223,8 @@ def adapters_of_experts(job: Job) -> Iterator[Problem]:
         if isinstance(operator.kernel, Gemm)
     }
     named = [(target, part.inside) for target in model.lora_targets if (part := part_name(target)) is not None]
-    for _, inside in named:
-        if Role.GATING in roles.get(inside, ()):
-            what = f"an adapter of {inside}, a router,"
-            yield not_modelled(job, "model.lora_targets", what, "use attention, or all, which leaves routers out")
-    experts = [inside for _, inside in named if Role.EXPERTS in roles.get(inside, ())]
+    merged = {Role.EXPERTS, Role.GATING}
+    experts = [inside for _, inside in named if not merged.isdisjoint(roles.get(inside, ()))]
     whats = {
         "with model.lora_dropout, which PEFT refuses,": model.lora_dropout > 0,
         "with model.lora_dora, which PEFT refuses,": model.lora_dora,
@@ -237,7 +232,7 @@ def adapters_of_experts(job: Job) -> Iterator[Problem]:
         f"with {software.id}": not software.base_weights or software.layers.model_code == "transformers",
     }
     for what in (what for what, is_so in whats.items() if is_so and experts):
-        fix = "use attention, or all, which leaves experts out"
+        fix = "use attention, or all, which leaves experts and routers out"
         yield not_modelled(job, "model.lora_targets", f"an adapter of {experts[0]} {what}", fix)
 
 
@@ -425,15 +420,22 @@ def base_weights_of_software(job: Job) -> Iterator[Problem]:
         yield _of_base("format", base.format, sentence, "use library: torchao, or software.compiled = false")
 
 
-@unmodelled("weights of few bits are not modeled with splits of layers", reads="tp cp pp ep")
+@unmodelled("weights of few bits are not modeled with split matrices, or experts split over ranks", reads="tp ep etp")
 def base_weights_of_splits(job: Job) -> Iterator[Problem]:
+    """Matrices of bitsandbytes are packed into one column, whose chunks keep the state of all of it.
+
+    Source: bitsandbytes 0.50, nn/modules.py, ``Params4bit.__torch_function__`` and ``Linear4bit``; transformers 5.23
+    has local kernels of tensor parallelism for its other quantizers alone (distributed/tensor_parallel.py).
+    """
     base, plan = job.training.base_weights, job.plan
     if base is None:
         return
-    for axis in ("tp", "cp", "pp", "ep"):
+    for axis in ("tp", "ep", "etp"):
         if (degree := getattr(plan, axis)) > 1:
-            sentence = f"with {_BASE_WEIGHTS}, weights of few bits, is not modeled yet with plan.{axis} = {degree}"
-            yield problem_of(job, f"plan.{axis}", sentence, "use 1, and dp_replicate or dp_shard")
+            why = ", whose 4-bit matrices are one packed column" * (axis == "tp" and base.is_of_bitsandbytes)
+            sentence = f"with {_BASE_WEIGHTS}, weights of few bits{why}, is not modeled yet with plan.{axis} = {degree}"
+            fix = "use 1, and dp_replicate, dp_shard, cp or pp"
+            yield problem_of(job, f"plan.{axis}", sentence, fix)
 
 
 @rule(
@@ -466,7 +468,6 @@ def base_weights_divide(job: Job) -> Iterator[Problem]:
 
 
 _REFERENCE = "training.preference.reference"
-_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _WITH_REFERENCE = ("adapters_off", "second_model", "precomputed")
 
 
@@ -540,10 +541,9 @@ def second_model_on_host(job: Job) -> Iterator[Problem]:
     if job.reference != "second_model" or not plan.offload_optimizer or host is None:
         return
     preference, state = job.training.preference, job.software.state(job.training, plan)
-    dtype = None if preference is None else preference.reference_dtype
     if preference is not None and preference.reference_sharded is False:  # it is on the device
         return
-    width = state.frozen if dtype is None else _DTYPE_BYTES[dtype]
+    width = (None if preference is None else preference.reference_bytes) or state.frozen
     ranks = min(cluster.devices_per_node, cluster.num_devices)
     needed = job.model.num_parameters * width * ranks // (plan.dp_shard * plan.cp)
     if needed > host:

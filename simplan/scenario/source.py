@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ _NETWORKS = (
     ("nics_per_node", "nic_gbit"),
 )
 _LENGTHS = tuple(RunLength.model_fields)
+_SHORT_FAILURES = ("device_mtbf_h", "node_mtbf_h", "link_mtbf_h")
+"""Failures by unit, which would count twice next to those of a preset or by cause."""
 _INSTEAD: dict[str, tuple[str, ...]] = {
     "cluster.num_nodes": ("num_devices",),
     "cluster.num_devices": ("num_nodes",),
@@ -91,6 +93,8 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
         for key in keys
     },
     **{f"run.{key}": tuple(other for other in _LENGTHS if other != key) for key in _LENGTHS},
+    **{f"reliability.{key}": ("preset", "causes") for key in _SHORT_FAILURES},
+    "reliability.preset": _SHORT_FAILURES,
     "checkpoint.interval_s": ("interval_steps",),
     "checkpoint.interval_steps": ("interval_s",),
 }
@@ -398,6 +402,7 @@ def read_source(
             replaced = [f"{' and '.join(dropped)} of {file}: replaced by {chosen}"] if dropped else []
             data = {key: value for key, value in data.items() if key not in dropped}
             is_whole = False
+        replaced += _on_failures(data.get("reliability"), typed, file)
         data = _overridden(data, given, typed, file)
     data, spelled = with_catalog_names(data)
     if not is_whole and isinstance(data, dict):
@@ -556,6 +561,17 @@ def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[s
             if not any(other == same or other.startswith(f"{same}.") for other in given):
                 changed = _without(changed, same)
     return changed
+
+
+def _on_failures(before: Any, typed: Mapping[str, str], file: str) -> Iterator[str]:
+    """Sentences on failures of a file that overrides replace, and on those of two overrides, which add up."""
+    for key, name in typed.items():
+        section, _, own = key.partition(".")
+        for other in _INSTEAD.get(key, ()) if section == "reliability" else ():
+            if (twin := f"{section}.{other}") in typed and own in _SHORT_FAILURES:
+                yield f"{name}: these failures count besides those of {typed[twin]}"
+            elif isinstance(before, dict) and other in before and twin not in typed:
+                yield f"{twin} of {file}: replaced by {name}"
 
 
 def _without(data: dict[str, Any], key: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Sources, read 2026-11-30:
   (``update_device_map``: the current device of every rank), integrations/deepspeed.py (ZeRO-3)
 - accelerate 1.15.0: utils/fsdp_utils.py (``fsdp2_prepare_model``, ``fsdp2_load_full_state_dict``)
 - torch 2.13: distributed/fsdp/_fully_shard/_fsdp_init.py (``_move_states_to_device``), nn/parallel/distributed.py
+- TRL 1.16.0: trainer/dpo_trainer.py (reference model)
 - DeepSpeed at edaa722: runtime/zero/partition_parameters.py, runtime/zero/utils.py (``defragment``)
 - Megatron-LM at d98e8a6: core/dist_checkpointing/strategies/torch.py; torchtitan: DCP
 """
@@ -129,36 +130,121 @@ def loading_peaks(
     method = loading_method(software, plan, training)
     if method is None:
         return None
-    ways, base = software.checkpoint, training.base_weights
+    base = training.base_weights
     sizes_of = _Tensors(software, model, plan, training)
-    ranks = [sizes_of.rank(layers) for layers in stages or [software.layers_of(model, plan, training)]]
-    shards = never_whole(software, plan)
-    copies = {"cpu": ranks_per_node, "broadcast": ranks_per_node, "rank0": 1}.get(method, 0)
-    if method == "device_map" and not ways.mapped:
-        copies = ranks_per_node  # torch.load has the file on the CPU first
-    offloaded = plan.offload_optimizer and shards
-    of_rank = max(
-        each.kept * offloaded + each.flat * (ways.flattens_on_host and shards) + each.largest * (method == "shards")
-        for each in ranks
-    )
+    layers_by_rank = stages or [software.layers_of(model, plan, training)]
+    trained = _Loaded(method, tuple(map(sizes_of.rank, layers_by_rank)), never_whole(software, plan))
+    reference = _reference(software, model, plan, training)
     return LoadingPeaks(
         method=method,
         quantizes=base is not None and base.is_quantized_while_loaded,
-        device_bytes=max(_device_bytes(method, each, software, plan) for each in ranks),
-        host_bytes=copies * max(each.copied for each in ranks) + ranks_per_node * of_rank,
-        mapped_bytes=max(each.source for each in ranks) if ways.mapped and method != "shards" else 0,
+        device_bytes=_device_bytes(trained, reference, software, plan),
+        host_bytes=_host_bytes(trained, reference, software, plan, ranks_per_node),
+        mapped_bytes=max(each.source for each in trained.ranks)
+        if software.checkpoint.mapped and method != "shards"
+        else 0,
     )
 
 
-def _device_bytes(method: LoadingMethod, rank: _Sizes, software: SoftwareSpec, plan: ParallelPlan) -> int:
-    """Bytes of tensors on the device of a rank at the peak of its loading."""
-    kept = 0 if plan.offload_optimizer else rank.kept
+class _Loaded(NamedTuple):
+    """A model that is loaded: the one that is trained, or the reference model of preference training.
+
+    Attributes:
+        ranks: Sizes of the tensors of each pipeline rank.
+        is_sharded: Ranks hold shards of it between steps.
+    """
+
+    method: LoadingMethod
+    ranks: tuple[_Sizes, ...]
+    is_sharded: bool
+
+
+def _reference(software: SoftwareSpec, model: ModelSpec, plan: ParallelPlan, training: TrainingSpec) -> _Loaded | None:
+    """Reference model next to the one that is trained, which is loaded after it; None for none.
+
+    Its weights are whole ones of the checkpoint. TRL 1.16 loads it once the Trainer has moved the trained model to its
+    device, and shards it before that one is sharded (trl/trainer/dpo_trainer.py and kto_trainer.py).
+    """
+    if training.reference(has_adapters=model.lora_rank > 0) != "second_model":
+        return None
+    preference = training.preference
+    alone, frozen = training.model_copy(update={"base_weights": None}), model.without_training
+    method = loading_method(software, plan, alone)
+    assert method is not None, "ranks that load a trained model load its reference"
+    is_sharded = never_whole(software, plan) and (preference is None or preference.reference_sharded is not False)
+    sizes_of = _Tensors(software, frozen, plan, alone, None if preference is None else preference.reference_bytes)
+    return _Loaded(method, (sizes_of.rank(software.layers_of(frozen, plan, alone)),), is_sharded)
+
+
+def _host_bytes(
+    trained: _Loaded, reference: _Loaded | None, software: SoftwareSpec, plan: ParallelPlan, ranks_per_node: int
+) -> int:
+    """Bytes that the ranks of a node need in host memory at the peak of loading."""
+    ways = software.checkpoint
+
+    def copied(model: _Loaded) -> int:
+        copies = {"cpu": ranks_per_node, "broadcast": ranks_per_node, "rank0": 1}.get(model.method, 0)
+        if model.method == "device_map" and not ways.mapped:
+            copies = ranks_per_node  # torch.load has the file on the CPU first
+        return copies * max(each.copied for each in model.ranks)
+
+    def kept(rank: _Sizes, model: _Loaded) -> int:
+        return rank.kept * (plan.offload_optimizer and model.is_sharded)
+
+    def during(model: _Loaded) -> int:
+        """Bytes while a model is brought where it is trained, with those that stay."""
+        flattens = ways.flattens_on_host and model.is_sharded
+        more = (
+            kept(each, model) + each.flat * flattens + each.largest * (model.method == "shards") for each in model.ranks
+        )
+        return copied(model) + ranks_per_node * max(more)
+
+    if reference is None:
+        return during(trained)
+    stays = ranks_per_node * max(kept(each, reference) for each in reference.ranks)
+    waiting = copied(trained) if trained.is_sharded else 0  # whole models are on their devices by then
+    return max(during(trained) + stays, waiting + during(reference))
+
+
+def _device_bytes(trained: _Loaded, reference: _Loaded | None, software: SoftwareSpec, plan: ParallelPlan) -> int:
+    """Bytes of tensors on the device of the rank with the most at the peak of loading."""
+    own = max(_alone_bytes(trained, each, software, plan) for each in trained.ranks)
+    if reference is None:
+        return own
+    [rank], [other] = trained.ranks, reference.ranks
+    peak = _alone_bytes(reference, other, software, plan, is_wrapped=False)
+    if not trained.is_sharded or trained.method == "device_map":
+        before = rank.held
+    else:  # on the CPU until the training begins, unless it is partitioned as it is made
+        before = _kept_bytes(trained, rank, plan) if trained.method in ("zero_init", "shards") else 0
+    kept = _kept_bytes(reference, other, plan)
+    if trained.method == "zero_init":
+        return max(own, before + peak)
+    return max(own + kept, before + peak)
+
+
+def _kept_bytes(model: _Loaded, rank: _Sizes, plan: ParallelPlan) -> int:
+    """Bytes on the device of a rank once a model is where it is trained."""
+    if not model.is_sharded:
+        return rank.held
+    return 0 if plan.offload_optimizer else rank.kept
+
+
+def _alone_bytes(
+    model: _Loaded, rank: _Sizes, software: SoftwareSpec, plan: ParallelPlan, *, is_wrapped: bool = True
+) -> int:
+    """Bytes of a model's tensors on the device of a rank at the peak of its loading.
+
+    Args:
+        is_wrapped: Ranks that hold whole parameters wrap the model in DDP.
+    """
+    method, kept = model.method, 0 if plan.offload_optimizer else rank.kept
     if method == "shards":
         return kept
     on_device = method == "device_map" or not software.checkpoint.mapped
     whole = max(rank.loaded + rank.made, rank.held + rank.cast) if on_device else rank.held + rank.cast
-    if not never_whole(software, plan):
-        broadcasts = software.runtime == "torch" and plan.dp > 1
+    if not model.is_sharded:
+        broadcasts = is_wrapped and software.runtime == "torch" and plan.dp > 1
         return max(whole, rank.held + min(rank.held, _BROADCAST_BYTES) * broadcasts)
     if method == "device_map":
         return max(whole, rank.held + kept * software.checkpoint.keeps_unsharded)
@@ -204,8 +290,18 @@ _SUMS = _Sizes._fields.index("unit")
 class _Tensors:
     """Sizes of the tensors of a job while they are loaded."""
 
-    def __init__(self, software: SoftwareSpec, model: ModelSpec, plan: ParallelPlan, training: TrainingSpec) -> None:
+    def __init__(
+        self,
+        software: SoftwareSpec,
+        model: ModelSpec,
+        plan: ParallelPlan,
+        training: TrainingSpec,
+        width: int | None = None,
+    ) -> None:
+        """``width`` is that of frozen weights in bytes; None for the framework's."""
         self._ways, self._state = software.checkpoint, software.state(training, plan)
+        if width is not None:
+            self._state = self._state.model_copy(update={"frozen": width})
         shards = plan.shards_parameters
         self._shards = plan.dp_shard * plan.cp if shards else 1, plan.expert_shards if shards else 1
         self._has_adapters = model.lora_rank > 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from simplan.base import Count, Natural, NonNegative, Spec
+from simplan.base import MAX_COUNT, Count, Natural, NonNegative, Spec
 from simplan.model.base_weights import FrozenBase, with_frozen_base
 from simplan.model.captured.compiled import compiled_blocks
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
@@ -253,7 +253,7 @@ class SoftwareSpec(Spec):
             instead of gradients, and waits for P2P communication in ``blocking_p2p_schedules``. ``xla``: torch's,
             except that buffers live only while they are used, and FSDP makes no copies into or out of one flat buffer
             per unit, as it does elsewhere.
-        bucket_bytes: Size at which DDP closes a gradient bucket.
+        bucket_bytes: Size at which DDP closes a gradient bucket; without ``grad_overlap`` there is one for all.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         waits_for_gradients: Point at which DDP waits for reductions: at the end of a stage's last ``backward``, before
             its sends (torch), or in the ``step``, after all backwards. Reductions without overlap begin there.
@@ -305,7 +305,7 @@ class SoftwareSpec(Spec):
             Belongs to the task of a job, not to the catalog.
         trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
             does.
-        executable: ``simplan run`` can run plans under this profile.
+        executable: ``simplan run`` can run plans under this profile; no profile has it of the one that it is ``like``.
         trains_on_preferences: Preference training (``PREFERENCE_TASKS``) runs on the framework.
         trains_modules: Users train ``torch.nn.Module``s of their own with the framework, as they are.
         not_modelled: Features of the framework that are not modeled; predictions treat them as in torch.
@@ -387,8 +387,8 @@ class SoftwareSpec(Spec):
     checkpoint: CheckpointLoading = CheckpointLoading()
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
-    bucket_bytes: Count
-    first_bucket_bytes: Count
+    bucket_bytes: Count = MAX_COUNT
+    first_bucket_bytes: Count = MAX_COUNT
     grad_overlap: bool = Field(True, description="Reduction of buckets overlaps backward.")
     gradient_as_bucket_view: bool = Field(
         False,

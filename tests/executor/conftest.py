@@ -215,6 +215,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "zero2-2-once-a-step-optimizer-on-host-llama": ("none", LLAMA, {**ZERO2, **ON_HOST, "grad_sync": "step"}),
     "hsdp-2x2-optimizer-on-host-llama": ("none", LLAMA, {**HSDP, **ON_HOST}),
     "1f1b-pp2-zero3-2-optimizer-on-host-llama": ("1f1b", LLAMA, {**PP, **FSDP, **ON_HOST}),
+    "cp2-offload-llama": ("none", LLAMA_4, {**OFFLOAD, "cp": 2, "cp_comm": "all_gather", "zero_stage": 0}),
+    "cp2-zero3-offload-gpt-tied": ("none", {}, {**OFFLOAD, "cp": 2, "cp_comm": "a2a", "zero_stage": 3}),
     "tp2-offload-llama": ("none", LLAMA_96, {**OFFLOAD, "tp": 2}),
 }
 """Schedule, model and plan."""

@@ -224,6 +224,20 @@ def test_any_adapter_but_lora_is_refused_by_name(changes: dict[str, Any], key: s
     assert [problem.field for problem in refused.value.problems] == [key]
 
 
+@pytest.mark.parametrize(("position", "dropout"), [(None, 0.1), ("pre", 0.1), ("post", 0.0)])
+def test_dropout_of_adapters_is_that_of_their_input(position: str | None, dropout: float, tmp_path: Path) -> None:
+    """Megatron Bridge, peft/lora.py: before A by default; ``lora_dtype`` is for modules that its models have not."""
+    changes = {"peft._target_": "megatron.bridge.peft.lora.LoRA", "peft.dim": 16, "peft.dropout": 0.1}
+    changes |= {"peft.lora_dtype": "torch.float32"} | ({} if position is None else {"peft.dropout_position": position})
+    settings = {key: value for key, value in _DUMP.items() if key != "peft"}
+    source = read({"name": "dump", "settings": settings | changes}, tmp_path)
+    assert source.configuration is not None
+    assert source.scenario().job.model.lora_dropout == dropout
+    left = [setting.name for setting, _ in source.configuration.not_modeled]
+    assert ("peft.dropout" in left) is (position == "post")
+    assert "peft.lora_dtype" not in left
+
+
 def test_unknown_settings_are_listed(tmp_path: Path) -> None:
     case = {"name": "dump", "settings": _DUMP | {"model.new_kernel": True, "optimizer.magic": 3}}
     configuration = read(case, tmp_path).configuration

@@ -885,6 +885,22 @@ def test_offloaded_activations_replace_recomputation_of_adapters(
     assert (plan.offload_activations, plan.recompute) == (True, recompute)
 
 
+_CP = "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nbf16: auto\ncontext_parallel_size: 2\n"
+
+
+@pytest.mark.parametrize("more", ["gradient_checkpointing: true\n", "activation_offloading: true\n"])
+def test_context_parallel_qlora_of_axolotl_is_read(more: str, tmp_path: Path) -> None:
+    """As in axolotl's examples/nemotron-h and its ALST: replicas of packed weights, and parts of the sequences."""
+    path = tmp_path / "run.yaml"
+    path.write_text(_AXOLOTL + _CP + more, encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}).job
+    assert (job.plan.cp, job.plan.dp_replicate, job.plan.zero_stage, job.software.id) == (2, 4, 0, "torch")
+    assert job.training.base_weights is not None
+    assert job.training.base_weights.words == "nf4 with double quantization"
+    assert job.plan.offload_activations is more.startswith("activation")
+    assert predict(job).step_time_s > 0
+
+
 REFUSED: dict[str, tuple[str, str]] = {
     "oft": (f"{_ADAPTERS}oft\n", "finetuning_type"),
     "blocks of an unknown model": (

@@ -109,6 +109,34 @@ def test_predictions_say_that_a_model_cannot_be_loaded_and_the_way_out() -> None
     assert "of the host memory of a node, which has 29.80 GiB" in little.report()
 
 
+def test_second_model_of_preference_training_is_loaded_next_to_the_trained_one() -> None:
+    """TRL loads the reference once the trained model waits on the CPU for its shards, or is on its device."""
+    number, largest = LLAMA.num_parameters, 128_256 * 8192
+    sharded, whole = ParallelPlan(dp_shard=8), ParallelPlan(dp_replicate=8)
+    alone, both = (peaks_of(job_of("accelerate", task, sharded)) for task in ("orpo", "dpo"))
+    assert alone.host_bytes == 8 * 4 * number
+    assert both.host_bytes == 2 * alone.host_bytes
+    assert both.mapped_bytes == alone.mapped_bytes  # one file
+    assert both.device_bytes == pytest.approx(alone.device_bytes + 4 * number / 8, rel=1e-6)
+    narrow = {"preference": {"reference": "second_model", "reference_dtype": "bf16"}}
+    assert peaks_of(job_of("accelerate", "dpo", sharded, training=narrow)).host_bytes == alone.host_bytes
+    unsharded = {"preference": {"reference": "second_model", "reference_sharded": False}}
+    on_each = peaks_of(job_of("accelerate", "dpo", sharded, training=unsharded))
+    assert on_each.device_bytes == pytest.approx(alone.device_bytes + 4 * number, rel=1e-6)
+    # without shards the trained model has left the CPU; DDP's buckets of it come last
+    alone, both = (peaks_of(job_of("accelerate", task, whole)) for task in ("orpo", "dpo"))
+    assert both.host_bytes == alone.host_bytes == 8 * 4 * number
+    assert alone.device_bytes == 4 * number + 2 * 250 * 2**20
+    assert both.device_bytes == 2 * 4 * number + 2 * 250 * 2**20
+    # zero.Init has partitioned the trained model before it gathers the largest tensor of the other
+    zero = peaks_of(job_of("deepspeed", "dpo", sharded))
+    assert zero.device_bytes == pytest.approx(2 * 2 * number / 8 + 2 * largest, rel=1e-3)
+    off = {"preference": {"reference": "precomputed"}}
+    assert peaks_of(job_of("accelerate", "dpo", sharded, training=off)) == peaks_of(
+        job_of("accelerate", "orpo", sharded)
+    )
+
+
 def test_pretraining_loads_nothing_unless_told() -> None:
     job = job_of("accelerate", "pretrain", ParallelPlan(dp_shard=8), device="h100-sxm-80gb")
     assert predict(job).loading is None

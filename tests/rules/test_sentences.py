@@ -349,6 +349,7 @@ def test_the_batch_sizes_offered_are_valid(batch: int, dp: int, microbatch_size:
         {**STATES, "dp_shard": 1, "cp": 2, "cp_comm": "a2a", "zero_stage": 3},
         {**ACTIVATIONS, "pp": 2, "virtual_stages": 2, "recompute": "selective"},
         {**ACTIVATIONS, "dp_replicate": 2},
+        {**ACTIVATIONS, "cp": 2, "cp_comm": "all_gather"},
         {**ACTIVATIONS, "offload_layers": 3},
     ],
 )
@@ -371,7 +372,6 @@ def test_plans_that_offload_pass(plan: dict[str, Any]) -> None:
         (ACTIVATIONS, {"model": "mistral-7b-v0.1"}, "attention in a window"),
         ({**ACTIVATIONS, "pp": 2, "schedule": "zb-h1"}, {}, "a backward in two parts (zb-h1) is not modeled"),
         ({**ACTIVATIONS, "pp": 2, "schedule": "mine.csv"}, {}, "a schedule of your own is not modeled"),
-        ({**ACTIVATIONS, "cp": 2, "cp_comm": "all_gather"}, {}, "context parallelism (cp = 2) is not modeled"),
         ({**ACTIVATIONS, "recompute": "qkv_proj_offloaded"}, {"software": "maxtext"}, "which has transfers of its own"),
         ({"offload_layers": 2}, {}, "plan.offload_layers = 2: says of how many blocks activations are moved"),
         ({**ACTIVATIONS, "offload_layers": 2, "pp": 2}, {}, "blocks of a pipeline (pp = 2) is not modeled yet"),

@@ -26,6 +26,7 @@ from simplan.search.space import that_it_has
 from simplan.units import GIB
 from tests.jobs import A100, H100, mixed_cluster, node_group
 from tests.search.jobs import FAMILIES, candidates_of, small_job
+from tests.support.slow import slow_except
 
 FRAMEWORKS = (
     "torch", "torchtitan", "megatron-core", "megatron-lm-2021", "megatron-lm-2022", "megatron-deepspeed",
@@ -240,6 +241,48 @@ def test_bounds_with_weights_of_few_bits_hold_for_every_plan(software: str, base
         assert seconds is not None
         assert 0.7 * num_bytes < bounds.device_bytes[row] <= num_bytes
         assert 0 < bounds.step_time_s[row] <= seconds * (1 + 1e-9)
+
+
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "dpo": {"training.preference": {"reference": "second_model"}},
+    "dpo whole": {"training.preference": {"reference": "second_model", "reference_sharded": False}},
+    "dpo adapters": {"model.lora_rank": 8},
+    "dpo fp32": {"training.preference": {"reference": "second_model", "reference_dtype": "fp32"}, "model.lora_rank": 8},
+    "kto": {},
+    "kto adapters": {"model.lora_rank": 8},
+    "orpo": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "bytes_per_s"),
+    slow_except([("dpo", 50e9)], itertools.product(PREFERENCES, (50e9, 1e8))),
+)
+def test_bounds_of_preference_training_hold_and_are_close(case: str, bytes_per_s: float) -> None:
+    """Every forward of a microbatch without gradients counts, and so do the weights of a second model."""
+    task, software = case.split()[0], "accelerate" if case == "dpo" else "torch"
+    family = "moe" if case in ("dpo whole", "kto") else "llama"
+    sizes = {**LARGE, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000, "seq_len": 1024}
+    job = small_job(
+        family, 8, batch=64, software=software, num_hidden_layers=4, **(LARGE if family == "moe" else sizes)
+    )
+    assert job.cluster.intra_link is not None
+    link = job.cluster.intra_link.model_copy(update={"bytes_per_s": bytes_per_s})
+    job = job.with_changes({"training.task": task, **PREFERENCES[case], "cluster.intra_link": link})
+    space = SearchSpace(tp=(1, 2), pp=(1,), cp=(1,), microbatch_size=(4,), recompute=("none", "full"))
+    candidates = candidates_of(job, that_it_has(job.software, space))
+    assert len(candidates) > 3
+    bounds = Bounds(job).of(candidates)
+    closeness = []
+    for row in range(0, len(candidates), 3):
+        num_bytes, seconds = evaluate_step(job.with_plan(candidates.plan(row)), whole=True)
+        assert seconds is not None
+        assert 0 < bounds.device_bytes[row] <= num_bytes
+        assert 0 < bounds.step_time_s[row] <= seconds * (1 + 1e-9)
+        closeness.append(float(bounds.step_time_s[row] / seconds))
+    if family == "llama" and bytes_per_s > 1e9:  # all-gathers of the other passes do not count
+        assert np.median(closeness) > 0.9
+        assert min(closeness) > 0.6
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(("tp", "dp", "pp"))])

@@ -15,8 +15,12 @@ def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_only_the_first_process_is_told_to_wait(tmp_path: Path) -> None:
-    (tmp_path / "loops.py").write_text("def twice(x):\n    return 2 * x\n\ndef thrice(x):\n    return 3 * x\n")
-    code = "from simplan.jit import jit; import loops; print(jit(loops.twice)(1) + jit(loops.thrice)(1))"
+    """Functions that are called are announced once; one that no process calls is never compiled nor announced."""
+    functions = (
+        f"def {name}(x):\n    return {number} * x\n" for number, name in ((2, "twice"), (3, "thrice"), (4, "no"))
+    )
+    (tmp_path / "loops.py").write_text("\n".join(functions))
+    code = "from simplan.jit import jit; import loops; jit(loops.no); print(jit(loops.twice)(1) + jit(loops.thrice)(1))"
     runs = [run_in(tmp_path, code) for _ in range(2)]
     assert [run.stdout for run in runs] == ["5\n", "5\n"]
     assert [run.stderr for run in runs] == ["compiling the simulator, once per installation (5 to 20 s)\n", ""]

@@ -516,6 +516,8 @@ def read_clipping(reading: Reading, key: str, default: float = 1.0) -> None:
 def read_adapters(reading: Reading, prefix: str) -> None:
     """Put LoRA of Megatron Bridge and NeMo 2.0: ``_target_`` with the class, ``dim`` and ``target_modules``.
 
+    Dropout is that of the input of A by default. ``lora_dtype`` is for layers of torch alone, which Megatron Core's
+    models have not (NVIDIA-NeMo/Megatron-Bridge at 0191fc5, src/megatron/bridge/peft/lora.py, ``LoRA.transform``).
     Every other setting of the section says another adapter, and is refused by name.
     """
     section = prefix.removesuffix(".")
@@ -546,8 +548,13 @@ def read_adapters(reading: Reading, prefix: str) -> None:
         modules=targets if isinstance(targets, list) else LORA_TARGETS["all"],
         modules_key=f"{prefix}target_modules" if targets is not None else "LoRA's default",
     )
+    dropout = reading.value(f"{prefix}dropout")
+    if dropout not in (None, 0) and reading.peek(f"{prefix}dropout_position") in (None, "pre"):
+        reading.put("model.lora_dropout", dropout, f"{prefix}dropout")
     for name, left in _LORA_SETTINGS.items():
         key = f"{prefix}{name}"
+        if name == "dropout" and reading.written("model.lora_dropout"):
+            continue
         if left and key in reading and reading.value(key) not in (None, False, 0):
             reading.not_modeled(key, left)
         elif key in reading:
@@ -555,10 +562,9 @@ def read_adapters(reading: Reading, prefix: str) -> None:
 
 
 _LORA_SETTINGS = {
-    **dict.fromkeys(("_target_", "dim", "target_modules", "alpha", "dropout_position"), ""),
+    **dict.fromkeys(("_target_", "dim", "target_modules", "alpha", "dropout_position", "lora_dtype"), ""),
     **dict.fromkeys(("lora_A_init_method", "lora_B_init_method", "column_init_method", "row_init_method"), ""),
-    "dropout": "adapters have no dropout, and save no mask for it",
-    "lora_dtype": "adapters have the precision of the other trained weights",
+    "dropout": "results of adapters have no dropout (dropout_position: post), and save no mask for it",
     "a2a_experimental": "adapters gather and reduce as their layers do",
 }
 """Settings of ``LoRA`` -> what is left out if they are set; nothing for those that are read or change nothing."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 from simplan.job import Job
 
-_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
@@ -42,7 +40,6 @@ def forward_passes(job: Job) -> tuple[ForwardPass, ...]:
     is_apart = reference == "second_model"
     shards = job.plan.shards_parameters and not job.software.holds_whole_weights(job.plan)
     wanted = None if preference is None else preference.reference_sharded
-    dtype = None if preference is None else preference.reference_dtype
     return tuple(
         ForwardPass(name, _passing(job), comes_first=True)
         if name == "mismatched"
@@ -51,7 +48,7 @@ def forward_passes(job: Job) -> tuple[ForwardPass, ...]:
             _passing(_frozen(job, has_base=not is_apart)),
             is_apart=is_apart,
             is_sharded=is_apart and shards and wanted is not False,
-            stored_bytes=_DTYPE_BYTES[dtype] if is_apart and dtype is not None else None,
+            stored_bytes=preference.reference_bytes if is_apart and preference is not None else None,
         )
         for name in job.training.passes(reference)
     )

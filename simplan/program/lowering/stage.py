@@ -72,6 +72,7 @@ class Stages:
 
     Attributes:
         is_second_model: The weights are those of a reference model next to the one that is trained.
+        comes_first: The pass comes before the forward that is trained.
         is_sharded: Weights are sharded over ranks.
         layers: Per stage, its layers as sharded for one rank.
         brought: Per stage and layer, the parameters that the layer adds to the stage.
@@ -102,6 +103,7 @@ class Stages:
         model, training, plan, software = job.model, job.training, job.plan_in_sequences, job.software
         self.plan, self.training, self.software, self.of_pass = plan, training, software, of_pass
         self.is_second_model = of_pass is not None and of_pass.is_apart
+        self.comes_first = of_pass is not None and of_pass.comes_first
         self.is_sharded = plan.shards_parameters and (of_pass is None or of_pass.is_sharded or not of_pass.is_apart)
         self.state = software.state(training, plan)
         if self.is_second_model and of_pass is not None:

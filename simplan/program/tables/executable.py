@@ -136,7 +136,10 @@ def _not_modelled(table: Table, plan: ParallelPlan, software: SoftwareSpec) -> I
         rule = "torch's pipelines reduce gradients once per step, at REDUCE_GRAD"
         yield Problem(field="plan.grad_sync", value=plan.grad_sync, rule=rule, fix="use step")
     torch_default = (2**20, 25 * 2**20)  # the only sizes with a smaller first bucket
-    uses_software = _replicates(plan) and plan.bucket_bytes is None
+    if _replicates(plan) and not software.grad_overlap:
+        rule, fix = "torch's DDP reduces gradients while backward runs", "use a profile with grad_overlap: true"
+        yield Problem(field="software.grad_overlap", value="false", rule=rule, fix=fix)
+    uses_software = _replicates(plan) and software.grad_overlap and plan.bucket_bytes is None
     if uses_software and (software.first_bucket_bytes, software.bucket_bytes) != torch_default:
         yield Problem(
             field="software.bucket_bytes",

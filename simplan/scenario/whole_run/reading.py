@@ -35,7 +35,7 @@ def _with_preset(sections: Sections, data: Any) -> Any:
     own = data.get(_CAUSES, [])
     if preset is None or not isinstance(own, list):
         return data
-    names = {each.get("name") for each in own if isinstance(each, dict)}
+    names = [each.get("name") for each in own if isinstance(each, dict)]
     causes = [*own, *(each for each in preset.get(_CAUSES, ()) if each["name"] not in names)]
     return {**preset, **data, _CAUSES: causes}
 

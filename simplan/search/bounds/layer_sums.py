@@ -69,12 +69,15 @@ class LayerTimes(NamedTuple):
     """Times of the layers for one microbatch on the first rank of a stage.
 
     Attributes:
-        summed: ``(2, layers + 1)`` Prefix sums of forward and backward seconds, exclusive of the layer.
+        summed: ``(2, layers + 1)`` Prefix sums of forward and backward seconds, exclusive of the layer. Those of
+            forward have all passes of a microbatch through the layer.
         update_s: Optimizer seconds per parameter.
+        last_forward_s: Seconds of the trained forward of the last layer, and of the passes that come after it.
     """
 
     summed: Floats
     update_s: float
+    last_forward_s: float
 
     def of_stages(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
         """``(4, stages)`` Fields of ``BoundStageTimes``; for arguments see ``LayerBytes.of_stages``."""
@@ -133,16 +136,24 @@ class Layers:
     Args:
         job: Job with the plan, without a pipeline.
         stages: All layers as one stage; shared by configurations that differ in times only.
+        untrained: The same for every pass of a microbatch in forward alone.
         groups: By axis, devices of the groups of collectives.
         cost_cache: Cost estimates for the plan.
         splits: True if backward is split into dgrad and wgrad.
     """
 
     def __init__(
-        self, job: Job, stages: Stages, groups: Mapping[str, Groups], cost_cache: CostCache, *, splits: bool
+        self,
+        job: Job,
+        stages: Stages,
+        untrained: Sequence[Stages],
+        groups: Mapping[str, Groups],
+        cost_cache: CostCache,
+        *,
+        splits: bool,
     ) -> None:
         self._job, self._stages, self._groups, self._cost_cache = job, stages, groups, cost_cache
-        self._splits = splits
+        self._untrained, self._splits = untrained, splits
 
     @cached_property
     def bytes(self) -> LayerBytes:
@@ -157,11 +168,27 @@ class Layers:
         job, plan, cost_cache = self._job, self._job.plan, self._cost_cache
         passes = _PassTimes(job, self._stages, self._groups, cost_cache)
         fields = self._by_layer(lambda position: passes.of_layer(position, splits=self._splits))
+        last_forward_s = float(fields[0, -1])
+        for stages in self._untrained:
+            own, seconds = _PassTimes(job, stages, self._groups, cost_cache), dict[str, float]()
+            for position, layer in enumerate(stages.layers[0]):
+                if layer.key not in seconds:
+                    seconds[layer.key] = own.forward_s(position)
+                fields[0, position] += seconds[layer.key]
+                last_forward_s += 0.0 if stages.comes_first else seconds[layer.key]
         block = self._stages.layers[0][1]
         update = LayerWork(block, Phase.OPTIMIZER, plan.microbatch_size, _MANY, on_host=plan.offload_optimizer)
         counts = job.training.optimizer not in LAYERWISE and cost_cache.sends
         update_s = cost_cache.work_s(update) / _MANY if counts else 0.0
-        return LayerTimes(np.pad(np.cumsum(fields, axis=1), ((0, 0), (1, 0))), update_s)
+        return LayerTimes(np.pad(np.cumsum(fields, axis=1), ((0, 0), (1, 0))), update_s, last_forward_s)
+
+    @cached_property
+    def second_model_elements(self) -> tuple[float, int]:
+        """Weights of a reference model next to the one that is trained, and bytes per weight; zeros for none."""
+        stages = next((each for each in self._untrained if each.is_second_model), None)
+        if stages is None:
+            return 0.0, 0
+        return float(sum(stages.owned[0])), int(stages.state.frozen)
 
     @cached_property
     def balance_s(self) -> tuple[float, ...]:
@@ -283,7 +310,7 @@ class LayersCache:
         self._job, self._calibration = job, calibration
         self.in_low_precision = job.training.precision in job.software.low_precision
         self._layers: dict[Hashable, Layers] = {}
-        self._stages: dict[Hashable, Stages] = {}
+        self._stages: dict[Hashable, tuple[Stages, ...]] = {}
         self._boundaries: dict[Hashable, NDArray[np.int64]] = {}
 
     def layers(self, plan: ParallelPlan, microbatch_size: int, node_group: int | None = None) -> Layers:
@@ -302,9 +329,8 @@ class LayersCache:
                 plan.model_copy(update=alone | {"microbatch_size": microbatch_size, "microbatch_sizes": None})
             )
             if (stages := self._stages.get(of_plan)) is None:
-                stages = Stages(job, StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL)
-                self._stages[of_plan] = stages
-            layers = self._layers[key] = Layers(job, stages, groups, cost_cache, splits=splits)
+                stages = self._stages[of_plan] = _stages_of_passes(job)
+            layers = self._layers[key] = Layers(job, stages[0], stages[1:], groups, cost_cache, splits=splits)
         return layers
 
     def boundaries(self, plan: ParallelPlan, balanced: Layers) -> NDArray[np.int64]:
@@ -346,6 +372,17 @@ class LayersCache:
         """Cost estimates for a plan; ranks of communication are devices."""
         job = self._job.with_plan(plan if plan.placement is None else plan.model_copy(update={"placement": None}))
         return CostCache(cost_model(job, self._calibration), node_group, sends=job.cluster.cores_per_node is None)
+
+
+def _stages_of_passes(job: Job) -> tuple[Stages, ...]:
+    """All layers as one stage: of the pass that is trained, and of those in forward alone."""
+    assignment = StageAssignment((0, len(job.model.layers)))
+    trained = Stages(job, assignment, _WHOLE_MODEL)
+    if not job.training.is_of_preferences:
+        return (trained,)
+    from simplan.program.lowering.passes import forward_passes  # only where needed
+
+    return trained, *(Stages(job, assignment, _WHOLE_MODEL, each) for each in forward_passes(job))
 
 
 def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ...]:
@@ -390,19 +427,18 @@ class _PassTimes:
         self._hidden = {"cp"} if plan.cp > 1 and plan.cp_comm == "ring" else set()
         if job.software.expert_overlap:
             self._hidden |= {"ep", "etp"}
-        self._size, self._stages, self._scripts, self._cost_cache = (
-            plan.microbatch_size,
-            stages,
-            Scripts(stages),
-            cost_cache,
-        )
+        self._scripts, self._cost_cache = Scripts(stages), cost_cache
 
     def of_layer(self, position: int, *, splits: bool) -> tuple[float, float]:
         """Seconds of a layer: forward, and backward (split or not, the faster one)."""
         backward_s = self._seconds(position, Phase.BACKWARD)
         if splits:
             backward_s = min(backward_s, sum(self._seconds(position, part) for part in _PARTS))
-        return self._seconds(position, Phase.FORWARD), backward_s
+        return self.forward_s(position), backward_s
+
+    def forward_s(self, position: int) -> float:
+        """Seconds of the forward of a layer."""
+        return self._seconds(position, Phase.FORWARD)
 
     def _seconds(self, position: int, phase: Phase) -> float:
         segments = self._scripts.computed(0, position, phase)

@@ -30,6 +30,8 @@ class MemoryBound:
     If the split of layers is unknown, a weighted mean over pipeline ranks counts, which holds for every split, and the
     last layer on its own.
 
+    A reference model next to the one that is trained counts with its weights.
+
     Lookup tables, other transient memory and the allocator reserve for it are not counted.
     """
 
@@ -95,6 +97,7 @@ class MemoryBound:
         stages, placement, num_ranks = pipeline.stages, pipeline.placement, pipeline.num_ranks
         elements = (stages.trained, stages.experts, stages.frozen, stages.scale_bytes, stages.quantized_bytes)
         held, update = self._held_bytes(rows, state, *(pipeline.of_ranks(of)[ways] for of in elements))
+        held = held + self._second_model_bytes(rows, pipeline, ways)
         kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
         crosses = np.diff(placement) != 0
         received = np.zeros_like(kept)  # by stage, bytes received per microbatch in forward and backward
@@ -164,6 +167,20 @@ class MemoryBound:
         if self._job.software.flat_updates:  # counted in addition to the peak of the passes
             return held + update, np.zeros_like(update)
         return held, update
+
+    def _second_model_bytes(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats | float:
+        """``(rows, 1)`` Bytes of a reference model next to the one that is trained; no pipeline has one."""
+        if self._job.reference != "second_model" or pipeline.num_ranks > 1 or rows.base.offload_optimizer:
+            return 0.0
+        elements, width = np.array([way.ranks[0].second_model_elements for way in pipeline.ways]).T
+        preference = self._job.training.preference
+        if preference is not None and preference.reference_sharded is False:
+            shards = np.ones(len(rows))
+        else:
+            experts_apart = (rows["tp"] > 1) & (self._job.model.num_experts > 0)
+            most = np.where(experts_apart, rows.dp * rows["cp"] * rows["tp"], rows.num_shards)  # upper bound
+            shards = np.where(rows.shards_parameters, most, 1)
+        return np.asarray(elements[ways] * width[ways] / shards)[:, None]
 
     def _state_bytes(
         self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats, frozen: Floats

@@ -38,16 +38,17 @@ class _PassCommunications(NamedTuple):
     last_reduction_s: float
     all_reduce_s: float
 
-    def pass_times_s(self, forwards_s: Floats, backwards_s: Floats) -> tuple[float, float, float]:
+    def pass_times_s(self, forwards_s: Floats, backwards_s: Floats, last_s: float) -> tuple[float, float, float]:
         """Seconds of a forward, a backward that reduces gradients, and a backward that does not.
 
         All-gathers and reduce-scatters are serialized on one stream, all-reduces on another, and layers on a third.
 
         Args:
             forwards_s, backwards_s: ``(layers,)`` Compute seconds.
+            last_s: See ``LayerTimes.last_forward_s``.
         """
-        forward_s = max(self.first_gather_s + forwards_s.sum(), self.forward_s + forwards_s[-1])
-        computed_s, last_s, first_s = backwards_s.sum(), backwards_s[-1], backwards_s[0]
+        forward_s = max(self.first_gather_s + forwards_s.sum(), self.forward_s + last_s)
+        computed_s, last_s, first_s = float(backwards_s.sum()), float(backwards_s[-1]), backwards_s[0]
         plain_s = max(computed_s, last_s + self.backward_s + first_s)
         reduced_s = max(
             plain_s,

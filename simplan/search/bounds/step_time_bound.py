@@ -233,8 +233,9 @@ class StepTimeBound:
         found = np.zeros(len(rows))
         for row, way in enumerate(ways.tolist()):
             units = self._sharding.alone(rows, row)
-            forwards_s, backwards_s = np.diff(pipeline.ways[way].ranks[0].times.summed)
-            forward_s, reduced_s, plain_s = units.pass_times_s(forwards_s, backwards_s)
+            times = pipeline.ways[way].ranks[0].times
+            forwards_s, backwards_s = np.diff(times.summed)
+            forward_s, reduced_s, plain_s = units.pass_times_s(forwards_s, backwards_s, times.last_forward_s)
             num_reduced = int(many[row]) if each[row] else 1
             passes_s = many[row] * (forward_s + batch_s) + num_reduced * reduced_s
             found[row] = passes_s + (many[row] - num_reduced) * plain_s

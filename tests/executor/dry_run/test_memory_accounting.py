@@ -120,6 +120,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "offload-zero1": ({**OFFLOAD, **FSDP, "zero_stage": 1, "microbatch_size": 4}, 2, 0),
     "offload-zero3": ({**OFFLOAD, **FSDP, "microbatch_size": 4}, 2, 0),
     "offload-tp": ({**OFFLOAD, "tp": 2, "microbatch_size": 4}, 1, 0),
+    "offload-cp-gather": ({**OFFLOAD, **GATHER, "microbatch_size": 4}, 2, 0),
+    "offload-cp-all-to-all": ({**OFFLOAD, **ALL_TO_ALL, "microbatch_size": 8}, 1, 0),
     "offload-gpipe-first": ({**OFFLOAD, **PP, "schedule": "gpipe", "microbatch_size": 4}, 4, 0),
     "offload-gpipe-last": ({**OFFLOAD, **PP, "schedule": "gpipe", "microbatch_size": 4}, 4, 1),
     "offload-1f1b-first": ({**OFFLOAD, **PP, "microbatch_size": 4}, 4, 0),

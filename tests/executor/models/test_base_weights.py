@@ -177,6 +177,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero1": {"dp_shard": 2, "zero_stage": 1},
     "zero3": {"dp_shard": 2},
     "zero3-recompute": {"dp_shard": 2, "recompute": "full"},
+    "cp": {"cp": 2, "cp_comm": "all_gather", "zero_stage": 0},
+    "cp-zero3": {"cp": 2, "cp_comm": "all_gather", "zero_stage": 3},
+    "pp": {"pp": 2, "schedule": "1f1b"},
+    "pp-zero2": {"pp": 2, "dp_shard": 2, "zero_stage": 2, "schedule": "1f1b"},
 }
 RANKS = [
     pytest.param("torchao", "ddp", marks=[pytest.mark.slow]),
@@ -185,6 +189,12 @@ RANKS = [
     pytest.param("nf4-double", "zero1", marks=[BNB, pytest.mark.slow]),
     pytest.param("fp4-floats", "zero3", marks=[BNB]),
     pytest.param("torchao", "zero3-recompute", marks=[pytest.mark.slow]),
+    pytest.param("torchao", "cp", marks=[pytest.mark.slow]),
+    pytest.param("torchao", "cp-zero3", marks=[pytest.mark.slow]),
+    pytest.param("nf4", "cp", marks=[BNB, pytest.mark.slow]),
+    pytest.param("torchao", "pp", marks=[pytest.mark.slow]),
+    pytest.param("nf4", "pp", marks=[BNB, pytest.mark.slow]),
+    pytest.param("fp4-floats", "pp-zero2", marks=[BNB, pytest.mark.slow]),
 ]
 
 
@@ -201,7 +211,8 @@ def job_with(name: str, plan: dict[str, Any]) -> RunSpec:
 def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> None:
     """In FP32, the precision in which bitsandbytes quantizes here."""
     together = run_job(job_with(name, PLANS[plan]), tmp_path / "ranks")
-    alone = run_job(job_with(name, {"microbatch_size": 2 * MICROBATCH_SIZE}), tmp_path / "one")
+    dp = ParallelPlan.model_validate(PLANS[plan]).dp
+    alone = run_job(job_with(name, {"microbatch_size": dp * MICROBATCH_SIZE}), tmp_path / "one")
     assert together.losses == pytest.approx(alone.losses, rel=1e-5)
     assert issued_as_predicted(together)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.models.lora import DoraLinear, LoraGroupedLinear
+from executor.models.lora import DoraLinear, LoraGroupedLinear, LoraMergedLinear
 from simplan.model.layer import Gemm
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
@@ -53,7 +53,7 @@ TARGETS = (("all",), ("attention",), ("mlp",), ("proj", "up"), ("down",))
 EXPERTS: dict[str, Any] = {
     "family": "moe", "num_experts": 4, "top_k": 2, "moe_intermediate_size": 96, "intermediate_size": 96,
     "num_key_value_heads": 4, "qk_norm": None, "capacity_factor": 1.0,
-    "lora_targets": ("qkv", "experts_gate", "experts_up", "experts_down"),
+    "lora_targets": ("qkv", "router", "experts_gate", "experts_up", "experts_down"),
 }  # fmt: skip
 QUICK = {("llama", "whole", "fp32"), ("gpt", "sequence", "autocast"), ("packed", "tensor", "fp32")}
 CASES = [
@@ -297,21 +297,24 @@ def test_magnitudes_are_those_of_peft(bias: bool) -> None:
     assert peak == pytest.approx(their_peak, rel=0.1)
 
 
-def test_experts_with_adapters_are_those_of_peft() -> None:
-    """Outputs and gradients of a parameter of three dimensions that PEFT wraps."""
+@pytest.mark.parametrize("shape", [(3, 48, 32), (48, 32)], ids=["experts", "router"])
+def test_experts_and_routers_with_adapters_are_those_of_peft(shape: tuple[int, ...]) -> None:
+    """Outputs and gradients of a parameter of three or two dimensions that PEFT wraps."""
     peft = pytest.importorskip("peft")
-    e, n, k, rank = 3, 48, 32, 4
+    *e, n, k = shape
+    rank = 4
 
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(e, n, k))
+            self.weight = torch.nn.Parameter(torch.randn(*shape))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.bmm(x, self.weight.transpose(1, 2))
+            return x @ self.weight.transpose(-1, -2)
 
     experts = Experts()
-    own = LoraGroupedLinear(experts.weight, rank)
+    linear = torch.nn.Linear(k, n, bias=False)
+    own = LoraGroupedLinear(experts.weight, rank) if e else LoraMergedLinear(linear, rank)
     own.weight = torch.nn.Parameter(experts.weight.detach().clone(), requires_grad=False)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=["experts.weight"])
     model = peft.get_peft_model(torch.nn.ModuleDict({"experts": experts}), config)
@@ -322,7 +325,7 @@ def test_experts_with_adapters_are_those_of_peft() -> None:
             assert mine.shape == other.shape
             mine.copy_(torch.rand_like(mine))
             other.copy_(mine)
-    x = torch.randn(e, 7, k)
+    x = torch.randn(*e, 7, k)
     results = own(x), wrapper(x)
     torch.testing.assert_close(*results)
     gradients = [

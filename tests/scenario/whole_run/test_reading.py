@@ -119,6 +119,7 @@ def test_length_and_price_given_twice_and_equal_are_taken() -> None:
         ({"reliability": {"device_mtbf_h": math.inf}}, "reliability.device_mtbf_h = .inf: must be a finite number"),
         ({"reliability": {"preset": "llama3-2042"}}, "reliability.preset = llama3-2042: is not in the catalog"),
         ({"reliability": {"causes": [{"name": "a", "mtbf_h": 1}, {"name": "a", "mtbf_h": 2}]}}, "causes has a twice"),
+        ({"reliability": {"preset": "llama3-2024", "causes": [{"name": [], "mtbf_h": 1}]}}, "name = []: must be"),
         ({"spot": {"zone": "aws-moon-1a"}}, "spot.zone = aws-moon-1a: is not in the catalog"),
         ({"spot": {"preemptions_per_h": 0}}, "spot.preemptions_per_h = 0: must be greater than 0"),
         ({"spot": {}}, "needs one of preemptions_per_h, trace and zone"),
@@ -209,3 +210,24 @@ def test_written_scenario_has_all_sections(tmp_path: Path) -> None:
     assert "run:  # keys: simplan show run" in text
     again = parse_scenario(text)
     assert again.whole_run == source.scenario().whole_run
+
+
+def test_failures_of_an_override_replace_those_of_the_file_and_say_so() -> None:
+    """Failures are counted once: those of an option replace a file's, and two options say that they add up."""
+    document, preset = {**DOCUMENT, "reliability": {"preset": "llama3-2024", "detection_s": 7}}, "llama3-2024"
+    published = len(catalog.reliability(preset)["causes"])
+    by_unit = scenario_from(document, {"reliability.device_mtbf_h": 50.0})
+    by_preset = scenario_from(DOCUMENT, {"reliability.preset": preset})
+    both = scenario_from(DOCUMENT, {"reliability.preset": preset, "reliability.device_mtbf_h": 50.0})
+    numbers, words = [], []
+    for scenario in (by_unit, by_preset, both):
+        assert scenario.whole_run is not None
+        assert scenario.whole_run.reliability is not None
+        numbers.append(len(scenario.whole_run.reliability.all_causes))
+        words.append([note for note in scenario.assumptions if "reliability" in note])
+    assert numbers == [1, published, published + 1]
+    assert words == [
+        ["reliability.preset of scenario: replaced by reliability.device_mtbf_h"],
+        ["reliability.device_mtbf_h of scenario: replaced by reliability.preset"],
+        ["reliability.device_mtbf_h: these failures count besides those of reliability.preset"],
+    ]

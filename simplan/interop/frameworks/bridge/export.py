@@ -108,6 +108,8 @@ def _write_adapters(writing: Writing) -> None:
         writing.refuse("model.lora_targets", f"use one of {', '.join(core.LORA_TARGETS)}")
     writing.set("peft._target_", "megatron.bridge.peft.lora.LoRA", "training.task = lora")
     writing.set("peft.dim", rank, "model.lora_rank")
+    if dropout := writing.value("model.lora_dropout"):
+        writing.set("peft.dropout", dropout, "model.lora_dropout, of the input of A")
     writing.set("peft.target_modules", list(core.LORA_TARGETS[targets[0]]), "model.lora_targets")
 
 

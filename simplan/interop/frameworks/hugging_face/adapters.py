@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.keys import table
 from simplan.interop.frameworks.hugging_face.patterns import in_blocks, is_pattern, names_of
 from simplan.interop.frameworks.hugging_face.preference import drops_dropout
 from simplan.model.families import FAMILIES
@@ -73,6 +74,9 @@ def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
         usual = ["all"] if run.is_factory else names.PEFT_TARGETS
         return "the default of " + ("LLaMA-Factory" if run.is_factory else "PEFT"), usual
     known = [name for word in words for name in _matrices(str(word))]
+    if "all" in known and not run.tool and run.model is not None and run.model.num_experts:
+        # PEFT 0.21 wraps experts and routers, which older transformers had as linear layers
+        experts = [*dict.fromkeys([*table("routed"), *experts])]
     ends = [name for name in dict.fromkeys(known) if name in names.ENDS.values()]
     return where, [*(["all", *ends] if "all" in known else dict.fromkeys(known)), *experts]
 

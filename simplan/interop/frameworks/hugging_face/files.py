@@ -1,7 +1,7 @@
 """Files of a training with the Hugging Face stack: what they are, and which others they name.
 
-Arguments of the Trainer stand in launch scripts, JSON and YAML; ``accelerate launch`` has a YAML file of its own (DDP,
-FSDP, DeepSpeed), and DeepSpeed a JSON file.
+Arguments of the Trainer stand in launch scripts, Python code, JSON and YAML; ``accelerate launch`` has a YAML file of
+its own (DDP, FSDP, DeepSpeed), and DeepSpeed a JSON file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face import writing
 from simplan.interop.frameworks.hugging_face.devices import devices_of_factory, included_devices, of_launcher
-from simplan.interop.frameworks.hugging_face.keys import Keys, document_of, flattened, named_document
+from simplan.interop.frameworks.hugging_face.keys import Keys, document_of, flattened, named_document, table
+from simplan.interop.frameworks.hugging_face.python import has_training, read_python
 from simplan.interop.frameworks.hugging_face.run import TrainerRun
 from simplan.interop.frameworks.hugging_face.script import (
     arguments_of,
@@ -71,6 +72,8 @@ def _has_deepspeed(file: ConfigFile) -> bool:
 
 
 def _has_trainer(file: ConfigFile) -> bool:
+    if has_training(file):
+        return True
     if document_of(file) is None:
         return bool(launches_of(file))
     keys = _document(file).data.keys()
@@ -97,6 +100,8 @@ def _read_deepspeed(file: ConfigFile) -> Configuration:
 
 
 def _read_trainer(file: ConfigFile) -> Configuration:
+    if file.path.suffix in (".py", ".ipynb"):
+        return _read_code(file)
     document = document_of(file)
     if document is not None:
         tool, settings = _arguments([*flattened(document)])
@@ -109,6 +114,19 @@ def _read_trainer(file: ConfigFile) -> Configuration:
         fix = "give a launch script, TrainingArguments.to_json_string(), or YAML of these arguments"
         raise file_error(file.name, rule, fix)
     return _read_launch(only_launch(launches, file.name), file)
+
+
+def _read_code(file: ConfigFile) -> Configuration:
+    """Calls of Python code, which one process runs."""
+    code = read_python(file)
+    run = _run(f"Python code with {code.tool or 'Hugging Face libraries'}", file, trainer=code.settings, tool=code.tool)
+    run.num_devices = run.ranks_per_node = 1
+    run.devices_key = "Python code starts one process"
+    run.is_trl, run.task, run.preference = code.is_trl, code.task, code.preference
+    for refused in code.refused:
+        run.reading.refuse(*refused)
+    run.trainer.no_effect(table("python_no_effect"))
+    return run.configuration()
 
 
 def _arguments(settings: Named) -> tuple[str, Named]:

@@ -38,7 +38,14 @@ from simplan.interop.frameworks.hugging_face.strategies import (
     read_replicas,
     read_zero,
 )
-from simplan.interop.frameworks.hugging_face.tools import AXOLOTL, FACTORY, read_adapter_kind, read_plugins
+from simplan.interop.frameworks.hugging_face.tools import (
+    AXOLOTL,
+    FACTORY,
+    UNSLOTH,
+    read_adapter_kind,
+    read_plugins,
+    read_unsloth,
+)
 from simplan.interop.frameworks.hugging_face.trained_parts import read_trained_parts
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.nccl import read_nccl_algo
@@ -76,7 +83,7 @@ class TrainerRun:
         names_launcher: True if the files say how the run is launched, so that DDP is what is left.
         unknown: Arguments whose values the script does not say.
         missing: Settings that name files which are not there.
-        tool: Tool that the arguments are for: axolotl, LLaMA-Factory, or empty.
+        tool: Tool that the arguments are for: axolotl, LLaMA-Factory, Unsloth, or empty.
         num_nodes: Nodes, if a file says so without the ranks of each.
         is_trl: True if the program is one of TRL's own scripts.
         task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
@@ -113,6 +120,8 @@ class TrainerRun:
         """
         read_devices(self)
         read_plugins(self)
+        if self.is_unsloth:
+            read_unsloth(self)
         strategy = self._strategy()
         self._read_precision(strategy)
         self._read_batch()
@@ -184,6 +193,11 @@ class TrainerRun:
     def is_factory(self) -> bool:
         """True for a configuration of LLaMA-Factory."""
         return self.tool == FACTORY
+
+    @property
+    def is_unsloth(self) -> bool:
+        """True for Python code with Unsloth."""
+        return self.tool == UNSLOTH
 
     @property
     def model(self) -> ModelSpec | None:
@@ -480,7 +494,7 @@ class TrainerRun:
         if "disk" in value:
             trainer.refuse(key, "moves saved tensors to a disk, which is not modeled yet", "use true")
         trainer.put("plan.offload_activations", True, key)
-        recompute = "none" if self.adapts and value != "hidden_states" else "full"
+        recompute = "none" if self.adapts and value not in ("hidden_states", "unsloth") else "full"
         trainer.put("plan.recompute", recompute, key)
         if value == "legacy":
             trainer.not_modeled(key, "copies that follow a block; here they overlap the next ones")
@@ -593,15 +607,19 @@ class TrainerRun:
         is_split = any((self.reading.written(f"plan.{name}") or 1) > 1 for name in ("cp", "tp"))
         compiles = self._compiles()
         moves = bool(self.reading.written("plan.offload_activations"))
-        if self._precision == "fp8":
+        targets = self.reading.written("model.lora_targets") or ()
+        routed = not {*table("routed")}.isdisjoint(name.rpartition(".")[2] for name in targets)
+        if self.is_unsloth:
+            name, where = "torch", "Unsloth's kernels are not modeled, and torch's norms are fused as well"
+            self.reading.put("software.loading", "device_map", "Unsloth loads onto the device")
+        elif self._precision == "fp8":
             name, where = "torch", "the code of transformers in FP8 is not modeled"
             if compiles is not None:
                 self.reading.put("software.compiled", True, compiles)
                 compiles = None
-        elif not self._has_transformers_code() or is_split or moves or self._adapts_experts():
+        elif not self._has_transformers_code() or is_split or moves or routed:
             of = "split over sequences or tensors" if is_split else "for this model"
-            of = "with activations on the host" if moves else of
-            of = "with adapters of experts" if self._adapts_experts() else of
+            of = "with activations on the host" if moves else "with adapters of experts" if routed else of
             name, where = "torch", f"the code of transformers {of} is not modeled"
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"
@@ -623,14 +641,14 @@ class TrainerRun:
         seq_len = self.reading.written("model.seq_len") or self._model.seq_len
         return has_transformers_code(self._model.model_copy(update={"seq_len": seq_len}))
 
-    def _adapts_experts(self) -> bool:
-        return any(str(target).startswith("experts_") for target in self.reading.written("model.lora_targets") or ())
-
     def _read_loss(self) -> None:
         """Loss in chunks: Liger's, or that of TRL, which is its default."""
         trainer, split = self.trainer, (self.reading.written("plan.tp") or 1) > 1
         if self.preference is not None:
             read_preference_loss(self, self.preference[0])
+            return
+        if self.is_unsloth:
+            self.reading.put("software.loss", "chunked", "Unsloth's fused cross-entropy")
             return
         for key in (key for key in _LIGER if trainer.is_true(key)):
             chosen = {name: trainer.value(f"liger_kernel_config.{name}") for name in _OTHER_LIGER_KERNELS}

@@ -20,6 +20,8 @@ _PREFETCHED = ("backward_pre", "1", "no_prefetch", "none")
 def read_replicas(run: TrainerRun) -> None:
     """Read DDP's settings."""
     run.reading.put("plan.dp_shard", 1, "DDP replicates parameters")
+    if (whole(parallelism_keys(run).value("cp_size")) or 1) > 1:  # axolotl's ACCELERATE_ALLOW_CP_STANDALONE
+        run.reading.put("plan.zero_stage", 0, "DDP replicates parameters")
     full = run.reading.written("training.task") not in (None, "pretrain", "lora")
     if full and (run.is_axolotl or (run.is_factory and run.trainer.value("low_cpu_mem_usage", True) is not False)):
         # axolotl at 067b021, utils/config; LLaMA-Factory at ff6d4d1, hparams/parser.py and model/patcher.py

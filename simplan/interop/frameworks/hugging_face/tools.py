@@ -1,4 +1,4 @@
-"""axolotl, LLaMA-Factory and TRL: settings with names, defaults and meanings of their own.
+"""axolotl, LLaMA-Factory, TRL and Unsloth: settings with names, defaults and meanings of their own.
 
 Sources: axolotl (utils/schemas, utils/distributed.py, utils/config), LLaMA-Factory (hparams, launcher.py) and TRL
 (cli/accelerate_config.py), read 2026-11-29.
@@ -16,7 +16,7 @@ from simplan.interop.frameworks.hugging_face.keys import AUTO, is_true, table
 if TYPE_CHECKING:  # a run reads itself by these functions
     from simplan.interop.frameworks.hugging_face.run import TrainerRun
 
-AXOLOTL, FACTORY, TRL = "axolotl", "LLaMA-Factory", "trl"
+AXOLOTL, FACTORY, TRL, UNSLOTH = "axolotl", "LLaMA-Factory", "trl", "Unsloth"
 _AXOLOTL_SIGNS = ("base_model", "micro_batch_size", "sequence_len")
 _FACTORY_SIGNS = ("stage", "cutoff_len", "template")
 _AXOLOTL_NAMES = {
@@ -106,6 +106,29 @@ def read_plugins(run: TrainerRun) -> None:
             run.trainer.refuse("plugins", f"has {name}, which is not modeled yet", "remove it")
         elif known[name]:
             run.trainer.not_modeled("plugins", known[name])
+
+
+def read_unsloth(run: TrainerRun) -> None:
+    """Say what Unsloth does besides PEFT and TRL.
+
+    Sources: unslothai/unsloth at 015bdef, kernels/ (fast_lora.py, rms_layernorm.py, rope_embedding.py, swiglu.py,
+    utils.py: one buffer for unpacked weights) and models/mapper.py (names of checkpoints of its own in 4 bits);
+    unsloth-zoo at ce232d6, fused_losses/cross_entropy_loss.py and gradient_checkpointing.py.
+    """
+    trainer = run.trainer
+    kernels = "its kernels of norms, gates, rotation and adapters are faster and save fewer tensors"
+    chunks = "its loss has as many chunks as free memory needs, each of at most 4 GiB of FP32 logits; here 8"
+    first = "; ".join([kernels, chunks] if run.preference is None else [kernels])
+    trainer.not_modeled("model_name_or_path", first)
+    if trainer.is_true("load_in_4bit"):
+        trainer.not_modeled(
+            "load_in_4bit", "its own 4-bit checkpoints keep some layers in 16 bits; here none of blocks"
+        )
+    if "activation_offloading" in trainer:
+        key = "two buffers on the device serve all blocks; here each block has a tensor, and at most two exist"
+        trainer.not_modeled("activation_offloading", key)
+    elif run.preference is not None and trainer.is_true("gradient_checkpointing"):
+        trainer.not_modeled("gradient_checkpointing", "the inputs of blocks move to host memory")
 
 
 def read_adapter_kind(run: TrainerRun) -> None:
