@@ -136,6 +136,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         ),
         "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),
         "training.base_weights.format": _base_weights_limit(job),
+        "training.fake_quantization.weights": (
+            training.fake_quantization is not None and (find_spec("torchao") is None or job.dtype == "fp64"),
+            "needs torchao, and weights of 32 or 16 bits; pip install 'simplan[float8]', or use dtype fp32",
+        ),
         "software.autocast": (
             not software.autocast,
             "the executor trains adapters under autocast; use true",

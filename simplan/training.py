@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from simplan.base import Count, Natural, Positive, Spec
 from simplan.model.base_weights import BaseWeights
+from simplan.model.fake_quantization import FakeQuantization
 from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import Objective
 from simplan.optimizers import UPDATES, OptimizerName, UpdateName
@@ -154,6 +155,7 @@ class TrainingSpec(Spec):
             sequence, ``kto`` on single ones, all weights or, with ``ModelSpec.lora_rank``, adapters.
         preference: Reference model of ``dpo`` and ``kto``; None for its defaults.
         base_weights: Frozen linear layers below adapters in few bits (QLoRA); None for weights of the usual width.
+        fake_quantization: Simulated quantization of linear layers (quantization-aware training); None for none.
         backup_workers: Data-parallel replicas whose gradients a step drops: it goes on when all but these have arrived
             (Chen et al. 2016, arXiv:1604.00981). Dropped sequences do not count in throughput.
         data: Synthetic samples of a run; a prediction does not depend on them. ``random`` has uniform tokens, or noise
@@ -201,6 +203,13 @@ class TrainingSpec(Spec):
         description=(
             "frozen linear layers below adapters in few bits (QLoRA): a format, or a mapping of format, "
             "double_quantization, block_size, storage, library and upcast"
+        ),
+    )
+    fake_quantization: FakeQuantization | None = Field(
+        None,
+        description=(
+            "linear layers round weights and inputs to few bits and back (quantization-aware training): a mapping of "
+            "weights, activations and group_size"
         ),
     )
     backup_workers: Natural = Field(

@@ -898,7 +898,8 @@ REFUSED: dict[str, tuple[str, str]] = {
         f"{_AXOLOTL}adapter: lora\nlora_r: 8\nlora_target_modules: 'q{{2}}_proj'\n",
         "target_modules",
     ),
-    "simulated quantization": (f"{_AXOLOTL}qat: {{activation_dtype: int8}}\n", "qat.activation_dtype"),
+    "simulated weights of 8 bits": (f"{_AXOLOTL}qat: {{activation_dtype: int8}}\n", "qat.activation_dtype"),
+    "simulated weights in NVFP4": (f"{_AXOLOTL}qat: {{weight_dtype: nvfp4}}\n", "qat.weight_dtype"),
     "whole modules": (f"{_ADAPTERS}lora\nadditional_target: embed_tokens\n", "additional_target"),
     "Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size"),
     "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),
@@ -926,6 +927,24 @@ def test_setting_of_another_plan_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
         scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1})
     assert [problem for problem in error.value.problems if field in problem.field and problem.line]
+
+
+@pytest.mark.parametrize(
+    ("qat", "expected"),
+    [
+        ("{activation_dtype: int8, weight_dtype: int4}", "weights as int4 in groups of 32, inputs as int8"),
+        ("{weight_dtype: int4, group_size: 64}", "weights as int4_fp8 in groups of 64"),
+        ("{activation_dtype: fp8, weight_dtype: float8_e4m3fn}", "weights as fp8, inputs as fp8"),
+        ("{weight_dtype: mxfp4, activation_dtype: mxfp4, group_size: 32}", "weights as mxfp4, inputs as mxfp4"),
+    ],
+)
+def test_simulated_quantization_of_axolotl_is_read(qat: str, expected: str, tmp_path: Path) -> None:
+    """axolotl at 067b021, utils/quantization.py, _make_qat_config; its group size is 32 by default."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_AXOLOTL}bf16: true\nqat: {qat}\n", encoding="utf-8")
+    training = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}).job.training
+    assert training.fake_quantization is not None
+    assert training.fake_quantization.words == expected
 
 
 @pytest.mark.parametrize(("word", "expected"), [("allgather", "all_gather"), ("alltoall", "ring")])

@@ -28,7 +28,11 @@ from simplan.interop.frameworks.hugging_face.preference import (
     read_preference,
     read_preference_loss,
 )
-from simplan.interop.frameworks.hugging_face.quantization import read_base_weights, weights_of_checkpoint
+from simplan.interop.frameworks.hugging_face.quantization import (
+    read_base_weights,
+    read_fake_quantization,
+    weights_of_checkpoint,
+)
 from simplan.interop.frameworks.hugging_face.strategies import (
     DEEPSPEED_DEFAULT,
     ask_for_fsdp_file,
@@ -555,6 +559,7 @@ class TrainerRun:
         read_adapter_kind(self)
         read_trained_parts(self)
         read_base_weights(self)
+        read_fake_quantization(self)
         task = preference_task(self)
         for key, (neutral, what) in table("other_tasks").items():
             if task is not None and key in SETTINGS:
