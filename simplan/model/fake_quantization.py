@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from simplan.base import Count, Spec
-from simplan.model.kernel import SimulatedLinear
+from simplan.model.kernel import OperandKernels
 from simplan.model.layer import Gemm, LayerSpec, Operator, Role, Tensor
 
 FakeWeights = Literal["int4", "int4_fp8", "intx_int4", "fp8", "mxfp4"]
@@ -144,17 +144,17 @@ class SimulatedLinears:
     microbatch_size: int
 
     @property
-    def kernels(self) -> SimulatedLinear:
+    def kernels(self) -> OperandKernels:
         """Kernels of a linear layer."""
         if self.form.weights == "mxfp4":
-            return SimulatedLinear(_MX_TRAFFIC, _MX_TRAFFIC, _MX_KERNELS, _MX_KERNELS)
+            return OperandKernels(_MX_TRAFFIC, _MX_TRAFFIC, _MX_KERNELS, _MX_KERNELS)
         weights = _STEPS[self.form.weights]
         traffic = weights.forward_traffic.of(self.weight_bytes), weights.backward_traffic.of(self.weight_bytes)
         if self.form.activations is None:
-            return SimulatedLinear(traffic, None, weights.kernels, (0, 0))
+            return OperandKernels(traffic, None, weights.kernels, (0, 0))
         inputs, width = _STEPS[self.form.activations], self.activation_bytes
         of_inputs = inputs.forward_traffic.of(width), inputs.backward_traffic.of(width)
-        return SimulatedLinear(traffic, of_inputs, weights.kernels, inputs.kernels)
+        return OperandKernels(traffic, of_inputs, weights.kernels, inputs.kernels)
 
 
 def with_fake_quantization(layer: LayerSpec, simulated: SimulatedLinears) -> LayerSpec:
@@ -246,7 +246,7 @@ def _rounded(operator: Operator, gemm: Gemm, simulated: SimulatedLinears) -> Ite
     )
     yield replace(
         operator,
-        kernel=replace(gemm, trained=False, simulated=simulated.kernels),
+        kernel=replace(gemm, trained=False, operands=simulated.kernels),
         reads=(source, rounded.name),
         saves=(source, rounded.name),
         saves_for=((rounded.name, source),),
@@ -278,10 +278,10 @@ def _packed(operator: Operator, gemm: Gemm, simulated: SimulatedLinears) -> Iter
     for number, (before, after, beside) in enumerate(zip(packed, unpacked, scratch, strict=True)):
         less = replace(beside, elements=beside.elements - after.elements * operands[number][2])
         yield Operator(reads=(before.name,), makes=(after,), forward_scratch=(less,), detached=True, roles=roles)
-    product = replace(result, name=f"{name} product of unpacked operands")
+    product = replace(result, name=f"{name} result, unpacked")
     yield replace(
         operator,
-        kernel=replace(gemm, simulated=simulated.kernels),
+        kernel=replace(gemm, operands=simulated.kernels),
         reads=(source, *(tensor.name for tensor in unpacked)),
         makes=(product, *others),
         saves=tuple(tensor.name for tensor in packed),

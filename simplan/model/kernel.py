@@ -80,8 +80,8 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedLinear:
-    """Kernels that round the operands of one linear layer, per microbatch.
+class OperandKernels:
+    """Kernels that make the operands of one matmul, per microbatch: rounded ones, or a matrix of trained parameters.
 
     Attributes:
         weights, activations: Bytes read and written per element of the weight, and of the input, in forward and in
@@ -120,7 +120,7 @@ class Gemm:
             microbatch; 0 for none.
         merged_rank: Rank of the adapters that forward adds to the weights of a grouped GEMM once per microbatch. The
             weights are frozen, and the sum has a gradient; 0 for none.
-        simulated: Kernels that round operands to few bits and back; None for operands that are used as they are.
+        operands: Kernels that make the operands, of a weight with a gradient; None for operands that are there.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Gemm:
     full_precision: bool = False
     norm_rank: int = 0
     merged_rank: int = 0
-    simulated: SimulatedLinear | None = None
+    operands: OperandKernels | None = None
 
     @property
     def flops(self) -> int:
@@ -155,8 +155,8 @@ class Gemm:
 
     @property
     def has_weight_gradient(self) -> bool:
-        """True if backward computes the gradient of the weight, of its sum with adapters, or of the rounded one."""
-        return self.trained or self.merged_rank > 0 or self.simulated is not None
+        """True if backward computes the gradient of the weight, or of what forward makes of it."""
+        return self.trained or self.merged_rank > 0 or self.operands is not None
 
     @property
     def merge_flops(self) -> int:

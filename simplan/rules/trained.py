@@ -60,6 +60,7 @@ def keys_of_adapters_need_rank(job: Job) -> Iterator[Problem]:
         "lora_dropout": "is of the inputs of adapters",
         "lora_modules_to_save": "says what is trained next to adapters",
         "lora_dora": "gives adapters magnitudes",
+        "lora_oft": "makes adapters rotate",
     }
     for name, what in words.items():
         default = ModelSpec.model_fields[name].get_default(call_default_factory=True)
@@ -274,6 +275,41 @@ def magnitudes_modelled(job: Job) -> Iterator[Problem]:
     }
     for what in (what for what, is_so in whats.items() if is_so):
         yield not_modelled(job, "model.lora_dora", f"DoRA {what}", "use false")
+
+
+@rule("blocks of rotations divide the inputs of matrices", after_others=True)
+def rotations_divide(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not (model.lora_oft and model.lora_rank):
+        return
+    for layer in {*model.layers}:
+        gemms = {kernel.name: kernel for kernel in layer.kernels if isinstance(kernel, Gemm)}
+        for parameter in layer.parameters:
+            name = parameter.name.removesuffix(".oft_r.weight")
+            if name != parameter.name and gemms[name].k % model.lora_rank:
+                sentence = f"is the size of blocks (lora_oft), and must divide the {gemms[name].k:,} inputs of {name}"
+                yield problem_of(job, "model.lora_rank", sentence, "use 32")
+                return
+
+
+@unmodelled("rotations are modeled as PEFT computes them, for whole matrices of blocks without dropout", reads="tp")
+def rotations_modelled(job: Job) -> Iterator[Problem]:
+    model, software = job.model, job.software
+    if not (model.lora_oft and model.lora_rank):
+        return
+    whats = {
+        f"with {software.id}": not software.base_weights,
+        "without autocast": not software.autocast,
+        "with model.lora_dora": model.lora_dora,
+        "with model.lora_dropout": model.lora_dropout > 0,
+        "with model.lora_rank_pattern": bool(model.lora_rank_pattern),
+        "of the head or the embedding": not _ENDS.keys().isdisjoint(model.lora_targets),
+        "of experts": model.num_experts > 0,
+        "of a captured module": model.captured is not None,
+        "with tensor parallelism": job.plan.tp > 1,
+    }
+    for what in (what for what, is_so in whats.items() if is_so):
+        yield not_modelled(job, "model.lora_oft", f"OFT {what}", "use false")
 
 
 @unmodelled("trained copies of modules are modeled where adapters are as wide as the frozen weights")

@@ -885,7 +885,7 @@ def test_offloaded_activations_replace_recomputation_of_adapters(
 
 
 REFUSED: dict[str, tuple[str, str]] = {
-    "oft": (f"{_ADAPTERS}oft\n", "finetuning_type"),
+    "OFT with dropout": (f"{_ADAPTERS}oft\nmodule_dropout: 0.1\n", "module_dropout"),
     "blocks of an unknown model": (
         f"{_ADAPTERS}freeze\n".replace("Qwen/Qwen2.5-7B", "someone/model"),
         "finetuning_type",

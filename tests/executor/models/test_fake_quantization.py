@@ -156,7 +156,7 @@ RANKS = [(name, plan) for name in ("int4", "intx_int4", "fp8", "mxfp4") for plan
 
 @pytest.mark.parametrize(("name", "plan"), slow_except(set(), RANKS))
 def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> None:
-    """Fake quantizers round gathered weights under FSDP2; of numbers near the middle of two, ranks may round some up."""
+    """Fake quantizers round gathered weights under FSDP2; ranks may round a number near the middle up."""
     together = run_job(job_with(FORMS[name], PLANS[plan]), tmp_path / "ranks")
     alone = run_job(job_with(FORMS[name], {"microbatch_size": 2 * MICROBATCH_SIZE}), tmp_path / "one")
     assert together.losses == pytest.approx(alone.losses, rel=1e-3)

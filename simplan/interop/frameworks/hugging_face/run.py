@@ -63,6 +63,7 @@ _FEW_BITS = re.compile(
 """Words in the name of a checkpoint whose weights are quantized."""
 _DEEPSPEED = frozenset(("deepspeed", "deepspeed_config"))
 """Arguments that name the file of DeepSpeed."""
+_OFT_BLOCK_SIZE = 32
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -188,6 +189,11 @@ class TrainerRun:
     def is_factory(self) -> bool:
         """True for a configuration of LLaMA-Factory."""
         return self.tool == FACTORY
+
+    @property
+    def is_oft(self) -> bool:
+        """True for LLaMA-Factory's OFT."""
+        return self.is_factory and str(self.trainer.value("finetuning_type", "")).lower() == "oft"
 
     @property
     def model(self) -> ModelSpec | None:
@@ -545,7 +551,9 @@ class TrainerRun:
         trainer = self.trainer
         uses = trainer.first("use_peft", "use_peft_lora", "use_lora", "finetuning_type", "adapter")
         word = str(trainer.value(uses)).lower() if uses is not None else "lora" if self.is_factory else ""
-        rank = trainer.first("lora_r", "lora_rank", "lora_dim")
+        rank = "oft_block_size" if self.is_oft else trainer.first("lora_r", "lora_rank", "lora_dim")
+        if self.is_oft and "oft_block_size" not in trainer:
+            return "the default of LLaMA-Factory's oft_block_size", _OFT_BLOCK_SIZE
         number = whole(trainer.value(rank)) if rank is not None else None
         if word in ("false", "full", "none", "freeze") or (not word and not number):
             return None
