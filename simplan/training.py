@@ -140,8 +140,8 @@ class TrainingSpec(Spec):
             pairs (``sequences_per_sample``).
         precision: Format of the linear layers' matmuls. FP16 and BF16 are mixed precision. ``fp8``, ``mxfp8`` and
             ``nvfp4`` are BF16 except for the linear layers of blocks (``simplan.model.low_precision``).
-        pure_bf16: Weights, gradients and optimizer states are BF16, without FP32 copies (``model.to(torch.bfloat16)``).
-            Else BF16 is mixed precision, with FP32 weights or FP32 copies of them.
+        pure_bf16: Weights, gradients and optimizer states are BF16, without FP32 copies (``model.to(torch.bfloat16)``);
+            with precision fp16 all of them are FP16. Else both are mixed precision, with FP32 weights or FP32 copies.
         fp8_recipe: FP8 scaling recipe; None for per-tensor scaling (``tensorwise``), and for other precisions.
         optimizer: Optimizer; ``simplan.training`` has its states, traffic and norms.
         optimizer_dtypes: Types of Adam's states; None for those of the framework.
@@ -171,7 +171,8 @@ class TrainingSpec(Spec):
         "bf16", description="precision of the matmuls of linear layers; all except fp32 and tf32 are mixed precision"
     )
     pure_bf16: bool = Field(
-        False, description="weights, gradients and optimizer states in bf16 as well, without fp32 copies"
+        False,
+        description="weights, gradients and optimizer states in bf16 as well (of precision fp16: in fp16), without fp32 copies",
     )
     fp8_recipe: Fp8Recipe | None = Field(None, description="for fp8: scaling granularity; default: per tensor")
     optimizer: Annotated[OptimizerName, BeforeValidator(_modelled)] = Field(

@@ -320,7 +320,11 @@ def _precision(job: Job) -> str:
         return f"{training.precision}, base weights in {training.base_weights.words}"
     if not training.pure_bf16:
         return training.precision
-    return "pure bf16" if training.precision == "bf16" else f"{training.precision} with pure bf16"
+    return (
+        f"pure {training.precision}"
+        if training.precision in ("bf16", "fp16")
+        else f"{training.precision} with pure bf16"
+    )
 
 
 def _inputs(model: ModelSpec) -> str:

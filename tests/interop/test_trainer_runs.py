@@ -241,7 +241,9 @@ WEIGHTS: dict[str, tuple[str, str, bool, str]] = {
     "Trainer, mixed": ("--bf16 --torch_dtype float32", "bf16", False, "none"),
     "FSDP, mixed": (f"--bf16 --torch_dtype bfloat16 {_FSDP}", "bf16", False, "none"),  # Accelerate makes FP32 weights
     "FSDP, BF16": (f"--torch_dtype bfloat16 {_FSDP}", "bf16", True, "none"),
+    "Trainer, FP16": ("--torch_dtype float16", "fp16", True, "none"),
     "axolotl": (f"{_AXOLOTL}bf16: auto\n", "bf16", True, "none"),
+    "axolotl, FP16": (f"{_AXOLOTL}bf16: false\nfp16: false\nfloat16: true\n", "fp16", True, "none"),
     "axolotl without autocast": (f"{_AXOLOTL}bf16: full\n", "bf16", True, "none"),
     "LLaMA-Factory": (f"{_FACTORY}finetuning_type: full\nbf16: true\n", "bf16", False, "full"),
     "LLaMA-Factory, pure": (f"{_FACTORY}finetuning_type: full\npure_bf16: true\n", "bf16", True, "full"),
@@ -266,9 +268,9 @@ def test_weights_have_the_precision_of_the_program(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("command", "field"),
-    [("--torch_dtype float16", "--torch_dtype"), ("--fp16 --torch_dtype bfloat16", "--torch_dtype")],
+    [("--fp16 --torch_dtype float16", "--torch_dtype"), ("--fp16 --torch_dtype bfloat16", "--torch_dtype")],
 )
-def test_weights_of_fp16_are_refused(command: str, field: str, tmp_path: Path) -> None:
+def test_weights_of_16_bits_under_autocast_of_fp16_are_refused(command: str, field: str, tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"torchrun train.py --model_name_or_path gpt2 --block_size 512 {command}", encoding="utf-8")
     with pytest.raises(NotModelledError, match=f"{field} = .*without an FP32 copy"):
@@ -766,6 +768,26 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
 }
 
 
+def test_adam_mini_of_llama_factory_is_read(tmp_path: Path) -> None:
+    """LLaMA-Factory at ff6d4d1, train/trainer_utils.py, create_custom_optimizer."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_ADAPTERS}full\nuse_adam_mini: true\n", encoding="utf-8")
+    training = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": 8}).job.training
+    assert training.optimizer == "adam_mini"
+
+
+@pytest.mark.parametrize(
+    ("oft", "expected"), [("", (32, ("all",))), ("oft_block_size: 16\noft_target: q_proj,v_proj\n", (16, ("q", "v")))]
+)
+def test_oft_of_llama_factory_is_read(oft: str, expected: tuple[int, tuple[str, ...]], tmp_path: Path) -> None:
+    """LLaMA-Factory at ff6d4d1, hparams/finetuning_args.py: blocks of 32 in all linear layers by default."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_ADAPTERS}oft\n{oft}", encoding="utf-8")
+    model = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": 8}).job.model
+    assert model.lora_oft
+    assert (model.lora_rank, model.lora_targets) == expected
+
+
 @pytest.mark.parametrize("word", OPTIMIZERS)
 def test_axolotl_names_optimizers_of_the_table(word: str, tmp_path: Path) -> None:
     """axolotl: utils/schemas/enums.py, CustomSupportedOptimizers, and transformers' OptimizerNames."""
@@ -904,7 +926,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size"),
     "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),
     "fp8 under DeepSpeed": (f"{_ADAPTERS}full\nfp8: true\ndeepspeed: {{zero_optimization: {{stage: 2}}}}\n", "fp8"),
-    "Adam-mini": (f"{_ADAPTERS}full\nuse_adam_mini: true\n", "use_adam_mini"),
+    "GaLore": (f"{_ADAPTERS}full\nuse_galore: true\n", "use_galore"),
     "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
     "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),
     "weights of another library": (f"{_ADAPTERS}lora\nquantization_bit: 4\nquantization_method: hqq\n", "quantization"),

@@ -294,6 +294,8 @@ class TrainerRun:
         loaded = _DTYPES.get(str(trainer.value(key or "", "")).lower().removeprefix("torch."))
         if trainer.is_true("pure_bf16"):
             key, loaded = "pure_bf16", "bf16"
+        elif self.is_axolotl and trainer.is_true("float16"):
+            key, loaded = "float16", "fp16"
         elif key is None and self.is_axolotl:
             key = next((half for half in _HALVES if half in trainer), None)
             loaded = self._precision if self._precision in _HALVES else None
@@ -308,15 +310,15 @@ class TrainerRun:
             self._read_deepspeed_states()
         elif loaded is None or (strategy == "fsdp" and is_mixed):
             self._note_checkpoint(strategy, is_mixed=is_mixed)
-        elif loaded == "fp16" or self._precision == "fp16":
-            rule = "trains weights of 16 bits without an FP32 copy, which is not modeled yet for FP16"
-            trainer.refuse(key or "", rule, "use bfloat16, or float32 with mixed precision")
+        elif self._precision == "fp16" or (loaded == "fp16" and is_mixed):
+            rule = "trains weights of 16 bits without an FP32 copy under autocast of FP16, which is not modeled"
+            trainer.refuse(key or "", rule, "use bfloat16, float32 with mixed precision, or FP16 without autocast")
         else:
-            if self._precision != "bf16":
-                self._precision = "bf16"
-                trainer.put("training.precision", "bf16", key or "")
+            if self._precision != loaded:
+                self._precision = loaded
+                trainer.put("training.precision", loaded, key or "")
             trainer.put("training.pure_bf16", True, key or "")
-        trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
+        trainer.no_effect(("float16", "torch_dtype", "dtype", "model_dtype", "pure_bf16"))
 
     @property
     def _is_full_bf16(self) -> bool:
@@ -423,6 +425,9 @@ class TrainerRun:
             self.trainer.no_effect(("optim",))
         elif self.trainer.is_true("use_muon"):  # LLaMA-Factory's, which replaces the one of optim
             self.trainer.put("training.optimizer", "muon", "use_muon")
+            self.trainer.no_effect(("optim",))
+        elif self.trainer.is_true("use_adam_mini"):
+            self.trainer.put("training.optimizer", "adam_mini", "use_adam_mini")
             self.trainer.no_effect(("optim",))
         elif "optim" in self.trainer:
             self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
