@@ -172,7 +172,7 @@ class TrainingSpec(Spec):
     )
     pure_bf16: bool = Field(
         False,
-        description="weights, gradients and optimizer states in bf16 as well (of precision fp16: in fp16), without fp32 copies",
+        description="weights, gradients and optimizer states in bf16 (with precision fp16: fp16) too, no fp32 copies",
     )
     fp8_recipe: Fp8Recipe | None = Field(None, description="for fp8: scaling granularity; default: per tensor")
     optimizer: Annotated[OptimizerName, BeforeValidator(_modelled)] = Field(

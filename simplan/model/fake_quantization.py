@@ -287,8 +287,7 @@ def _packed(operator: Operator, gemm: Gemm, simulated: SimulatedLinears) -> Iter
         saves=tuple(tensor.name for tensor in packed),
         backward_scratch=tuple(unpacked),
     )
-    before = product.name  # backward unpacks the input, and then the weight next to it
-    for number, beside in enumerate(((unpacked[0], scratch[1]), (scratch[0],))):
-        after = replace(result, name=f"{name} result, handed on") if not number else result
-        yield Operator(reads=(before,), makes=(after,), in_place=True, passes=True, backward_scratch=beside)
-        before = after.name
+    handed = replace(result, name=f"{name} result, handed on")  # backward unpacks the input, then the weight next to it
+    unpacking = Operator(in_place=True, passes=True, reads=(product.name,), makes=(handed,), roles=roles)
+    yield replace(unpacking, backward_scratch=(unpacked[0], scratch[1]))
+    yield replace(unpacking, reads=(handed.name,), makes=(result,), backward_scratch=(scratch[0],))

@@ -318,6 +318,8 @@ def _precision(job: Job) -> str:
     training = job.training
     if training.base_weights is not None:
         return f"{training.precision}, base weights in {training.base_weights.words}"
+    if training.fake_quantization is not None:
+        return f"{training.precision}, simulating {training.fake_quantization.words}"
     if not training.pure_bf16:
         return training.precision
     return (
