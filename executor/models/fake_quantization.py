@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ def _weight_config(form: FakeQuantization) -> Any:
         case "int4_fp8":
             return Int4WeightFakeQuantizeConfig(group_size=size, activation_dtype=torch.float8_e4m3fn)
         case "intx_int4":
-            return IntxFakeQuantizeConfig(torch.int4, group_size=size)
+            return IntxFakeQuantizeConfig(cast(Any, torch).int4, group_size=size)
         case "fp8":
             return Float8FakeQuantizeConfig()
         case "mxfp4":

@@ -153,6 +153,7 @@ _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
             or job.training.is_of_preferences
             or job.training.preference is not None
             or job.training.base_weights is not None
+            or job.training.fake_quantization is not None
             or not job.software.autocast
             or any(getattr(job.model, name) not in (0, False, (), {}, ("all",)) for name in LORA)
         ),

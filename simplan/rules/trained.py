@@ -515,7 +515,7 @@ def fake_quantization_of_format(job: Job) -> Iterator[Problem]:
         yield problem_of(job, f"{_SIMULATED}.group_size", sentence, "remove it")
     elif form.weights in (*GROUPED, "mxfp4"):
         size = form.inputs_per_scale
-        for layer in {*job.software.layers_of(job.model, job.plan)}:
+        for layer in {*job.model.layers}:
             for gemm in fake_quantized(layer):
                 if gemm.k % size:
                     sentence = f"needs groups of {size} inputs, and {gemm.name} has {gemm.k:,}"
@@ -523,7 +523,10 @@ def fake_quantization_of_format(job: Job) -> Iterator[Problem]:
                     return
 
 
-@unmodelled("simulated quantization is modeled for linear layers of torch that are trained whole", reads="tp cp pp ep")
+@unmodelled(
+    "simulated quantization is modeled for linear layers of torch that are trained whole",
+    reads="tp cp pp ep recompute shards_parameters",
+)
 def fake_quantization_modelled(job: Job) -> Iterator[Problem]:
     form, training, plan, software = job.training.fake_quantization, job.training, job.plan, job.software
     if form is None:

@@ -54,7 +54,7 @@ def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
     """Setting, and names of matrices in ``model.lora_targets``; None after a refusal."""
     trainer = run.trainer
     key = "oft_target" if run.is_oft else trainer.first("lora_target_modules", "lora_target")
-    if run.is_oft and key not in trainer:
+    if run.is_oft and "oft_target" not in trainer:
         return "the default of LLaMA-Factory", ["all"]
     every = trainer.is_true("lora_target_linear")
     value = trainer.value(key) if key is not None else None

@@ -238,6 +238,7 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
         writing.set("--lora_r", model.lora_rank, "model.lora_rank")
         writing.set("--lora_target_modules", targets, "model.lora_targets")
         writing.set("--lora_dropout", writing.value("model.lora_dropout"), "model.lora_dropout")
+        writing.allowed("model.lora_oft", (False,), "use LoRA: TRL's arguments have no OFT")
         if writing.value("model.lora_dora"):
             writing.set("--use_dora", True, "model.lora_dora")
         if ends := writing.value("model.lora_modules_to_save"):
