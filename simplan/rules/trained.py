@@ -282,7 +282,7 @@ def rotations_divide(job: Job) -> Iterator[Problem]:
     model = job.model
     if not (model.lora_oft and model.lora_rank):
         return
-    for layer in {*model.layers}:
+    for layer in dict.fromkeys(model.layers):
         gemms = {kernel.name: kernel for kernel in layer.kernels if isinstance(kernel, Gemm)}
         for parameter in layer.parameters:
             name = parameter.name.removesuffix(".oft_r.weight")
@@ -515,7 +515,7 @@ def fake_quantization_of_format(job: Job) -> Iterator[Problem]:
         yield problem_of(job, f"{_SIMULATED}.group_size", sentence, "remove it")
     elif form.weights in (*GROUPED, "mxfp4"):
         size = form.inputs_per_scale
-        for layer in {*job.model.layers}:
+        for layer in dict.fromkeys(job.model.layers):
             for gemm in fake_quantized(layer):
                 if gemm.k % size:
                     sentence = f"needs groups of {size} inputs, and {gemm.name} has {gemm.k:,}"

