@@ -186,6 +186,8 @@ def test_parameters_and_the_order_of_their_gradients(name: str) -> None:
 
 
 RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "zero3-oft": ("none", {"family": "llama", "lora_oft": True}, {"dp_shard": 2}),
+    "ddp-oft": ("none", {"family": "llama", "lora_oft": True}, {"dp_replicate": 2, "recompute": "full"}),
     "ddp": ("none", {}, {"dp_replicate": 2, "bucket_bytes": 4_000}),
     "zero1": ("none", {"family": "llama"}, {"dp_shard": 2, "zero_stage": 1}),
     "zero2": ("none", {"family": "llama", "lora_targets": ("q", "v")}, {"dp_shard": 2, "zero_stage": 2}),
