@@ -136,6 +136,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         ),
         "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),
         "training.base_weights.format": _base_weights_limit(job),
+        "training.fake_quantization.weights": (
+            training.fake_quantization is not None and (find_spec("torchao") is None or job.dtype == "fp64"),
+            "needs torchao, and weights of 32 or 16 bits; pip install 'simplan[float8]', or use dtype fp32",
+        ),
         "software.autocast": (
             not software.autocast,
             "the executor trains adapters under autocast; use true",
@@ -213,6 +217,7 @@ def _unmodelled_optimizer(job: RunSpec) -> Iterator[Problem]:
         f"needs {package}, which is not installed; pip install 'simplan[{_EXTRAS.get(package)}]', or use adamw": (
             package in _EXTRAS and find_spec(package) is None
         ),
+        "is not run by the executor; use adamw or muon": package == "adam_mini",
         "has states in CUDA's managed memory; use the one without paged_, or CUDA devices": (
             OPTIMIZERS[name].is_paged and not on_cuda
         ),

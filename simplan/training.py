@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from simplan.base import Count, Natural, Positive, Spec
 from simplan.model.base_weights import BaseWeights
+from simplan.model.fake_quantization import FakeQuantization
 from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import Objective
 from simplan.optimizers import UPDATES, OptimizerName, UpdateName
@@ -144,8 +145,8 @@ class TrainingSpec(Spec):
             pairs (``sequences_per_sample``).
         precision: Format of the linear layers' matmuls. FP16 and BF16 are mixed precision. ``fp8``, ``mxfp8`` and
             ``nvfp4`` are BF16 except for the linear layers of blocks (``simplan.model.low_precision``).
-        pure_bf16: Weights, gradients and optimizer states are BF16, without FP32 copies (``model.to(torch.bfloat16)``).
-            Else BF16 is mixed precision, with FP32 weights or FP32 copies of them.
+        pure_bf16: Weights, gradients and optimizer states are BF16, without FP32 copies (``model.to(torch.bfloat16)``);
+            with precision fp16 all of them are FP16. Else both are mixed precision, with FP32 weights or FP32 copies.
         fp8_recipe: FP8 scaling recipe; None for per-tensor scaling (``tensorwise``), and for other precisions.
         optimizer: Optimizer; ``simplan.training`` has its states, traffic and norms.
         optimizer_dtypes: Types of Adam's states; None for those of the framework.
@@ -159,6 +160,7 @@ class TrainingSpec(Spec):
             sequence, ``kto`` on single ones, all weights or, with ``ModelSpec.lora_rank``, adapters.
         preference: Reference model of ``dpo`` and ``kto``; None for its defaults.
         base_weights: Frozen linear layers below adapters in few bits (QLoRA); None for weights of the usual width.
+        fake_quantization: Simulated quantization of linear layers (quantization-aware training); None for none.
         backup_workers: Data-parallel replicas whose gradients a step drops: it goes on when all but these have arrived
             (Chen et al. 2016, arXiv:1604.00981). Dropped sequences do not count in throughput.
         data: Synthetic samples of a run; a prediction does not depend on them. ``random`` has uniform tokens, or noise
@@ -174,7 +176,8 @@ class TrainingSpec(Spec):
         "bf16", description="precision of the matmuls of linear layers; all except fp32 and tf32 are mixed precision"
     )
     pure_bf16: bool = Field(
-        False, description="weights, gradients and optimizer states in bf16 as well, without fp32 copies"
+        False,
+        description="weights, gradients and optimizer states in bf16 (with precision fp16: fp16) too, no fp32 copies",
     )
     fp8_recipe: Fp8Recipe | None = Field(None, description="for fp8: scaling granularity; default: per tensor")
     optimizer: Annotated[OptimizerName, BeforeValidator(_modelled)] = Field(
@@ -206,6 +209,13 @@ class TrainingSpec(Spec):
         description=(
             "frozen linear layers below adapters in few bits (QLoRA): a format, or a mapping of format, "
             "double_quantization, block_size, storage, library, keeps_inputs and upcast"
+        ),
+    )
+    fake_quantization: FakeQuantization | None = Field(
+        None,
+        description=(
+            "linear layers round weights and inputs to few bits and back (quantization-aware training): a mapping of "
+            "weights, activations and group_size"
         ),
     )
     backup_workers: Natural = Field(

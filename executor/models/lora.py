@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): linear layers with adapters, and frozen parameters."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685), DoRA and OFT: linear layers with adapters, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from simplan.model.layer import Gemm, LayerSpec, ParameterSpec
 
 _SCALE = 2.0  # alpha / r with the usual alpha = 2 r; it changes nothing that is predicted
-_A, _MAGNITUDE = ".lora_a.weight", ".magnitude"
+_A, _ROTATION, _MAGNITUDE = ".lora_a.weight", ".oft_r.weight", ".magnitude"
 _EXPERT_DIMS = 3
 _INIT_STD = 0.02  # also of B: with zeros no gradient of A would say anything
 
@@ -88,6 +88,66 @@ class DoraLinear(LoraLinear):
         changed = (scale - 1) * product + scale * adapted * _SCALE
         result: Tensor = (output + changed).to(output.dtype)
         return result
+
+
+class Rotation(nn.Module):
+    """Blocks that rotate a vector (OFT), as PEFT makes them (tuners/oft/layer.py, ``OFTRotationModule``).
+
+    Attributes:
+        weight: Numbers above the diagonals of skew-symmetric blocks (k / r x r (r - 1) / 2).
+    """
+
+    def __init__(self, num_blocks: int, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self.weight = nn.Parameter(torch.empty(num_blocks, size * (size - 1) // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., k) to (..., k), in the precision of the weight."""
+        rotation = self._rotation()
+        blocks = torch.einsum("...rk,rkc->...rc", x.reshape(*x.shape[:-1], -1, self._size), rotation)
+        result: Tensor = blocks.reshape(x.shape).to(x.dtype)
+        return result
+
+    def _rotation(self) -> Tensor:
+        """I + 2 Q + 2 Q^2 + 2 Q^3 + Q^4 of each block (k / r x r x r)."""
+        weight, size = self.weight, self._size
+        rows, columns = torch.triu_indices(size, size, 1, device=weight.device)
+        above = torch.zeros(len(weight), size, size, device=weight.device, dtype=weight.dtype)
+        above[:, rows, columns] = weight
+        skew = above - above.transpose(-2, -1)
+        total = torch.eye(size, device=weight.device, dtype=weight.dtype).repeat(len(weight), 1, 1)
+        total.add_(skew, alpha=2.0)
+        square = torch.bmm(skew, skew)
+        total.add_(square, alpha=2.0)
+        cube = torch.bmm(square, skew)
+        total.add_(cube, alpha=2.0)
+        return total.add_(torch.bmm(cube, skew)).to(weight.dtype)
+
+
+class OftLinear(nn.Linear):
+    """y = (x R) W^T + b.
+
+    Attributes:
+        oft_r: Rotation of the input.
+        is_on: Compute with the adapter.
+    """
+
+    is_on = True
+
+    def __init__(self, linear: nn.Linear, num_blocks: int) -> None:
+        k, n = linear.in_features, linear.out_features
+        super().__init__(k, n, bias=linear.bias is not None)
+        self.oft_r = Rotation(num_blocks, k // num_blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., k) to (..., n)."""
+        if not self.is_on:
+            return super().forward(x)
+        dtype = x.dtype
+        x = x.to(self.oft_r.weight.dtype)
+        x = self.oft_r(x)
+        return super().forward(x.to(dtype))
 
 
 class LoraGroupedLinear(nn.Module):
@@ -191,7 +251,7 @@ def _adapted(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 def add_adapters(layer: nn.Module, spec: LayerSpec, dropout: float = 0.0) -> None:
     """Adds what a LayerSpec has besides the weights of a module: LoRA adapters, and originals of modules to save."""
-    marks = (".lora_", ".original_module.", _MAGNITUDE)
+    marks = (".lora_", ".oft_r.", ".original_module.", _MAGNITUDE)
     added = {p.name: p.shape for p in spec.parameters if any(mark in p.name for mark in marks)}
     merged = {kernel.name for kernel in spec.kernels if isinstance(kernel, Gemm) and kernel.merged_rank}
     specs = zip(list(layer.named_parameters()), [p for p in spec.parameters if p.name not in added], strict=True)
@@ -200,7 +260,10 @@ def add_adapters(layer: nn.Module, spec: LayerSpec, dropout: float = 0.0) -> Non
         path, _, last = name.removesuffix(".weight").rpartition(".")
         parent = layer.get_submodule(path)
         original = parent.get_submodule(last) if module != parameter.name else parent
-        if shape is not None and isinstance(original, nn.Embedding):
+        blocks = added.get(parameter.name.replace(".weight", _ROTATION))
+        if blocks is not None:
+            setattr(parent, last, OftLinear(original, blocks[0]))  # type: ignore[arg-type]
+        elif shape is not None and isinstance(original, nn.Embedding):
             setattr(parent, last, LoraEmbedding(original, shape[0]))
         elif shape is not None and len(parameter.shape) == _EXPERT_DIMS:
             weight = original.get_parameter("weight")

@@ -48,6 +48,7 @@ from executor.models.moe import deepseek_block, moe_block
 from executor.models.resnet import ResNetHead, ResNetStem, resnet_block
 from executor.models.t5 import T5Embedding, T5Head, t5_block
 from simplan.model.base_weights import BaseWeights
+from simplan.model.fake_quantization import FakeQuantization
 from simplan.model.implementations.layer_implementation import ModelCode
 from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe
@@ -143,6 +144,7 @@ def build_stage(
     fp8_recipe: Fp8Recipe | None = None,
     frozen_dtype: torch.dtype | None = None,
     base_weights: BaseWeights | None = None,
+    fake_quantization: FakeQuantization | None = None,
     model_code: ModelCode = "framework",
     finish: Callable[[int, nn.Module], None] = lambda index, layer: None,
 ) -> Stage:
@@ -158,6 +160,7 @@ def build_stage(
         fp8_recipe: Scaling recipe of the blocks' FP8 linear layers; None without FP8.
         frozen_dtype: Dtype of weights below adapters; None for ``dtype``, in which weights that are frozen alone stay.
         base_weights: Form of frozen matrices of few bits; None for ``frozen_dtype``.
+        fake_quantization: Simulated quantization of linear layers; None for none.
         model_code: Origin of the modules: this package, or transformers.
         finish: Called with the index of every layer and the layer after its construction. Sharding a layer there keeps
             the device from ever storing an unsharded stage.
@@ -186,6 +189,10 @@ def build_stage(
             from executor.models.base_weights import quantize
 
             quantize(layer, spec.layers[index], base_weights)
+        if fake_quantization is not None:
+            from executor.models.fake_quantization import simulate  # an extra
+
+            simulate(layer, spec.layers[index], fake_quantization)
         if dims.tp.mesh is not None and dims.dp.size > 1:
             with_local_weights(layer, dims.tp.mesh)
         if spec.layers[index].tied and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):

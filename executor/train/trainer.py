@@ -338,6 +338,7 @@ class Trainer:
             fp8_recipe=fp8_recipe(job),
             frozen_dtype=compute_dtype(job),
             base_weights=job.training.base_weights,
+            fake_quantization=job.training.fake_quantization,
             model_code=job.software.layers.model_code,
             finish=finish,
         )

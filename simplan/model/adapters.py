@@ -17,6 +17,12 @@ s scale (x A^T) B^T with s = m / |W + scale B A|, row by row (equation 5; no gra
 4.3). PEFT (tuners/lora/dora.py) and torchtune multiply A and B with an identity of k x k once per microbatch, and add
 the product to the weight in FP32; all of it stays until the result is there.
 
+OFT (Qiu et al. 2023, arXiv:2306.07280; OFTv2, Qiu et al. 2025, arXiv:2506.19847) rotates the input of a matrix instead
+and adds nothing to it: y = (x R) W^T, where R has k / r blocks of r x r, each made of r (r - 1) / 2 numbers by the
+Cayley-Neumann series I + 2 Q + 2 Q^2 + 2 Q^3 + Q^4 of a skew-symmetric Q. PEFT 0.21 (tuners/oft/layer.py,
+``OFTRotationModule``) makes R once per microbatch in FP32, copies the input to FP32, rotates it, and copies the result
+back; under autocast the matmuls have 16 bits.
+
 Under tensor parallelism, a matrix split by columns has B split and A replicated; every rank has a partial gradient of
 A. A matrix split by rows has A split and B replicated. No collective is added: the adapter's result is summed over
 ranks together with that of the matrix.
@@ -29,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from simplan.model.kernel import Gemm, Kernel, LayerCollective, Lookup, Pointwise
+from simplan.model.kernel import Gemm, Kernel, LayerCollective, Lookup, OperandKernels, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 from simplan.model.module_names import PartName, matrices, modules, numbered, part_name
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, cast
@@ -66,6 +72,7 @@ class _Training:
         saved: Name of a module that is trained while its original stays; empty for none.
         dropout: The input of adapters passes through dropout.
         dora: Adapters have magnitudes.
+        oft: Adapters rotate the input; the ranks are the sizes of blocks.
     """
 
     ranks: tuple[tuple[str, int], ...]
@@ -73,6 +80,7 @@ class _Training:
     saved: str
     dropout: bool
     dora: bool = False
+    oft: bool = False
 
     def freezes(self, parameter: str) -> bool:
         """True for a parameter that is not trained."""
@@ -87,7 +95,7 @@ class _Training:
             for name, rank in self.ranks:
                 names.setdefault(rank, []).append(name)
             adapters = ";".join(f"lora{rank}:{'+'.join(of_rank)}" for rank, of_rank in names.items())
-            words = (adapters or "frozen") + ",dora" * (self.dora and bool(adapters))
+            words = (adapters or "frozen") + (",dora" * self.dora + ",oft" * self.oft) * bool(adapters)
         else:
             words = f"frozen:{'+'.join(sorted(self.frozen))}" if self.frozen else ""
         return (
@@ -116,7 +124,7 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
     ranks = [(part, rank) for name, rank in model.lora_rank_pattern.items() for part in _parts((name,))]
     frozen = _parts(model.frozen)
     saved = {LayerKind(name) for name in model.lora_modules_to_save if not model.trains_nothing}
-    tied = model.tied_embeddings
+    tied, dropout = model.tied_embeddings, model.lora_dropout > 0
     for layer, block in numbered(layers):
         kind = layer.kind
         chosen: dict[str, int] = {}
@@ -135,7 +143,7 @@ def _trainings(layers: Sequence[LayerSpec], model: ModelSpec) -> Iterator[tuple[
             modules_frozen = None
             if kind is LayerKind.HEAD and model.objective == "score":  # PEFT trains the new head of a reward model
                 modules_frozen = frozenset(p.name.rpartition(".")[0] for p in layer.parameters) - {_END_MATRICES[kind]}
-            yield layer, _Training(order, modules_frozen, kept, model.lora_dropout > 0, model.lora_dora)
+            yield layer, _Training(order, modules_frozen, kept, dropout, model.lora_dora, model.lora_oft)
             continue
         names_frozen: set[str] = set()
         for part in frozen:
@@ -188,6 +196,9 @@ def _parameters(layer: LayerSpec, training: _Training, shard: Shard) -> Iterator
         rank, by_rows = ranks[name] * math.prod(experts), name in row_parallel
         if layer.kind is LayerKind.EMBEDDING:
             n, k = k, n
+        if training.oft:
+            yield ParameterSpec(f"{name}.oft_r.weight", (k // rank, rank * (rank - 1) // 2))
+            continue
         if training.dora:
             yield ParameterSpec(f"{name}.magnitude", (n,))
         yield ParameterSpec(f"{name}.lora_a.weight", (rank, k), partial_gradient=split and not by_rows)
@@ -209,6 +220,8 @@ def _operators(layer: LayerSpec, training: _Training, *, flows: bool) -> tuple[l
         trains = bool(own) or rank > 0
         if isinstance(kernel, Gemm) and rank and (kernel.num_groups > 1 or Role.GATING in operator.roles):
             operators = list(_merged(operator, kernel, rank, propagates=brings))
+        elif isinstance(kernel, Gemm) and rank and training.oft:
+            operators = list(_rotated(operator, kernel, rank, propagates=brings))
         elif isinstance(kernel, Gemm) and rank and training.dora:
             operators = list(_with_magnitude(operator, kernel, rank, propagates=brings))
         elif isinstance(kernel, Gemm):
@@ -294,6 +307,60 @@ def _merged(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) ->
         saves_for=((total.name, source),),
         parameters=(),
     )
+
+
+_ROTATION = OperandKernels((116, 193), None, (16, 26), (0, 0))
+"""Bytes per element of R and kernels that make it, as torch dispatches them under autocast."""
+
+
+def _rotated(operator: Operator, kernel: Gemm, size: int, *, propagates: bool) -> Iterator[Operator]:
+    """A frozen matrix whose input blocks of ``size`` rotate: R, the copies of the input, and a batched matmul."""
+    name, m, k, source, roles = kernel.name, kernel.m, kernel.k, operator.reads[0], operator.roles | {Role.ADAPTER}
+    elements = k * size
+
+    def of_blocks(what: str, width: int | None = None) -> Tensor:
+        return Tensor(f"{name} {what}", elements, width, per_microbatch=True)
+
+    def of_tokens(what: str, width: int | None = None) -> Tensor:
+        return Tensor(f"{name} {what}", m * k, width)
+
+    skew, rotation = of_blocks("skew-symmetric blocks", FP32_BYTES), of_blocks("rotation in FP32", FP32_BYTES)
+    yield Operator(makes=(skew,), parameters=(f"{name}.oft_r.weight",), roles=roles)
+    factors = [of_blocks(f"factor {number}") for number in range(4)]  # of three products, each cast for itself
+    yield from (cast(skew.name, factor) for factor in factors)
+    powers, narrow = (of_blocks("second power"), of_blocks("third power")), of_blocks("rotation")
+    names = tuple(tensor.name for tensor in (*factors, *powers))
+    yield Operator(reads=names[:4], makes=(*powers, rotation), saves=names, roles=roles)
+    yield cast(rotation.name, narrow)
+    wide, copy, rotated = of_tokens("input in FP32", FP32_BYTES), of_tokens("input to rotate"), of_tokens("rotated")
+    yield cast(source, wide)
+    yield cast(wide.name, copy)
+    yield Operator(
+        kernel=Gemm(
+            f"{name}.oft_r", m * k // size, size, size, num_groups=k // size, trained=False, propagates=propagates,
+            operands=_ROTATION,
+        ),
+        reads=(copy.name, narrow.name),
+        makes=(rotated,),
+        saves=(copy.name, narrow.name),
+        saves_for=((narrow.name, copy.name),),
+        roles=roles,
+    )  # fmt: skip
+    result, instead = of_tokens("rotated in FP32", FP32_BYTES), of_tokens("rotated input")
+    ordered = of_tokens("rotated, in order")
+    yield Operator(reads=(rotated.name,), makes=(ordered,), passes=True, roles=roles)
+    yield cast(ordered.name, result)
+    held = (source, wide.name, rotation.name, rotated.name)  # by modules until they return
+    yield Operator(reads=held, detached=True, roles=roles)
+    yield cast(result.name, instead)
+    yield replace(
+        operator,
+        kernel=replace(kernel, trained=False, propagates=True),
+        reads=(instead.name, *operator.reads[1:]),
+        parameters=(),
+        saves=(),
+    )
+    yield Operator(reads=(result.name,), detached=True, roles=roles)
 
 
 def _with_magnitude(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:

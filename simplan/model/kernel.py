@@ -80,6 +80,22 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
+class OperandKernels:
+    """Kernels that make the operands of one matmul, per microbatch: rounded ones, or a matrix of trained parameters.
+
+    Attributes:
+        weights, activations: Bytes read and written per element of the weight, and of the input, in forward and in
+            backward; None for an operand that is used as it is.
+        weight_kernels, activation_kernels: Their kernels.
+    """
+
+    weights: tuple[int, int]
+    activations: tuple[int, int] | None
+    weight_kernels: tuple[int, int]
+    activation_kernels: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Gemm:
     """A matmul of activations (m x k) with a weight (k x n); m counts the rows of one sequence.
 
@@ -104,6 +120,7 @@ class Gemm:
             microbatch; 0 for none.
         merged_rank: Rank of the adapters that forward adds to the weights of experts or a router once per microbatch.
             The weights are frozen, and the sum has a gradient; 0 for none.
+        operands: Kernels that make the operands, of a weight with a gradient; None for operands that are there.
     """
 
     name: str
@@ -124,6 +141,7 @@ class Gemm:
     full_precision: bool = False
     norm_rank: int = 0
     merged_rank: int = 0
+    operands: OperandKernels | None = None
 
     @property
     def flops(self) -> int:
@@ -137,8 +155,8 @@ class Gemm:
 
     @property
     def has_weight_gradient(self) -> bool:
-        """True if backward computes the gradient of the weight, or of its sum with adapters."""
-        return self.trained or self.merged_rank > 0
+        """True if backward computes the gradient of the weight, or of what forward makes of it."""
+        return self.trained or self.merged_rank > 0 or self.operands is not None
 
     @property
     def merge_flops(self) -> int:

@@ -232,6 +232,12 @@ class ModelSpec(Spec):
             "DoRA: the rows of a matrix and its adapter, divided by their norms, times a trained vector of magnitudes."
         ),
     )
+    lora_oft: bool = Field(
+        False,
+        description=(
+            "OFT: an adapter rotates blocks of lora_rank elements of a matrix's input, and adds nothing to its result."
+        ),
+    )
     lora_modules_to_save: Annotated[tuple[Literal["embedding", "head"], ...], Field(max_length=2)] = Field(
         (), description="PEFT's modules_to_save: trained in full, while the original stays in memory."
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Package = Literal["torch", "simplan", "bitsandbytes", "torchao", "transformers"]
+Package = Literal["torch", "simplan", "bitsandbytes", "torchao", "transformers", "adam_mini"]
 """Library that has the optimizer; ``simplan`` for the executor's own, where torch has none."""
 Situation = Literal["fsdp2", "tp", "ep", "experts", "on_host", "no_cuda", "replication"]
 """Property of a job under which an optimizer may not work; ``simplan.rules.optimizers`` decides which a job has."""
@@ -63,6 +63,7 @@ class StateFormat:
         wide_embeddings: Hugging Face's Trainer keeps the states of lookup tables in FP32 (``trainer.py``,
             ``create_optimizer``).
         factored: Tensors of two or more dimensions have one number per row and one per column.
+        by_row: Tensors of two or more dimensions have one number per row, others one.
         paged_elements: Tensors with at least as many elements are in managed memory; 0 for none.
     """
 
@@ -74,6 +75,7 @@ class StateFormat:
     otherwise_bytes: int = 4
     wide_embeddings: bool = False
     factored: bool = False
+    by_row: bool = False
     paged_elements: int = 0
 
     def num_bytes(self, tensor: StoredTensor, wide_bytes: int, widths: Widths) -> int:
@@ -84,6 +86,8 @@ class StateFormat:
         """
         number = tensor.num_elements
         each = self.element_bytes or wide_bytes
+        if self.by_row:
+            return int(each * (number // tensor.shape[-1] if len(tensor.shape) >= 2 else 1)) if number else 0
         if self.factored and len(tensor.shape) >= 2:
             rows, columns = tensor.shape[-2:]
             return int(each * (number // columns + number // rows)) if number else 0
@@ -103,7 +107,7 @@ class StateFormat:
 
     def least_bytes(self, wide_bytes: int, widths: Widths) -> float:
         """Lower bound of the bytes per element, over all tensors."""
-        if self.factored:
+        if self.factored or self.by_row:
             return 0.0
         each = self.element_bytes or wide_bytes
         return min(each + 4 / self.block, self.otherwise_bytes or widths.parameter) if self.block else each

@@ -33,6 +33,7 @@ OptimizerName = Literal[
     "paged_lion_8bit",
     "paged_lion_32bit",
     "muon",
+    "adam_mini",
 ]
 _Foreach = Literal["adam_foreach", "adamw_foreach", "sgd_foreach", "sgd_momentum_foreach"]
 UpdateName = OptimizerName | _Foreach
@@ -214,11 +215,30 @@ OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
         },
         software=_MUON_SOFTWARE,
     ),
+    # adam-mini 1.1.1, adam_mini.py: single operations; a second moment per row of a matrix (of queries and keys per
+    # head, which is less), in the precision of the weights
+    "adam_mini": OptimizerFacts(
+        (_WIDE, StateFormat(by_row=True)),
+        56,  # square, mean, mean of gradients, update, rate, sign, weight, and zeroed gradients
+        package="adam_mini",
+        like="adamw",
+        by_tensor=True,
+        host_calls=16,
+        temporaries=Temporaries(8, 4),  # update and its negative
+        refused_under={
+            **_ONE_BY_ONE,
+            "fsdp2": ("sums squares over ranks tensor by tensor, which is not modeled yet", "use zero_stage = 0"),
+            "tp": (_SPLIT[0].format("tensor parallelism"), _SPLIT[1]),
+            "ep": (_SPLIT[0].format("expert parallelism"), "use ep = 1"),
+            "on_host": _ON_HOST,
+        },
+        software=("torch", "accelerate", "transformers"),
+    ),
 }
 """Optimizers by name: SGD (with momentum 0.9), Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), LARS (You
 et al. 2017, arXiv:1708.03888), LAMB (You et al. 2020, arXiv:1904.00962), 8-bit optimizers (Dettmers et al. 2022,
 arXiv:2110.02861), Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), Lion (Chen et al. 2023, arXiv:2302.06675), Muon
-(Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982)."""
+(Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982), Adam-mini (Zhang et al. 2024, arXiv:2406.16793)."""
 
 UPDATES: dict[UpdateName, OptimizerFacts] = dict[UpdateName, OptimizerFacts](OPTIMIZERS.items()) | {
     # torch 2.13, optim/sgd.py: weight += gradient, or momentum *= and += before it

@@ -50,6 +50,7 @@ def training_fields() -> list[dict[str, str]]:
     written = {
         "base_weights": values_of(BaseWeights.model_fields["format"].annotation, []),
         "preference": "adapters_off, second_model, precomputed",
+        "fake_quantization": "mapping of weights, activations and group_size",
         "optimizer_dtypes": "mapping of exp_avg, exp_avg_sq and main_params",
     }
     rows = _fields_of(TrainingSection)

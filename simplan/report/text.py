@@ -318,9 +318,15 @@ def _precision(job: Job) -> str:
     training = job.training
     if training.base_weights is not None:
         return f"{training.precision}, base weights in {training.base_weights.words}"
+    if training.fake_quantization is not None:
+        return f"{training.precision}, simulating {training.fake_quantization.words}"
     if not training.pure_bf16:
         return training.precision
-    return "pure bf16" if training.precision == "bf16" else f"{training.precision} with pure bf16"
+    return (
+        f"pure {training.precision}"
+        if training.precision in ("bf16", "fp16")
+        else f"{training.precision} with pure bf16"
+    )
 
 
 def _inputs(model: ModelSpec) -> str:

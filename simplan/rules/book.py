@@ -42,6 +42,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.gate_needs_shared_expert, model.capacity_for_tokens, trained.lora_needs_adapters,
     trained.adapters_need_lora, trained.base_weights_of_adapters, trained.base_weights_of_format,
     trained.base_weights_of_shards, trained.autocast_of_adapters, trained.base_weights_divide,
+    trained.fake_quantization_of_format, trained.rotations_divide,
     trained.reference_of_task, trained.keys_of_second_model, trained.head_of_scores,
     trained.second_model_on_host,
     training.chunks_of_loss_are_equal, cluster.link_within_nodes,
@@ -92,7 +93,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     schedule.split_backward_of_convolutions, sharding.offload_of_fsdp2, sharding.offload_of_experts,
     sharding.offload_layers_modelled, sharding.offload_modelled, recompute.recompute_layers_modelled,
     recompute.recompute_modules_modelled, parallel.cp_of_documents, model.documents_modelled,
-    trained.adapters_of_experts, trained.magnitudes_modelled, trained.adapters_of_ends,
+    trained.adapters_of_experts, trained.magnitudes_modelled, trained.rotations_modelled, trained.adapters_of_ends,
     trained.pipelines_of_frozen_parts, trained.saved_modules_modelled,
     trained.preferences_modelled,
     schedule.split_backward_of_adapters, trained.adapters_in_low_precision, sharding.offload_with_frozen_weights,
@@ -108,6 +109,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     sharding.offload_compiled,
     training.chunked_loss_modelled, model.max_predictions_unsplit, model.mtp_modelled,
     trained.mtp_with_adapters, trained.base_weights_of_software, trained.base_weights_of_splits,
+    trained.fake_quantization_modelled,
     sharding.mtp_sharded, sharding.loading_modelled, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
     training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
     model.litgpt_model, model.transformers_recompute, model.transformers_split_backward,
@@ -151,6 +153,7 @@ _ABOUT: Mapping[ModuleType, Callable[[Job], bool]] = MappingProxyType(
             or job.training.is_of_preferences
             or job.training.preference is not None
             or job.training.base_weights is not None
+            or job.training.fake_quantization is not None
             or not job.software.autocast
             or any(getattr(job.model, name) not in (0, False, (), {}, ("all",)) for name in LORA)
         ),

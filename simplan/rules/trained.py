@@ -13,6 +13,7 @@ from simplan.model.base_weights import stored_experts
 from simplan.model.captured.adapters import ALL, targets_of
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.linear import linear_layers
+from simplan.model.fake_quantization import GROUPED, fake_quantized
 from simplan.model.families import FAMILIES
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Role
 from simplan.model.low_precision import LowPrecision
@@ -59,6 +60,7 @@ def keys_of_adapters_need_rank(job: Job) -> Iterator[Problem]:
         "lora_dropout": "is of the inputs of adapters",
         "lora_modules_to_save": "says what is trained next to adapters",
         "lora_dora": "gives adapters magnitudes",
+        "lora_oft": "makes adapters rotate",
     }
     for name, what in words.items():
         default = ModelSpec.model_fields[name].get_default(call_default_factory=True)
@@ -270,6 +272,41 @@ def magnitudes_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.lora_dora", f"DoRA {what}", "use false")
 
 
+@rule("blocks of rotations divide the inputs of matrices", after_others=True)
+def rotations_divide(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if not (model.lora_oft and model.lora_rank):
+        return
+    for layer in dict.fromkeys(model.layers):
+        gemms = {kernel.name: kernel for kernel in layer.kernels if isinstance(kernel, Gemm)}
+        for parameter in layer.parameters:
+            name = parameter.name.removesuffix(".oft_r.weight")
+            if name != parameter.name and gemms[name].k % model.lora_rank:
+                sentence = f"is the size of blocks (lora_oft), and must divide the {gemms[name].k:,} inputs of {name}"
+                yield problem_of(job, "model.lora_rank", sentence, "use 32")
+                return
+
+
+@unmodelled("rotations are modeled as PEFT computes them, for whole matrices of blocks without dropout", reads="tp")
+def rotations_modelled(job: Job) -> Iterator[Problem]:
+    model, software = job.model, job.software
+    if not (model.lora_oft and model.lora_rank):
+        return
+    whats = {
+        f"with {software.id}": not software.base_weights,
+        "without autocast": not software.autocast,
+        "with model.lora_dora": model.lora_dora,
+        "with model.lora_dropout": model.lora_dropout > 0,
+        "with model.lora_rank_pattern": bool(model.lora_rank_pattern),
+        "of the head or the embedding": not _ENDS.keys().isdisjoint(model.lora_targets),
+        "of experts": model.num_experts > 0,
+        "of a captured module": model.captured is not None,
+        "with tensor parallelism": job.plan.tp > 1,
+    }
+    for what in (what for what, is_so in whats.items() if is_so):
+        yield not_modelled(job, "model.lora_oft", f"OFT {what}", "use false")
+
+
 @unmodelled("trained copies of modules are modeled where adapters are as wide as the frozen weights")
 def saved_modules_modelled(job: Job) -> Iterator[Problem]:
     if not job.model.lora_modules_to_save or not job.software.states(job.training, job.plan):
@@ -465,6 +502,59 @@ def base_weights_divide(job: Job) -> Iterator[Problem]:
                 fix = "use library: bitsandbytes" if base.library == "torchao" else "use another block_size"
                 yield _of_base("format", base.format, sentence, fix)
                 return
+
+
+_SIMULATED = "training.fake_quantization"
+
+
+@rule("formats of simulated quantization go together, and groups divide the inputs of linear layers", after_others=True)
+def fake_quantization_of_format(job: Job) -> Iterator[Problem]:
+    form = job.training.fake_quantization
+    if form is None:
+        return
+    if (form.weights == "mxfp4") is not (form.activations == "mxfp4"):
+        sentence = f"rounds weights and inputs alike, and {_SIMULATED}.weights = {form.weights}"
+        yield problem_of(job, f"{_SIMULATED}.activations", sentence, "use mxfp4 for both, or for none")
+    elif form.group_size is not None and form.weights not in GROUPED:
+        sentence = f"is of weights in int4, and {_SIMULATED}.weights = {form.weights}"
+        yield problem_of(job, f"{_SIMULATED}.group_size", sentence, "remove it")
+    elif form.weights in (*GROUPED, "mxfp4"):
+        size = form.inputs_per_scale
+        for layer in dict.fromkeys(job.model.layers):
+            for gemm in fake_quantized(layer):
+                if gemm.k % size:
+                    sentence = f"needs groups of {size} inputs, and {gemm.name} has {gemm.k:,}"
+                    yield problem_of(job, f"{_SIMULATED}.weights", sentence, "use another group_size, or fp8")
+                    return
+
+
+@unmodelled(
+    "simulated quantization is modeled for linear layers of torch that are trained whole",
+    reads="tp cp pp ep recompute shards_parameters",
+)
+def fake_quantization_modelled(job: Job) -> Iterator[Problem]:
+    form, training, plan, software = job.training.fake_quantization, job.training, job.plan, job.software
+    if form is None:
+        return
+    state = software.state(training, plan)
+    reasons = {
+        f"with {software.id}": "torchao" not in software.base_weights,
+        "with adapters or frozen weights": bool(job.model.lora_rank or job.model.frozen or training.base_weights),
+        "of a captured module": job.model.captured is not None,
+        "next to a reference model": training.task in REFERENCE_TASKS,
+        f"with training.precision = {training.precision}": training.precision not in _WITH_BASE,
+        "under torch.autocast, which casts rounded weights": state.weight_copy > 0,
+        "with software.compiled = true": software.compiled,
+        f"with plan.recompute = {plan.recompute}": plan.recompute not in ("none", "full"),
+        **{
+            f"with plan.{axis} = {size}": size > 1 for axis in ("tp", "cp", "pp", "ep") if (size := getattr(plan, axis))
+        },
+    }
+    for what, is_violated in reasons.items():
+        if is_violated:
+            fix = f"use software torch or accelerate, pure_bf16 or zero_stage = 3, tp = 1, or remove {_SIMULATED}"
+            yield problem_of(job, f"{_SIMULATED}.weights", f"is not modeled yet {what}", fix)
+            return
 
 
 _REFERENCE = "training.preference.reference"

@@ -41,24 +41,27 @@ def recipe_of_fp8(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.fp8_recipe", sentence, "remove it")
 
 
-@rule("pure_bf16 is for BF16, and for linear layers below 16 bits")
+@rule("pure_bf16 is for 16 bits, and for linear layers below 16 bits")
 def pure_bf16_of_bf16(job: Job) -> Iterator[Problem]:
     precision = job.training.precision
-    if job.training.pure_bf16 and precision in ("fp32", "tf32", "fp16"):
-        sentence = f"has weights and states in BF16, and training.precision = {precision}"
+    if job.training.pure_bf16 and precision in ("fp32", "tf32"):
+        sentence = f"has weights and states in 16 bits, and training.precision = {precision}"
         yield problem_of(job, "training.pure_bf16", sentence, "use precision bf16, or remove pure_bf16")
 
 
 @unmodelled("weights and optimizer states in BF16 are not modeled for this", reads="shards_parameters grad_dtype")
 def pure_bf16_modelled(job: Job) -> Iterator[Problem]:
     training, software, plan = job.training, job.software, job.plan
-    if not training.pure_bf16 or training.precision in ("fp32", "tf32", "fp16"):
+    if not training.pure_bf16 or training.precision in ("fp32", "tf32"):
         return
     if "pure_bf16" not in software.states(training, plan):
         adapters = " of adapters" * software.of_adapters(training)
         what = f"training{adapters} without FP32 weights with {software.id}"
         known = "torch or accelerate" if adapters else "torch, torchtitan, accelerate or transformers"
         yield not_modelled(job, "training.pure_bf16", what, f"remove it, or use software {known}")
+    elif training.precision == "fp16" and software.id not in ("torch", "accelerate"):
+        what = f"training without FP32 weights in FP16 with {software.id}"
+        yield not_modelled(job, "training.pure_bf16", what, "use precision bf16, or software torch or accelerate")
     elif plan.grad_dtype == "fp32" and not plan.shards_parameters:
         what = "pure BF16 with gradients in FP32 that are not sharded"
         yield not_modelled(job, "plan.grad_dtype", what, "remove it")

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from simplan.base import MAX_COUNT, Count, Natural, NonNegative, Spec
 from simplan.model.base_weights import FrozenBase, with_frozen_base
 from simplan.model.captured.compiled import compiled_blocks
+from simplan.model.fake_quantization import SimulatedLinears, with_fake_quantization
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.implementations.loss_in_chunks import ChunkedLoss, LossMode
@@ -116,6 +117,8 @@ class StateBytes(Spec):
             run, not to the catalog.
         base: Frozen weights below adapters, and the precision of adapters, where these are not as frozen and activation
             say; None otherwise. Belongs to one training run, not to the catalog.
+        simulated: Simulated quantization of linear layers; None for none. Belongs to one training run, not to the
+            catalog.
         moments: Each of Adam's states, where a run stores them in types of its own. Belongs to one training run, not to
             the catalog.
         gathers_experts: FSDP shards and all-gathers expert-parallel weights. Belongs to one plan, not to the catalog.
@@ -138,6 +141,7 @@ class StateBytes(Spec):
     weight_copy: Natural = 0
     linear: LinearFormat | None = Field(default=None, exclude=True)
     base: FrozenBase | None = Field(default=None, exclude=True)
+    simulated: SimulatedLinears | None = Field(default=None, exclude=True)
     moments: tuple[Annotated[int, Field(le=8)], Annotated[int, Field(le=8)]] | None = Field(default=None, exclude=True)
     gathers_experts: bool = Field(default=False, exclude=True)
 
@@ -591,7 +595,10 @@ class SoftwareSpec(Spec):
         base = None
         if training is not None and (training.base_weights is not None or not self.autocast):
             base = self.state(training, plan).base
-        return _implemented_layers(self.padded(model, plan), plan.shard, self._implementation, base)
+        layers = _implemented_layers(self.padded(model, plan), plan.shard, self._implementation, base)
+        simulates = training is not None and training.fake_quantization is not None
+        simulated = self.state(training, plan).simulated if training is not None and simulates else None
+        return layers if simulated is None else _simulated_layers(layers, simulated)
 
     @cached_property
     def _implementation(self) -> LayerImplementation:
@@ -668,6 +675,10 @@ class SoftwareSpec(Spec):
             state = state.model_copy(update={"flattened": whole[wide].flattened})  # type: ignore[index]
         if training.base_weights is not None or not self.autocast:
             state = self._with_frozen_base(state, training, plan)
+        if (fake := training.fake_quantization) is not None:
+            width = int(state.gathered if plan.shards_parameters else state.parameter)
+            made = SimulatedLinears(fake, width, int(state.activation), plan.microbatch_size)
+            state = state.model_copy(update={"simulated": made})
         if low is None:
             return state
         weights = "microbatch" if plan.shards_parameters and low.weights == "step" else low.weights
@@ -759,3 +770,10 @@ def _implemented_layers(
     if model.captured is not None:
         return compiled_blocks(layers, model.captured.computed_in) if implementation.compiled else layers
     return implemented_layers(layers, implementation, model.family)
+
+
+@lru_cache(maxsize=256)
+def _simulated_layers(layers: tuple[LayerSpec, ...], simulated: SimulatedLinears) -> tuple[LayerSpec, ...]:
+    """Cached layers that simulate quantization."""
+    made = {layer: with_fake_quantization(layer, simulated) for layer in {*layers}}
+    return tuple(made[layer] for layer in layers)

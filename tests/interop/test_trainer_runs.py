@@ -242,7 +242,9 @@ WEIGHTS: dict[str, tuple[str, str, bool, str]] = {
     "Trainer, mixed": ("--bf16 --torch_dtype float32", "bf16", False, "none"),
     "FSDP, mixed": (f"--bf16 --torch_dtype bfloat16 {_FSDP}", "bf16", False, "none"),  # Accelerate makes FP32 weights
     "FSDP, BF16": (f"--torch_dtype bfloat16 {_FSDP}", "bf16", True, "none"),
+    "Trainer, FP16": ("--torch_dtype float16", "fp16", True, "none"),
     "axolotl": (f"{_AXOLOTL}bf16: auto\n", "bf16", True, "none"),
+    "axolotl, FP16": (f"{_AXOLOTL}bf16: false\nfp16: false\nfloat16: true\n", "fp16", True, "none"),
     "axolotl without autocast": (f"{_AXOLOTL}bf16: full\n", "bf16", True, "none"),
     "LLaMA-Factory": (f"{_FACTORY}finetuning_type: full\nbf16: true\n", "bf16", False, "full"),
     "LLaMA-Factory, pure": (f"{_FACTORY}finetuning_type: full\npure_bf16: true\n", "bf16", True, "full"),
@@ -267,9 +269,9 @@ def test_weights_have_the_precision_of_the_program(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("command", "field"),
-    [("--torch_dtype float16", "--torch_dtype"), ("--fp16 --torch_dtype bfloat16", "--torch_dtype")],
+    [("--fp16 --torch_dtype float16", "--torch_dtype"), ("--fp16 --torch_dtype bfloat16", "--torch_dtype")],
 )
-def test_weights_of_fp16_are_refused(command: str, field: str, tmp_path: Path) -> None:
+def test_weights_of_16_bits_under_autocast_of_fp16_are_refused(command: str, field: str, tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"torchrun train.py --model_name_or_path gpt2 --block_size 512 {command}", encoding="utf-8")
     with pytest.raises(NotModelledError, match=f"{field} = .*without an FP32 copy"):
@@ -767,6 +769,26 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
 }
 
 
+def test_adam_mini_of_llama_factory_is_read(tmp_path: Path) -> None:
+    """LLaMA-Factory at ff6d4d1, train/trainer_utils.py, create_custom_optimizer."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_ADAPTERS}full\nuse_adam_mini: true\n", encoding="utf-8")
+    training = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": 8}).job.training
+    assert training.optimizer == "adam_mini"
+
+
+@pytest.mark.parametrize(
+    ("oft", "expected"), [("", (32, ("all",))), ("oft_block_size: 16\noft_target: q_proj,v_proj\n", (16, ("q", "v")))]
+)
+def test_oft_of_llama_factory_is_read(oft: str, expected: tuple[int, tuple[str, ...]], tmp_path: Path) -> None:
+    """LLaMA-Factory at ff6d4d1, hparams/finetuning_args.py: blocks of 32 in all linear layers by default."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_ADAPTERS}oft\n{oft}", encoding="utf-8")
+    model = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_devices": 8}).job.model
+    assert model.lora_oft
+    assert (model.lora_rank, model.lora_targets) == expected
+
+
 @pytest.mark.parametrize("word", OPTIMIZERS)
 def test_axolotl_names_optimizers_of_the_table(word: str, tmp_path: Path) -> None:
     """axolotl: utils/schemas/enums.py, CustomSupportedOptimizers, and transformers' OptimizerNames."""
@@ -902,7 +924,7 @@ def test_context_parallel_qlora_of_axolotl_is_read(more: str, tmp_path: Path) ->
 
 
 REFUSED: dict[str, tuple[str, str]] = {
-    "oft": (f"{_ADAPTERS}oft\n", "finetuning_type"),
+    "OFT with dropout": (f"{_ADAPTERS}oft\nmodule_dropout: 0.1\n", "module_dropout"),
     "blocks of an unknown model": (
         f"{_ADAPTERS}freeze\n".replace("Qwen/Qwen2.5-7B", "someone/model"),
         "finetuning_type",
@@ -915,12 +937,13 @@ REFUSED: dict[str, tuple[str, str]] = {
         f"{_AXOLOTL}adapter: lora\nlora_r: 8\nlora_target_modules: 'q{{2}}_proj'\n",
         "target_modules",
     ),
-    "simulated quantization": (f"{_AXOLOTL}qat: {{activation_dtype: int8}}\n", "qat.activation_dtype"),
+    "simulated weights of 8 bits": (f"{_AXOLOTL}qat: {{activation_dtype: int8}}\n", "qat.activation_dtype"),
+    "simulated weights in NVFP4": (f"{_AXOLOTL}qat: {{weight_dtype: nvfp4}}\n", "qat.weight_dtype"),
     "whole modules": (f"{_ADAPTERS}lora\nadditional_target: embed_tokens\n", "additional_target"),
     "Megatron": (f"{_ADAPTERS}full\npipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size"),
     "fp8 of another library": (f"{_ADAPTERS}full\nfp8: true\nfp8_backend: te\n", "fp8_backend"),
     "fp8 under DeepSpeed": (f"{_ADAPTERS}full\nfp8: true\ndeepspeed: {{zero_optimization: {{stage: 2}}}}\n", "fp8"),
-    "Adam-mini": (f"{_ADAPTERS}full\nuse_adam_mini: true\n", "use_adam_mini"),
+    "GaLore": (f"{_ADAPTERS}full\nuse_galore: true\n", "use_galore"),
     "offload": (f"{_ADAPTERS}full\ngradient_checkpointing_kwargs: {{offload: true}}\n", "checkpointing_kwargs.offload"),
     "other adapters": (f"{_AXOLOTL}adapter: llama-adapter\n", "adapter"),
     "weights of another library": (f"{_ADAPTERS}lora\nquantization_bit: 4\nquantization_method: hqq\n", "quantization"),
@@ -943,6 +966,24 @@ def test_setting_of_another_plan_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
         scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1})
     assert [problem for problem in error.value.problems if field in problem.field and problem.line]
+
+
+@pytest.mark.parametrize(
+    ("qat", "expected"),
+    [
+        ("{activation_dtype: int8, weight_dtype: int4}", "weights as int4 in groups of 32, inputs as int8"),
+        ("{weight_dtype: int4, group_size: 64}", "weights as int4_fp8 in groups of 64"),
+        ("{activation_dtype: fp8, weight_dtype: float8_e4m3fn}", "weights as fp8, inputs as fp8"),
+        ("{weight_dtype: mxfp4, activation_dtype: mxfp4, group_size: 32}", "weights as mxfp4, inputs as mxfp4"),
+    ],
+)
+def test_simulated_quantization_of_axolotl_is_read(qat: str, expected: str, tmp_path: Path) -> None:
+    """axolotl at 067b021, utils/quantization.py, _make_qat_config; its group size is 32 by default."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{_AXOLOTL}bf16: true\nqat: {qat}\n", encoding="utf-8")
+    training = scenario_from(path, {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1}).job.training
+    assert training.fake_quantization is not None
+    assert training.fake_quantization.words == expected
 
 
 @pytest.mark.parametrize(("word", "expected"), [("allgather", "all_gather"), ("alltoall", "ring")])

@@ -251,7 +251,9 @@ class KernelCost:
                 narrows = self._stored_bytes(kernel) > self.state.weight_copy > 0 and phase is Phase.FORWARD
                 casts = int(narrows) if kernel.stored is None else kernel.stored.unpacking_kernels
                 norms = _NORM_LAUNCHES + 2 if kernel.norm_rank and phase in (Phase.FORWARD, Phase.RECOMPUTE) else 0
-                return max(1, kernel.streams and kernel.num_groups) * matmuls + casts + norms
+                made = kernel.operands  # in forward; backward is issued by another thread
+                steps = 0 if made is None else made.weight_kernels[0] + made.activation_kernels[0]
+                return max(1, kernel.streams and kernel.num_groups) * matmuls + casts + norms + steps
             case Attention():
                 return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
             case Pointwise():
@@ -327,6 +329,7 @@ class KernelCost:
         launches_s = rates.launches_s(kernel.num_groups, kernel.streams)
         yield from self._unpacking(kernel, b, phase)
         yield from self._norms(kernel, phase)
+        yield from self._operands(kernel, b, phase)
         yield from self._merging(kernel, phase)
         for name, matmul in self._matmuls(kernel, b, phase).items():
             part = rates.part(kernel.name + GEMM_WORDS[name], matmul, launches_s)
@@ -366,6 +369,18 @@ class KernelCost:
         )
         yield self.matmuls.streaming(f"{kernel.name}: norms, by element", num_bytes, launches)
 
+    def _operands(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[CostPart]:
+        """Yields the kernels that make a matmul's input and, once per microbatch, its weight."""
+        made, is_backward = kernel.operands, phase not in (Phase.FORWARD, Phase.RECOMPUTE)
+        if made is None:
+            return
+        if made.activations is not None and (not is_backward or phase in ACTIVATION_GRADIENTS):
+            num_bytes, kernels = made.activations[is_backward] * b * kernel.m * kernel.k, made.activation_kernels
+            yield self.matmuls.streaming(f"{kernel.name}: input made", num_bytes, kernels[is_backward])
+        if not is_backward or phase in WEIGHT_GRADIENTS:
+            num_bytes, kernels = made.weights[is_backward] * kernel.weight_elements, made.weight_kernels
+            yield self.matmuls.streaming(f"{kernel.name}: weight made", num_bytes, kernels[is_backward])
+
     def _merging(self, kernel: Gemm, phase: Phase) -> Iterator[CostPart]:
         """Yields sums of weights and their adapters, a batched matmul each, and in backward the adapters' gradients."""
         n, k, rank, groups = kernel.n, kernel.k, kernel.merged_rank, kernel.num_groups
@@ -394,7 +409,9 @@ class KernelCost:
         copies = stored > self.state.weight_copy > 0 and (kernel.trained or not apart) and kernel.stored is None
         if copies and (phase is Phase.FORWARD or (apart and phase is Phase.RECOMPUTE)):
             copied = (num if apart else 1) * (stored + self.state.weight_copy)
-        if kernel.trained and (phase in WEIGHT_GRADIENTS or (in_forward(kernel) and phase is Phase.FORWARD)):
+        if (kernel.trained or kernel.operands) and (
+            phase in WEIGHT_GRADIENTS or (in_forward(kernel) and phase is Phase.FORWARD)
+        ):
             added = self.accumulation_bytes if kernel.chunks is None else num * self._added_bytes(kernel.chunks)
         for what, width in (("copy of the weight", copied), ("weight gradient, accumulated", added)):
             if width:
@@ -402,7 +419,7 @@ class KernelCost:
 
     def _stored_bytes(self, kernel: Gemm) -> int:
         """Returns the bytes of an element of a matrix between steps."""
-        return int(self.state.parameter if kernel.trained else self.state.frozen)
+        return int(self.state.parameter if kernel.trained or kernel.operands else self.state.frozen)
 
     def _added_bytes(self, chunks: Chunks) -> int:
         """Returns the bytes per element to add a chunk's gradient of the weight to those of earlier chunks."""

@@ -22,6 +22,8 @@ from simplan.interop.frameworks.hugging_face.models import preset_of
 
 _TITLE = "torchtune configuration"
 _MODEL, _OPTIMIZER, _LOSS = "model._component_", "optimizer._component_", "loss._component_"
+_GROUP_SIZE = 256
+"""Inputs per scale of the quantizer by default."""
 _RECIPES = "recipes of several devices shard by FSDP2"
 _PRECISIONS = {"bf16": "bf16", "fp32": "fp32"}
 
@@ -52,6 +54,7 @@ def _read(file: ConfigFile) -> Configuration:
     _read_model(reading)
     adapts = _read_adapters(reading)
     _read_training(reading, adapts=adapts)
+    _read_fake_quantization(reading, adapts=adapts)
     _read_plan(reading)
     reading.put("software.preset", "torch", "torchtune has no profile of its own, and its models run torch's operators")
     if reading.truth("compile"):
@@ -73,6 +76,22 @@ def _note(reading: Reading) -> None:
     for key, (same, rule) in _table("refused").items():
         if key in reading and not is_one_of(reading.value(key), same):
             reading.refuse(key, rule, "remove it")
+
+
+def _read_fake_quantization(reading: Reading, *, adapts: bool) -> None:
+    """Read simulated quantization (torchtune/training/quantization.py)."""
+    key = "quantizer._component_"
+    if key not in reading:
+        return
+    size = reading.whole("quantizer.groupsize", _GROUP_SIZE)
+    if str(reading.value(key)).rpartition(".")[2] != "Int8DynActInt4WeightQATQuantizer":
+        rule = "simulates another quantization, or trains nothing, which is not modeled"
+        reading.refuse(key, rule, "use Int8DynActInt4WeightQATQuantizer, or remove it")
+    elif adapts:
+        reading.refuse(key, "simulates quantization below adapters, which is not modeled yet", "remove it")
+    else:
+        form = {"weights": "intx_int4", "activations": "int8", "group_size": size}
+        reading.put("training.fake_quantization", form, key)
 
 
 def _read_model(reading: Reading) -> None:

@@ -27,7 +27,8 @@ ADAPTERS = frozenset({"lora_rank", "lora_targets"})
 """Fields of models whose linear layers can have adapters."""
 
 LORA = ADAPTERS | {
-    "lora_rank_pattern", "lora_dropout", "lora_dora", "lora_modules_to_save", "frozen", "input_require_grads",
+    "lora_rank_pattern", "lora_dropout", "lora_dora", "lora_oft", "lora_modules_to_save", "frozen",
+    "input_require_grads",
 }  # fmt: skip
 """Fields of families of which parts can be trained (``simplan.model.adapters``)."""
 

@@ -303,6 +303,8 @@ class _Backward:
             root for root in dict.fromkeys(roots[name] for name in operator.reads) if root in self._tensors.needed
         ]
         if wanted and wanted[0] in made and len(wanted) == 1 and (operator.passes or operator.is_cast):
+            if operator.backward_scratch:
+                yield memory.point(scratch=self._tensors.scratch_bytes(operator, forward=False))
             return  # gradients are the same tensor, changed in place if at all
         incoming = [gradient for root in made if (gradient := memory.get(_gradient(root))) is not None]
         if self._leaves and operator.trains and operator.parameters and incoming:

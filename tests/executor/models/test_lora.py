@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.models.lora import DoraLinear, LoraGroupedLinear, LoraMergedLinear
+from executor.models.lora import DoraLinear, LoraGroupedLinear, LoraMergedLinear, OftLinear
 from simplan.model.layer import Gemm
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
@@ -186,6 +186,8 @@ def test_parameters_and_the_order_of_their_gradients(name: str) -> None:
 
 
 RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "zero3-oft": ("none", {"family": "llama", "lora_oft": True}, {"dp_shard": 2}),
+    "ddp-oft": ("none", {"family": "llama", "lora_oft": True}, {"dp_replicate": 2, "recompute": "full"}),
     "ddp": ("none", {}, {"dp_replicate": 2, "bucket_bytes": 4_000}),
     "zero1": ("none", {"family": "llama"}, {"dp_shard": 2, "zero_stage": 1}),
     "zero2": ("none", {"family": "llama", "lora_targets": ("q", "v")}, {"dp_shard": 2, "zero_stage": 2}),
@@ -333,3 +335,53 @@ def test_experts_and_routers_with_adapters_are_those_of_peft(shape: tuple[int, .
         for result, weights in zip(results, ((own.lora_a.weight, own.lora_b.weight), theirs), strict=True)
     ]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_are_those_of_peft(dtype: torch.dtype) -> None:
+    """Outputs, gradients, bytes kept for backward and the peak, under autocast where the frozen matrix has 16 bits."""
+    peft = pytest.importorskip("peft")
+    linear = torch.nn.Linear(96, 64, dtype=dtype)
+    own = OftLinear(linear, 3)
+    theirs = peft.get_peft_model(
+        torch.nn.Sequential(copy.deepcopy(linear)), peft.OFTConfig(r=0, oft_block_size=32, target_modules=["0"])
+    )
+    module: Any = theirs.base_model.model[0]
+    other = module.oft_R["default"].weight
+    with torch.no_grad():
+        own.load_state_dict(linear.state_dict(), strict=False)
+        own.oft_r.weight.normal_(0.0, 0.02)
+        other.data = own.oft_r.weight.data.clone()
+    for name, parameter in own.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if "oft_r" in name else dtype)
+        parameter.requires_grad_("oft_r" in name)
+    x, found = torch.randn(3, 16, 96, dtype=dtype), []
+    for run, weight in ((own, own.oft_r.weight), (module, other)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16, cache_enabled=False):
+            result, kept, peak = traced(partial(run, x))
+        found.append((result, torch.autograd.grad(result.float().square().sum(), weight), kept, peak))
+    (result, gradients, kept, peak), (wanted, their_gradients, their_kept, their_peak) = found
+    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(gradients, their_gradients)
+    indices = 2 * 8 * 32 * 31 // 2  # which PEFT's module holds on to
+    assert kept == pytest.approx(their_kept, abs=indices)
+    assert peak == pytest.approx(their_peak, abs=indices)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "precision", "targets"),
+    slow_except(
+        {("none", "autocast", ("all",))},
+        [(r, p, t) for r in ("none", "full") for p in ("fp32", "autocast") for t in (("all",), ("q", "gate"))],
+    ),
+)
+def test_rotations_keep_and_take_what_is_predicted(recompute: Recompute, precision: str, targets: tuple[str]) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "seq_len": 128}
+    spec = model_of("llama", targets, **sizes, lora_rank=32, lora_oft=True)
+    run = LayerRun(spec, 2, recompute, precision, state=FROZEN_STATES[precision])
+    outputs, held, _ = traced(run.forward)
+    del outputs
+    indices = 16 * 32 * 31 // 2 * len(targets) * 7  # of the numbers above diagonals
+    made = BATCH * run.layer.output_bytes(run.state.activation, run.state.residual)[0]
+    assert 0 <= held - made - run.kept_bytes() <= indices
+    run.assert_peak(within=0.035)  # as with LoRA, whose frozen linear layers save no input either

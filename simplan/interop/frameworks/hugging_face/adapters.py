@@ -31,6 +31,8 @@ def read_targets(run: TrainerRun) -> None:
     _read_ranks(run)
     _read_dropout(run)
     _read_saved_modules(run)
+    if run.is_oft:
+        run.trainer.put("model.lora_oft", True, "finetuning_type")
     for key in ("peft_use_dora", "use_dora"):
         if run.trainer.is_true(key):
             run.trainer.put("model.lora_dora", True, key)
@@ -52,7 +54,9 @@ def _there(run: TrainerRun, where: str, chosen: list[str]) -> list[str]:
 def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:
     """Setting, and names of matrices in ``model.lora_targets``; None after a refusal."""
     trainer = run.trainer
-    key = trainer.first("lora_target_modules", "lora_target")
+    key = "oft_target" if run.is_oft else trainer.first("lora_target_modules", "lora_target")
+    if run.is_oft and "oft_target" not in trainer:
+        return "the default of LLaMA-Factory", ["all"]
     every = trainer.is_true("lora_target_linear")
     value = trainer.value(key) if key is not None else None
     where = trainer.full("lora_target_linear" if every else key or "")

@@ -1,4 +1,4 @@
-"""Frozen weights of few bits in settings of the Hugging Face stack: bitsandbytes' arguments, and names of checkpoints.
+"""Weights of few bits in settings of the Hugging Face stack: frozen ones, and those that axolotl simulates (``qat``).
 
 Defaults: TRL (trl/trainer/model_config.py) and PEFT's examples, whose arguments scripts have: nf4, no double
 quantization, uint8; axolotl at 067b021, loaders/model.py (nf4, double quantization, BF16 storage);
@@ -117,3 +117,49 @@ def _read_variant(run: TrainerRun, found: dict[str, Any], key: str) -> None:
         trainer.refuse(stored or "", "is no type of bitsandbytes' packed weights", "use bfloat16 or uint8")
     elif storage != "uint8":
         found["storage"] = storage
+
+
+_QAT = ("qat.weight_dtype", "qat.activation_dtype")
+_SIMULATED: dict[tuple[str, str], dict[str, Any]] = {
+    # without another type, Int4WeightFakeQuantizeConfig is for activations in FP8
+    ("int4", ""): {"weights": "int4_fp8"},
+    ("int4", "int8"): {"weights": "int4", "activations": "int8"},
+    ("int4", "fp8"): {"weights": "int4_fp8", "activations": "fp8"},
+    ("fp8", "fp8"): {"weights": "fp8", "activations": "fp8"},
+    ("mxfp4", "mxfp4"): {"weights": "mxfp4", "activations": "mxfp4"},
+}
+"""Types of weights and activations -> keys of ``fake_quantization``; axolotl at 067b021, utils/quantization.py."""
+_GROUP_SIZE = 32
+
+
+def read_fake_quantization(run: TrainerRun) -> None:
+    """Read axolotl's simulated quantization of linear layers."""
+    trainer = run.trainer
+    if not run.is_axolotl or trainer.first(*_QAT) is None:
+        return
+    weights, activations = (_word(trainer.value(key)) for key in _QAT)
+    where = trainer.first(*_QAT) or ""
+    weights = weights or "int8"
+    found = _SIMULATED.get((weights, weights if weights == "mxfp4" else activations))
+    if weights == "nvfp4":
+        rule = "is what axolotl makes NVFP4WeightOnlyConfig of, which torchao 0.17 and 0.18 cannot simulate"
+        trainer.refuse(_QAT[0], rule, "use mxfp4 or int4")
+    elif found is None:
+        known = "int4 with int8 or fp8 activations, fp8 with fp8, or mxfp4 with mxfp4"
+        rule = f"is no type of weights that axolotl simulates with activations in {activations or 'full precision'}"
+        trainer.refuse(where, rule, f"use {known}")
+    elif is_true(trainer.value("qat.quantize_embedding", False)):
+        trainer.refuse(
+            "qat.quantize_embedding", "simulates few bits of the embedding, which is not modeled yet", "use false"
+        )
+    else:
+        group = whole(trainer.value("qat.group_size", _GROUP_SIZE))
+        size = {"group_size": group} if weights == "int4" and group is not None else {}
+        run.reading.put("training.fake_quantization", {**found, **size}, trainer.full(where))
+    trainer.no_effect(_QAT)
+
+
+def _word(value: Any) -> str:
+    """Type as in ``fake_quantization``; empty for none."""
+    word = str(value or "").lower()
+    return "fp8" if word in ("float8_e4m3fn", "float8") else word

@@ -28,7 +28,11 @@ from simplan.interop.frameworks.hugging_face.preference import (
     read_preference,
     read_preference_loss,
 )
-from simplan.interop.frameworks.hugging_face.quantization import read_base_weights, weights_of_checkpoint
+from simplan.interop.frameworks.hugging_face.quantization import (
+    read_base_weights,
+    read_fake_quantization,
+    weights_of_checkpoint,
+)
 from simplan.interop.frameworks.hugging_face.strategies import (
     DEEPSPEED_DEFAULT,
     ask_for_fsdp_file,
@@ -66,6 +70,7 @@ _FEW_BITS = re.compile(
 """Words in the name of a checkpoint whose weights are quantized."""
 _DEEPSPEED = frozenset(("deepspeed", "deepspeed_config"))
 """Arguments that name the file of DeepSpeed."""
+_OFT_BLOCK_SIZE = 32
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -200,6 +205,11 @@ class TrainerRun:
         return self.tool == UNSLOTH
 
     @property
+    def is_oft(self) -> bool:
+        """True for LLaMA-Factory's OFT."""
+        return self.is_factory and str(self.trainer.value("finetuning_type", "")).lower() == "oft"
+
+    @property
     def model(self) -> ModelSpec | None:
         """Model that a file names, once it is read; None for one whose shapes are not known."""
         return self._model
@@ -298,6 +308,8 @@ class TrainerRun:
         loaded = _DTYPES.get(str(trainer.value(key or "", "")).lower().removeprefix("torch."))
         if trainer.is_true("pure_bf16"):
             key, loaded = "pure_bf16", "bf16"
+        elif self.is_axolotl and trainer.is_true("float16"):
+            key, loaded = "float16", "fp16"
         elif key is None and self.is_axolotl:
             key = next((half for half in _HALVES if half in trainer), None)
             loaded = self._precision if self._precision in _HALVES else None
@@ -312,15 +324,15 @@ class TrainerRun:
             self._read_deepspeed_states()
         elif loaded is None or (strategy == "fsdp" and is_mixed):
             self._note_checkpoint(strategy, is_mixed=is_mixed)
-        elif loaded == "fp16" or self._precision == "fp16":
-            rule = "trains weights of 16 bits without an FP32 copy, which is not modeled yet for FP16"
-            trainer.refuse(key or "", rule, "use bfloat16, or float32 with mixed precision")
+        elif self._precision == "fp16" or (loaded == "fp16" and is_mixed):
+            rule = "trains weights of 16 bits without an FP32 copy under autocast of FP16, which is not modeled"
+            trainer.refuse(key or "", rule, "use bfloat16, float32 with mixed precision, or FP16 without autocast")
         else:
-            if self._precision != "bf16":
-                self._precision = "bf16"
-                trainer.put("training.precision", "bf16", key or "")
+            if self._precision != loaded:
+                self._precision = loaded
+                trainer.put("training.precision", loaded, key or "")
             trainer.put("training.pure_bf16", True, key or "")
-        trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
+        trainer.no_effect(("float16", "torch_dtype", "dtype", "model_dtype", "pure_bf16"))
 
     @property
     def _is_full_bf16(self) -> bool:
@@ -427,6 +439,9 @@ class TrainerRun:
             self.trainer.no_effect(("optim",))
         elif self.trainer.is_true("use_muon"):  # LLaMA-Factory's, which replaces the one of optim
             self.trainer.put("training.optimizer", "muon", "use_muon")
+            self.trainer.no_effect(("optim",))
+        elif self.trainer.is_true("use_adam_mini"):
+            self.trainer.put("training.optimizer", "adam_mini", "use_adam_mini")
             self.trainer.no_effect(("optim",))
         elif "optim" in self.trainer:
             self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
@@ -555,7 +570,9 @@ class TrainerRun:
         trainer = self.trainer
         uses = trainer.first("use_peft", "use_peft_lora", "use_lora", "finetuning_type", "adapter")
         word = str(trainer.value(uses)).lower() if uses is not None else "lora" if self.is_factory else ""
-        rank = trainer.first("lora_r", "lora_rank", "lora_dim")
+        rank = "oft_block_size" if self.is_oft else trainer.first("lora_r", "lora_rank", "lora_dim")
+        if self.is_oft and "oft_block_size" not in trainer:
+            return "the default of LLaMA-Factory's oft_block_size", _OFT_BLOCK_SIZE
         number = whole(trainer.value(rank)) if rank is not None else None
         if word in ("false", "full", "none", "freeze") or (not word and not number):
             return None
@@ -569,6 +586,7 @@ class TrainerRun:
         read_adapter_kind(self)
         read_trained_parts(self)
         read_base_weights(self)
+        read_fake_quantization(self)
         task = preference_task(self)
         for key, (neutral, what) in table("other_tasks").items():
             if task is not None and key in SETTINGS:

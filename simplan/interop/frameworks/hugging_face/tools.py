@@ -132,9 +132,14 @@ def read_unsloth(run: TrainerRun) -> None:
 
 
 def read_adapter_kind(run: TrainerRun) -> None:
-    """Refuse adapters that are none of LoRA's."""
+    """Refuse adapters that are none of LoRA's, but for LLaMA-Factory's OFT."""
     trainer = run.trainer
     key = trainer.first("finetuning_type", "adapter")
     kind = str(trainer.value(key)).lower() if key is not None else "lora"
-    if kind not in ("lora", "qlora", "full", "none", "false", "freeze"):
+    if run.is_oft:
+        for other in ("oft_rank", "module_dropout"):
+            if trainer.value(other):
+                trainer.refuse(other, "is not modeled yet with OFT", "use oft_block_size, and no dropout")
+        trainer.no_effect(("oft_rank", "module_dropout"))
+    elif kind not in ("lora", "qlora", "full", "none", "false", "freeze"):
         trainer.refuse(key or "", "is not modeled yet", "use lora, or train all weights")

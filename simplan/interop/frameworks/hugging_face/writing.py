@@ -23,6 +23,7 @@ from simplan.wording import either
 ACCELERATE_FILE, DEEPSPEED_FILE, MODEL_FOLDER, SCRIPT = "accelerate.yaml", "ds_config.json", "model", "train.sh"
 HOST_FILE = "hostfile"
 _HALVES = ("bf16", "fp16")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _MIB = 2**20
 _PROGRAMS = {
     "pretrain": ("run_clm.py", "transformers: examples/pytorch/language-modeling"),
@@ -219,7 +220,7 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
     for half in _HALVES:
         writing.set(f"--{half}", training.precision == half and not is_pure, "training.precision")
     if is_pure:
-        writing.set("--dtype", "bfloat16", "training.pure_bf16")
+        writing.set("--dtype", _DTYPES[training.precision], "training.pure_bf16")
     if writing.allowed("training.precision", (*_HALVES, "tf32", "fp32"), "use bf16, fp16, tf32 or fp32") == "tf32":
         writing.set("--tf32", True, "training.precision")
     _write_optimizer(writing, has_optimizer=has_optimizer)
@@ -237,6 +238,7 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
         writing.set("--lora_r", model.lora_rank, "model.lora_rank")
         writing.set("--lora_target_modules", targets, "model.lora_targets")
         writing.set("--lora_dropout", writing.value("model.lora_dropout"), "model.lora_dropout")
+        writing.allowed("model.lora_oft", (False,), "use LoRA: TRL's arguments have no OFT")
         if writing.value("model.lora_dora"):
             writing.set("--use_dora", True, "model.lora_dora")
         if ends := writing.value("model.lora_modules_to_save"):
@@ -388,7 +390,7 @@ def _script(job: Job, name: str, options: tuple[Option, ...], launch: str) -> st
 def _model_files(job: Job) -> dict[str, str]:
     config = config_of(job.model) or {}
     if job.training.pure_bf16:
-        config["dtype"] = "bfloat16"  # of a model without a checkpoint
+        config["dtype"] = _DTYPES[job.training.precision]  # of a model without a checkpoint
     return {f"{MODEL_FOLDER}/config.json": json.dumps(config, indent=2) + "\n"}
 
 
