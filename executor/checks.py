@@ -240,9 +240,9 @@ def _unmodelled_captures(job: RunSpec) -> Iterator[Problem]:
     idle = _idle_stage(job)
     limits = {
         "pp": (
-            plan.pp > 1 and (plan.tp > 1 or idle is not None),
-            "the executor cuts no captured module with tensor parallelism; use 1"
-            if plan.tp > 1
+            plan.pp > 1 and (plan.tp > 1 or idle is not None or model.images is not None),
+            "the executor cuts no captured module with tensor parallelism, or with images; use 1"
+            if plan.tp > 1 or model.images is not None
             else f"stage {idle} has no adapters, and torch's optimizers need a weight to train; name its layers too",
         ),
         "offload_activations": (plan.offload_activations, "the executor moves activations of families only; use false"),

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,6 +29,7 @@ from executor.capture.graph import graph_of, shape_of_sample
 from executor.capture.split_trace import trace_split
 from executor.capture.splitting import Plan, plain, split_module
 from executor.capture.trace import Trace, trace
+from executor.capture.values import MAX_ELEMENTS, NEEDS_VALUES, Values, with_values
 from simplan.errors import Problem, SpecError
 from simplan.model.captured.facts import (
     CapturedGraph,
@@ -48,7 +48,6 @@ Loss = Callable[[Any], Tensor]
 _PRECISIONS: tuple[ComputedIn, ...] = ("fp32", "bf16", "autocast")
 _SAMPLES = 2, 3
 _CPU = torch.device("cpu")
-_NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 
 
 def model_from_module(
@@ -199,13 +198,35 @@ def _traced(
     precision: ComputedIn,
     split: Callable[[nn.Module], frozenset[str]] | None,
 ) -> tuple[Trace, Trace, dict[str, tuple[int, ...]], frozenset[str]]:
-    """Traces of two and of three samples, shapes of weights, and names of those whose gradients are parts."""
+    """Traces of two and of three samples, shapes of weights, and names of those whose gradients are parts.
+
+    A batch has its values where operators depend on them.
+    """
+    try:
+        return _traced_once(module, batches, loss, precision, split, has_values=False)
+    except _NeedsValuesError:
+        if split is not None:
+            raise
+        return _traced_once(module, batches, loss, precision, split, has_values=True)
+
+
+def _traced_once(
+    module: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss | None,
+    precision: ComputedIn,
+    split: Callable[[nn.Module], frozenset[str]] | None,
+    *,
+    has_values: bool,
+) -> tuple[Trace, Trace, dict[str, tuple[int, ...]], frozenset[str]]:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = fake_module(module, dtype)
         fake.train()
         partial = frozenset[str]() if split is None else split(fake)
-        run = functools.partial(_trace_of, fake, loss=loss, precision=precision, is_split=split is not None)
+        run = functools.partial(
+            _trace_of, fake, loss=loss, precision=precision, is_split=split is not None, has_values=has_values
+        )
         two, three = map(run, batches)
         if len(two.operators) != len(three.operators):  # a first call may fill a cache, such as of rotary angles
             two = run(next(iter(batches)))
@@ -213,9 +234,15 @@ def _traced(
         return two, three, shapes, partial
 
 
-def _trace_of(fake: nn.Module, batch: Any, *, loss: Loss | None, precision: ComputedIn, is_split: bool) -> Trace:
+class _NeedsValuesError(SpecError):
+    """A module whose operators depend on values of tensors."""
+
+
+def _trace_of(
+    fake: nn.Module, batch: Any, *, loss: Loss | None, precision: ComputedIn, is_split: bool, has_values: bool
+) -> Trace:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    given = tree_map(lambda leaf: fake_tensor(leaf, dtype) if isinstance(leaf, Tensor) else leaf, batch)
+    given = given_batch(batch, dtype, has_values=has_values)
     named = dict(_named(given))
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
     context = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
@@ -225,11 +252,32 @@ def _trace_of(fake: nn.Module, batch: Any, *, loss: Loss | None, precision: Comp
             return plain(loss_of(fake(*args, **kwargs), loss))
 
     try:
-        return (trace_split if is_split else trace)(fake, run, named)
+        return trace_split(fake, run, named) if is_split else trace(fake, run, named, Values() if has_values else None)
     except SpecError:
         raise
+    except NEEDS_VALUES as error:
+        raise _NeedsValuesError(_problem(error)) from error
     except Exception as error:
         raise SpecError(_problem(error)) from error
+
+
+def given_batch(batch: Any, dtype: torch.dtype, *, has_values: bool) -> Any:
+    """Arguments of forward: a batch whose tensors have no memory, or, where they are small, their values.
+
+    Args:
+        dtype: Dtype of numbers in floating point.
+        has_values: Whether values are wanted.
+    """
+
+    def given(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if has_values and not leaf.is_meta and leaf.numel() <= MAX_ELEMENTS:
+            with unset_fake_temporarily():
+                return with_values(leaf, dtype)
+        return fake_tensor(leaf, dtype)
+
+    return tree_map(given, batch)
 
 
 def _problem(error: Exception) -> Problem:
@@ -242,7 +290,7 @@ def _problem(error: Exception) -> Problem:
     line = f": {frames[-1].line}" if frames and frames[-1].line else ""
     if isinstance(error, CheckpointError):
         rule, fix = "recomputes on its own with torch.utils.checkpoint", "turn it off: plan.recompute says what to do"
-    elif isinstance(error, _NEEDS_VALUES):
+    elif isinstance(error, NEEDS_VALUES):
         rule, fix = f"needs values of tensors, which a capture has not{line}", "use shapes in place of values"
     else:
         rule, fix = f"failed with {type(error).__name__}{f' ({said})' if said else ''}{line}", "run it once with data"

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from executor.capture.cutting import Cut
+from executor.capture.loops import signature, without_loops
 from executor.capture.trace import Operand, Seen, Trace
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.model.captured.facts import (
@@ -55,13 +56,14 @@ def graph_of(
     Raises:
         SpecError: Both traces have different operators.
     """
+    three = without_loops(two, three)
     _check_alike(two, three)
     return _Graph(two, three, cuts, computed_in, shapes, partial | two.partial).graph()
 
 
 def _check_alike(two: Trace, three: Trace) -> None:
     pairs = zip(two.operators, three.operators, strict=False)
-    other = next((a for a, b in pairs if _signature(a) != _signature(b)), None)
+    other = next((a for a, b in pairs if not a.is_left_out and signature(a) != signature(b)), None)
     if other is None and len(two.operators) != len(three.operators):
         other = two.operators[-1]
     if other is not None:
@@ -73,10 +75,6 @@ def _check_alike(two: Trace, three: Trace) -> None:
                 fix="make its operators independent of the number of samples",
             )
         )
-
-
-def _signature(seen: Seen) -> tuple[str, str, int, int]:
-    return seen.name, seen.module, len(seen.makes), len(seen.writes)
 
 
 def _derived(two: Trace, three: Trace, weights: set[int]) -> Iterator[int]:

@@ -70,11 +70,17 @@ def _class_of(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
     return base
 
 
-def batch_of(module: nn.Module, config: Any, seq_len: int) -> Callable[[int], dict[str, Tensor]]:
-    """Function that makes the arguments of forward for a number of samples."""
+def batch_of(module: nn.Module, config: Any, seq_len: int, *, sees: bool = True) -> Callable[[int], dict[str, Tensor]]:
+    """Function that makes the arguments of forward for a number of samples.
+
+    Args:
+        module, config: See ``module_of_config``.
+        seq_len: Tokens of a sample.
+        sees: Whether a model of texts and images has an image with each text, if all of its images have one size.
+    """
 
     def batch(number: int) -> dict[str, Tensor]:
-        return dict(_arguments(module, config, seq_len, number))
+        return dict(_arguments(module, config, seq_len, number, sees=sees))
 
     return batch
 
@@ -87,12 +93,14 @@ def _takes_images(accepted: Mapping[str, Any], config: Any) -> bool:
     return _PIXELS in accepted and sees and not is_sized
 
 
-def _arguments(module: nn.Module, config: Any, seq_len: int, number: int) -> Iterator[tuple[str, Tensor]]:
+def _arguments(
+    module: nn.Module, config: Any, seq_len: int, number: int, *, sees: bool
+) -> Iterator[tuple[str, Tensor]]:
     accepted = inspect.signature(module.forward).parameters
     main = getattr(module, "main_input_name", _TOKENS)
     text = getattr(config, "get_text_config", lambda: config)()
     vocabulary = getattr(text, "vocab_size", None) or 2
-    has_images = _takes_images(accepted, config)
+    has_images = (sees or _TOKENS not in accepted) and _takes_images(accepted, config)
     if has_images:
         yield _PIXELS, _images(config, number)
     elif main in (_FEATURES, _WAVE):

@@ -20,10 +20,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, _meta_registrations, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.capture.values import Values
 from simplan.errors import Problem, SpecError
 
 _IGNORED = frozenset({"prim"})
@@ -140,19 +142,22 @@ class Trace:
     partial: set[str] = field(default_factory=set)
 
 
-def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor]) -> Trace:
+def trace(
+    module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor], values: Values | None = None
+) -> Trace:
     """Runs forward and the loss once.
 
     Args:
         module: The module, on fake tensors.
         run: Runs it and gives the loss.
         inputs: Tensors of the batch, by name.
+        values: Runs what follows from the batch alone on its data; None for a batch without data.
 
     Raises:
         SpecError: The module runs too many operators.
         ValueError: Nothing is trained.
     """
-    tracer = Tracer(module, inputs)
+    tracer = Tracer(module, inputs, values)
     with modules_named(module, tracer), as_on_gpus(), tracer:
         loss = run()
     tracer.settle()
@@ -165,9 +170,10 @@ def trace(module: nn.Module, run: Callable[[], Tensor], inputs: dict[str, Tensor
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators; every tensor is kept alive, so that a storage's address means one storage."""
 
-    def __init__(self, module: nn.Module, inputs: dict[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, inputs: dict[str, Tensor], values: Values | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace, self.path = Trace(), [""]
+        self._values = values
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
         self._open: list[tuple[Seen, tuple[Tensor, ...]]] = []  # operators whose node autograd has not made yet
@@ -194,7 +200,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._settle_last()
         known = len(self.trace.sizes)
         reads = self._operands((args, kwargs))
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if self._values is None else self._values.run(func, args, kwargs)
         tensors = tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         known = max(known, *(operand.storage + 1 for operand in reads)) if reads else known
         results = self._operands(out)
@@ -353,7 +359,7 @@ def without_data() -> Iterator[None]:
 
 @contextmanager
 def _without_masks() -> Iterator[None]:
-    """A sample of transformers is one document without padding, as it finds by values where it has them.
+    """A sample of transformers is one document without padding, unless values say otherwise.
 
     With tensors without data it would make masks that no run makes, and attention would not be causal.
     """
@@ -363,14 +369,21 @@ def _without_masks() -> Iterator[None]:
         return
 
     def without_padding(function: Callable[..., bool]) -> Callable[..., bool]:
-        return lambda padding_mask, *args, **kwargs: function(None, *args, **kwargs)
+        return lambda padding_mask, *args, **kwargs: function(_with_data(padding_mask), *args, **kwargs)
 
+    packed = masking.find_packed_sequence_indices
     with (
-        patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None),
+        patch.object(
+            masking, "find_packed_sequence_indices", lambda ids: None if _with_data(ids) is None else packed(ids)
+        ),
         patch.object(masking, _CAUSAL, without_padding(getattr(masking, _CAUSAL))),
         patch.object(masking, _BIDIRECTIONAL, without_padding(getattr(masking, _BIDIRECTIONAL))),
     ):
         yield
+
+
+def _with_data(tensor: Tensor | None) -> Tensor | None:
+    return None if isinstance(tensor, FakeTensor) or (tensor is not None and tensor.is_meta) else tensor
 
 
 _CAUSAL, _BIDIRECTIONAL = "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"

@@ -51,6 +51,7 @@ def capture(request: CaptureRequest) -> CapturedModel:
 
 def _of_config(request: CaptureRequest) -> CapturedModel:
     from executor.capture.hugging_face import batch_of, module_of_config
+    from executor.capture.images import Images, batch_with_images
 
     if find_spec("transformers") is None:
         rule, fix = (
@@ -60,10 +61,15 @@ def _of_config(request: CaptureRequest) -> CapturedModel:
         raise SpecError(Problem(field=request.config, rule=rule, fix=fix))
     module, config = module_of_config(read_json(Path(request.config)))
     name = request.name or Path(request.config).resolve().parent.name
+    made = None
+    batch = batch_of(module, config, request.seq_len, sees=request.images is None)
+    if request.images:
+        images = Images(request.images, request.image_size)
+        batch, made = batch_with_images(module, config, request.seq_len, images)
     try:
         captured = model_from_module(
             module,
-            batch_of(module, config, request.seq_len),
+            batch,
             name=name,
             tensor_parallel=request.tensor_parallel,
             tp_plan=None if request.tp_plan is None else function_of("--tp-plan", request.tp_plan),
@@ -72,7 +78,7 @@ def _of_config(request: CaptureRequest) -> CapturedModel:
         fix = "give a batch of your own: simplan capture MODULE:FACTORY --inputs MODULE:FUNCTION"
         problems = [p if p.field.startswith("--t") else replace(p, fix=fix) for p in error.problems]
         raise type(error)(problems) from error
-    origin = {"factory": str(request.config), "tp_plan": str(request.tp_plan or "")}
+    origin: dict[str, Any] = {"factory": str(request.config), "tp_plan": str(request.tp_plan or ""), "images": made}
     software = captured.software | {"transformers": version("transformers")}
     return captured.model_copy(update=origin | {"software": software})
 

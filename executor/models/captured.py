@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from executor.capture.calls import CallsPart, SentTensor
 from executor.capture.capture import Loss, loss_of, source_hash
 from executor.capture.hugging_face import module_of_config
+from executor.capture.images import Images, batch_with_images
 from executor.capture.recording import record_calls
 from executor.capture.splitting import plain, split_module
 from executor.capture.user_code import built_with_weights, called, function_of
@@ -34,7 +35,7 @@ from executor.models.lora import add_adapter
 from executor.models.model import Stage
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import read_json
-from simplan.model.captured.facts import CapturedInput, CapturedModel
+from simplan.model.captured.facts import CapturedImages, CapturedInput, CapturedModel
 from simplan.model.captured.request import Reference
 from simplan.model.layer import LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe
@@ -312,7 +313,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class CapturedData:
-    """Batches of a captured model: of the user's function, or random ones of the captured shapes.
+    """Batches of a captured model: of the user's function, with the images of the capture, or random of its shapes.
 
     Args:
         model: The captured model.
@@ -323,6 +324,8 @@ class CapturedData:
         self._model, self._seed = model, seed
         self._reference = _reference(model.batch) if model.batch else None
         self._function = function_of(_FIELD, self._reference) if self._reference else self._random
+        if model.images is not None:
+            self._function = _batch_of_images(model, model.images)
 
     def batch(self, step: int, microbatch: int, num_samples: int) -> Any:
         """Arguments of forward; the same for every split of the step's microbatches over ranks.
@@ -338,6 +341,13 @@ class CapturedData:
 
     def _random(self, num_samples: int) -> dict[str, Tensor]:
         return {given.name: _drawn(given, num_samples) for given in self._model.inputs}
+
+
+def _batch_of_images(model: CapturedModel, images: CapturedImages) -> Callable[[int], Any]:
+    """Function of a number of samples that makes the batch of a capture with images."""
+    module, config = module_of_config(read_json(Path(model.factory)))
+    wanted = Images(images.number, (images.height, images.width))
+    return batch_with_images(module, config, model.tokens, wanted)[0]
 
 
 def moved(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -443,6 +443,19 @@ def capture(
     seq_len: Annotated[
         int | None, _COUNT(max=10**7, help="Tokens of a sample, for a config.json (default: 4096).")
     ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=1000,
+            metavar="N",
+            help="Images of a sample, for a config.json of a model of images and texts; their tokens are among its "
+            "tokens (default: one if the model resizes all to one size, else texts alone).",
+        ),
+    ] = None,
+    image_size: Annotated[
+        str | None, typer.Option(metavar="HxW", help="Pixels of each image after resizing, such as 768x1024.")
+    ] = None,
     tensor_parallel: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Tensor-parallel degrees to capture as well, such as 2,4,8.")
     ] = None,
@@ -473,6 +486,8 @@ def capture(
         loss=loss,
         name=name,
         seq_len=seq_len,
+        images=images,
+        image_size=image_size,
         tensor_parallel=tensor_parallel,
         tp_plan=tp_plan,
         output=output,

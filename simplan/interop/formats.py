@@ -46,7 +46,8 @@ class ConfigFile:
         text: Its content.
         reads_others: False if files that it names must not be read, as they are on another machine.
         written: Files that a launch script writes itself, by their names.
-        instead: Model that overrides name instead of that of the file: ``preset`` or ``hf_config``, with its value.
+        instead: Model that overrides name instead of that of the file: ``preset``, ``hf_config`` or ``file``, with its
+            value.
     """
 
     path: Path

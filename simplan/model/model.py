@@ -216,7 +216,8 @@ class ModelSpec(Spec):
         ("all",),
         description=(
             "Matrices with adapters: their names (q, k, v or qkv, proj, gate, up, down), attention, mlp or all, in "
-            "some blocks alone as blocks.0-15.q; head; embedding."
+            "some blocks alone as blocks.0-15.q; head; embedding. Of captured modules paths, their ends, or patterns "
+            "of them."
         ),
     )
     lora_rank_pattern: dict[str, Annotated[int, Field(ge=1, le=10**5)]] = Field(
@@ -245,7 +246,8 @@ class ModelSpec(Spec):
         (),
         description=(
             "Parts that are not trained: embedding, head, blocks, blocks.0-15, names of matrices or groups of "
-            "them as of lora_targets, norms, or both as blocks.0-15.attention. With lora_rank everything is."
+            "them as of lora_targets, norms, or both as blocks.0-15.attention; of captured modules parts of their "
+            "paths, as vision_tower. With lora_rank everything is."
         ),
     )
     input_require_grads: bool = Field(

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective, LayerKind, LayerSpec, Role
+from simplan.model.layer import (
+    Attention,
+    CollectiveKind,
+    Gemm,
+    LayerCollective,
+    LayerKind,
+    LayerSpec,
+    Role,
+    has_backward,
+)
 from simplan.model.recompute_modules import (
     Recomputation,
     RecomputeGroup,
@@ -109,7 +118,8 @@ def _keeping(layer: LayerSpec, kept: Iterable[int], elsewhere: Iterable[int] = (
     names = inputs.union(*(_results(layer, index) for index in kept))
     remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - kept
     remade |= kernels_where(layer, lambda kernel: isinstance(kernel, Gemm) and kernel.name in layer.late_savers)
-    if not layer.full_recompute_pass and not remade:  # below the first adapter
+    runs_back = any(has_backward(kernel) for kernel in layer.kernels)
+    if not runs_back or not (layer.full_recompute_pass or remade):  # below the first adapter, or in a frozen tower
         return Recomputation(frozenset(tensor.name for tensor in layer.saved))
     # torch ends the recomputation with the last tensor that backward needs, others with the layer's result
     last = max(index for index in range(len(layer.kernels)) if layer.full_recompute_pass or index in remade)

@@ -46,6 +46,13 @@ def _of_model(job: Job) -> Iterator[str]:
     """Sentences on the model."""
     model, software = job.model, job.software
     yield from padding_assumption(job)
+    if model.captured is not None and model.captured.images is not None:
+        yield f"every sequence has {model.captured.images}, as in the capture: those of a run are in its data"
+        if model.lora_rank and job.plan.recompute != "none":
+            yield (
+                "a frozen tower has no backward pass: hooks that recomputation makes PEFT set on patch embeddings "
+                "(enable_input_require_grads) would give it one, and are not modeled"
+            )
     longest, most = max(model.segments), model.max_position_embeddings
     if longest > most > 0:
         what = "a document" if model.document_lengths else "a sequence"

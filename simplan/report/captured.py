@@ -31,6 +31,7 @@ def captured_json(captured: CapturedModel) -> dict[str, Any]:
         "saved_bytes": sum(sum(layer.saved_bytes(*widths)) for layer in layers),
         "precisions": [*captured.graphs],
         "refused": dict(captured.refused),
+        "images": None if captured.images is None else captured.images.model_dump(mode="json"),
         "inputs": [each.model_dump(mode="json", exclude_defaults=True) for each in captured.inputs],
         "unused_parameters": [parameter.name for parameter in captured.unused],
         "tensor_parallel": [_rank_json(captured, degree) for degree in captured.degrees[1:]],
@@ -83,6 +84,7 @@ def captured_text(captured: CapturedModel) -> str:
         f"{format_count(document['forward_flops'])} FLOPs forward, "
         f"{format_count(document['backward_flops'])} backward, "
         f"{format_bytes(document['saved_bytes'])} saved for backward in {captured.computed_in}",
+        *([] if captured.images is None else [f"one sample: {captured.tokens:,} tokens, with {captured.images}"]),
         f"precisions: {', '.join(captured.graphs)}",
         *(f"not {precision}: {why}" for precision, why in captured.refused.items()),
         *(_rank_text(rank) for rank in document["tensor_parallel"]),

@@ -352,8 +352,8 @@ def precision_of_capture(job: Job) -> Iterator[Problem]:
     why = f": forward fails in it ({reason})" if reason else ""
     where = "of weights and activations" if needed == "bf16" else "under autocast" if needed == "autocast" else ""
     sentence = f"needs layers computed in {needed if needed != 'autocast' else 'bf16'} {where}".rstrip() + why
-    known = either([f"training.precision = {word}" for word in _possible(job)])
-    yield problem_of(job, "training.precision", sentence, f"use {known}" if known else "capture the model again")
+    known = [f"training.precision = {word}" for word in _possible(job)]
+    yield problem_of(job, "training.precision", sentence, f"use {either(known)}" if known else "capture it again")
 
 
 def _possible(job: Job) -> list[str]:

@@ -10,7 +10,7 @@ from simplan import catalog
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.base_weights import stored_experts
-from simplan.model.captured.adapters import ALL, targets_of
+from simplan.model.captured.adapters import ALL, parameter_names, parts_of, targets_of
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.linear import linear_layers
 from simplan.model.fake_quantization import GROUPED, fake_quantized
@@ -177,10 +177,23 @@ def frozen_parts_exist(job: Job) -> Iterator[Problem]:
             job, "model.frozen", "is about a model without adapters: with them all else is frozen", "remove it"
         )
         return
+    if model.captured is not None:
+        yield from _parts_of_capture(job, model.captured)
+        return
     known, sentence = modules(_layers(model)), f"is no part of a model of family {model.family}"
     wrong = [each for name in model.frozen for each in _misnamed(job, "frozen", name, known, sentence, whole=True)]
     yield from wrong
     if not wrong and not any(layer.num_trained for layer in model.layers):
+        yield problem_of(job, "model.frozen", "freezes all weights, so that nothing is trained", "leave a part out")
+
+
+def _parts_of_capture(job: Job, captured: CapturedModel) -> Iterator[Problem]:
+    found = parts_of(captured, job.model.frozen)
+    for name in (name for name, parts in found.items() if not parts):
+        modules_there = dict.fromkeys(".".join(each.split(".")[:2]) for each in parameter_names(captured))
+        sentence = f"is no module of {captured.name} with weights that take part in the loss"
+        yield problem_of(job, "model.frozen", sentence, f"use {either([*modules_there][:8])}", value=name)
+    if all(found.values()) and not any(layer.num_trained for layer in job.model.layers):
         yield problem_of(job, "model.frozen", "freezes all weights, so that nothing is trained", "leave a part out")
 
 

@@ -112,7 +112,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
 }
 """Override that replaces its section -> keys of the section that it keeps."""
-_MODELS = ("model.preset", "model.hf_config")
+_MODELS = ("model.preset", "model.hf_config", "model.file")
 """Overrides that name a model by which a framework's file is read."""
 _NAMES_A_MODEL = {"preset", "hf_config", "file", "family"}
 """Keys of which a model has one; the settings of a model without one are those of the override's model."""

@@ -22,13 +22,17 @@ def capture_command(
     loss: str | None,
     name: str | None,
     seq_len: int | None,
+    images: int | None,
+    image_size: str | None,
     tensor_parallel: str | None,
     tp_plan: str | None,
     output: Path,
     as_json: bool,
 ) -> int:
     """``simplan capture``. Functions are imported from the current folder and the environment."""
-    own = _of_config(source, seq_len) if source.endswith(".json") else _of_code(source, inputs, loss)
+    seen = _of_images(images, image_size)
+    own = _of_config(source, seq_len) if source.endswith(".json") else _of_code(source, inputs, loss, seen)
+    own |= seen
     own |= _of_split(tensor_parallel, tp_plan)
     request = CaptureRequest(**own, name=name or "", folder=str(Path.cwd()))
     write_capture(request, output)
@@ -58,8 +62,34 @@ def _of_config(source: str, seq_len: int | None) -> dict[str, Any]:
     return {"config": str(Path(source).resolve()), "seq_len": seq_len or USUAL_LENGTH}
 
 
-def _of_code(source: str, inputs: str | None, loss: str | None) -> dict[str, Any]:
+def _of_images(images: int | None, image_size: str | None) -> dict[str, Any]:
+    if image_size is None:
+        return {} if images is None else {"images": images}
+    height, cross, width = image_size.lower().partition("x")
+    if not (
+        cross and all(each.isascii() and each.isdigit() and 1 <= int(each) <= _MOST_PIXELS for each in (height, width))
+    ):
+        rule, fix = f"must be height and width, from 1 to {_MOST_PIXELS:,} pixels", "write 768x1024"
+        raise SpecError(Problem(field="--image-size", value=image_size, rule=rule, fix=fix))
+    if images == 0:
+        raise SpecError(
+            Problem(field="--image-size", value=image_size, rule="is of images, and --images = 0", fix="remove it")
+        )
+    return {"images": 1 if images is None else images, "image_size": (int(height), int(width))}
+
+
+_MOST_PIXELS = 20_000
+
+
+def _of_code(source: str, inputs: str | None, loss: str | None, seen: dict[str, Any]) -> dict[str, Any]:
     factory = Reference.of("SOURCE", source)
+    if seen:
+        rule, fix = (
+            "is for a config.json; the batch of your own module has its images",
+            "make them in your --inputs function",
+        )
+        option = "--image-size" if "image_size" in seen else "--images"
+        raise SpecError(Problem(field=option, rule=rule, fix=fix))
     if inputs is None:
         rule, fix = "is missing: forward needs arguments", "name a function of a number of samples that makes them"
         raise SpecError(Problem(field="--inputs", rule=rule, fix=fix))

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers of a captured model, all other weights frozen.
+"""Frozen weights of a captured model, and LoRA adapters (Hu et al. 2021, arXiv:2106.09685) next to linear layers.
 
 The result is what a capture of the module with adapters in its code gives: y = x W^T + b + (x A^T) B^T scale, as PEFT's
 ``lora.Linear`` runs it, with dropout of x before A. What torch saves changes with what is trained: a frozen matrix
@@ -8,7 +8,8 @@ adapter have no backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,10 +48,11 @@ def targets_of(model: CapturedModel, targets: Sequence[str]) -> dict[str, tuple[
 
     ``all`` means every linear layer, except the model's last one if it is outside of blocks (PEFT's ``all-linear``
     leaves out the output head). A name of a family's matrix (``q``) means modules of its name in transformers
-    (``q_proj``) where no module is called so.
+    (``q_proj``) where no module is called so. A regular expression means the paths that it matches as a whole, as PEFT
+    does.
     """
     paths, head = linear_layers(model), _output_head(model)
-    found = {target: _ending(paths, target) for target in targets if target != ALL}
+    found = {target: _named(paths, target) for target in targets if target != ALL}
     others = tuple(path for path in paths if path != head)
     return {
         target: others if target == ALL else found[target] or _ending(paths, *_IN_TRANSFORMERS.get(target, ()))
@@ -66,6 +68,19 @@ _IN_TRANSFORMERS = {matrix: (module,) for module, matrix in MODULES.items()} | {
         for word in ("gate", "up", "down")
     },
 }
+
+
+_MARKS = frozenset("()*+[]\\|?^$")
+
+
+def _named(paths: Sequence[str], target: str) -> tuple[str, ...]:
+    if _MARKS.isdisjoint(target):
+        return _ending(paths, target)
+    try:
+        pattern = re.compile(target)
+    except re.error:
+        return ()
+    return tuple(path for path in paths if pattern.fullmatch(path))
 
 
 def _ending(paths: Sequence[str], *ends: str) -> tuple[str, ...]:
@@ -84,14 +99,78 @@ def _output_head(model: CapturedModel) -> str:
 def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...], *, dropout: bool = False) -> CapturedModel:
     """The model with adapters of a rank at its targets (``targets_of``), in the precision that is meant."""
     chosen = frozenset(path for paths in targets_of(model, targets).values() for path in paths)
-    made: dict[tuple[int, tuple[Linear, ...], _Given], tuple[CapturedLayer, _Given]] = {}
+    return _trained_in_part(model, frozenset(), chosen, rank, dropout=dropout)
+
+
+@lru_cache(maxsize=64)
+def with_frozen(model: CapturedModel, names: tuple[str, ...]) -> CapturedModel:
+    """The model whose parts of these names (``parts_of``) are not trained, in the precision that is meant."""
+    frozen = {name for parts in parts_of(model, names).values() for name in parts}
+    return _trained_in_part(model, frozenset(parameter_names(model)) - frozen, frozenset(), 0, dropout=False)
+
+
+def parameter_names(model: CapturedModel) -> tuple[str, ...]:
+    """Names in the whole model of all parameters that take part in the loss, in the order of their first use."""
+    return tuple(
+        dict.fromkeys(
+            full_name(parameter, path)
+            for path, number in zip(model.modules, model.graph.order, strict=True)
+            for parameter in model.graph.layers[number].parameters
+        )
+    )
+
+
+def full_name(parameter: CapturedParameter, path: str) -> str:
+    """Name in the whole model of a parameter of the layer of a module."""
+    return parameter.name if parameter.elsewhere or not path else f"{path}.{parameter.name}"
+
+
+def parts_of(model: CapturedModel, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parameters of the modules that each name names.
+
+    A name is the path of a module, or some words of it that follow one another (``vision_tower``, ``visual.blocks``).
+    """
+    known = parameter_names(model)
+    return {name: tuple(each for each in known if f".{name}." in f".{each}.") for name in names}
+
+
+def names_of_parts(model: CapturedModel, chosen: Set[str]) -> list[str]:
+    """Names for ``parts_of`` that name these parameters and no others: those of whole modules where all are chosen."""
+    found, known = list[str](), parameter_names(model)
+    waiting = [("", 0)]
+    while waiting:
+        prefix, depth = waiting.pop()
+        inside = [name for name in known if not prefix or f"{name}.".startswith(f"{prefix}.")]
+        if prefix and chosen >= {*inside}:
+            found.append(prefix)
+        elif not chosen.isdisjoint(inside):
+            longer = dict.fromkeys(".".join(name.split(".")[: depth + 1]) for name in inside)
+            waiting += [(each, depth + 1) for each in reversed(longer)]
+    named = {name for parts in parts_of(model, found).values() for name in parts}
+    return found if named == chosen else sorted(chosen)
+
+
+def pattern_of(model: CapturedModel, paths: Sequence[str]) -> list[str]:
+    """Targets for ``targets_of`` that mean these linear layers and no others: a regular expression if there is one."""
+    words = dict.fromkeys(re.sub(r"\b\d+\b", r"\\d+", re.escape(path)) for path in paths)
+    pattern = "|".join(words)
+    return [pattern] if {*_named(linear_layers(model), pattern)} == {*paths} else [*paths]
+
+
+def _trained_in_part(
+    model: CapturedModel, trained: frozenset[str], adapted: frozenset[str], rank: int, *, dropout: bool
+) -> CapturedModel:
+    """The model of which some parameters are trained, and adapters next to some linear layers, and nothing else."""
+    made: dict[tuple[int, tuple[Linear, ...], frozenset[str], _Given], tuple[CapturedLayer, _Given]] = {}
     layers: dict[CapturedLayer, int] = {}
     order, given = [], _Given()
-    for number, linears in zip(model.graph.order, linear_calls(model), strict=True):
-        here = tuple(linear._replace(path="") for linear in linears if linear.path in chosen)
-        key = number, here, given
+    for path, number, linears in zip(model.modules, model.graph.order, linear_calls(model), strict=True):
+        here = tuple(linear._replace(path="") for linear in linears if linear.path in adapted)
+        layer = model.graph.layers[number]
+        own = frozenset(each.name for each in layer.parameters if not each.frozen and full_name(each, path) in trained)
+        key = number, here, own, given
         if key not in made:
-            made[key] = _Adapting(model.graph.layers[number], here, rank, given, dropout=dropout).layer()
+            made[key] = _Adapting(layer, here, rank, given, own, dropout=dropout).layer()
         layer, given = made[key]
         order.append(layers.setdefault(layer, len(layers)))
     graph = CapturedGraph(layers=tuple(layers), order=tuple(order), shared=model.graph.shared)
@@ -99,12 +178,20 @@ def with_adapters(model: CapturedModel, rank: int, targets: tuple[str, ...], *, 
 
 
 class _Adapting:
-    """One layer of which some linear layers get adapters."""
+    """One layer of which some linear layers get adapters, and some parameters are trained."""
 
     def __init__(
-        self, layer: CapturedLayer, linears: Sequence[Linear], rank: int, given: _Given, *, dropout: bool
+        self,
+        layer: CapturedLayer,
+        linears: Sequence[Linear],
+        rank: int,
+        given: _Given,
+        trained: frozenset[str],
+        *,
+        dropout: bool,
     ) -> None:
         self._layer, self._rank, self._dropout = layer, rank, dropout
+        self._trained = trained
         self._linears = {linear.place: linear for linear in linears}
         names = [tensor.name for tensor in layer.inputs]
         self._flowing = {name for name, flows in zip(names, given.flowing, strict=False) if flows}
@@ -128,7 +215,8 @@ class _Adapting:
             if waiting and parameter.name != f"{waiting[0].name.removesuffix('.lora_a.weight')}.bias":
                 yield from waiting
                 waiting = ()
-            yield parameter.model_copy(update={"frozen": True})
+            is_trained = parameter.name in self._trained
+            yield parameter if is_trained else parameter.model_copy(update={"frozen": True, "partial": False})
             if f"{name}.weight" == parameter.name or f"{name}.bias" == parameter.name:
                 waiting = self._adapters.pop(name, waiting)
         yield from waiting
@@ -136,6 +224,16 @@ class _Adapting:
     def _operators(self, place: int, operator: CapturedOperator) -> Iterator[CapturedOperator]:
         linear = self._linears.get(place)
         frozen = self._frozen(operator)
+        if operator.trains and self._trains(operator):
+            # a product of what follows from a trained weight and of a tensor without a gradient saves the latter alone
+            is_derived = word(operator) in PRODUCTS and not operator.parameters and len(operator.reads) > 1
+            saves = tuple(n for n in operator.saves if not is_derived or n in self._kept or self._saves(operator, n))
+            own = [name for name in operator.reads if name in self._flowing]
+            yield operator.model_copy(
+                update={"propagates": frozen.propagates and (len(own) > 1 or not is_derived), "saves": saves}
+            )
+            self._flowing.update(tensor.name for tensor in operator.makes)
+            return
         if linear is None:
             yield frozen
         else:
@@ -143,6 +241,13 @@ class _Adapting:
             self._flowing.add(operator.makes[0].name)
         if frozen.propagates:
             self._flowing.update(tensor.name for tensor in operator.makes)
+
+    def _trains(self, operator: CapturedOperator) -> bool:
+        """True if an operator uses a trained weight, also one that an operator before used."""
+        own = [*operator.parameters]
+        if operator.weights and not own:
+            own = [p.name for p in self._layer.parameters if p.name.rpartition(".")[0] == operator.module]
+        return not self._trained.isdisjoint(own)
 
     def _frozen(self, operator: CapturedOperator) -> CapturedOperator:
         """An operator all of whose weights are frozen."""

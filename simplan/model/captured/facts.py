@@ -202,6 +202,25 @@ class CapturedInput(Spec):
         return "float" in self.dtype
 
 
+class CapturedImages(Spec):
+    """Images of one sample, of a model of images and texts.
+
+    Attributes:
+        number: Images.
+        height, width: Pixels of each, after resizing.
+        tokens: Tokens of the text that stand for each.
+    """
+
+    number: Count
+    height: Count
+    width: Count
+    tokens: Count
+
+    def __str__(self) -> str:
+        plural = "image" if self.number == 1 else "images"
+        return f"{self.number} {plural} of {self.height} x {self.width} pixels, {self.tokens:,} tokens each"
+
+
 class CapturedModel(Spec):
     """The file that ``simplan capture`` writes.
 
@@ -211,6 +230,7 @@ class CapturedModel(Spec):
         source_sha256: Hash of the source of the module's classes.
         software: Versions of the packages that were used, by name.
         inputs: Tensors of the batch.
+        images: Images among them, which ``simplan capture --images`` asked for; None without.
         modules: Paths of the modules that became layers, by layer; empty for code between modules.
         classes: Names of the classes of these modules; none in files of earlier versions.
         starts: By layer, how it starts: ``enter PATH`` or ``leave PATH`` of a module, of its first call where it is
@@ -233,6 +253,7 @@ class CapturedModel(Spec):
     source_sha256: Line = ""
     software: dict[str, Line] = Field(default_factory=dict)
     inputs: Annotated[tuple[CapturedInput, ...], BeforeValidator(to_tuple)] = ()
+    images: CapturedImages | None = None
     modules: Names = ()
     classes: Names = ()
     starts: Names = ()
@@ -268,6 +289,11 @@ class CapturedModel(Spec):
     def class_of(self, layer: int) -> str:
         """Name of the class of the module that a layer is; empty for code between modules, or if it is unknown."""
         return self.classes[layer] if layer < len(self.classes) else ""
+
+    @property
+    def sees(self) -> bool:
+        """True for a model of texts that has images with them."""
+        return self.tokens > 0 and any(each.name == "pixel_values" for each in self.inputs)
 
     @property
     def tokens(self) -> int:

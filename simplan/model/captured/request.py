@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from simplan.base import Count, Line, Spec
+from simplan.base import Count, Line, Natural, Spec
 from simplan.errors import Problem, SpecError
 from simplan.model.captured.facts import to_tuple
 
@@ -48,6 +48,8 @@ class CaptureRequest(Spec):
         batch: Function of a number of samples that gives the arguments of forward, as a tuple or a dictionary.
         config: Path of a ``config.json`` of Hugging Face, in place of both.
         seq_len: Tokens of a sample of such a model.
+        images: Images of a sample of such a model; None for one if all have one size, and else none.
+        image_size: Height and width of each, in pixels; None for those of the tower.
         loss: Function of what forward returns; None for its own loss, or the sum of its tensors.
         tensor_parallel: Degrees above 1 for which the part of one rank is captured as well.
         tp_plan: Function of the plan by which ranks split the module; None for the plan that transformers has for it.
@@ -59,6 +61,8 @@ class CaptureRequest(Spec):
     batch: Reference | None = None
     config: Line = ""
     seq_len: Count = 1
+    images: Annotated[Natural, Field(le=1_000)] | None = None
+    image_size: tuple[Count, Count] | None = None
     loss: Reference | None = None
     tensor_parallel: Annotated[tuple[Count, ...], BeforeValidator(to_tuple)] = ()
     tp_plan: Reference | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from simplan.model.captured.adapters import with_adapters
+from simplan.model.captured.adapters import with_adapters, with_frozen
 from simplan.model.captured.facts import CapturedModel
 from simplan.model.captured.layers import captured_layers
 from simplan.model.families.family import ADAPTERS, Family
@@ -21,7 +21,11 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     assert model.captured is not None, "a field of the family"
     rank, captured = model.lora_rank, model.captured.of_degree(shard.tp)
     dropout = model.lora_dropout > 0
-    return captured_layers(with_adapters(captured, rank, model.lora_targets, dropout=dropout) if rank else captured)
+    if rank:
+        captured = with_adapters(captured, rank, model.lora_targets, dropout=dropout)
+    elif model.frozen:
+        captured = with_frozen(captured, model.frozen)
+    return captured_layers(captured)
 
 
 def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 CAPTURED = Family(
     layers=_layers,
-    fields=frozenset({"captured", "num_hidden_layers", "seq_len", "lora_dropout"}) | ADAPTERS,
+    fields=frozenset({"captured", "num_hidden_layers", "seq_len", "lora_dropout", "frozen"}) | ADAPTERS,
     defaults=_sizes,
     inputs="captured",
     task="own",

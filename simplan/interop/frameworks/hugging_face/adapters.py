@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.images import without_frozen
 from simplan.interop.frameworks.hugging_face.keys import table
 from simplan.interop.frameworks.hugging_face.patterns import in_blocks, is_pattern, names_of
 from simplan.interop.frameworks.hugging_face.preference import drops_dropout
+from simplan.model.captured.adapters import ALL, pattern_of, targets_of
+from simplan.model.captured.facts import CapturedModel
 from simplan.model.families import FAMILIES
 from simplan.model.module_names import matrices
 from simplan.plan.shard import Shard
@@ -23,8 +26,10 @@ _TRL_DROPOUT = 0.05
 
 def read_targets(run: TrainerRun) -> None:
     """Read which matrices of which blocks have adapters, their ranks, dropout and kind, and what else is trained."""
-    targets = _targets(run)
-    if targets is not None:
+    targets = _targets(run) if run.captured is None else _targets_of_capture(run, run.captured)
+    if targets is not None and run.captured is not None:
+        run.reading.put("model.lora_targets", targets[1], targets[0])
+    elif targets is not None:
         where, chosen = targets
         chosen = _there(run, where, chosen)
         run.reading.put("model.lora_targets", _in_blocks(run, chosen), where)
@@ -49,6 +54,44 @@ def _there(run: TrainerRun, where: str, chosen: list[str]) -> list[str]:
     rest = ", ".join(name for name in chosen if name not in found)
     run.reading.not_modeled(where, f"PEFT passes over {rest}, of which {run.model.name} has no linear layers")
     return found
+
+
+def _targets_of_capture(run: TrainerRun, captured: CapturedModel) -> tuple[str, list[str]] | None:
+    """Setting, and linear layers of a captured model: as PEFT finds them, by ends of names or by a pattern."""
+    trainer = run.trainer
+    key = trainer.first("lora_target_modules", "lora_target")
+    value = trainer.value(key) if key is not None else None
+    where = trainer.full("lora_target_linear" if trainer.is_true("lora_target_linear") else key or "")
+    words = (
+        [value]
+        if is_pattern(value)
+        else value
+        if isinstance(value, list)
+        else str(value or "").replace(",", " ").split()
+    )
+    if trainer.is_true("lora_target_linear"):
+        words = [_EVERY, *words]
+    if not words:
+        where, words = (
+            ("the default of LLaMA-Factory", [_EVERY]) if run.is_factory else ("the default of PEFT", _PEFT_NAMES)
+        )
+    targets = [ALL if word in _EVERY_NAMES else str(word) for word in words]
+    found = targets_of(captured, targets)
+    there = [target for target in targets if found[target]]
+    paths = [*dict.fromkeys(path for target in there for path in found[target])]
+    chosen = without_frozen(run, paths)
+    if there and len(there) < len(targets):
+        rest = ", ".join(target for target in targets if target not in there)
+        run.reading.not_modeled(where, f"PEFT passes over {rest}, of which {captured.name} has no linear layers")
+    if paths and not chosen:
+        run.reading.refuse(where, "has adapters in frozen parts alone", "name linear layers of the language model")
+        return None
+    return where, (there or targets) if len(chosen) == len(paths) else pattern_of(captured, chosen)
+
+
+_EVERY = "all-linear"
+_EVERY_NAMES = (_EVERY, ALL)
+_PEFT_NAMES = ["q_proj", "v_proj"]  # of most models, PEFT utils/constants.py
 
 
 def _targets(run: TrainerRun) -> tuple[str, list[str]] | None:

@@ -20,6 +20,7 @@ from simplan.interop.frameworks import names_without_effect
 from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.adapters import read_targets
 from simplan.interop.frameworks.hugging_face.devices import read_devices
+from simplan.interop.frameworks.hugging_face.images import capture_instead, read_frozen_parts, read_images
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
 from simplan.interop.frameworks.hugging_face.preference import (
@@ -54,6 +55,7 @@ from simplan.interop.frameworks.hugging_face.trained_parts import read_trained_p
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.nccl import read_nccl_algo
 from simplan.io import folder_of, is_file, read_json
+from simplan.model.captured.facts import CapturedModel
 from simplan.model.model import ModelSpec
 from simplan.rules.model import has_transformers_code
 
@@ -116,6 +118,7 @@ class TrainerRun:
     instead: Mapping[str, str] = field(default_factory=dict)
     _precision: str = field(default="", init=False)
     _model: ModelSpec | None = field(default=None, init=False)
+    _captured: CapturedModel | None = field(default=None, init=False)
 
     def configuration(self) -> Configuration:
         """The run as sections of a scenario.
@@ -213,6 +216,11 @@ class TrainerRun:
     def model(self) -> ModelSpec | None:
         """Model that a file names, once it is read; None for one whose shapes are not known."""
         return self._model
+
+    @property
+    def captured(self) -> CapturedModel | None:
+        """Captured model that an override names, once the model is read; None for none."""
+        return self._captured
 
     @property
     def adapts(self) -> bool:
@@ -546,7 +554,8 @@ class TrainerRun:
             what = f"names the model {name}, whose shapes are not in the catalog" if name else "names no model"
             fix = "add --model with its config.json or its capture, or with a name of `simplan show models`"
             self.reading.ask("model.preset", "model.hf_config", "model.file", what=what, fix=fix)
-        self._model = self._model_instead(tokens)
+        self._captured = capture_instead(self)
+        self._model = self._model_instead(tokens) if self._captured is None else None
         self.trainer.no_effect(("model_name_or_path", "config_name", "base_model", *names.LENGTHS))
 
     def _model_instead(self, tokens: int | None) -> ModelSpec | None:
@@ -584,7 +593,9 @@ class TrainerRun:
     def _read_adapters(self) -> None:
         trainer = self.trainer
         read_adapter_kind(self)
+        read_images(self)
         read_trained_parts(self)
+        read_frozen_parts(self)
         read_base_weights(self)
         read_fake_quantization(self)
         task = preference_task(self)

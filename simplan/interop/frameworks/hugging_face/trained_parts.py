@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from simplan.interop.frameworks.hugging_face.adapters import spans
 from simplan.interop.frameworks.hugging_face.keys import table, whole
+from simplan.model.captured.adapters import names_of_parts, parameter_names
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 from simplan.model.module_names import modules
@@ -50,6 +51,11 @@ def read_trained_parts(run: TrainerRun) -> None:
         trainer.not_modeled("unfrozen_parameters", why)
     # a period is one of a name, as in the original
     matched = [re.compile(re.sub(r"\.(?![+*])", r"\\.", _ROWS.sub("", word))) for word in words]
+    if run.captured is not None:
+        known = parameter_names(run.captured)
+        frozen = {name for name in known if not any(pattern.match(name) for pattern in matched)}
+        trainer.put("model.frozen", names_of_parts(run.captured, frozen), "unfrozen_parameters")
+        return
     wraps = "model.language_model." if any("language_model" in word for word in words) else "model."
 
     def trains(module: str) -> bool:
