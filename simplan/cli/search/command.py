@@ -231,9 +231,9 @@ def listed(values: tuple[int, ...]) -> str:
     return ", ".join(f"{value:,}" for value in values) or "none"
 
 
-def search_space(scenario: SearchScenario, options: SearchOptions, given: SearchSpace | None = None) -> SearchSpace:
+def search_space(scenario: SearchScenario, options: SearchOptions, limits: SearchSpace | None = None) -> SearchSpace:
     """Search space, by default that of the scenario, with the changes of the flags."""
-    space = given or scenario.space
+    space = limits or scenario.space
     update: dict[str, Any] = {}
     if options.top is not None:
         update["top"] = options.top

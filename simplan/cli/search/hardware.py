@@ -50,19 +50,19 @@ def read_hardware(texts: Sequence[str]) -> list[Hardware]:
     Raises:
         SpecError: A price is no number, two kinds have one name, or there are none or too many.
     """
-    found: list[Hardware] = []
+    kinds: list[Hardware] = []
     for text in (part.strip() for each in texts for part in each.split(",")):
         name, at, price = (part.strip() for part in text.partition("@"))
         if not name or (at and not _PRICE.fullmatch(price)):
             fix = "write e.g. --hardware '1x RTX 4090 @ 0.35, 2x L40S'"
             raise SpecError(Problem(field="--hardware", value=text, rule="is no KIND or KIND @ PRICE", fix=fix))
-        if name in (each.name for each in found):
+        if name in (each.name for each in kinds):
             raise SpecError(Problem(field="--hardware", value=name, rule="is given twice", fix="leave one out"))
-        found.append(Hardware(name, float(price) if at else None))
-    if len(found) > _MAX_KINDS:
+        kinds.append(Hardware(name, float(price) if at else None))
+    if len(kinds) > _MAX_KINDS:
         rule, fix = f"compares at most {_MAX_KINDS} kinds", "leave some out"
-        raise SpecError(Problem(field="--hardware", value=f"{len(found)} kinds", rule=rule, fix=fix))
-    return found
+        raise SpecError(Problem(field="--hardware", value=f"{len(kinds)} kinds", rule=rule, fix=fix))
+    return kinds
 
 
 def compare_hardware(
@@ -181,24 +181,24 @@ def _largest(
     kinds: Sequence[Hardware], scenarios: _Scenarios, options: SearchOptions, watch: SearchWatch
 ) -> tuple[dict[str, Any], str]:
     """Largest values of a quantity as one document, and as text, the largest first."""
-    found: list[tuple[str, Largest]] = []
+    fitting: list[tuple[str, Largest]] = []
     unfit: list[dict[str, str]] = []
     for kind, (scenario, space, _) in zip(kinds, scenarios, strict=True):
         watch.update(0, 0, kind.name)
         try:
-            found.append((kind.name, largest(scenario.job, space, options.quantity(scenario), jobs=options.jobs)))
+            fitting.append((kind.name, largest(scenario.job, space, options.quantity(scenario), jobs=options.jobs)))
         except (NoFeasiblePlanError, SpecError) as error:
             unfit.append({"name": kind.name, "why": str(error)})
-    found.sort(key=lambda pair: -pair[1].value)
+    fitting.sort(key=lambda pair: -pair[1].value)
     document = {
         "schema_version": 1,
         "kind": "largest_by_hardware",
-        "largest": [{"name": name, **one.to_json()} for name, one in found],
+        "largest": [{"name": name, **one.to_json()} for name, one in fitting],
         "unfit": unfit,
     }
     rows = [
         [name, f"{one.value:,}", listed(one.failing[:1]), search_plan_words(one.plan, one.software)]
-        for name, one in found
+        for name, one in fitting
     ]
     table = format_table_text(["hardware", f"largest {options.largest}", "does not fit", "plan"], rows, indent=0)
     return document, "\n\n".join([*([table] if rows else []), *_unfit_lines(unfit)])
