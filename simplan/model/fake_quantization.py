@@ -203,10 +203,10 @@ def _kept_scales(gemm: Gemm, simulated: SimulatedLinears) -> Iterator[Tensor]:
     weights, inputs = _STEPS.get(form.weights), _STEPS.get(form.activations or "")
     if weights is not None and weights.kept:
         groups = gemm.weight_elements // form.inputs_per_scale
-        yield Tensor(f"{gemm.name} scales of the weight", weights.kept * groups, 1)
+        yield Tensor(f"{gemm.name} scales of the weight", weights.kept * groups, 1, per_microbatch=True)
     if inputs is not None and inputs.kept:
         rows = simulated.microbatch_size * gemm.m
-        yield Tensor(f"{gemm.name} scales of the input", inputs.kept * rows, 1)
+        yield Tensor(f"{gemm.name} scales of the input", inputs.kept * rows, 1, per_microbatch=True)
 
 
 def _rounded(operator: Operator, gemm: Gemm, simulated: SimulatedLinears) -> Iterator[Operator]:

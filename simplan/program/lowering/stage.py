@@ -225,6 +225,8 @@ class Stages:
         found: dict[int | None, list[int]] = {}
         for layer in self.layers[stage]:
             for table in layer.buffers:
+                if table.per_microbatch:  # attributes of modules, which DDP does not know
+                    continue
                 width = table.bytes_per_element or self.state.frozen
                 found.setdefault(table.bytes_per_element, []).append(table.elements * width)
         return [*found.values()]
