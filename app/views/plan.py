@@ -154,7 +154,7 @@ def _start_words(start: Headline) -> str:
     usual = result_cache.headline(state.USUAL)
     assert usual is not None, "it is no scenario of this machine"
     faster = faster_or_slower(start.step_time_s, usual.step_time_s, digits=0)
-    return f"The best plan that Search finds for this job, {faster} than {plan_words(usual.job.plan)}."
+    return f"Within 1 % of the best plan that Search finds for this job, {faster} than {plan_words(usual.job.plan)}."
 
 
 def _show_fixes(document: dict[str, Any], inputs: tuple[str, int], job: Job) -> None:

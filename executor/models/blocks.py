@@ -100,7 +100,7 @@ class ParallelBlock(Block):
 
 
 class SandwichBlock(nn.Module):
-    """Norms before and after attention and MLP (Gemma 2); arguments as of ``Block``."""
+    """Norms before and after attention and MLP (Gemma 2 and 3); arguments as of ``Block``."""
 
     def __init__(self, spec: ModelSpec, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -139,12 +139,18 @@ def neox_block(request: LayerRequest) -> nn.Module:
     return ParallelBlock(spec, FusedAttention(request, bias=True, rotated=rotated), GeluMlp(spec, bias=True))
 
 
-def gemma2_block(request: LayerRequest) -> nn.Module:
-    """Gemma 2's; scores under a scaled tanh are its attention core's."""
-    spec = request.spec
-    gelu = partial(functional.gelu, approximate="tanh")
-    mlp = GatedMlp(spec.hidden_size, spec.intermediate_size, gelu)
-    return SandwichBlock(spec, llama_attention(request), mlp)
+def gemma_block(request: LayerRequest) -> nn.Module:
+    """Gemma's: Llama's with GELU."""
+    return Block(request.spec, llama_attention(request), _gemma_mlp(request.spec))
+
+
+def sandwich_block(request: LayerRequest) -> nn.Module:
+    """Gemma 2's and 3's; scores under a scaled tanh are the attention core's."""
+    return SandwichBlock(request.spec, llama_attention(request), _gemma_mlp(request.spec))
+
+
+def _gemma_mlp(spec: ModelSpec) -> GatedMlp:
+    return GatedMlp(spec.hidden_size, spec.intermediate_size, partial(functional.gelu, approximate="tanh"))
 
 
 def llama_block(request: LayerRequest) -> nn.Module:

@@ -23,7 +23,15 @@ from executor.distributed.precision import with_fp8_linears
 from executor.distributed.recompute import Around, of_block, recompute_block
 from executor.distributed.tensor_parallel import split_layer, with_local_weights
 from executor.models.attention_cores import LayerRequest, StageContext
-from executor.models.blocks import bert_block, gemma2_block, gpt_block, llama_block, mpt_block, neox_block
+from executor.models.blocks import (
+    bert_block,
+    gemma_block,
+    gpt_block,
+    llama_block,
+    mpt_block,
+    neox_block,
+    sandwich_block,
+)
 from executor.models.embedding_and_head import (
     BertEmbedding,
     CappedHead,
@@ -54,7 +62,9 @@ MODULES: dict[str, tuple[_Maker, _Maker, _Maker]] = {
     "gpt": (PositionEmbedding, gpt_block, Head),
     "llama": (Embedding, llama_block, Head),
     "neox": (Embedding, neox_block, Head),
-    "gemma2": (ScaledEmbedding, gemma2_block, CappedHead),
+    "gemma": (ScaledEmbedding, gemma_block, Head),
+    "gemma2": (ScaledEmbedding, sandwich_block, CappedHead),
+    "gemma3": (ScaledEmbedding, sandwich_block, Head),
     "mpt": (Embedding, mpt_block, Head),
     "bert": (BertEmbedding, bert_block, MaskedHead),
     "vit": (PatchEmbedding, gpt_block, ClassHead),

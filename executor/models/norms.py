@@ -15,7 +15,7 @@ _EPS = 1e-5
 
 def make_norm(spec: ModelSpec) -> nn.Module:
     """RMSNorm for Llama and its kin, LayerNorm for the other families, without bias for MPT."""
-    if spec.family in ("llama", "moe", "deepseek", "gemma2"):
+    if spec.family in ("llama", "moe", "deepseek", "gemma", "gemma2", "gemma3"):
         return RMSNorm(spec.hidden_size)
     return nn.LayerNorm(spec.hidden_size, eps=_EPS, bias=spec.family != "mpt")
 

@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from executor.models.attention_cores import ROTARY_BASE, LayerRequest
@@ -92,8 +94,11 @@ def whole_model(spec: ModelSpec) -> PreTrainedModel:
     sizes |= {"num_key_value_heads": spec.num_key_value_heads, "head_dim": spec.head_dim, "rms_norm_eps": _EPS}
     sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": ROTARY_BASE}
     if spec.family == "moe":
-        experts = {"num_local_experts": spec.num_experts, "num_experts_per_tok": spec.top_k}
-        return MixtralForCausalLM(MixtralConfig(**sizes, **experts, intermediate_size=spec.moe_intermediate_size))
+        width = spec.moe_intermediate_size
+        sizes |= {"num_local_experts": spec.num_experts, "num_experts_per_tok": spec.top_k}
+        if spec.qk_norm is None:
+            return MixtralForCausalLM(MixtralConfig(**sizes, intermediate_size=width))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=width, norm_topk_prob=True))
     config, model = _LLAMAS["qwen2" if spec.qkv_bias else "qwen3" if spec.qk_norm else "llama"]
     if not spec.qkv_bias:
         sizes["attention_bias"] = spec.attention_bias

@@ -207,6 +207,14 @@ def search(
         str | None,
         typer.Option(metavar="QUANTITY", help="Quantity to maximize: seq_len, microbatch_size or num_hidden_layers."),
     ] = None,
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND @ PRICE,...",
+            help="Hardware to compare, each with its best plan; the price of a device and hour is optional, "
+            'e.g. "1x RTX 4090 @ 0.35, 2x L40S, 8x H100" (default: none).',
+        ),
+    ] = None,
     save_plan: Annotated[
         Path | None, _FILE(help="File for a scenario with the best plan, for predict and run.")
     ] = None,
@@ -227,7 +235,7 @@ def search(
     The scenario has search: instead of plan: (simplan show search-space lists its keys). If no plan fits, the exit code
     is 3, and the report lists changes after which one fits.
     """
-    from simplan.cli.search import SearchOptions, search_command
+    from simplan.cli.search.command import SearchOptions, search_command
 
     objectives = tuple(objective or ()) or (("num_devices",) if fewest_devices else ())
     options = SearchOptions(
@@ -241,6 +249,12 @@ def search(
         from_current=from_current,
         budget={"num_tokens": tokens, "price_per_device_hour": price},
     )
+    if hardware:
+        from simplan.cli.search.hardware import compare_hardware
+
+        return compare_hardware(
+            scenario, hardware, as_json=json, output=output, options=options, calibration_file=calibration
+        )
     return search_command(scenario, as_json=json, output=output, options=options, calibration_file=calibration)
 
 
@@ -788,14 +802,15 @@ def report(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSON documents that simplan wrote (-o): of predict, search, explain, compare; - for standard input.",
+            help="JSON documents that simplan wrote (-o): of predict, search, explain, compare, goodput; "
+            "- for standard input.",
         ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE.html", help="HTML file for the report.")
     ] = Path("report.html"),
 ) -> int:
-    """Write predictions, searches, explanations and comparisons as one HTML page.
+    """Write predictions, searches, whole runs, explanations and comparisons as one HTML page.
 
     For example: simplan predict A.yaml B.yaml -o plans.json; simplan report plans.json
 

@@ -28,7 +28,7 @@ from simplan.cli.execute import (
 )
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.predict import calibration_for, name_of, predict_step
-from simplan.cli.search import scenarios_to_time
+from simplan.cli.search.command import scenarios_to_time
 from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
 from simplan.cli.terminal.output import print_json, print_result, say, write_result
 from simplan.cli.terminal.scenario_request import ScenarioRequest

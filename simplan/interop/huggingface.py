@@ -40,8 +40,8 @@ class ModelType:
         neutral: Keys that change the model, with the values that leave it as modeled; absent and null always do.
         fixed: Fields of ``ModelSpec`` that no key gives, with their values.
         windows: True if ``sliding_window`` applies to all layers; False if ``use_sliding_window`` enables it for some.
-        alternates: True if ``sliding_window`` applies to every second layer, from the first, unless ``layer_types`` is
-            set.
+        window_every: ``sliding_window`` applies to all but every so many layers, unless ``layer_types`` is set; 0 for
+            no such type.
         has_sequences: True if the user gives ``seq_len``; False for image models.
         later_tokens: Key with the number of multi-token prediction layers; None if the type has none.
         in_experts: Fields that the config counts in experts of width ``moe_intermediate_size``.
@@ -53,7 +53,7 @@ class ModelType:
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     windows: bool = False
-    alternates: bool = False
+    window_every: int = 0
     has_sequences: bool = True
     later_tokens: str | None = None
     in_experts: frozenset[str] = frozenset()
@@ -125,8 +125,9 @@ def model_fields_from_config(
             raise SpecError(_no_length(fields.get("max_position_embeddings"), kind))
         fields["seq_len"] = seq_len
     _refuse_unmodelled(config, kind, fields.get("seq_len"))
-    if kind.alternates:
-        fields |= _windows(config, fields.pop("sliding_window", None), fields.get("num_hidden_layers"))
+    if kind.window_every:
+        window, layers = fields.pop("sliding_window", None), fields.get("num_hidden_layers")
+        fields |= _windows(config, window, layers, config.get("sliding_window_pattern") or kind.window_every)
     return {"name": name, "family": kind.family, **fields}
 
 
@@ -169,7 +170,7 @@ def _read(config: Mapping[str, Any], key: str) -> Any:
     return _look_up(config, _RENAMED[key]) if found is None and key in _RENAMED else found
 
 
-def _windows(config: Mapping[str, Any], window: Any, num_layers: Any) -> dict[str, Any]:
+def _windows(config: Mapping[str, Any], window: Any, num_layers: Any, usual: int) -> dict[str, Any]:
     """Fields for the layers with sliding-window attention.
 
     Raises:
@@ -180,7 +181,7 @@ def _windows(config: Mapping[str, Any], window: Any, num_layers: Any) -> dict[st
     if window is None:
         return {}
     if types is None:
-        return {"sliding_window": window, "sliding_window_pattern": 2}
+        return {"sliding_window": window, "sliding_window_pattern": usual}
     full = [number for number, of in enumerate(types, 1) if of == _FULL] if isinstance(types, list) else []
     every = full[0] if full else 0
     known = isinstance(types, list) and set(map(str, types)) <= {_FULL, _IN_WINDOW}

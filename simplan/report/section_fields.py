@@ -25,7 +25,7 @@ _MAPPINGS = {"inside": "name, or mapping", "links": "list of mappings", "between
 _OF_NO_FILE = ("name", "family", "packs", "sources", "objective", "trains_nothing")
 _PROPER = ("Hugging Face",)
 _PROBE = {
-    **{name: 1001 + index for index, name in enumerate(ModelSpec.model_fields)},
+    **{name: 10_007 + index for index, name in enumerate(ModelSpec.model_fields)},
     "num_attention_heads": 7,
     "hidden_size": 7 * 997,
     "patch_size": 16,

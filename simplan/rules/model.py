@@ -190,18 +190,27 @@ _MODELLED: dict[str, tuple[Any, ...]] = {
     "qk_norm": (None, "head"),
 }
 """Supported values of ``ModelSpec`` fields; the first value is the fix."""
-_MIXTRAL: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "qkv_bias": (False,), "qk_norm": (None,)}
+_EXPERTS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "qkv_bias": (False,)}
+"""Of Mixtral and Qwen3's experts, besides."""
 _RECOMPUTES = ("none", "full", "selective_layer")
 _FIX = "use software torch"
 
 
+def _unlike_transformers(model: ModelSpec) -> Iterator[tuple[str, Any]]:
+    """Yield fields whose values transformers' code does not have, with the nearest value that it has."""
+    for field, values in (_MODELLED | (_EXPERTS if model.family == "moe" else {})).items():
+        value = getattr(model, field)
+        # a window longer than a sequence makes no mask (transformers, masking_utils.py, _ignore_causal_mask_sdpa)
+        if value not in values and not (field == "sliding_window" and value > model.seq_len):
+            yield field, values[0]
+
+
 def has_transformers_code(model: ModelSpec) -> bool:
     """True if the code that transformers has for a model is modeled."""
-    limits = _MODELLED | (_MIXTRAL if model.family == "moe" else {})
     heads, width = model.num_attention_heads, model.num_attention_heads * model.head_dim
     return (
         model.family in _FAMILIES
-        and all(getattr(model, field) in values for field, values in limits.items())
+        and not any(_unlike_transformers(model))
         and not (model.qkv_bias and (model.attention_bias or model.qk_norm))
         and not (model.family == "gpt" and (width != model.hidden_size or model.num_key_value_heads != heads))
     )
@@ -211,7 +220,7 @@ def _is_transformers(job: Job) -> bool:
     return job.software.layers.model_code == "transformers"
 
 
-@unmodelled("of transformers' models GPT-2, Llama, Qwen2, Qwen3 and Mixtral are modeled")
+@unmodelled("of transformers' models GPT-2, Llama, Qwen2, Qwen3, Mixtral and Qwen3's experts are modeled")
 def transformers_model(job: Job) -> Iterator[Problem]:
     model = job.model
     if not _is_transformers(job) or model.captured is not None:
@@ -220,11 +229,9 @@ def transformers_model(job: Job) -> Iterator[Problem]:
         what = "transformers' code for this family"
         yield not_modelled(job, "model.family", what, f"use {', '.join(_FAMILIES)}, or software torch")
         return
-    for field, values in (_MODELLED | (_MIXTRAL if model.family == "moe" else {})).items():
-        value = getattr(model, field)
-        if value not in values:
-            fix = "remove it" if values[0] in (None, False) else f"use {values[0]:g}"
-            yield not_modelled(job, f"model.{field}", "this with transformers' code", f"{fix}, or {_FIX}")
+    for field, nearest in _unlike_transformers(model):
+        fix = "remove it" if nearest in (None, False) else f"use {nearest:g}"
+        yield not_modelled(job, f"model.{field}", "this with transformers' code", f"{fix}, or {_FIX}")
     if model.qkv_bias and (model.attention_bias or model.qk_norm):
         what = "transformers' Qwen2 with other biases or norms"
         yield not_modelled(job, "model.qkv_bias", what, f"remove it, or {_FIX}")
@@ -291,7 +298,8 @@ def transformers_experts_autocast(job: Job) -> Iterator[Problem]:
     """grouped_mm is on none of autocast's lists (transformers, integrations/moe.py, _grouped_mm)."""
     precision = job.training.precision
     narrow = precision in ("bf16", "fp16")
-    if _is_transformers(job) and job.model.num_experts and narrow and not job.plan.shards_parameters:
+    is_tuned = job.training.task == "lora"  # weights have 16 bits
+    if _is_transformers(job) and job.model.num_experts and narrow and not (job.plan.shards_parameters or is_tuned):
         what = "transformers' Mixtral under autocast, which leaves its experts in fp32,"
         yield not_modelled(job, "training.precision", what, f"use fp32, or FSDP (dp_shard), or {_FIX}")
 

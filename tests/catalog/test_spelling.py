@@ -31,6 +31,7 @@ TYPED: dict[catalog.Kind, dict[str, str]] = {
         "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507 | Qwen3-30B",
         "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
         "gemma-2-9b": "google/gemma-2-9b-it | Gemma 2 9B",
+        "gemma-3-27b": "google/gemma-3-27b-it | Gemma 3 27B",
         "deepseek-v3": "deepseek-ai/DeepSeek-V3-0324 | DeepSeek V3 671B | DeepSeekV3",
         "deepseek-r1": "deepseek-ai/DeepSeek-R1-0528 | DeepSeek R1",
         "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
@@ -102,7 +103,7 @@ SEVERAL: dict[catalog.Kind, dict[str, str]] = {
     "software": {"megatron-lm": "megatron-core megatron-lm-2021 megatron-lm-2022 megatron-lm-2023"},
 }
 OTHERS: dict[catalog.Kind, str] = {
-    "models": "mistralai/Mistral-7B-Instruct-v0.2 | google/gemma-2b | Qwen/Qwen-7B | Qwen/Qwen2-72B | "
+    "models": "mistralai/Mistral-7B-Instruct-v0.2 | Qwen/Qwen-7B | Qwen/Qwen2-72B | "
     "codellama/CodeLlama-7b-hf | deepseek-ai/DeepSeek-R1-Distill-Llama-8B | Llama 4 Scout | "
     "unsloth/llama-3-8b-bnb-4bit | mosaicml/mpt-30b | "
     "TinyLlama/TinyLlama_v1.1 | microsoft/phi-2 | llama3-8b.yaml | tiny | 8x",

@@ -846,10 +846,10 @@ def test_trained_parts_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
 
 
 def test_model_of_an_option_is_the_one_that_settings_speak_of(tmp_path: Path) -> None:
-    """Blocks are counted in it, and transformers' code for it is not modeled (norms of queries next to experts)."""
+    """Blocks are counted in it, and transformers' code for it is not modeled (attention sinks)."""
     path = tmp_path / "run.yaml"
     path.write_text(_AXOLOTL.replace("Qwen2.5-7B", "no-model-of-ours"), encoding="utf-8")
-    overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "model.preset": "qwen3-30b-a3b"}
+    overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "model.preset": "gpt-oss-20b"}
     assert scenario_from(path, overrides).job.software.id == "torch"
     path.write_text(f"{_ADAPTERS}freeze\n".replace("Qwen2.5-7B", "no-model-of-ours"), encoding="utf-8")
     overrides["model.preset"] = "llama3-8b"

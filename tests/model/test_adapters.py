@@ -160,3 +160,20 @@ def test_sharded_adapters_are_rejected_for_their_zero_stage(software: str, sente
     llama = catalog.model("llama3-8b").model_copy(update={"lora_rank": 16})
     assert problems(llama, {"dp_shard": 4}, cluster="dgx-a100-80gb", software=software, task="lora") == [sentence]
     assert problems(llama, {"tp": 4}, cluster="dgx-a100-80gb", software=software, task="lora") == []
+
+
+@pytest.mark.parametrize("software", catalog.names("software"))
+def test_what_a_framework_makes_of_layers_stays_frozen(software: str) -> None:
+    """Trained weights are those of the model, also where a framework stacks or reorders matrices."""
+    sizes = SIZES | {"vocab_size": 96, "num_key_value_heads": 2, "lora_rank": 4}
+    experts = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 32, "lora_targets": ["attention"]}
+    models = [
+        ModelSpec(family="gpt", **SIZES, vocab_size=96, lora_rank=4),
+        ModelSpec(family="llama", intermediate_size=96, **sizes),
+        ModelSpec(family="moe", **sizes, **experts),
+        ModelSpec(family="moe", **sizes, **experts, qk_norm="head"),
+    ]
+    profile = catalog.software(software)
+    for model in models:
+        layers = profile.layers_of(model, ParallelPlan())
+        assert sum(layer.num_trained for layer in layers) == model.num_trained_parameters, model.family

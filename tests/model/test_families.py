@@ -216,8 +216,8 @@ def test_a_gate_is_said_as_the_layers_have_it(family: str) -> None:
     [
         ("llama", False, "false: is not modeled: in family = llama MLPs have a gate; remove it, or use family = gpt, "
          "mpt or neox, whose MLPs have none"),
-        ("gpt", True, "true: is not modeled: in family = gpt MLPs have no gate; remove it, or use family = llama "
-         "or gemma2, whose MLPs have one"),
+        ("gpt", True, "true: is not modeled: in family = gpt MLPs have no gate; remove it, or use family = llama, "
+         "gemma, gemma2 or gemma3, whose MLPs have one"),
         ("moe", False, "false: is not modeled: in family = moe experts have a gate; remove it"),
         ("vit", True, "true: is not modeled: in family = vit MLPs have no gate; remove it"),
     ],

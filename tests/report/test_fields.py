@@ -142,10 +142,10 @@ def test_required_keys_are_marked_and_others_have_their_default() -> None:
     assert defaults["num_key_value_heads"] == "num_attention_heads"
     assert defaults["max_position_embeddings"] == "seq_len"
     assert defaults["intermediate_size"] == (
-        "4 x hidden_size; required for llama, gemma2; moe_intermediate_size for moe, deepseek"
+        "4 x hidden_size; required for llama, gemma, gemma2, gemma3; moe_intermediate_size for moe, deepseek"
     )
     assert defaults["seq_len"] == "required; (image_size / patch_size)^2 + 1 for vit"
-    assert defaults["sliding_window"] == "none; 4096 for gemma2"
+    assert defaults["sliding_window"] == "none; 4096 for gemma2; 1024 for gemma3"
     assert defaults["lora_rank"] == "0"
     assert defaults["preset"] == ""
     assert TRAINING["global_batch_size"]["default"] == "required"

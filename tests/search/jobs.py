@@ -28,7 +28,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "num_key_value_heads": 2, "tied_embeddings": False},
     "mpt": SIZES,
     "neox": {**SIZES, "partial_rotary_factor": 0.5},
+    "gemma": {**SIZES, "num_key_value_heads": 2},
     "gemma2": {**SIZES, "num_key_value_heads": 2},
+    "gemma3": {**SIZES, "num_key_value_heads": 2},
     "bert": SIZES,
     "vit": {key: value for key, value in SIZES.items() if key not in ("vocab_size", "seq_len")}
     | {"image_size": 16, "patch_size": 4, "num_channels": 3, "num_classes": 8},

@@ -72,10 +72,13 @@ def test_every_fix_fits_as_written(job: Job) -> None:
 
 
 def test_pairs_have_the_smallest_change_of_each_kind_that_is_enough() -> None:
-    """Recomputation of some matmuls is enough with optimizer states on the host, and faster than of whole blocks."""
+    """Recomputation of some matmuls is enough with optimizer states on the host, and faster than of whole blocks.
+
+    Next to a loss in chunks it is not enough.
+    """
     found = fixes(predict(make_job("llama3-8b", cluster="dgx-a100-40gb", num_devices=4, seq_len=8192)))
-    changes = {"recompute": "selective_op", "offload_optimizer": True}
-    assert found[0].changes == {f"plan.{key}": value for key, value in changes.items()}
+    assert found[0].changes == {"plan.recompute": "full", "software.loss": "chunked"}
+    assert found[1].changes == {"plan.recompute": "selective_op", "plan.offload_optimizer": True}
     assert [fix.memory_verdict for fix in found if not fix.more_devices][-1] == "may not fit", "these are last"
 
 
@@ -84,8 +87,8 @@ def test_no_fix_of_the_mesh_is_faster_than_the_best_plan_of_an_exact_search() ->
     job = job_of(ParallelPlan(dp_shard=8, microbatch_size=2))
     best = search(job, SearchSpace(tp=(1,), pp=(1,), dp_shard=(8,), max_memory_fraction=1.0), explain=False).best
     assert best is not None
-    meshes = {"plan.tp", "plan.cp", "plan.pp", "plan.dp_shard", "cluster.num_devices"}
-    same = [fix for fix in fixes(predict(job)) if not meshes & fix.changes.keys()]
+    others = {"plan.tp", "plan.cp", "plan.pp", "plan.dp_shard", "cluster.num_devices", "software.loss"}
+    same = [fix for fix in fixes(predict(job)) if not others & fix.changes.keys()]
     assert {"plan.recompute": "full"} in [dict(fix.changes) for fix in same]
     assert all(fix.step_time_s >= best.step_time_s for fix in same)
 
@@ -117,6 +120,26 @@ def test_lora_is_a_fix_of_fine_tuning_alone() -> None:
     for task, is_fix in (("sft", True), ("pretrain", False)):
         found = fixes(predict(job_of(plan, model="llama3-8b", num_devices=2, task=task)))
         assert any("training.task" in fix.changes for fix in found) == is_fix, task
+
+
+def test_a_change_that_fits_for_sure_is_found_next_to_one_that_may_not() -> None:
+    """QLoRA of an 8B at 8,192 tokens needs 24 GB with whole logits; in chunks half of them stays free."""
+    job = make_job(
+        "llama3-8b", device="rtx-4090", num_devices=1, seq_len=8192, task="lora", base_weights="nf4", lora_rank=16
+    )
+    found = fixes(predict(job))
+    assert [(dict(fix.changes), fix.memory_verdict) for fix in found] == [
+        ({"plan.recompute": "full", "software.loss": "chunked"}, "fits"),
+        ({"plan.offload_activations": True}, "may not fit"),
+    ]
+    assert found[0].headroom_bytes > 10 * 2**30
+
+
+def test_base_weights_of_four_bits_come_after_changes_that_train_the_same() -> None:
+    job = make_job("llama3-8b", device="rtx-4090", num_devices=1, seq_len=2048, task="lora", lora_rank=16)
+    found = fixes(predict(job))
+    assert [fix.changes.get("training.base_weights") for fix in found] == [None] * (len(found) - 1) + ["nf4"]
+    assert all(job.with_changes(fix.changes) == fix.job for fix in found)
 
 
 def test_a_full_host_is_relieved() -> None:

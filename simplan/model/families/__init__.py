@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from simplan.model.families.bert import BERT
 from simplan.model.families.captured import CAPTURED
 from simplan.model.families.family import Family
-from simplan.model.families.gemma2 import GEMMA2
+from simplan.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from simplan.model.families.gpt import GPT, MPT
 from simplan.model.families.llama import LLAMA
 from simplan.model.families.moe import DEEPSEEK, MOE
@@ -32,7 +32,9 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek": DEEPSEEK,
     "t5": T5,
     "resnet": RESNET,
+    "gemma": GEMMA,
     "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
     "neox": NEOX,
     "captured": CAPTURED,
 }

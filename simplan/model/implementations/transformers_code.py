@@ -1,12 +1,14 @@
 """Layers as in Hugging Face transformers 5.23, where they differ from the layers that families build.
 
-- Llama, Qwen2, Qwen3, Mixtral: RMSNorm is single operations in FP32. Backward needs the input in FP32 and the
-  normalized input in addition to one number per row (models/llama/modeling_llama.py, LlamaRMSNorm).
+- Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE: RMSNorm is single operations in FP32. Backward needs the input in FP32 and
+  the normalized input in addition to one number per row (models/llama/modeling_llama.py, LlamaRMSNorm).
 - Under autocast every matrix casts its input separately: queries, keys and values have three copies of one input.
 - GPT-2: GELU is ``gelu_new``, eight operations whose backward needs four tensors (activations.py, NewGELUActivation);
   matrices are stored as (inputs, outputs) (pytorch_utils.py, Conv1D).
-- Mixtral: gate and up of an expert are one matrix. Tokens are sorted by expert and multiplied by one grouped GEMM
-  without capacity: exactly ``top_k`` rows per token (integrations/moe.py, grouped_mm_experts_forward, the default).
+- Mixtral, Qwen3's experts: gate and up of an expert are one matrix. Tokens are sorted by expert and multiplied by one
+  grouped GEMM without capacity: exactly ``top_k`` rows per token (integrations/moe.py, grouped_mm_experts_forward, the
+  default). Mixtral weighs results in FP32, Qwen3 in the dtype of the router's scores (models/qwen3_moe/
+  modeling_qwen3_moe.py, Qwen3MoeTopKRouter).
 
 Parameters are in the order in which transformers' modules register them, under this package's names.
 """
@@ -27,7 +29,7 @@ _CONV1D = ("qkv.weight", "proj.weight", "up.weight", "down.weight")
 
 
 def as_transformers(layer: LayerSpec) -> LayerSpec:
-    """An unsharded layer of GPT-2, Llama, Qwen2, Qwen3 or Mixtral as in transformers."""
+    """An unsharded layer of GPT-2, Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE as in transformers."""
     operators = tuple(found for operator in layer.operators for found in _operators(operator))
     parameters = layer.parameters
     if layer.kind is LayerKind.BLOCK:
@@ -129,20 +131,24 @@ def _grouped_experts(
     gate, down = operators[names.index("experts_gate")].kernel, operators[names.index("experts_down")].kernel
     assert isinstance(gate, Gemm)
     assert isinstance(down, Gemm)
-    shapes = {parameter.name: parameter.shape for parameter in parameters}
-    experts, width, _ = shapes["experts_gate.weight"]
-    both = ParameterSpec("experts_gate_up.weight", (experts, 2 * width, shapes["experts_gate.weight"][2]))
+    one = next(parameter for parameter in parameters if parameter.name == "experts_gate.weight")
+    experts, width, hidden = one.shape
+    both = replace(one, name="experts_gate_up.weight", shape=(experts, 2 * width, hidden))
     chosen = sum(t.elements for t in operators[first].makes if t.name == "their weights")
     tokens = operators[last].makes[0].elements // gate.k
-    made = tuple(
-        _of_experts(tokens, chosen, replace(gate, m=chosen, model_rows=0), replace(down, m=chosen, model_rows=0))
-    )
+    wide = not any(parameter.name == "q_norm.weight" for parameter in parameters)  # Mixtral
+    gate, down = (replace(matrix, m=chosen, model_rows=0) for matrix in (gate, down))
+    made = tuple(_of_experts(tokens, chosen, gate, down, wide=wide))
     kept = [p for p in parameters if p.name not in ("experts_gate.weight", "experts_up.weight")]
     kept.insert(next(i for i, p in enumerate(kept) if p.name == "experts_down.weight"), both)
+    if not wide:  # the router is registered after the experts
+        router = next(i for i, p in enumerate(kept) if p.name == "router.weight")
+        kept.insert(next(i for i, p in enumerate(kept) if p.name == "experts_down.weight"), kept.pop(router))
     return (*operators[:first], *made, *operators[last + 1 :]), tuple(kept)
 
 
-def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Operator]:
+def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm, *, wide: bool) -> Iterator[Operator]:
+    """Routing, experts and the weighed sum of their results, with weights in FP32 if ``wide``."""
     h, width, experts = gate.k, gate.n, gate.num_groups
     rows = chosen * h
 
@@ -152,6 +158,7 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
     mlp, grouped = frozenset({Role.MLP}), frozenset({Role.MLP, Role.EXPERTS})
     scores, best = fp32("probabilities of experts", tokens * experts), fp32("probabilities of chosen experts", chosen)
     sums, weights = fp32("their sums", tokens), fp32("their weights", chosen)
+    used = weights if wide else Tensor("their weights, cast", chosen)
     which = Tensor("chosen experts", chosen, INDEX_BYTES)
     yield Operator(
         kernel=Pointwise("routing", 4 * tokens * experts, 3 * tokens * experts, launches=(6, 8)),
@@ -160,10 +167,12 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
         saves=(scores.name, best.name, sums.name, which.name),
         roles=mlp,
     )
+    if not wide:
+        yield cast(weights.name, used)
     ends = Tensor("ends of experts", experts, _ENDS_BYTES, per_microbatch=True)
     selected = Tensor("tokens by expert", rows)
     rows_of = [Tensor(f"rows of {what}", chosen, INDEX_BYTES) for what in ("tokens", "weights", "results")]
-    sorted_weights = fp32("weights by expert", chosen)
+    sorted_weights = replace(used, name="weights by expert")
     yield Operator(
         kernel=Pointwise("dispatch", rows, rows, moves=True, launches=(8, 2)),
         reads=("norm2 output",),
@@ -171,7 +180,7 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
         saves=(rows_of[0].name,),
         roles=mlp,
     )
-    yield Operator(reads=(weights.name,), makes=(sorted_weights, rows_of[1]), saves=(rows_of[1].name,), roles=mlp)
+    yield Operator(reads=(used.name,), makes=(sorted_weights, rows_of[1]), saves=(rows_of[1].name,), roles=mlp)
     output = Tensor("experts_gate_up output", 2 * chosen * width)
     halves = [Tensor(f"experts_{half} output", chosen * width) for half in ("gate", "up")]
     yield Operator(
@@ -208,21 +217,26 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
         parameters=("experts_down.weight",),
         roles=grouped,
     )
-    weighed, unsorted_ = fp32("weighed results", rows), fp32("weighed results by token", rows)
-    upcast = replace(fp32("results of experts, upcast", rows), widened=True)
-    total = fp32("combined output in FP32", tokens * h)
+    weighed, unsorted_, scratch = (
+        fp32(name, rows) if wide else Tensor(name, rows)
+        for name in ("weighed results", "weighed results by token", "weighed results scratch")
+    )
+    upcasts = (replace(fp32("results of experts, upcast", rows), widened=True),) if wide else ()
+    combined = Tensor("combined output", tokens * h)
+    total = fp32("combined output in FP32", tokens * h) if wide else combined
     yield Operator(
         kernel=Pointwise("combine", 3 * rows, 2 * rows + tokens * h, launches=(5, 5)),
         reads=(result.name, sorted_weights.name),
         makes=(weighed,),
         saves=(result.name, sorted_weights.name),
-        forward_scratch=(upcast,),
-        backward_scratch=(upcast, fp32("weighed results scratch", rows)),
+        forward_scratch=upcasts,
+        backward_scratch=(*upcasts, scratch),
         roles=mlp,
     )
     yield Operator(reads=(weighed.name,), makes=(unsorted_, rows_of[2]), saves=(rows_of[2].name,), roles=mlp)
     yield Operator(reads=(unsorted_.name,), makes=(total,), roles=mlp)
-    yield cast(total.name, Tensor("combined output", tokens * h))
+    if wide:
+        yield cast(total.name, combined)
 
 
 def _norms_of_heads_first(operators: Sequence[Operator]) -> Iterator[Operator]:

@@ -44,6 +44,7 @@ _OTHER_FIXES: Mapping[str, str] = {
     "run": _OF_RUN,
     "demo": _OF_RUN,
     "largest": "write a search with `simplan search SCENARIO -o search.json`",
+    "largest_by_hardware": "write a search with `simplan search SCENARIO -o search.json`",
 }
 """By kind of a document that a report does not show: how to get one that it shows, unless it is ``_PREDICT``."""
 

@@ -20,6 +20,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mpt": {"family": "mpt", **_TOKENS},
     "neox": {"family": "neox", **_TOKENS},
     "gemma2": {"family": "gemma2", "num_key_value_heads": 4, "head_dim": 16, "sliding_window": 24, **_TOKENS},
+    "gemma": {"family": "gemma", "num_key_value_heads": 4, "head_dim": 16, **_TOKENS},
+    "gemma3": {"family": "gemma3", "num_key_value_heads": 4, "head_dim": 16, "sliding_window": 24, **_TOKENS},
     "bert": {"family": "bert", **_TOKENS},
     "vit": {"family": "vit", "image_size": 32, "patch_size": 4, "num_classes": 10},
 }

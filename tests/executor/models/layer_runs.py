@@ -97,7 +97,8 @@ class LayerRun:
         narrow_weights = self.state.residual == 2 and precision != "autocast"
         dtype = torch.bfloat16 if narrow_weights else torch.float32
         frozen = torch.bfloat16 if spec.lora_rank and precision != "fp32" else dtype
-        self._capped = FAMILIES[spec.family].soft_cap
+        scaled = FACTOR if self.layer.kind is LayerKind.EMBEDDING and spec.family.startswith("gemma") else 0
+        self._numbers_bytes = FACTORS if FAMILIES[spec.family].soft_cap else scaled
         self._fp32_norms = frozen is torch.float32 or spec.family not in WITH_LAYER_NORM
         self._stage = build_stage(spec, [index], dtype, CPU, 0, self._parallel, recompute, frozen_dtype=frozen)
         prepare(self._stage)
@@ -157,7 +158,7 @@ class LayerRun:
         made = BATCH * self.layer.output_bytes(self.state.activation, self.state.residual)[0]
         outputs, held, _ = traced(self.forward, onednn=onednn)
         most = SCALARS if self.layer.kind is LayerKind.HEAD else 0
-        most += FACTORS if self._capped else 0
+        most += self._numbers_bytes
         most += FACTOR * sum(p.name.endswith(".magnitude") for p in self.layer.parameters)
         assert 0 <= held - made - self.kept_bytes(layer) - also_bytes <= most
         del outputs

@@ -22,6 +22,7 @@ from simplan.model.layer import Gemm, LayerKind, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.predict import predict, run_spec_of
+from simplan.rules.model import has_transformers_code
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 from simplan.validate.compare import compare
@@ -52,12 +53,16 @@ MODELS: dict[str, ModelSpec] = {
         **SIZES, family="moe", num_key_value_heads=2, moe_intermediate_size=96, num_experts=4, top_k=2,
         tied_embeddings=False,
     ),
+    "qwen3moe": ModelSpec(
+        **SIZES, family="moe", num_key_value_heads=2, moe_intermediate_size=96, num_experts=4, top_k=2,
+        tied_embeddings=False, qk_norm="head", head_dim=32,
+    ),
 }  # fmt: skip
 PRECISIONS = [
     (name, precision)
     for name in MODELS
     for precision in ("fp32", "autocast", "cast")
-    if (name, precision) != ("mixtral", "autocast")  # refused
+    if not (MODELS[name].num_experts and precision == "autocast")  # refused
 ]
 NUMBERS_BYTES = 24
 """Constants of gelu_new that autograd holds as tensors: five in FP32 or 64 bits."""
@@ -172,7 +177,7 @@ def weights_of(block: nn.Module, name: str) -> dict[str, Tensor]:
             if n.startswith("qkv.")
         }
         return own | grouped
-    if name == "mixtral":
+    if MODELS[name].num_experts:
         both = own.pop("experts_gate_up.weight")
         own["experts_gate.weight"], own["experts_up.weight"] = both.chunk(2, dim=1)
     return own
@@ -184,7 +189,7 @@ def test_own_blocks_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch)
     if name == "gpt2":
         monkeypatch.setattr(functional, "gelu", partial(functional.gelu, approximate="tanh"))
     spec = MODELS[name]
-    if name == "mixtral":  # places for all tokens
+    if spec.num_experts:  # places for all tokens
         spec = spec.model_copy(update={"capacity_factor": 2.0})
     theirs = build_stage(MODELS[name], [1], torch.float32, CPU, 0, model_code="transformers")
     ours = build_stage(spec, [1], torch.float32, CPU, 1)
@@ -251,6 +256,7 @@ def predicted(name: str, plan: dict[str, Any], **training: Any) -> Any:
         pytest.param("qwen2", "fsdp-recompute", marks=pytest.mark.slow),
         pytest.param("qwen3", "ddp", marks=pytest.mark.slow),
         pytest.param("mixtral", "fsdp", marks=pytest.mark.slow),
+        pytest.param("qwen3moe", "fsdp", marks=pytest.mark.slow),
         pytest.param("qwen2", "tp", marks=pytest.mark.slow),
         pytest.param("qwen3", "tp-whole-tokens", marks=pytest.mark.slow),
     ],
@@ -270,6 +276,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], st
     "selective": ("llama", {}, {"dp_shard": 2, "recompute": "selective"}, {}, "recomputing parts of transformers'"),
     "split backward": ("llama", {}, {"pp": 2, "schedule": "zb-h1"}, {}, "a split backward of transformers' code"),
     "window": ("llama", {"sliding_window": 8}, {"dp_shard": 2}, {}, "model.sliding_window = 8: this with"),
+    "window as long as sequences": ("llama", {"sliding_window": 32}, {"dp_shard": 2}, {}, "sliding_window = 32: this"),
     "mpt": ("gpt2", {"family": "mpt"}, {"dp_shard": 2}, {}, "model.family = mpt: transformers' code"),
     "experts in autocast": ("mixtral", {}, {"dp_replicate": 2}, {"precision": "bf16"}, "under autocast"),
     "fp8": ("llama", {}, {"dp_shard": 2}, {"precision": "fp8"}, "this precision with transformers"),
@@ -283,6 +290,13 @@ def test_refuses_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, name, changed)
     with pytest.raises(NotModelledError, match=words):
         predicted(name, plan, **training)
+
+
+def test_a_window_longer_than_sequences_does_nothing() -> None:
+    """Mistral 7B v0.1 with sequences below 4,096 tokens: no mask, as in transformers."""
+    windowed = MODELS["llama"].model_copy(update={"sliding_window": 33})
+    assert has_transformers_code(windowed)
+    assert [layer.key for layer in windowed.layers] == [layer.key for layer in MODELS["llama"].layers]
 
 
 def job_of(name: str) -> RunSpec:

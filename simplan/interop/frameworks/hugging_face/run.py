@@ -615,9 +615,10 @@ class TrainerRun:
             if compiles is not None:
                 self.reading.put("software.compiled", True, compiles)
                 compiles = None
-        elif (self._model is not None and not has_transformers_code(self._model)) or is_split or moves:
+        elif not self._has_transformers_code() or is_split or moves or self._adapts_experts():
             of = "split over sequences or tensors" if is_split else "for this model"
             of = "with activations on the host" if moves else of
+            of = "with adapters of experts" if self._adapts_experts() else of
             name, where = "torch", f"the code of transformers {of} is not modeled"
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"
@@ -631,6 +632,16 @@ class TrainerRun:
             self.reading.not_modeled(compiles, "compiled blocks are faster and save fewer tensors")
         self.reading.put("software.preset", name, where)
         self._read_loss()
+
+    def _has_transformers_code(self) -> bool:
+        """False if transformers' code of the model is not modeled, with sequences as long as those of the run."""
+        if self._model is None:
+            return True
+        seq_len = self.reading.written("model.seq_len") or self._model.seq_len
+        return has_transformers_code(self._model.model_copy(update={"seq_len": seq_len}))
+
+    def _adapts_experts(self) -> bool:
+        return any(str(target).startswith("experts_") for target in self.reading.written("model.lora_targets") or ())
 
     def _read_loss(self) -> None:
         """Loss in chunks: Liger's, or that of TRL, which is its default."""

@@ -204,7 +204,7 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
     writing.taken(*(f"model.{field}" for field in type(model).model_fields if field != "document_lengths"))
     config = config_of(model)
     if config is None:
-        writing.refuse("model.family", "use a model that transformers has: gpt, llama, moe, mpt, bert, neox, gemma2")
+        writing.refuse("model.family", "use a model that transformers has: gpt, llama, moe, mpt, bert, neox or gemma")
     key = "--config_name" if training.task == "pretrain" else "--model_name_or_path"
     writing.set(key, MODEL_FOLDER, "model")
     writing.set("--block_size" if training.task == "pretrain" else "--max_length", model.seq_len, "model.seq_len")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from simplan.scenario import Scenario, SearchScenario, load_scenario, load_searc
 from simplan.scenario.writing import scenario_text
 from simplan.search import Largest, RankedPlan, SearchProgress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
-from simplan.search.largest import QUANTITIES
+from simplan.search.largest import QUANTITIES, Quantity
 from simplan.search.space import check_without_plan, searched_options, with_options
 from simplan.search.switch import PlanSwitch, changed_keys
 from simplan.units import format_percent, format_time
@@ -68,6 +68,22 @@ class SearchOptions:
     from_current: bool = False
     budget: Mapping[str, float | None] = field(default_factory=dict)
 
+    def quantity(self, scenario: SearchScenario) -> Quantity:
+        """Quantity to maximize.
+
+        Raises:
+            SpecError: It is none, or the scenario does not say the batch that bounds it.
+        """
+        name = self.largest
+        if name not in QUANTITIES:
+            fix = did_you_mean(str(name), QUANTITIES)
+            raise SpecError(Problem(field="--largest", value=name, rule="is not a quantity to make large", fix=fix))
+        if name == "microbatch_size" and scenario.batch_is_assumed:
+            batch = scenario.job.training.global_batch_size
+            rule = f"is at most the batch of a device, and the batch of {batch:,} was assumed"
+            raise SpecError(Problem(field="--largest", value=name, rule=rule, fix="give --global-batch-size"))
+        return cast(Quantity, name)
+
 
 def search_command(
     request: ScenarioRequest,
@@ -80,8 +96,8 @@ def search_command(
     """``simplan search``."""
     scenario = request.search(from_current=options.from_current)
     command = f"simplan search {request.argument()}" + " --from-current" * options.from_current
-    space = _space(scenario, options)
-    current_space = None if scenario.current_space is None else _space(scenario, options, scenario.current_space)
+    space = search_space(scenario, options)
+    current_space = None if scenario.current_space is None else search_space(scenario, options, scenario.current_space)
     scenario = replace(scenario, space=space, current_space=current_space)
     _check_rank(options, space)
     refuse_unneeded(scenario, calibration_file)
@@ -90,7 +106,7 @@ def search_command(
         return _largest(scenario, command, space, calibration, options, as_json=as_json, output=output)
     if note := slow_search(scenario.job, space):
         say(note)
-    with _Watch() as watch:
+    with Watch() as watch:
         result = search(
             scenario.job,
             space,
@@ -180,19 +196,12 @@ def _largest(
     as_json: bool,
     output: Path | None,
 ) -> int:
-    quantity = options.largest
-    if quantity not in QUANTITIES:
-        fix = did_you_mean(str(quantity), QUANTITIES)
-        raise SpecError(Problem(field="--largest", value=quantity, rule="is not a quantity to make large", fix=fix))
-    if quantity == "microbatch_size" and scenario.batch_is_assumed:
-        batch = scenario.job.training.global_batch_size
-        rule = f"is at most the batch of a device, and the batch of {batch:,} was assumed"
-        raise SpecError(Problem(field="--largest", value=quantity, rule=rule, fix="give --global-batch-size"))
-    with _Watch() as watch:
+    quantity = options.quantity(scenario)
+    with Watch() as watch:
         found = largest(
             scenario.job,
             space,
-            quantity,  # type: ignore[arg-type] # checked above
+            quantity,
             lambda value: watch.update(0, 0, f"trying {value:,}"),
             calibration=calibration,
             jobs=options.jobs,
@@ -207,8 +216,8 @@ def _largest(
     print_result(
         f"{scenario.name}: {quantity} = {found.value:,} is the largest {where} for which a plan fits\n"
         f"  plan         {search_plan_words(found.plan, found.software)}\n"
-        f"  fits         {_listed(found.fitting)}\n"
-        f"  does not     {_listed(found.failing)}\n"
+        f"  fits         {listed(found.fitting)}\n"
+        f"  does not     {listed(found.failing)}\n"
         f"  memory       plans may use {format_percent(space.max_memory_fraction)} of the device memory"
         " (--max-memory-fraction)"
         + (f"\n\n{assumed_text(scenario.assumptions)}" if scenario.assumptions else "")
@@ -217,11 +226,12 @@ def _largest(
     return 0
 
 
-def _listed(values: tuple[int, ...]) -> str:
+def listed(values: tuple[int, ...]) -> str:
+    """Numbers as words."""
     return ", ".join(f"{value:,}" for value in values) or "none"
 
 
-def _space(scenario: SearchScenario, options: SearchOptions, given: SearchSpace | None = None) -> SearchSpace:
+def search_space(scenario: SearchScenario, options: SearchOptions, given: SearchSpace | None = None) -> SearchSpace:
     """Search space, by default that of the scenario, with the changes of the flags."""
     space = given or scenario.space
     update: dict[str, Any] = {}
@@ -352,7 +362,7 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
     ]
 
 
-class _Watch(ProgressLine):
+class Watch(ProgressLine):
     """Progress: the current phase, its parts done, the best plan so far, and the time that the phase still takes."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from simplan import catalog
-from simplan.cli.search import slow_search
+from simplan.cli.search.command import slow_search
 from simplan.search import RANGES, SearchSpace
 from tests.cli.calls import Simplan, refused
 from tests.interrupts import heed_interrupts
