@@ -641,7 +641,8 @@ class TrainerRun:
         return has_transformers_code(self._model.model_copy(update={"seq_len": seq_len}))
 
     def _adapts_experts(self) -> bool:
-        return any(str(target).startswith("experts_") for target in self.reading.written("model.lora_targets") or ())
+        targets = self.reading.written("model.lora_targets") or ()
+        return not {*table("routed")}.isdisjoint(str(target).rpartition(".")[2] for target in targets)
 
     def _read_loss(self) -> None:
         """Loss in chunks: Liger's, or that of TRL, which is its default."""
