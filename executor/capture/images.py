@@ -365,7 +365,8 @@ def _tokens(module: nn.Module, layout: _Layout, number: int) -> int:
     pooled = getattr(found, "pooler_output", None)
     found = pooled if pooled is not None else getattr(found, "last_hidden_state", found)
     parts = found if isinstance(found, list | tuple) else [found]
-    return sum(part.numel() // part.shape[-1] for part in parts) // number
+    rows: int = sum(part.numel() // part.shape[-1] for part in parts)
+    return rows // number
 
 
 def _placeholder(config: Any) -> int:
@@ -394,4 +395,5 @@ def _word(config: Any) -> int:
         if isinstance(value, int) and "token" in key
     }
     vocabulary = int(text.vocab_size)
-    return next(number for number in range(vocabulary - 1, -1, -1) if number not in special)
+    found: int = next(number for number in range(vocabulary - 1, -1, -1) if number not in special)
+    return found
