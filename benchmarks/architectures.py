@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from executor.capture.capture import Batch, fake_module, fake_tensor, loss_of, model_from_module
 from executor.capture.hugging_face import batch_of, module_of_config
 from executor.capture.trace import as_on_gpus
+from executor.capture.values import NEEDS_VALUES
 from simplan.errors import SpecError
 from simplan.model.captured.layers import captured_layers
 from simplan.model.layer import Gemm, LayerSpec
@@ -160,7 +161,10 @@ def judged(module: nn.Module, batch: Batch, kind: str = "") -> Judged:
     captured = model_from_module(module, batch, precisions=("fp32",))
     layers = captured_layers(captured)
     own = sum(parameter.numel() for parameter in module.parameters())
-    saved, forward, backward = counted_by_torch(module, batch)
+    try:
+        saved, forward, backward = counted_by_torch(module, batch)
+    except NEEDS_VALUES:  # torch has no counters for a batch with values and weights without
+        saved = forward = backward = 0
     matmuls = [kernel for layer in layers for kernel in layer.kernels if isinstance(kernel, Gemm)]
     return Judged(
         kind=kind,

@@ -176,7 +176,7 @@ def _grid(module: nn.Module, accepted: Mapping[str, Any], config: Any, vision: A
     merge = _square(getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_kernel_size", None) or 1)
     size = _size_of(config, images, patch * merge)
     rows, columns = size[0] // patch, size[1] // patch
-    shape = _channels(vision), patch, patch
+    shape: tuple[int, ...] = (_channels(vision), patch, patch)
     if depth is not None or not _convolves(module):
         shape = (_channels(vision) * (depth or 1) * patch * patch,)
 
@@ -365,7 +365,8 @@ def _tokens(module: nn.Module, layout: _Layout, number: int) -> int:
     pooled = getattr(found, "pooler_output", None)
     found = pooled if pooled is not None else getattr(found, "last_hidden_state", found)
     parts = found if isinstance(found, list | tuple) else [found]
-    return sum(part.numel() // part.shape[-1] for part in parts) // number
+    rows: int = sum(part.numel() // part.shape[-1] for part in parts)
+    return rows // number
 
 
 def _placeholder(config: Any) -> int:
@@ -393,4 +394,6 @@ def _word(config: Any) -> int:
         for key, value in vars(part).items()
         if isinstance(value, int) and "token" in key
     }
-    return next(number for number in range(text.vocab_size - 1, -1, -1) if number not in special)
+    vocabulary = int(text.vocab_size)
+    found: int = next(number for number in range(vocabulary - 1, -1, -1) if number not in special)
+    return found

@@ -92,7 +92,8 @@ def _really(module: nn.Module, batch: dict[str, Tensor]) -> tuple[int, int, int]
             loss = real(**batch).loss
         with counters[1]:
             loss.backward()
-    return sum(size for key, size in sizes.items() if key not in known), *(c.get_total_flops() for c in counters)
+    num_bytes = sum(size for key, size in sizes.items() if key not in known)
+    return num_bytes, counters[0].get_total_flops(), counters[1].get_total_flops()
 
 
 class _Saved:
@@ -163,7 +164,8 @@ class _Looping(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         if not self._loops:
-            return self.second(self.first(x).relu()).exp()
+            together: Tensor = self.second(self.first(x).relu())
+            return together.exp()
         ends = lengths.cumsum(0).tolist()
         parts = [self.second(self.first(x[end - 4 : end]).relu()) for end in ends]
         return torch.cat(parts).exp()
