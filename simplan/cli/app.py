@@ -825,7 +825,7 @@ def report(
         Path, typer.Option("--output", "-o", metavar="FILE.html", help="HTML file for the report.")
     ] = Path("report.html"),
 ) -> int:
-    """Write predictions, searches, whole runs, explanations and comparisons as one HTML page.
+    """Write predictions, searches, runs with failures, explanations and comparisons as one HTML page.
 
     For example: simplan predict A.yaml B.yaml -o plans.json; simplan report plans.json
 

@@ -178,11 +178,13 @@ def with_fake_quantization(layer: LayerSpec, simulated: SimulatedLinears) -> Lay
             operators.append(made)
     widths = simulated.weight_bytes, simulated.activation_bytes
     words = form.weights, form.activations or "", form.inputs_per_scale, *widths, simulated.microbatch_size
-    buffers = (*layer.buffers, *(table for gemm in gemms for table in _kept_scales(gemm, simulated)))
+    attributes = tuple(table for gemm in gemms for table in _kept_scales(gemm, simulated))
     key = f"{layer.key},simulated:{':'.join(map(str, words))}"
     # an autograd function saves its operands when it has run
     late = tuple(names) if make is _packed else ()
-    return replace(layer, key=key, operators=tuple(operators), buffers=buffers, late_savers=layer.late_savers + late)
+    return replace(
+        layer, key=key, operators=tuple(operators), attributes=attributes, late_savers=layer.late_savers + late
+    )
 
 
 def fake_quantized(layer: LayerSpec) -> list[Gemm]:

@@ -104,6 +104,7 @@ class LayerSpec:
         matmul_dtype_outputs: Indices of outputs in the precision of matmuls instead of that of the residual stream.
         constants: Lookup tables made once and shared by all layers of this key on a rank.
         buffers: Tables of this layer alone that are neither weights nor saved for backward.
+        attributes: Tables of modules that are no buffers, which DDP does not broadcast.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         compiled: The layer is one torch.compile function, whose backward returns all gradients of weights at its end.
         full_recompute_pass: Recomputation re-executes the layer to its end (no early stop), although nothing needs the
@@ -126,6 +127,7 @@ class LayerSpec:
     matmul_dtype_outputs: tuple[int, ...] = ()
     constants: tuple[Tensor, ...] = ()
     buffers: tuple[Tensor, ...] = ()
+    attributes: tuple[Tensor, ...] = ()
     tied: tuple[str, ...] = ()
     compiled: bool = False
     full_recompute_pass: bool = False

@@ -83,6 +83,7 @@ def test_page_shows_a_captured_model(name: str, document: dict[str, Any]) -> Non
     assert complaints(page) == []
 
 
+@pytest.mark.slow
 def test_plans_of_a_captured_model_are_searched_and_opened(document: dict[str, Any]) -> None:
     page = opened_in_session("search", {**document, "plan": {"tp": 4}}, {})
     next(button for button in page.button if button.label == "Search").click().run(timeout=600)

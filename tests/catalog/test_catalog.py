@@ -10,7 +10,7 @@ from simplan.cluster import machine
 from simplan.errors import NotModelledError, SpecError
 from simplan.software.rates import KernelRates
 from simplan.units import GIB, MIB
-from tests.model.test_published_models import ROWS
+from tests.catalog.test_published_models import ROWS
 
 PUBLISHED = {row["num_parameters"] for row in ROWS}
 ROUNDED = {"gpt3-175b", "mt-nlg-530b", "deepseek-v3", "bert-tiny"}
@@ -165,7 +165,7 @@ def test_a_measured_matmul_rate_is_below_the_peak() -> None:
 
 @pytest.mark.parametrize("name", catalog.names("models"))
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
-    """To the unit, and as ``tests/model/published_models.yaml`` has them with their sources, unless rounded."""
+    """To the unit, and as ``tests/catalog/published_models.yaml`` has them with their sources, unless rounded."""
     published = catalog.published_parameters(name)
     rounded = catalog.canonical_name("models", name) in ROUNDED
     assert (published in PUBLISHED) == (not rounded)

@@ -284,6 +284,7 @@ def test_more_nodes_than_the_limit_are_written_by_reference(monkeypatch: pytest.
     assert "simulated ranks" in exported.notes[0]
 
 
+@pytest.mark.slow
 def test_step_with_millions_of_operations_is_refused() -> None:
     with refuses("training.global_batch_size", fix="use a smaller one, such", kind=NotModelledError):
         chakra.export(make_job("llama3-70b", cluster="dgx-h100", num_nodes=1, tp=8, global_batch_size=100_000), "step")

@@ -14,7 +14,7 @@ import yaml
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.formats import ConfigFile, changed_settings, formats
-from simplan.interop.frameworks.hugging_face.models import config_of, preset_of
+from simplan.interop.frameworks.model_names import config_of, preset_of
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.job import Job
 from simplan.model.model import ModelSpec

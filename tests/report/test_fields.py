@@ -96,6 +96,8 @@ def test_values_are_what_a_section_takes(spec: type[ParallelPlan | TrainingSecti
         taken, refused = ["1f1b"], 7
     elif name == "collectives":
         taken, refused = [{kind: "hierarchical"} for kind in ("all_reduce", "all_gather", "all_to_all")], 7
+    elif name == "fake_quantization":
+        taken, refused = [{"weights": "int4", "group_size": 32}], 7
     elif name == "optimizer_dtypes":
         taken, refused = [{"exp_avg": "bf16"}, {"exp_avg_sq": "fp8", "main_params": "fp16"}], 7
     else:

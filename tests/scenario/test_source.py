@@ -80,6 +80,7 @@ def test_context_ranks_alone_shard_where_the_software_does(name: str) -> None:
         "accelerate",
         "deepspeed",
         "maxtext",
+        "litgpt",
     }
     wanted = 3 if name in of_fsdp else 0
     given = {"cluster.num_devices": 8, "model.seq_len": 4096, "software": name}
@@ -166,8 +167,8 @@ def test_unknown_names_are_compared_with_files_and_models(tmp_path: Path, monkey
     assert refusal("lama3-8b").endswith("is neither a file nor a model of the catalog; did you mean llama3-8b?")
     assert refusal("fsdp").endswith("did you mean fsdp.yaml?")
     assert refusal("fsd.yaml").endswith("does not exist; did you mean fsdp.yaml?")
-    with pytest.raises(NotModelledError, match="the Gemma family is not modeled yet"):
-        scenario_from("gemma-7b")
+    with pytest.raises(NotModelledError, match="the Phi family is not modeled yet"):
+        scenario_from("phi-2")
     Path("empty").mkdir()
     with refuses("", rule="is a folder without config.json", file="empty"):
         scenario_from("empty")

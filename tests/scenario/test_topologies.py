@@ -180,6 +180,7 @@ def test_too_many_links_are_refused(tmp_path: Path) -> None:
     assert "at most 2,000,000 are simulated" in refusal(tmp_path, many, preset="dgx-h100", num_nodes=8192)
 
 
+@pytest.mark.slow
 def test_search_leaves_out_sizes_that_a_torus_cannot_have(tmp_path: Path) -> None:
     """Halves of 64 devices have another shape; those of a rail-optimized network have the same topology."""
     job = cluster_of(tmp_path, {"kind": "torus", "shape": [4, 4, 4]}, **TORUS)

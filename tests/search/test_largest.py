@@ -28,6 +28,7 @@ def fits(**changes: int) -> bool:
     return search(job, SPACE, explain=False).best is not None
 
 
+@pytest.mark.slow
 def test_the_largest_model() -> None:
     found = largest(ASKED, SPACE, "num_hidden_layers")
     assert found.value > 4

@@ -18,7 +18,7 @@ from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks import tables
 from simplan.interop.frameworks.hugging_face.keys import flattened, is_one_of
-from simplan.interop.frameworks.hugging_face.models import preset_of
+from simplan.interop.frameworks.model_names import preset_of
 
 _TITLE = "torchtune configuration"
 _MODEL, _OPTIMIZER, _LOSS = "model._component_", "optimizer._component_", "loss._component_"

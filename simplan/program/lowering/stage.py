@@ -215,7 +215,7 @@ class Stages:
     def constant_bytes(self, stage: int) -> int:
         """Returns bytes of constant tables, shared by layers of a stage, and of buffers, which weights' dtypes have."""
         shared = {table for layer in self.layers[stage] for table in layer.constants}
-        buffers = [table for layer in self.layers[stage] for table in layer.buffers]
+        buffers = [table for layer in self.layers[stage] for table in (*layer.buffers, *layer.attributes)]
         return sum(table.num_bytes(self.state.activation, self.state.residual) for table in shared) + sum(
             table.elements * (table.bytes_per_element or self.state.frozen) for table in buffers
         )
@@ -225,8 +225,6 @@ class Stages:
         found: dict[int | None, list[int]] = {}
         for layer in self.layers[stage]:
             for table in layer.buffers:
-                if table.per_microbatch:  # attributes of modules, which DDP does not know
-                    continue
                 width = table.bytes_per_element or self.state.frozen
                 found.setdefault(table.bytes_per_element, []).append(table.elements * width)
         return [*found.values()]

@@ -109,6 +109,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.slow
 def test_a_config_without_a_family_is_captured_on_the_way(
     simplan: Simplan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_stages_have_units_by_class(tmp_path: Path) -> None:
     assert issued_as_predicted(run_job(job_of(prediction_of("Alternating", UNITS)), tmp_path / "issued"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", slow_except(["bf16"], ["fp32", "bf16"]))
 def test_stages_with_units_by_class_are_rehearsed(precision: Precision) -> None:
     job = job_of(prediction_of("Alternating", UNITS, precision))

@@ -255,6 +255,7 @@ def of_two_ranks(compression: Compression, **fields: Any) -> RunSpec:
     return make_job(plan=plan, dp=2, num_warmup_steps=2, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(["one_bit_adam"], ALL))
 def test_resumed_run_equals_undisturbed(name: str, tmp_path: Path) -> None:
     job = of_two_ranks(ALL[name])
@@ -287,6 +288,7 @@ def predicted_bytes(job: RunSpec) -> int:
     return buffers[0] - buffers[1]
 
 
+@pytest.mark.slow
 def test_errors_of_other_ranks_begin_at_zero_with_a_note(tmp_path: Path) -> None:
     job = of_two_ranks(ALL["top_k"])
     run_job(with_checkpoints(job, tmp_path / "kept", 4), tmp_path / "first")

@@ -335,6 +335,7 @@ def test_compiled_ranks_have_the_losses_of_one_process(tmp_path: Path, monkeypat
     assert measurement.losses == pytest.approx(one_process(job, 3, casts_weights=True), rel=5e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("family", "precision", "recipe"),

@@ -51,6 +51,7 @@ def test_predicted_owners_are_those_of_torch(sizes: tuple[int, ...], num_ranks: 
     assert partition_states(sizes, num_ranks) == owners
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_except(["lamb"], ["adamw", "lars", "lamb"]))
 def test_more_ranks_than_parameters_issue_what_is_predicted(optimizer: OptimizerName) -> None:
     """Ranks without parameters broadcast as well, and take part in no norms of LARS and LAMB."""

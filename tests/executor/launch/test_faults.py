@@ -148,6 +148,7 @@ def test_interrupting_the_launcher_ends_all(
     assert kept.losses
 
 
+@pytest.mark.slow
 def test_a_run_is_alone_and_its_ranks_do_not_outlive_it(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
     """A second run in its folder would overwrite its files, and take its heartbeats for those of its own ranks.
 

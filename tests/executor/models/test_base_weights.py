@@ -207,6 +207,7 @@ def job_with(name: str, plan: dict[str, Any]) -> RunSpec:
     return job.model_copy(update={"training": training})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), RANKS)
 def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, plan: str, tmp_path: Path) -> None:
     """In FP32, the precision in which bitsandbytes quantizes here."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simplan import catalog
-from simplan.interop.frameworks.hugging_face.models import config_of
+from simplan.interop.frameworks.model_names import config_of
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.software.loading_peaks import LoadingPeaks, loading_peaks

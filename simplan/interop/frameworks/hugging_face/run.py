@@ -22,7 +22,6 @@ from simplan.interop.frameworks.hugging_face.adapters import read_targets
 from simplan.interop.frameworks.hugging_face.devices import read_devices
 from simplan.interop.frameworks.hugging_face.images import capture_instead, read_frozen_parts, read_images
 from simplan.interop.frameworks.hugging_face.keys import Keys, table, whole
-from simplan.interop.frameworks.hugging_face.models import preset_of
 from simplan.interop.frameworks.hugging_face.preference import (
     SETTINGS,
     preference_task,
@@ -52,6 +51,7 @@ from simplan.interop.frameworks.hugging_face.tools import (
     read_unsloth,
 )
 from simplan.interop.frameworks.hugging_face.trained_parts import read_trained_parts
+from simplan.interop.frameworks.model_names import preset_of
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.nccl import read_nccl_algo
 from simplan.io import folder_of, is_file, read_json

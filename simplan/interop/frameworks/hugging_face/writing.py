@@ -10,8 +10,8 @@ import shlex
 from typing import Any
 
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.hugging_face.models import config_of
 from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS, ENDS, OPTIMIZERS
+from simplan.interop.frameworks.model_names import config_of
 from simplan.interop.writing import MASTER_ADDR, NODE_RANK, Exported, Option, Writing
 from simplan.job import Job
 from simplan.model.adapters import MODULES
