@@ -63,7 +63,7 @@ def layer_run(name: str, recompute: Recompute, precision: str) -> LayerRun:
 
 def kept_by_modules(layer: LayerSpec) -> int:
     """Bytes of scales that modules hold on to, which a trace of one pass has in part."""
-    return sum(table.elements for table in layer.buffers)
+    return sum(table.elements for table in layer.attributes)
 
 
 @pytest.mark.parametrize(
