@@ -192,7 +192,7 @@ _MODELLED: dict[str, tuple[Any, ...]] = {
 }
 """Supported values of ``ModelSpec`` fields; the first value is the fix."""
 _EXPERTS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "qkv_bias": (False,)}
-"""Of Mixtral and Qwen3's experts, besides."""
+"""Further limits of Mixtral and of Qwen3 with experts."""
 _RECOMPUTES = ("none", "full", "selective_layer")
 _FIX = "use software torch"
 
