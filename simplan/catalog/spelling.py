@@ -10,7 +10,7 @@ out (``spellings.yaml``). A name that fits several entries equally well stands f
 >>> find("devices", "A100 80GB").candidates
 ('a100-sxm-80gb', 'a100-pcie-80gb')
 >>> find_nodes("2x8 H100")
-Nodes(preset='dgx-h100', device='', num_nodes=2, devices_per_node=8, num_devices=None)
+NamedNodes(preset='dgx-h100', device='', num_nodes=2, devices_per_node=8, num_devices=None)
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class _Frame:
 def ticks_of(axis: CurveAxis, first: float, last: float) -> list[float]:
     """Values to label: those of the axis, powers of ten with 2 and 5 times them where few fit, or round steps.
 
-    >>> ticks_of(Axis("", is_log=True), 0.9, 12.0), ticks_of(Axis(""), 0.0, 0.5)
+    >>> ticks_of(CurveAxis("", is_log=True), 0.9, 12.0), ticks_of(CurveAxis(""), 0.0, 0.5)
     ([1.0, 2.0, 5.0, 10.0], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     """
     if axis.ticks:
