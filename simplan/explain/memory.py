@@ -61,7 +61,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
         yield ExplainedTerm(str(category), str(category), num_bytes, "bytes", formula, note)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
-        share = job.software.allocator_reserve
+        share = job.software.allocator_reserve(reshards=job.plan.reshards)
         more = f", with {share:.0%} of transient memory in addition," if share else ""
         if worst.short_bytes:
             more += f" {format_bytes(worst.short_bytes)} of it more than the device has,"

@@ -289,6 +289,11 @@ class ParallelPlan(Spec):
         return self.zero_stage >= 2 and self.dp_shard * self.cp > 1
 
     @property
+    def reshards(self) -> bool:
+        """True for FSDP that frees gathered parameters after a forward, and gathers them again in the backward."""
+        return self.shards_parameters and self.zero_stage == 3 and self.reshard_after_forward
+
+    @property
     def reduces_every_microbatch(self) -> bool:
         """True if gradients are reduced after every microbatch, not only after the last one.
 

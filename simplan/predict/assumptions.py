@@ -172,7 +172,7 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     """Sentences on the device, its allocator, the framework and the links."""
     cluster, software = job.cluster, job.software
     if cluster.device.kind != "cpu":
-        share = software.allocator_reserve
+        share = software.allocator_reserve(reshards=job.plan.reshards)
         yield (
             f"the allocator reserves {share:.0%} of transient memory in addition, in whole 2 MiB blocks"
             if share

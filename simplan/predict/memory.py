@@ -81,10 +81,10 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
         memory = RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {}, capacity_bytes=capacity)
         return _with_intervals(memory, peaks, software.memory_spread, has_allocator=False)
     if software.flat_updates:
-        wanted = peaks.resting + (1 + software.allocator_reserve) * peaks.passes + peaks.update
+        wanted = peaks.resting + (1 + software.allocator_reserve(reshards=job.plan.reshards)) * peaks.passes + peaks.update
         reserved = whole_blocks(int(max(allocated, wanted)))
     else:
-        reserved = whole_blocks(int(allocated + software.allocator_reserve * max(0, allocated - peaks.resting)))
+        reserved = whole_blocks(int(allocated + software.allocator_reserve(reshards=job.plan.reshards) * max(0, allocated - peaks.resting)))
     short = 0
     if capacity is not None:
         short = min(max(0, reserved + context_bytes - capacity), reserved - whole_blocks(allocated))

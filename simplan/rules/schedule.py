@@ -65,7 +65,7 @@ def split_backward_recompute(job: Job) -> Iterator[Problem]:
 )
 def split_backward_reshard(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
-    if _splits(plan) and plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward:
+    if _splits(plan) and plan.reshards:
         sentence = (
             f"torch loses the gradients of parameters that are resharded when a backward is split ({plan.schedule})"
             if software.runtime != "xla"

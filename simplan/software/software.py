@@ -299,6 +299,8 @@ class SoftwareSpec(Spec):
         recompute_layers: Recomputation can be limited to the first blocks of every stage.
         mtp: Multi-token prediction is supported.
         reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
+        resharding_reserve_fraction: ``reserve_fraction`` where gathered parameters are freed in every pass; None for the
+            same.
         memory_spread: Uncertainty of peak memory.
         compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None
             for the same.
@@ -488,6 +490,7 @@ class SoftwareSpec(Spec):
         ),
     )
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    resharding_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     memory_spread: MemorySpread = MemorySpread()
     compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     fp8_any_layout: bool = Field(default=False, exclude=True)
@@ -578,11 +581,15 @@ class SoftwareSpec(Spec):
             return self.traffic
         return _COMPILED_PASSES if self.compiled else 1.0
 
-    @property
-    def allocator_reserve(self) -> float:
-        """Memory that the allocator reserves beyond transient memory, as a fraction of it."""
+    def allocator_reserve(self, *, reshards: bool) -> float:
+        """Memory that the allocator reserves beyond transient memory, as a fraction of it.
+
+        Args:
+            reshards: See ``ParallelPlan.reshards``.
+        """
         compiled = self.compiled_reserve_fraction if self.compiled else None
-        return self.reserve_fraction if compiled is None else compiled
+        resharding = self.resharding_reserve_fraction if reshards else None
+        return next(share for share in (resharding, compiled, self.reserve_fraction) if share is not None)
 
     def layers_of(
         self, model: ModelSpec, plan: ParallelPlan, training: TrainingSpec | None = None

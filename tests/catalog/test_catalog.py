@@ -218,7 +218,7 @@ def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> Non
     later = {"attention_kernel": "flash3"}
     own = later | {"relative_std": software.rates.relative_std, "fitted_on": software.rates.fitted_on}
     assert software.rates == same.rates.model_copy(update=own)
-    assert software.allocator_reserve == same.allocator_reserve > 0
+    assert software.reserve_fraction == same.reserve_fraction > 0
     assert software.sources["rates"].endswith(f"; otherwise as torchtitan-2024: {same.sources['rates']}")
     prior = catalog.software(name, textbook=True)
     assert prior.rates == catalog.software("torchtitan-2024", textbook=True).rates.model_copy(update=later)

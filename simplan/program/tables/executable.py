@@ -83,7 +83,7 @@ def _lost_by_split(table: Table, plan: ParallelPlan) -> Iterator[str]:
     split = _first(table, _SPLIT)
     if split is None:
         return
-    if plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward:
+    if plan.reshards:
         yield (
             f"action {split}: a split backward needs plan.reshard_after_forward = false, "
             "else torch loses the gradients of resharded parameters"

@@ -40,7 +40,8 @@ class MemoryBound:
         self._context_bytes = int(software.context_bytes.get(job.cluster.device.kind, 0))
         if job.cluster.cores_per_node is not None:  # known only from a calibration
             self._context_bytes = 0
-        self._reserve = 1 + (0.0 if job.cluster.device.kind == "cpu" else software.allocator_reserve)
+        reserves = [software.allocator_reserve(reshards=reshards) for reshards in (False, True)]
+        self._reserve = 1 + (0.0 if job.cluster.device.kind == "cpu" else min(reserves))
 
     def bytes(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Column:
         """``(rows,)`` Lower bounds in bytes.
