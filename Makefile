@@ -92,7 +92,7 @@ netbench: $(READY)
 fit: $(READY)
 	$(BIN)/python -m fit.collectives scenarios/published/collectives*.yaml --write
 	$(BIN)/python -m fit.step_times scenarios/published --write
-	$(BIN)/python -m fit.peak_memory scenarios/published --write
+	$(BIN)/python -m fit.peak_memory scenarios/published --fine-tuning scenarios/heldout/finetuning_*.yaml --write
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -16,7 +16,6 @@ from simplan.program.action import Table
 from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import host_peak_bytes, memory_peak, persistent_bytes, step_peaks, whole_blocks
 from simplan.software.loading_peaks import LoadingPeaks, loading_peaks
-from simplan.software.rates import MemorySpread
 
 
 class RankPeaks(NamedTuple):
@@ -79,12 +78,12 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)
     if job.cluster.device.kind == "cpu":
         memory = RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {}, capacity_bytes=capacity)
-        return _with_intervals(memory, peaks, software.memory_spread, has_allocator=False)
+        return _with_intervals(memory, peaks, job, has_allocator=False)
+    reserve = software.allocator_reserve(reshards=job.plan.reshards)
     if software.flat_updates:
-        wanted = peaks.resting + (1 + software.allocator_reserve(reshards=job.plan.reshards)) * peaks.passes + peaks.update
-        reserved = whole_blocks(int(max(allocated, wanted)))
+        reserved = whole_blocks(int(max(allocated, peaks.resting + (1 + reserve) * peaks.passes + peaks.update)))
     else:
-        reserved = whole_blocks(int(allocated + software.allocator_reserve(reshards=job.plan.reshards) * max(0, allocated - peaks.resting)))
+        reserved = whole_blocks(int(allocated + reserve * max(0, allocated - peaks.resting)))
     short = 0
     if capacity is not None:
         short = min(max(0, reserved + context_bytes - capacity), reserved - whole_blocks(allocated))
@@ -100,7 +99,7 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
         capacity_bytes=capacity,
         is_compared=catalog.has_compared_peaks(software.runtime),
     )
-    return _with_intervals(memory, peaks, software.memory_spread, has_allocator=True)
+    return _with_intervals(memory, peaks, job, has_allocator=True)
 
 
 def _with_pages(peaks: RankPeaks, job: Job, calibration: Calibration | None, rank: int) -> RankMemory:
@@ -123,18 +122,21 @@ def _with_pages(peaks: RankPeaks, job: Job, calibration: Calibration | None, ran
     )
 
 
-def _with_intervals(memory: RankMemory, peaks: RankPeaks, spread: MemorySpread, *, has_allocator: bool) -> RankMemory:
+def _with_intervals(memory: RankMemory, peaks: RankPeaks, job: Job, *, has_allocator: bool) -> RankMemory:
     """Memory of a rank with 90% intervals of its peaks, lognormal as those of step times.
 
     The relative width is that of the peak with the full allocator reserve. Lower ends start from the peak without the
     part of the reserve that the device has no memory for, upper ends from the peak with it.
     """
     transient_bytes = peaks.allocated - peaks.resting
+    spread, finetunes = job.software.memory_spread, job.training.task != "pretrain"
     intervals: dict[MemoryKind, tuple[int, int]] = {}
     for kind in get_args(MemoryKind):
         low, high = memory.measurable_bytes(kind), getattr(memory, f"{kind}_bytes")
         allocated = kind == "allocated" or not has_allocator
-        factor = math.exp(NINE_IN_TEN * spread.relative_std(transient_bytes / max(1, high), allocated=allocated))
+        transient = transient_bytes / max(1, high)
+        std = spread.relative_std(transient, allocated=allocated, finetunes=finetunes)
+        factor = math.exp(NINE_IN_TEN * std)
         intervals[kind] = int(low / factor), int(high * factor)
     return replace(memory, interval_bytes=intervals)
 

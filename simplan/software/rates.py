@@ -202,26 +202,30 @@ class FrameworkRates(Spec):
 
 
 class MemorySpread(Spec):
-    """Uncertainty of peak memory, as two independent relative standard deviations.
+    """Uncertainty of peak memory, as independent relative standard deviations.
 
-    Both are those of a normal distribution with the same 90% interval. Persistent tensors (weights, gradients and
-    optimizer states) are sums of known sizes, and have none.
+    They are those of a normal distribution with the same 90% interval. Persistent tensors (weights, gradients and
+    optimizer states) are sums of known sizes, and have none but in fine-tuning.
 
     Attributes:
         transient_std: Of tensors that exist only during a step: activations, unsharded parameters, temporaries.
         allocator_std: Of device memory: blocks of the caching allocator, driver context and communication buffers.
+        finetuning_std: Of all tensors of a run that fine-tunes, whose loops store and free weights in more ways.
         fitted_on: Peaks that the deviations were fitted on; None for the wider ones of profiles without peaks.
     """
 
     transient_std: NonNegative = 0.0
     allocator_std: NonNegative = 0.0
+    finetuning_std: NonNegative = 0.0
     fitted_on: str | None = None
 
-    def relative_std(self, transient_fraction: float, *, allocated: bool) -> float:
+    def relative_std(self, transient_fraction: float, *, allocated: bool, finetunes: bool) -> float:
         """Relative standard deviation of a peak.
 
         Args:
             transient_fraction: Fraction of transient tensors in the peak.
             allocated: True for a peak of tensors alone, False for one of the allocator or the device.
+            finetunes: Task of the run is not ``pretrain``.
         """
-        return math.hypot(self.transient_std * transient_fraction, 0.0 if allocated else self.allocator_std)
+        of_allocator = 0.0 if allocated else self.allocator_std
+        return math.hypot(self.transient_std * transient_fraction, of_allocator, finetunes * self.finetuning_std)

@@ -299,7 +299,7 @@ class SoftwareSpec(Spec):
         recompute_layers: Recomputation can be limited to the first blocks of every stage.
         mtp: Multi-token prediction is supported.
         reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
-        resharding_reserve_fraction: ``reserve_fraction`` where gathered parameters are freed in every pass; None for the
+        resharding_reserve_fraction: ``reserve_fraction`` where every pass frees gathered parameters; None for the
             same.
         memory_spread: Uncertainty of peak memory.
         compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None

@@ -12,6 +12,7 @@ from fit.peak_memory import (
     Deviations,
     PeakRow,
     apart,
+    fine_tuning_std,
     fit,
     fitted_lines,
     held_out,
@@ -21,6 +22,7 @@ from fit.peak_memory import (
 )
 
 PUBLISHED = Path(__file__).parents[2] / "scenarios" / "published"
+FINE_TUNING = sorted(PUBLISHED.with_name("heldout").glob("finetuning_*.yaml"))
 
 
 def test_fit_finds_the_deviations_of_drawn_errors() -> None:
@@ -40,6 +42,18 @@ def test_fit_finds_the_deviations_of_drawn_errors() -> None:
     assert wider.transient / found.transient == pytest.approx(2.0, rel=0.1), "errors are twice as large"
 
 
+def test_the_part_of_fine_tuning_is_what_others_leave() -> None:
+    """Drawn errors have 3% of the profile and 4% of fine-tuning; a row that is far off does not set the width."""
+    errors = np.random.default_rng(1).normal(0.0, 0.05, size=400)
+    errors[0] = 1.1
+    rows = [
+        PeakRow(str(number % 2), "litgpt", "allocated", error, error, 1.0, std=0.03)
+        for number, error in enumerate(errors.tolist())
+    ]
+    assert fine_tuning_std(rows) == pytest.approx(0.04, rel=0.2)
+    assert fine_tuning_std([]) == 0.0
+
+
 @pytest.mark.slow
 def test_intervals_hold_for_sources_that_are_left_out() -> None:
     """Also: memory_fitted.yaml is what the fit writes."""
@@ -47,7 +61,8 @@ def test_intervals_hold_for_sources_that_are_left_out() -> None:
     inside, _ = held_out(rows)
     assert 0.85 <= inside.mean() <= 0.95
     found = fit(rows)
-    lines = fitted_lines([*rows, *load_rehearsed(), *loading], found, fit(loading), unfitted(rows, found))
+    tuned = fine_tuning_std([row for row in load_peaks(FINE_TUNING) if row.is_new])
+    lines = fitted_lines([*rows, *load_rehearsed(), *loading], found, fit(loading), unfitted(rows, found), tuned)
     text = "\n".join([*lines, ""])
     assert text == FITTED_FILE.read_text()
     assert Deviations(0.0, 0.0).half_widths(rows).max() == 0.0

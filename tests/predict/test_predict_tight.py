@@ -10,6 +10,7 @@ import pytest
 
 from simplan.explain.explanation import explain
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict, predict_step, sweep
 from simplan.predict.memory import RankPeaks, device_memory
 from simplan.predict.step_summary import evaluate_step, summarize_step
@@ -123,8 +124,26 @@ def test_interval_is_of_transient_tensors_and_of_the_allocator(kind: Any, alloca
     for of, std in (("allocated", 0.06), ("reserved", math.hypot(0.06, allocator_std))):
         ends = (10 * GIB * math.exp(sign * 1.645 * std) for sign in (-1, 1))
         assert memory.interval_bytes[of] == pytest.approx(tuple(ends), rel=1e-9)  # type: ignore[index]
-    states = device_memory(RankPeaks(resting=10 * GIB, rebuild=0, passes=0, update=0), job)
-    assert states.interval_bytes["allocated"] == (10 * GIB, 10 * GIB), "sums of shapes are certain"
+    only_states = RankPeaks(resting=10 * GIB, rebuild=0, passes=0, update=0)
+    assert device_memory(only_states, job).interval_bytes["allocated"] == (10 * GIB, 10 * GIB), "sums of shapes"
+    unsure = software.model_copy(update={"memory_spread": spread.model_copy(update={"finetuning_std": 0.05})})
+    tuned = replace(job, software=unsure, training=job.training.model_copy(update={"task": "sft"}))
+    for run, std in ((tuned, 0.05), (replace(job, software=unsure), 0.0)):
+        high = device_memory(only_states, run).interval_bytes["allocated"][1]
+        assert high == pytest.approx(10 * GIB * math.exp(1.645 * std), rel=1e-9)
+
+
+def test_allocator_reserves_more_where_gathered_parameters_are_freed() -> None:
+    fields = {"reserve_fraction": 0.25, "resharding_reserve_fraction": 0.5, "flat_updates": False}
+    job = replace(with_memory(None), software=ASKED.software.model_copy(update=fields))
+    peaks = RankPeaks(resting=0, rebuild=0, passes=8 * GIB, update=0)
+    for changes, reserved in (
+        ({"dp_shard": 2, "zero_stage": 3}, 12 * GIB),
+        ({"dp_shard": 2, "zero_stage": 3, "reshard_after_forward": False}, 10 * GIB),
+        ({"dp_shard": 2, "zero_stage": 2}, 10 * GIB),
+        ({"dp_replicate": 2}, 10 * GIB),
+    ):
+        assert device_memory(peaks, replace(job, plan=ParallelPlan(**changes))).reserved_bytes == reserved
 
 
 def test_verdict_is_certain_where_the_interval_is_on_one_side() -> None:
