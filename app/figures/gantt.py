@@ -26,7 +26,8 @@ from app.figures.style import (
 from app.figures.timeline import MemoryCurve, TimelineBox, TimelineResult
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import WORDS
-from simplan.report.drawings.drawing_svg import fill_of, ink_on
+from simplan.report.drawings.drawing_svg import fill_of
+from simplan.report.drawings.svg import ink_on
 from simplan.units import GIB, format_bytes, format_time
 
 _ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX, _BELOW_PX = 34, 190, 125, 26, 56

@@ -19,8 +19,9 @@ from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.shape import action_ends_s
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline, ticks
-from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on, schedules_svg
+from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, schedules_svg
 from simplan.report.drawings.drawing_text import drawing_text
+from simplan.report.drawings.svg import ink_on
 from simplan.report.text import verdict
 from simplan.units import format_percent
 from tests.jobs import job_of
