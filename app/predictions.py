@@ -31,8 +31,7 @@ from simplan.prediction import (
 )
 from simplan.program.program import gc_paused
 from simplan.report.drawings.run_timeline import RunTimeline, run_timeline
-from simplan.report.run_trace import run_trace
-from simplan.report.trace import predicted_trace
+from simplan.report.trace import predicted_trace, run_trace
 from simplan.scenario import Scenario, parse_scenario
 from simplan.scenario.whole_run.goodput import goodput_of
 from simplan.search.fixes import Fix, fixes

@@ -17,16 +17,17 @@ from app.figures.scale import (
     DelayedRank,
     ScalePoint,
     place_on,
+    predicted_ways,
     scale_document,
     scale_figures,
     scale_rows,
     slow_figure,
     slow_ranks,
     sweep,
+    ways_figure,
     worth,
     worth_figure,
 )
-from app.figures.ways import predicted_ways, ways_figure
 from app.fitting import document_text
 from app.page import bullets, run_page
 from app.predictions import sentences

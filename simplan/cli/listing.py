@@ -10,9 +10,8 @@ from typing import Any, cast
 from simplan import catalog
 from simplan.catalog.spelling import find
 from simplan.cli.calibrations import read
-from simplan.cli.terminal.definitions import definitions
+from simplan.cli.terminal.definitions import MINIMAL_SCENARIO, definitions, expectation_fields, scenario_sections
 from simplan.cli.terminal.output import print_json, print_result
-from simplan.cli.terminal.scenario_keys import MINIMAL_SCENARIO, expectation_fields, scenario_sections
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.measured_links import catalog_cluster, measured_collectives

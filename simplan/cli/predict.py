@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simplan.cli.calibrations import chosen, covers, is_needed
-from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.options import opened
 from simplan.cli.terminal.output import emphasize, print_result, say, write_result
 from simplan.cli.terminal.progress import ProgressLine
@@ -18,11 +17,15 @@ from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.io import as_argument
+from simplan.model.model import ModelSpec
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
+from simplan.problems import parse_model
 from simplan.report.predictions import compared_predictions, predictions_text
 from simplan.report.text import prediction_text, verdict
 from simplan.scenario import Scenario
+from simplan.scenario.file import check_budget
+from simplan.training import TrainingBudget
 from simplan.units import format_percent
 
 if TYPE_CHECKING:
@@ -180,3 +183,29 @@ def calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None
         this = as_argument(scenario.file) if scenario.file and Path(scenario.file).exists() else "FILE"
         say(f"note: not every layer here was timed itself; `simplan calibrate {this}` times them")
     return calibration
+
+
+_OPTIONS = {"num_tokens": "--tokens", "price_per_device_hour": "--price"}
+
+
+def chosen_budget(options: Mapping[str, float | None], model: ModelSpec, *, has_length: bool) -> dict[str, float]:
+    """Fields of ``TrainingBudget`` that options give.
+
+    Args:
+        options: Fields of ``TrainingBudget``; None for options that are not given.
+        model: Model of the scenario.
+        has_length: True if the length of the training is known without ``--tokens``.
+
+    Raises:
+        SpecError: An option is out of range or has no effect; the error names the option.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        check_budget(parse_model(TrainingBudget, given), model)
+    except SpecError as error:
+        raise SpecError([replace(p, field=_OPTIONS[p.field.rpartition(".")[2]]) for p in error.problems]) from None
+    price = given.get("price_per_device_hour")
+    if price is not None and "num_tokens" not in given and not has_length:
+        rule = "is the price of a training whose number of tokens is missing"
+        raise SpecError(Problem(field="--price", value=f"{price:g}", rule=rule, fix="give --tokens too, e.g. 1e12"))
+    return given

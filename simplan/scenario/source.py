@@ -18,6 +18,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.base import MAX_COUNT, Spec
+from simplan.cluster.hardware import ClusterSpec
 from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
 from simplan.errors import Problem, SpecError
@@ -48,12 +49,12 @@ from simplan.scenario.names import (
     unknown_source,
     with_catalog_names,
 )
-from simplan.scenario.nodes import check_ranks_per_node
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
 from simplan.scenario.writing import scenario_text
 from simplan.software.software import SoftwareSpec
 from simplan.training import PAIRED_TASKS, TrainingSection
+from simplan.units import counted
 
 NUM_MICROBATCHES = "num_microbatches"
 """Override that is no key of a file: microbatches of a data-parallel rank, which set the global batch size."""
@@ -897,3 +898,22 @@ def _with_most_factors_of_2(low: int, high: int) -> int:
     """Number from ``low`` to ``high``, both at least 1, with most factors of 2: there is only one."""
     multiples = (high >> power << power for power in range(high.bit_length(), -1, -1))
     return next(multiple for multiple in multiples if multiple >= low)
+
+
+_LARGEST_HOST = 16
+"""Devices that one operating system has in today's machines; larger domains, as of NVL72, are of several hosts."""
+
+
+def check_ranks_per_node(configuration: Configuration, cluster: ClusterSpec) -> None:
+    """Check that a node has as many devices as a job on several nodes has ranks on each.
+
+    Raises:
+        SpecError: It has more or fewer, so communications would cross nodes elsewhere.
+    """
+    setting, devices = configuration.ranks_per_node, cluster.devices_per_node
+    if setting is None or setting.value == devices or devices > _LARGEST_HOST:
+        return
+    rule = f"is the number of ranks on each node, and nodes of this cluster have {counted(devices, 'device')}"
+    fix = f"add --set cluster.devices_per_node={setting.value}, or name a cluster of such nodes"
+    problem = Problem(field=setting.key, value=str(setting.value), rule=rule, fix=fix, line=setting.line)
+    raise SpecError(problem, file=configuration.file)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from app.figures.ways import ways_figure
+from app.figures.scale import ways_figure
 from simplan.explain.charts import ways_curves
 from simplan.explain.ways_map import WAYS, WaysMap, ways_lines, ways_map
 from simplan.plan.compression import CompressionKind

@@ -19,7 +19,7 @@ from simplan.goodput.result import GoodputResult
 from simplan.io import write_json, write_whole
 from simplan.report.devices import devices_text
 from simplan.report.goodput import goodput_text, goodputs_text
-from simplan.report.run_trace import run_trace
+from simplan.report.trace import run_trace
 from simplan.scenario import CheckResult, Scenario, evaluate
 from simplan.scenario.whole_run.devices import compare_devices
 from simplan.scenario.whole_run.executed import with_measured_recovery
