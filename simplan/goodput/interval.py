@@ -1,4 +1,4 @@
-"""Best checkpoint interval: the mean time of the run over the interval, with equal failures at every interval.
+"""Best checkpoint interval: that of Young and of Daly, and by the mean time of the run with equal failures at each.
 
 Between the grid's points the mean time is fitted by a + b / interval + c interval, the form of Young's model, whose
 minimum is sqrt(b / c).
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simplan.goodput.closed_forms import daly_s, young_s
 from simplan.goodput.engines.simulate import simulate
 from simplan.goodput.rates import mtbf_s
 from simplan.goodput.setup import RunSetup
@@ -24,6 +23,27 @@ _FITTED_OCTAVES = 1.5
 """Octaves on each side of the best point of the grid that are fitted."""
 _NUM_FITTED = 3
 """Parameters of the fit."""
+
+
+def young_s(blocking_s: float, mtbf_s: float) -> float:
+    """Best interval of work between checkpoints, first order: sqrt(2 blocking M).
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17(9),
+    1974. It holds while the interval is far below ``mtbf_s``.
+    """
+    return math.sqrt(2 * blocking_s * mtbf_s)
+
+
+def daly_s(blocking_s: float, mtbf_s: float) -> float:
+    """Best interval of work between checkpoints, higher order; the mean time itself for checkpoints of twice that.
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
+    Computer Systems 22(3), 2006.
+    """
+    if blocking_s >= 2 * mtbf_s:
+        return mtbf_s
+    half = blocking_s / (2 * mtbf_s)
+    return young_s(blocking_s, mtbf_s) * (1 + math.sqrt(half) / 3 + half / 9) - blocking_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

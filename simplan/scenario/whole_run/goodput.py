@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
-from simplan.goodput.closed_forms import young_s
 from simplan.goodput.endless import endless
 from simplan.goodput.engines.simulate import simulate
-from simplan.goodput.interval import interval_curve
+from simplan.goodput.interval import interval_curve, young_s
 from simplan.goodput.rates import mtbf_s
 from simplan.goodput.result import GoodputResult
 from simplan.goodput.sections import RunPrice, RunSections
