@@ -12,7 +12,6 @@ from typing import Any
 
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path, load
-from simplan.errors import SpecError
 from simplan.explain import Explanation, explain
 from simplan.goodput.engines.simulate import one_run
 from simplan.goodput.result import GoodputResult
@@ -118,11 +117,6 @@ def explained(text: str, calibrated_at: int) -> Explanation:
 def calibration_of(scenario: Scenario) -> Calibration | None:
     """Timings of this machine, if the scenario runs on it."""
     return load(default_path()) if scenario.job.cluster.cores_per_node is not None else None
-
-
-def sentences(error: SpecError) -> str:
-    """The problems of an error in one line."""
-    return "; ".join(problem.sentence() for problem in error.problems)
 
 
 @dataclass(frozen=True, slots=True)

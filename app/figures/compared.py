@@ -21,7 +21,7 @@ from app.figures.style import (
     stack,
     time_unit,
 )
-from app.predictions import Headline, headline_of_prediction, sentences
+from app.predictions import Headline, headline_of_prediction
 from simplan.errors import SpecError
 from simplan.explain import DifferenceRow
 from simplan.program.program import MemoryCategory
@@ -64,7 +64,7 @@ def compared_plan(name: str, text: str, calibrated_at: int) -> ComparedPlan:
     try:
         result = plan_result(text, calibrated_at)
     except SpecError as error:
-        return ComparedPlan(name, sentences(error))
+        return ComparedPlan(name, error.sentences)
     prediction = result.prediction
     index = next(i for i, memory in enumerate(prediction.memory) if memory.rank == result.busiest)
     return ComparedPlan(

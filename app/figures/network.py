@@ -26,7 +26,7 @@ from app.figures.style import (
     upright,
 )
 from app.fitting import document_text
-from app.predictions import predicted, sentences
+from app.predictions import predicted
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, SlowLink
 from simplan.document import parse_yaml
@@ -181,7 +181,7 @@ def _alternative(name: str, words: str, data: Mapping[str, Any]) -> Alternative:
         job = parse_scenario(document_text(dict(data))).job
         return Alternative(name, words, summarize_step(job).step_time_s)
     except SpecError as error:
-        return Alternative(name, words, None, refused=sentences(error))
+        return Alternative(name, words, None, refused=error.sentences)
 
 
 def _in_order(found: list[Alternative]) -> tuple[Alternative, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from app.figures.style import MUTED, PLANS, Figure, across, bar, empty, figure, labeled_bars, scatter
-from app.predictions import predicted_step, sentences
+from app.predictions import predicted_step
 from simplan.cluster.hardware import LinkSpec
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.explain.ways_map import WaysMap, ticks_of, ways_map
@@ -171,7 +171,7 @@ def _point(value: float, changed: Callable[[], Job]) -> ScalePoint:
         job = changed()
         return ScalePoint(value, job, summarize_step(job))
     except SpecError as error:
-        return ScalePoint(value, refused=sentences(error))
+        return ScalePoint(value, refused=error.sentences)
 
 
 def worth(text: str) -> tuple[MarginalValue, ...]:

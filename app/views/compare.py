@@ -26,7 +26,7 @@ from app.figures.compared import (
     step_stacks,
 )
 from app.page import escaped, run_page
-from app.predictions import Headline, explained, sentences
+from app.predictions import Headline, explained
 from app.result_cache import awaited, begun
 from simplan.errors import SpecError
 from simplan.explain import Difference, difference
@@ -110,7 +110,7 @@ def _predicted(letter: str, document: Document) -> ComparedPlan:
     try:
         inputs = result_cache.worker_inputs(document)
     except SpecError as error:
-        return ComparedPlan(letter, sentences(error))
+        return ComparedPlan(letter, error.sentences)
     return awaited(f"predicting scenario {letter}", compared_plan, letter, *inputs)
 
 

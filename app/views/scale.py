@@ -30,7 +30,6 @@ from app.figures.scale import (
 )
 from app.fitting import document_text
 from app.page import bullets, run_page
-from app.predictions import sentences
 from app.result_cache import awaited
 from simplan.errors import SpecError
 from simplan.io import json_text
@@ -108,7 +107,7 @@ def _show_ways(scenario: Scenario, text: str) -> None:
     try:
         found = awaited("predicting every way", predicted_ways, text)
     except SpecError as error:
-        st.info(sentences(error))
+        st.info(error.sentences)
         return
     show_figure(ways_figure(found), f"{scenario.name} ways to train", alt="Step time of ways to train over bandwidth")
     st.caption(

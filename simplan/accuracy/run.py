@@ -74,7 +74,7 @@ def software_section(data: Mapping[str, Any]) -> Any:
 def sentences(error: Exception) -> str:
     """Reason for a missing prediction, on one line; a bug must not hide the results of other runs."""
     if isinstance(error, SpecError):
-        return "; ".join(problem.sentence() for problem in error.problems)
+        return error.sentences
     if isinstance(error, SimplanError):
         return str(error)
     if os.environ.get("SIMPLAN_DEBUG"):

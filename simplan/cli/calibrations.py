@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.processes import require_executor, run_executor
-from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.progress import ProgressLine, show_event
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 from simplan.cost.calibration.calibrated import CalibratedCost
@@ -279,14 +279,7 @@ def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: Rend
         write_model(nodes_file, nodes)
         arguments += ["--nodes", str(nodes_file)]
     with ProgressLine(title) as progress:
-        run_executor(arguments, lambda event: _show(event, progress))
-
-
-def _show(event: dict[str, Any], progress: ProgressLine) -> None:
-    if event["event"] == "note":
-        say(f"note: {event['text']}")
-    else:
-        progress.update(event["done"], event["of"], event.get("what", ""))
+        run_executor(arguments, lambda event: show_event(event, progress))
 
 
 def of_nccl_tests(files: Sequence[Path], file: Path | None, *, is_alone: bool, as_json: bool) -> int:

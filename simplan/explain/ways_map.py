@@ -125,7 +125,7 @@ def ways_map(job: Job, name: str) -> WaysMap:
             times = tuple(summarize_step(each).step_time_s for each in jobs)
             curves.append(WayCurve(way, own, times))
         except SpecError as error:
-            curves.append(WayCurve(way, plan, (), "; ".join(problem.sentence() for problem in error.problems)))
+            curves.append(WayCurve(way, plan, (), error.sentences))
     curves.sort(key=lambda curve: not curve.step_times_s)
     rates = tuple(link.bytes_per_s * factor for factor in _FACTORS)
     words = "bandwidth between nodes" if crosses else "bandwidth within the node"

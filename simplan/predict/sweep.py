@@ -96,7 +96,7 @@ def _figures(job: Job, changes: Mapping[str, Any], calibration: Calibration | No
     try:
         prediction = predict(changed, calibration=calibration)
     except SpecError as error:
-        return figures | {"error": "; ".join(problem.sentence() for problem in error.problems)}
+        return figures | {"error": error.sentences}
     low_s, high_s = prediction.step_time_interval_s
     return {
         "step_time_s": prediction.step_time_s,

@@ -15,7 +15,7 @@ from simplan.plan.plan import DEPENDENT
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import MemoryVerdict, Prediction
-from simplan.problems import render_value
+from simplan.problems import setting_words
 from simplan.rules import MEMORY_RULES, RULES, SEARCH_RULES, violations
 from simplan.units import GIB
 from simplan.wording import divisors
@@ -67,7 +67,7 @@ class Fix:
     @property
     def words(self) -> str:
         """The changes as lines of a scenario file: ``plan.recompute: full, plan.tp: 8``."""
-        return ", ".join(f"{setting}: {_written(value)}" for setting, value in self.changes.items())
+        return ", ".join(f"{setting}: {setting_words(value)}" for setting, value in self.changes.items())
 
     @property
     def is_unsure(self) -> bool:
@@ -187,10 +187,6 @@ def _dominates(other: Fix, fix: Fix) -> bool:
         and other.job.cluster.num_devices <= fix.job.cluster.num_devices
         and other.trains_otherwise == fix.trains_otherwise
     )
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else render_value(value)
 
 
 def _shown(candidates: list[Fix], top: int) -> tuple[Fix, ...]:

@@ -26,6 +26,7 @@ from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.machine import THIS_MACHINE, num_cores
 from simplan.errors import SpecError
 from simplan.scenario import parse_scenario, scenario_from
+from tests.app.questions import is_valid
 
 Document = dict[str, Any]
 ONE: Document = {"model": {"preset": "gpt2-124m"}, "cluster": {"preset": "dgx-h100", "num_devices": 1}}
@@ -34,14 +35,6 @@ ONE |= {"training": {"global_batch_size": 144}, "plan": {}}
 
 def cluster_of(document: Document) -> ClusterSpec:
     return parse_scenario(document_text(mended(document)[0])).job.cluster
-
-
-def is_valid(document: Document) -> bool:
-    try:
-        parse_scenario(document_text(document))
-    except SpecError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("name", catalog.names("devices"))

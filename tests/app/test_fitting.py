@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from app.figures.plans import importance_figure, search_plans, setting_effects
@@ -20,21 +18,12 @@ from app.fitting import (
 )
 from app.state import START, USUAL
 from simplan import catalog
-from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict, predict_step
 from simplan.scenario import parse_scenario
 from simplan.search.fixes import fixes
 from tests.app.figures.drawn import checked
-from tests.app.questions import TINY
-
-
-def is_valid(document: dict[str, Any]) -> bool:
-    try:
-        parse_scenario(document_text(document))
-    except SpecError:
-        return False
-    return True
+from tests.app.questions import TINY, is_valid
 
 
 @pytest.mark.parametrize("key", ["tp", "cp", "pp", "dp_replicate", "ep"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from simplan.runs.elastic import RendezvousOptions
 from simplan.scenario import load_scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 from tests.cli.calls import Simplan, refused
+from tests.hosts import free_port
 from tests.support.problems import refuses
 
 SCENARIO = """\
@@ -32,13 +32,6 @@ def two(tmp_path: Path) -> Path:
     file = tmp_path / "two.yaml"
     file.write_text(SCENARIO)
     return file
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 NOWHERE = "--rdzv-endpoint: must say where the nodes meet; give a name of one of the nodes and a free port there"
