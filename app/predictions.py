@@ -190,9 +190,11 @@ def quick_headline(scenario: Scenario) -> Headline | None:
 
 def headline_of_prediction(prediction: Prediction) -> Headline:
     """Headline from a full prediction."""
-    one = prediction
-    least_known = "" if one.weakest_term is None else one.weakest_term.fact
-    return Headline(one.job, one.step_time_s, one.step_time_interval_s, one.worst_memory, one.mfu, least_known)
+    whole = prediction
+    least_known = "" if whole.weakest_term is None else whole.weakest_term.fact
+    return Headline(
+        whole.job, whole.step_time_s, whole.step_time_interval_s, whole.worst_memory, whole.mfu, least_known
+    )
 
 
 _IDLE = 0.3

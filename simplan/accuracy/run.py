@@ -48,8 +48,8 @@ class PublishedRun:
 
         The step time is then the time of the busiest rank. Else a step lasts from its first start to its last end.
         """
-        given = self.measured.steps_overlap
-        return self.known_job.plan.schedule.startswith("zb-") if given is None else given
+        stated = self.measured.steps_overlap
+        return self.known_job.plan.schedule.startswith("zb-") if stated is None else stated
 
 
 @dataclass(frozen=True, slots=True)

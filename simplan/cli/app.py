@@ -943,10 +943,12 @@ _INTERRUPTED = 130
 @cache
 def _commands(name: str) -> Callable[..., Any]:
     """The parser of one command, or of all if none has this name; making all takes longer than most commands."""
-    named = [each for each in app.registered_commands if each.callback is not None and _name_of(each) == name]
-    one = copy(app)
-    one.registered_commands = named or app.registered_commands
-    return typer.main.get_command(one)
+    named = [
+        command for command in app.registered_commands if command.callback is not None and _name_of(command) == name
+    ]
+    small = copy(app)
+    small.registered_commands = named or app.registered_commands
+    return typer.main.get_command(small)
 
 
 def _name_of(command: typer.models.CommandInfo) -> str:

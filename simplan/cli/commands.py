@@ -60,19 +60,19 @@ def explain_command(
     if stragglers:
         request = request.with_overrides({"cluster.stragglers": [_straggler(text) for text in stragglers]})
     explained = []
-    for each in (request, *([replace(request, source=other)] if other else [])):
-        scenario = each.scenario()
+    for asked in (request, *([replace(request, source=other)] if other else [])):
+        scenario = asked.scenario()
         calibration = calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
         prediction, simulated = predict_step(scenario, calibration)
-        name = name_of(each, scenario, several=other is not None)
+        name = name_of(asked, scenario, several=other is not None)
         explained.append(explain(replace(prediction, name=name), simulated, calibration=calibration))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0], kernels=kernels)
     else:
-        found = difference(*explained)
-        document, text = found.to_json(), difference_text(found)
+        differing = difference(*explained)
+        document, text = differing.to_json(), difference_text(differing)
     if write_result(document, as_json=as_json, output=output):
         print_result(text)
     return 0

@@ -324,11 +324,11 @@ def _steps_on_fewer(
     scenarios, sentences = scenarios_on_fewer(scenario, min_nodes)
     for sentence in sentences:
         say(f"note: {sentence}")
-    found = {number: fewer.predict_step(calibration) for number, fewer in scenarios.items()}
-    for number, (prediction, _) in found.items():
+    steps = {number: fewer.predict_step(calibration) for number, fewer in scenarios.items()}
+    for number, (prediction, _) in steps.items():
         if prediction.fits is False:
             say(f"note: on {number} nodes the plan is predicted not to fit: {verdict(prediction)}")
-    return found
+    return steps
 
 
 def run_spec_of_scenario(

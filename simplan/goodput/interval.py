@@ -121,18 +121,18 @@ def interval_curve(setup: RunSetup, *, num_runs: int, seed: int = 0, jobs: int =
 def _grid(center: float, num_steps: int) -> list[int]:
     """Steps between checkpoints around a center, ascending."""
     number = _OCTAVES * _POINTS_PER_OCTAVE
-    factors = (2.0 ** (each / _POINTS_PER_OCTAVE) for each in range(-number, number + 1))
+    factors = (2.0 ** (half_octave / _POINTS_PER_OCTAVE) for half_octave in range(-number, number + 1))
     return sorted({min(max(round(center * factor), 1), num_steps) for factor in factors})
 
 
 def _fitted(best: int, times: dict[int, float]) -> int:
     """Steps at the minimum of a + b / x + c x through the points near the best one; that one if there is no minimum."""
-    near = [each for each in times if abs(math.log2(each / best)) <= _FITTED_OCTAVES]
+    near = [steps for steps in times if abs(math.log2(steps / best)) <= _FITTED_OCTAVES]
     if len(near) <= _NUM_FITTED:
         return best
     x = np.asarray(near, dtype=float)
     basis = np.stack([np.ones_like(x), 1 / x, x], axis=1)
-    _, inverse, linear = np.linalg.lstsq(basis, np.asarray([times[each] for each in near]), rcond=None)[0]
+    _, inverse, linear = np.linalg.lstsq(basis, np.asarray([times[steps] for steps in near]), rcond=None)[0]
     if inverse <= 0 or linear <= 0:
         return best
     return min(max(round(math.sqrt(inverse / linear)), min(near)), max(near))

@@ -47,9 +47,9 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
     if num_rows > _MAX_ROWS:
         rule = f"are more than {_MAX_ROWS:,} combinations"
         raise SpecError(Problem(field="settings", value=f"{num_rows:,}", rule=rule, fix="give fewer values"))
-    given = [name for names in settings for name in names.split()]
-    full = {name: job.full_key(name) for name in given}
-    has_sections = any("." in name for name in given)
+    swept = [name for names in settings for name in names.split()]
+    full = {name: job.full_key(name) for name in swept}
+    has_sections = any("." in name for name in swept)
     rows = []
     for combination in product(*settings.values()):
         row: dict[str, Any] = {}

@@ -243,17 +243,19 @@ def _pairs(
     """
 
     def both(pair: tuple[_Tried, _Tried]) -> int:
-        return sum(one.device_bytes for one in pair)
+        return sum(first.device_bytes for first in pair)
 
-    apart = [(one, other) for one, other in combinations(singles, 2) if not one.changes.keys() & other.changes.keys()]
+    apart = [
+        (first, other) for first, other in combinations(singles, 2) if not first.changes.keys() & other.changes.keys()
+    ]
     budget = _MAX_SMALLER
-    for one, other in sorted(apart, key=both)[:_MAX_PAIRS]:
-        tried = _try_both(job, one, other, capacity_bytes, calibration)
+    for first, other in sorted(apart, key=both)[:_MAX_PAIRS]:
+        tried = _try_both(job, first, other, capacity_bytes, calibration)
         if tried is None:
             continue
         yield tried
-        less = [(part, other) for part in smaller.get(id(one), [])] + [
-            (one, part) for part in smaller.get(id(other), [])
+        less = [(part, other) for part in smaller.get(id(first), [])] + [
+            (first, part) for part in smaller.get(id(other), [])
         ]
         for pair in less[:budget]:
             fix = _try_both(job, *pair, capacity_bytes, calibration)
@@ -263,11 +265,11 @@ def _pairs(
 
 
 def _try_both(
-    job: Job, one: _Tried, other: _Tried, capacity_bytes: int, calibration: Calibration | None
+    job: Job, first: _Tried, second: _Tried, capacity_bytes: int, calibration: Calibration | None
 ) -> _Tried | None:
     """A job with two changes; None if it does not fit, or violates a rule."""
     try:
-        changed = one.job.with_changes(other.changes)
+        changed = first.job.with_changes(second.changes)
     except SpecError:
         return None
     tried = _try(job, changed, capacity_bytes, calibration)

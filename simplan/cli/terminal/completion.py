@@ -69,7 +69,7 @@ def formats(incomplete: str) -> list[str]:
     """Formats of frameworks' files that are read."""
     from simplan.interop.formats import formats as known
 
-    return _begun((name for name, each in known().items() if each.read is not None), incomplete)
+    return _begun((name for name, file_format in known().items() if file_format.read is not None), incomplete)
 
 
 def targets(incomplete: str) -> list[str]:

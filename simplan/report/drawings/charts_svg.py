@@ -194,8 +194,8 @@ def ticks_of(axis: CurveAxis, first: float, last: float) -> list[float]:
             [float(f"{factor:g}e{power}") for power in powers for factor in factors]
             for factors in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1,))
         ]
-        found = [[value for value in values if first <= value <= last] for values in candidates]
-        return next((values for values in found if len(values) <= _MOST_TICKS), found[-1])
+        in_range = [[value for value in values if first <= value <= last] for values in candidates]
+        return next((values for values in in_range if len(values) <= _MOST_TICKS), in_range[-1])
     power = 10.0 ** math.floor(math.log10((last - first) / _MOST_TICKS))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * _MOST_TICKS >= last - first)
     start = math.ceil(first / step - 1e-9)

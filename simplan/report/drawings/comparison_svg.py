@@ -79,7 +79,7 @@ def _box(box: Box, row: ComparedRow, drawing: ComparisonDrawing, top: float) -> 
     left, right = _x(box.start_s, drawing), _x(box.end_s, drawing)
     tooltip = f"{row.source}, rank {row.rank}, {box.action}: {WORDS[box.action.kind]}, {format_time(box.duration_s)}"
     ElementTree.SubElement(group, "title").text = f"{tooltip}, from {format_time(box.start_s)}"
-    stages = sorted({each.action.stage for each in row.boxes})
+    stages = sorted({drawn.action.stage for drawn in row.boxes})
     fill = fill_of(box.action.kind, stages.index(box.action.stage), len(stages))
     group.append(rect(left, top, right - left, _LANE_HEIGHT, fill, stroke=PAPER if right - left >= 4 else ""))
     label = str(box.action) if box.action.microbatch is not None else ""

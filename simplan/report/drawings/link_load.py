@@ -134,7 +134,7 @@ def _row(row: LoadRow, top: float) -> list[Element]:
 
 def _cells(row: LoadRow, drawing: LinkLoadDrawing, top: float) -> list[Element]:
     """Rectangles of equal shade; each has a tooltip."""
-    link, found, place = row.link, [], 0
+    link, elements, place = row.link, [], 0
     width = (_WIDTH - _LEFT - _RIGHT) / len(link.series)
     for step, cells in groupby(round(_STEPS * min(1.0, share)) for share in link.series):
         number = len(list(cells))
@@ -146,9 +146,9 @@ def _cells(row: LoadRow, drawing: LinkLoadDrawing, top: float) -> list[Element]:
                 f"{step / _STEPS:.0%} busy from {format_time(begin_s)}"
             )
             group.append(rect(_LEFT + width * place, top, width * number, _ROW_HEIGHT, load_color(step / _STEPS)))
-            found.append(group)
+            elements.append(group)
         place += number
-    return found
+    return elements
 
 
 def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:

@@ -74,10 +74,10 @@ def _lane(timeline: RunTimeline, segments: tuple[TimelineSegment, ...], row: int
     """Bars of a row; compute lies below all others, so that it has no seams."""
     top, scale = _TOP + _ROW * row, _COLUMNS / timeline.row_length.length_s
     group = Element("g", {"class": "row"})
-    own = [segment for segment in segments if segment.row == row]
-    width = scale * own[-1].end_s
+    of_row = [segment for segment in segments if segment.row == row]
+    width = scale * of_row[-1].end_s
     group.append(rect(_LEFT, top, width, _BAR, COLOURS["compute"]))
-    for segment in own:
+    for segment in of_row:
         if segment.kind == "compute":
             continue
         left, right = scale * segment.start_s, scale * segment.end_s
