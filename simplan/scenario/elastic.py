@@ -56,13 +56,13 @@ def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Sc
     Returns:
         Scenarios by number of nodes, largest first, and the sentences.
     """
-    found, sentences = {}, []
+    scenarios, sentences = {}, []
     for number in range(scenario.job.cluster.num_nodes - 1, min_nodes - 1, -1):
         try:
-            found[number] = scenario_on(scenario, number)
+            scenarios[number] = scenario_on(scenario, number)
         except SpecError as error:
             sentences.append(f"{counted(number, 'node')} could not go on, but fewer of them: {error.sentences}")
-    return found, sentences
+    return scenarios, sentences
 
 
 def scenarios_of_replicas_left(scenario: Scenario) -> list[Scenario]:
