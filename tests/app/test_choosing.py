@@ -119,10 +119,10 @@ def test_numbers_are_written_as_they_were_changed(
     ],
 )
 def test_nodes_of_one_device_grow(key: str, value: int, spelled: Document) -> None:
-    one = {"cluster": {"device": "rtx-4090", "num_devices": 1}}
-    changed = with_size(one, value, key)
+    single = {"cluster": {"device": "rtx-4090", "num_devices": 1}}
+    changed = with_size(single, value, key)
     assert changed == {"cluster": {"device": "rtx-4090", **spelled}}
-    assert with_size(with_size(changed, 1, "num_nodes"), 1, "devices_per_node") == one
+    assert with_size(with_size(changed, 1, "num_nodes"), 1, "devices_per_node") == single
 
 
 @pytest.mark.parametrize("model", ["llama3-70b", "gpt2-1.5b"])

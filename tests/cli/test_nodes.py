@@ -140,9 +140,9 @@ def test_numbers_of_nodes_that_the_batch_does_not_divide_are_passed_over(two: Pa
     four = two.with_name("four.yaml")
     text = SCENARIO.replace("num_devices: 2, num_nodes: 2", "num_devices: 4, num_nodes: 4")
     four.write_text(text.replace("dp_replicate: 2", "dp_replicate: 4"))
-    found, sentences = scenarios_on_fewer(load_scenario(four), 1)
-    assert {number: scenario.job.plan.dp for number, scenario in found.items()} == {2: 2, 1: 1}
-    assert [scenario.job.num_microbatches for scenario in found.values()] == [2, 4]
+    scenarios, sentences = scenarios_on_fewer(load_scenario(four), 1)
+    assert {number: scenario.job.plan.dp for number, scenario in scenarios.items()} == {2: 2, 1: 1}
+    assert [scenario.job.num_microbatches for scenario in scenarios.values()] == [2, 4]
     (sentence,) = sentences
     assert sentence.startswith("3 nodes could not go on, but fewer of them: training.global_batch_size = 4: must be a")
 

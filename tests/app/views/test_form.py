@@ -83,8 +83,8 @@ def test_value_shown_is_the_value_in_effect(name: str) -> None:
         if section == "software" and widget.disabled:  # no option of the framework, so no scenario may write it
             wrong += [key] * (widget.value != getattr(job.software, key))
             continue
-        own = document.get(section, {})
-        keys = {"preset": own} if isinstance(own, str) else own
+        section_keys = document.get(section, {})
+        keys = {"preset": section_keys} if isinstance(section_keys, str) else section_keys
         chosen = {**document, section: {**keys, key: widget.value}}
         other = parse_scenario(document_text(chosen)).job
         if other != job and evaluate_step(other) != evaluate_step(job):
@@ -119,7 +119,7 @@ def test_wrong_scenario_keeps_the_fields_of_every_page(name: str) -> None:
     page = opened_in_session(name, {**SMALL, "training": training}, view)
     assert_no_bug(page)
     assert page.warning
-    expected = {f"document:{one}" for one in NUMBERS}
+    expected = {f"document:{number_key}" for number_key in NUMBERS}
     assert fields(page) == expected | (BUDGET if name in ("plan", "compare", "scale", "search") else set())
 
 
