@@ -132,7 +132,7 @@ def test_nodes_of_one_device_grow(key: str, value: int, spelled: Document) -> No
 )
 def test_every_number_of_devices_has_a_plan_or_a_batch(model: str, kind: str, plan: Document) -> None:
     document, _ = with_kind({**USUAL, "model": {"preset": model}, "plan": plan}, kind)
-    for number in range(1, 65):
+    for number in (1, 2, 3, 5, 7, 8, 9, 12, 16, 24, 31, 32, 40, 48, 63, 64):
         changed, _ = mended(with_size(document, number, "num_devices"))
         assert cluster_size(changed).num_devices == number
         batches = fitting_batches(changed)

@@ -123,7 +123,7 @@ def test_so_they_are_with_states_by_tensor(optimizer: str, software: str) -> Non
     assert counts_add_up(result)
 
 
-@pytest.mark.parametrize("software", ["torch", "megatron-core"])
+@pytest.mark.parametrize("software", slow_except(["megatron-core"], ["torch", "megatron-core"]))
 def test_so_they_are_with_prescribed_collectives(software: str) -> None:
     """All plans keep them, also plans that lack one of these collectives."""
     algorithms = Collectives(all_reduce="tree", all_gather="ring", reduce_scatter="halving_doubling")
@@ -162,7 +162,7 @@ def test_so_they_are_with_the_optimizer_on_the_host() -> None:
     assert result.space.bounded > 0
 
 
-@pytest.mark.parametrize("software", ["torch", "megatron-core"])
+@pytest.mark.parametrize("software", slow_except(["torch"], ["torch", "megatron-core"]))
 def test_so_they_are_over_placements(software: str) -> None:
     """On nodes of two, where the best placement is another one than that of the mesh for some plans."""
     job = small_job(num_devices=16, memory_bytes=1150 * MIB, software=software, **SIZES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from simplan.scenario import parse_scenario
 from tests.app.figures.drawn import checked
 from tests.app.questions import TINY, text_of
 from tests.app.views.pages import assert_no_bug, complaints, opened, opened_in_session, query_of
+from tests.support.slow import slow_except
 
 SHARED: dict[str, Any] = {
     **TINY,
@@ -110,8 +112,14 @@ def test_the_page_opens_with_a_link_chosen_in_the_address() -> None:
     assert query_of(page)["v.link"] == "leaf1 -> spine"
 
 
-@pytest.mark.parametrize("document", [PLAIN, TINY, SHARED | {"cluster": {**PLAIN["cluster"], "topology": "geforce"}}])
-@pytest.mark.parametrize("what_if", [None, "slow link", "placement", "topology"])
+GRAPH = SHARED | {"cluster": {**PLAIN["cluster"], "topology": "geforce"}}
+OPENED = [(PLAIN, None), (TINY, "slow link"), (GRAPH, "placement"), (PLAIN, "topology")]
+
+
+@pytest.mark.parametrize(
+    ("document", "what_if"),
+    slow_except(OPENED, product((PLAIN, TINY, GRAPH), (None, "slow link", "placement", "topology"))),
+)
 def test_the_page_opens_for_other_clusters(document: dict[str, Any], what_if: str | None) -> None:
     page = opened_in_session("network", document, {"link": 7, "left": "x", "what_if": what_if})
     assert_no_bug(page)
