@@ -27,6 +27,7 @@ from simplan.cluster.machine import THIS_MACHINE, num_cores
 from simplan.errors import SpecError
 from simplan.scenario import parse_scenario, scenario_from
 from tests.app.questions import is_valid
+from tests.support.problems import refuses
 
 Document = dict[str, Any]
 ONE: Document = {"model": {"preset": "gpt2-124m"}, "cluster": {"preset": "dgx-h100", "num_devices": 1}}
@@ -48,7 +49,7 @@ def test_cluster_of_a_device_is_that_of_the_command_line(name: str) -> None:
         is_open = number > 1 and catalog.device(name).intra_link is None
         assert open_links(changed) == (("intra_link",) if is_open else ())
         if is_open:
-            with pytest.raises(SpecError, match=r"cluster\.intra_link: is missing"):
+            with refuses("cluster.intra_link", rule="is missing"):
                 scenario_from("gpt2", overrides)
             changed, overrides["cluster.intra_link"] = with_link(changed, "PCIe 4", "intra_link"), "pcie4"
         assert cluster_of(changed) == scenario_from("gpt2", overrides).job.cluster

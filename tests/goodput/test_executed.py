@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from simplan.errors import SpecError
 from simplan.goodput.executed import (
     RecoveryTimes,
     causes_like,
@@ -19,6 +18,7 @@ from simplan.goodput.executed import (
 )
 from simplan.goodput.setup import CauseSetup, RunSetup, Size
 from simplan.runs.faults import Fault, MeasuredStop, RunTimes
+from tests.support.problems import refuses
 
 RANK = CauseSetup(name="rank", units_per_node=0, mtbf_s=40.0, num_nodes=0)
 NODE = CauseSetup(name="node", units_per_node=1, mtbf_s=200.0, num_nodes=1, repair_s=30.0)
@@ -107,7 +107,7 @@ def test_a_hang_takes_the_timeout_of_the_run_that_is_predicted() -> None:
     [(times(), "restart"), (times(stop("nodes")), "restart"), (times(stop(), checkpoint_s=None), "checkpoint")],
 )
 def test_a_run_without_a_restart_or_checkpoint_says_nothing(without: RunTimes, lacks: str) -> None:
-    with pytest.raises(SpecError, match=rf"^--recovery: is the measurement of a run without a {lacks}"):
+    with refuses("--recovery", rule=f"without a {lacks}"):
         RecoveryTimes.of(without, 60.0)
 
 

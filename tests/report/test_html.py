@@ -22,6 +22,7 @@ from simplan.units import format_bytes, format_percent, format_time
 from simplan.validate.logged import compare_logged
 from simplan.validate.logged_run import LoggedRun, parse_measured
 from tests.report.test_goodput_drawing import document as goodput_document
+from tests.support.problems import refuses
 from tests.support.sources import nodes, python_files
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
@@ -134,7 +135,7 @@ def test_every_kind_is_shown_or_refused_with_the_command_for_one_that_is() -> No
     kinds = kinds_written()
     assert {"prediction", "predictions", "suite", "largest", "run", *KINDS} <= kinds
     for kind in kinds - {*KINDS}:
-        with pytest.raises(SpecError, match=rf"kind = {kind}: is not shown in a report; ") as error:
+        with refuses("kind", kind, rule="is not shown in a report") as error:
             html_report([("x.json", {"kind": kind, "schema_version": 1})], written="today")
         [fix] = [problem.fix for problem in error.value.problems]
         assert re.search(r"`simplan (predict|search) SCENARIO -o \w+\.json`|prediction\.json and comparison\.json", fix)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
@@ -20,6 +19,7 @@ from simplan.scenario import make_job, scenario_from
 from simplan.search import SearchSpace, fixes, search
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES
 from simplan.training import TrainingSpec
+from tests.support.problems import refuses
 from tests.support.slow import slow_except
 
 
@@ -171,19 +171,16 @@ def test_changed_settings_are_those_of_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "field", "rule", "fix"),
     [
-        (
-            {"plan.microbatch": 2},
-            "plan.microbatch: is not a known key; did you mean microbatch_size or microbatch_sizes?",
-        ),
-        ({"plan.tp": "two"}, 'plan.tp = "two": must be a whole number'),
-        ({"plans.tp": 2}, "plans: is no setting of a job; did you mean plan?"),
-        ({"plan": 2}, "plan: is no setting of a job; write plan.KEY"),
+        ({"plan.microbatch": 2}, "plan.microbatch", "is not a known key", "microbatch_size or microbatch_sizes"),
+        ({"plan.tp": "two"}, "plan.tp", "must be a whole number", ""),
+        ({"plans.tp": 2}, "plans", "is no setting", "did you mean plan?"),
+        ({"plan": 2}, "plan", "is no setting", "write plan.KEY"),
     ],
 )
-def test_an_unknown_change_is_named(changes: dict[str, object], sentence: str) -> None:
-    with pytest.raises(SpecError, match="^" + sentence.replace("?", r"\?").replace(".", r"\.")):
+def test_an_unknown_change_is_named(changes: dict[str, object], field: str, rule: str, fix: str) -> None:
+    with refuses(field, rule=rule, fix=fix):
         job_of(ParallelPlan()).with_changes(changes)
 
 

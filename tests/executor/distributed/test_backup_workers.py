@@ -167,7 +167,7 @@ def test_jobs_that_cannot_drop_replicas_are_refused(fields: dict[str, Any], word
 
 
 def test_late_ranks_of_another_node_and_of_a_rehearsal_are_refused() -> None:
-    with pytest.raises(NotModelledError, match=r"training\.backup_workers: is run only on one node"):
+    with refuses("training.backup_workers", rule="is run only on one node", kind=NotModelledError):
         check_job(job_of(4), num_local_ranks=2)
     with refuses("training.backup_workers", rule="is about ranks that others wait", kind=NotModelledError):
         check_rehearsal(job_of(), 0, fake=True)

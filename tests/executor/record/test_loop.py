@@ -127,7 +127,7 @@ def test_recording_inside_of_another_is_refused_and_ends_neither(tmp_path: Path)
         for _ in range(NUM_LOOKED_AT + 1):
             run.step()
     assert (tmp_path / "outer.json").exists()
-    with pytest.raises(SpecError, match=r"step\(\): was called outside of its recording"):
+    with refuses("step()", rule="outside of its recording"):
         run.step()
 
 
