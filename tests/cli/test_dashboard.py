@@ -54,7 +54,7 @@ def test_a_signal_to_the_command_ends_the_server(number: signal.Signals, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("given", "host", "runs"),
+    ("options", "host", "runs"),
     [
         ([], "localhost", "1"),
         (["--host", "127.0.0.1"], "127.0.0.1", "1"),

@@ -39,7 +39,7 @@ def test_a_result_goes_into_pandas_and_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "software", "given", "axes"),
+    ("family", "software", "ranges", "axes"),
     [
         ("llama", "torch", {}, {"cp", "compiled"}),
         *slow_except(
@@ -125,7 +125,7 @@ def test_two_objectives_outlive_a_copy_and_a_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "communication"),
+    ("fields", "communication"),
     [
         ({"objective": "cost"}, "give dollars_per_device_hour and token_budget"),
         ({"objectives": ["memory", "memory"]}, "has memory twice"),
@@ -154,7 +154,7 @@ def test_a_dask_cluster_of_two_workers_finds_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentences"),
+    ("ranges", "sentences"),
     [
         ({"tp": "2"}, ['tp = "2": must be a whole number; write 2 without quotes']),
         ({"microbatch_size": 1.5}, ["microbatch_size = 1.5: must be a whole number"]),
