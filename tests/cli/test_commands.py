@@ -88,6 +88,8 @@ def test_saved_results_are_reported_and_others_name_the_command(
     assert simplan("report", *saved, "-o", page).returncode == 0
     assert {"Comparison", "Difference", "Search"} <= {*re.findall(r"<h2>(\w+):? ", page.read_text())}
     refused(simplan("report", other), "`simplan predict ", "other.yaml -o other.json; simplan report other.json`")
+    refused(simplan("report", saved[0], "-o", "r.pdf"), "--output", "r.html")
+    refused(simplan("report", saved[0], "-o", saved[0]), "--output")
 
 
 def test_plans_with_other_batches_are_compared_per_sequence(simplan: Simplan, tmp_path: Path) -> None:
@@ -588,14 +590,3 @@ def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path
     log.write_text("step_times_s: [0.2]\npeak_device_gib: [1, 2, 3]\n")
     said = f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks"
     refused(simplan("compare", predicted, log), said)
-
-
-def test_a_report_is_written_from_saved_results(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
-    assert simplan("predict", scenario, "-o", "p.json").returncode == 0
-    done = simplan("report", "p.json", "-o", "r.html")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "wrote r.html" in done.stderr
-    assert "Prediction: small" in (tmp_path / "r.html").read_text()
-    refused(simplan("report", scenario, "-o", "r.html"), "JSON")
-    refused(simplan("report", "p.json", "-o", "r.pdf"), "--output", "r.html")
-    refused(simplan("report", "p.json", "-o", "p.json"), "--output")

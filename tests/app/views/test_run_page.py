@@ -140,7 +140,7 @@ def test_spot_nodes_come_with_a_price_and_take_it_with_them() -> None:
     assert_no_bug(page)
 
 
-WRONG = (None, 7, [], {}, {"bogus": 1})
+WRONG: tuple[Any, ...] = (None, 7, [], {}, {"bogus": 1})
 
 
 @pytest.mark.parametrize(
